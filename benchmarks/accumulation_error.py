@@ -24,9 +24,9 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
-from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
-from greenfast.kernels.attention.tiling import Tiling
+from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.numerics.attention import attention
 from greenfast.problems import attention as attention_problem
 from greenfast.spec.errors import GreenfastError
@@ -68,7 +68,7 @@ def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: 
     def only(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         return (tiles,)
 
-    with mock.patch.object(tiling, "_candidates", only):
+    with mock.patch.object(heuristics, "_candidates", only):
         attention_of = read_dims(dims, "e4m3")
         source, plan = hopper.kernel(*attention_of), hopper.launch(*attention_of)
     compiled = compile_kernel(source, hopper.TARGET)

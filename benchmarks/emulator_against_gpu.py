@@ -27,7 +27,7 @@ from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid
 from greenfast.judge.environment import git_state, now
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.profile import ncu, take_profile
+from greenfast.judge.profiling import ncu, take_profile
 from greenfast.judge.report.compared_with_gpu import MATRIX_METRIC, counts_table
 from greenfast.judge.request import make_request
 from greenfast.judge.store import to_json

@@ -25,7 +25,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import program_of, run_grid
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.state import Lanes, Machine, Operation
-from greenfast.judge.report.format import table
+from greenfast.judge.report.formatting import table
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target
 

@@ -32,11 +32,11 @@ from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, GuardedBuffer
 from greenfast.evolve.space import Space, read_space
-from greenfast.judge.errors import worst_bound_ratio
+from greenfast.judge.error_metrics import worst_bound_ratio
 from greenfast.judge.gates.sides import image_of
-from greenfast.kernels.attention import hopper, tilings
+from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
-from greenfast.kernels.attention.tiling import planned
+from greenfast.kernels.attention.heuristics import planned
 from greenfast.problems import attention
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.problem import Case, dtype_of
@@ -100,7 +100,7 @@ class Group:
 
 def _allowed(toggles: Toggles, config: AttentionConfig) -> bool:
     try:
-        tilings.tiles_of(toggles, config)
+        tuning_space.tiles_of(toggles, config)
     except UsageError:
         return False
     return True
@@ -118,7 +118,7 @@ def _can_be_fast(t: Toggles, head_dim: int) -> bool:
 
 def compiled(toggles: Toggles, dims: Dims, fmt: str) -> CompiledKernel:
     """The kernel of a tiling; the length does not matter to it."""
-    return compile_kernel(tilings.kernel(toggles, fmt, dims), hopper.TARGET)
+    return compile_kernel(tuning_space.kernel(toggles, fmt, dims), hopper.TARGET)
 
 
 def _compile(job: tuple[Toggles, Dims, str]) -> str:
@@ -141,7 +141,7 @@ def compile_all(groups: list[Group], wide: bool) -> None:
 def shipped(dims: Dims, fmt: str, multiprocessors: int = hopper.TARGET.multiprocessors) -> Toggles:
     """The tiling that a shape has without measured rules."""
     tiles, _ = planned(*read_dims(dims, fmt), multiprocessors)
-    return {name: int(getattr(tiles, field)) for name, field in tilings.TOGGLES.items()}
+    return {name: int(getattr(tiles, field)) for name, field in tuning_space.TOGGLES.items()}
 
 
 def executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executable, CompiledKernel]:
@@ -149,7 +149,7 @@ def executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executabl
     if toggles is None:
         toggles = shipped(dims, fmt)
     kernel = compiled(toggles, dims, fmt)
-    return Executable.single(image_of(kernel), tilings.launch(toggles, fmt, dims)), kernel
+    return Executable.single(image_of(kernel), tuning_space.launch(toggles, fmt, dims)), kernel
 
 
 def checked(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, references: Any) -> str:

@@ -23,8 +23,8 @@ import numpy as np
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Bound, Gpu
-from greenfast.device.instruments import Instruments
-from greenfast.device.rotation import Rotation
+from greenfast.device.helper_kernels import Instruments
+from greenfast.device.rotating_buffers import Rotation
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.store import to_json, write_whole

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.recall import recall
+from greenfast.evolve.screen_recall import recall
 from greenfast.evolve.simulate import Cache, median_by_chance, needed
 from greenfast.evolve.t4 import read_t4
 from greenfast.judge.store import to_json, write_whole

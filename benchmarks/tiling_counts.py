@@ -19,7 +19,7 @@ from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
 from greenfast.evolve.estimate import estimate
 from greenfast.evolve.t4 import ESTIMATE, PIPE
-from greenfast.kernels.attention import hopper, tilings
+from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.problems import attention
 
 _LENGTH = 512
@@ -30,7 +30,7 @@ Key = tuple[tuple[str, int], ...]
 def counted(toggles: Mapping[str, int], head_dim: int, causal: bool) -> tuple[float, str]:
     """The estimate in seconds of one launch, and the busiest pipe."""
     dims = {"B": 1, "H": 1, "S": _LENGTH, "D": head_dim, **({"CAUSAL": 1} if causal else {})}
-    source, launch = tilings.kernel(toggles, "e4m3", dims), tilings.launch(toggles, "e4m3", dims)
+    source, launch = tuning_space.kernel(toggles, "e4m3", dims), tuning_space.launch(toggles, "e4m3", dims)
     case = attention.make_case(dims, 0, "e4m3")
     ptx = to_ptx(source, hopper.TARGET, assemble=False)
     found = run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, launch, case.inputs, case.outputs)

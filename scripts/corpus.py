@@ -28,7 +28,7 @@ from scipy.stats import beta
 
 from greenfast import __version__
 from greenfast.judge.environment import git_state
-from greenfast.judge.report.format import without_folders
+from greenfast.judge.report.formatting import without_folders
 from tests.cheats.corpus import Entry, entries
 from tests.cheats.judging import SEED, request_of
 

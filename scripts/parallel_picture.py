@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from greenfast.bench.parallel_contenders import CONTENDERS
+from greenfast.bench.parallel_backends import CONTENDERS
 from greenfast.bench.parallel_record import CaseRow, read_parallel
 from greenfast.parallel import cost
 

@@ -19,15 +19,15 @@ from typing import Any
 import msgspec
 
 from greenfast.bench.comparison import Comparison
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, comparison_of, freshness, read_record, timed_kernels
+from greenfast.bench.record_io import AnyRecord, comparison_of, freshness, read_record, timed_kernels
+from greenfast.bench.record_schema import Benchmark
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import digest_of
-from greenfast.judge.record import Build, PhaseRecord, Record, Side
-from greenfast.judge.records import family_of
+from greenfast.judge.record_io import family_of
+from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target

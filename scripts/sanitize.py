@@ -31,7 +31,7 @@ import numpy as np
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
-from greenfast.judge.report.format import table
+from greenfast.judge.report.formatting import table
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec

@@ -13,8 +13,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from greenfast.bench.ratios import ratios
-from greenfast.bench.record import Benchmark, Versus
-from greenfast.judge.report import facts, format
+from greenfast.bench.record_schema import Benchmark, Versus
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.plots import clean
 
 #: In the picture's metadata: the prefix of the digest of the numbers that it shows.
@@ -122,4 +122,4 @@ def gains_table(record: Benchmark) -> str:
     rows: Sequence[Sequence[str]] = [
         (str(length), *(f"{cells[d, 0]} / {cells[d, 1]}" for d in head_dims)) for length, cells in found.items()
     ]
-    return format.table(header, rows, right=header)
+    return formatting.table(header, rows, right=header)

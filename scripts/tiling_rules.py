@@ -1,4 +1,4 @@
-"""From T4 files of benchmarks/hopper_tilings.py to the rules of ``greenfast.kernels.attention.tiling``."""
+"""From T4 files of benchmarks/hopper_tilings.py to the rules of ``greenfast.kernels.attention.heuristics``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.judge.timing.statistics import Interval, speedup_interval
-from greenfast.kernels.attention import tilings
+from greenfast.judge.timing.estimators import Interval, speedup_interval
+from greenfast.kernels.attention import tuning_space
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 
 #: A rule departs from the planned tiles where the whole interval of the speedup is above this.
@@ -80,4 +80,4 @@ def _by_round(times: Sequence[float], rounds: int) -> list[float]:
 
 
 def _tiles(toggles: Mapping[str, int], config: AttentionConfig) -> dict[str, Any]:
-    return asdict(tilings.tiles_of(toggles, config))
+    return asdict(tuning_space.tiles_of(toggles, config))

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, current_part, freshness, read_benchmark, read_record
+from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import benchmark_report, section
 from greenfast.bench.routing import rules, rules_table
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.report.markdown import report

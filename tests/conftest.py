@@ -10,7 +10,7 @@ import pytest
 from cuda.bindings import driver
 
 from greenfast.device import compiler_process
-from greenfast.judge import records
+from greenfast.judge import record_io
 
 _CRASHING = """
 import os, signal, sys
@@ -40,7 +40,7 @@ def crashing_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def made_up_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are read without the check that their conclusions follow: for tests of anything else about them."""
-    monkeypatch.setattr(records, "check_record", lambda record, content, path: None)
+    monkeypatch.setattr(record_io, "check_record", lambda record, content, path: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

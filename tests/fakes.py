@@ -27,12 +27,12 @@ import pytest
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.device.gpu_session import GpuSession
-from greenfast.device.instruments import FIELDS, RANGES
+from greenfast.device.helper_kernels import FIELDS, RANGES
 from greenfast.device.session import Block, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.exam import Cell, Plan
+from greenfast.judge.check_plan import Cell, Plan
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record import GateResult
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
@@ -411,9 +411,9 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
     monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)
-    for module in ("gpu", "instruments", "rotation"):
+    for module in ("gpu", "helper_kernels", "rotating_buffers"):
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
-    for module in ("gpu", "instruments", "rotation", "virtual_memory", "memory_check"):
+    for module in ("gpu", "helper_kernels", "rotating_buffers", "virtual_memory", "memory_check"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
     seeds = itertools.count()
     monkeypatch.setattr("greenfast.judge.gates.performance.draw_order_seed", lambda: next(seeds))

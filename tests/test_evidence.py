@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, current_part, freshness, read_benchmark, read_record
+from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import benchmark_report, section
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS, Target

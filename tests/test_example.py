@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from greenfast.cli.main import main, parser
 from greenfast.device.compiler import compile_kernel
-from greenfast.judge.errors import error_stats, worst_bound_ratio
-from greenfast.judge.record import Record
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
+from greenfast.judge.record_schema import Record
 from greenfast.judge.task import TaskConfig, load_task
 from greenfast.judge.tasks import load
 from greenfast.spec.arch import Target

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
-from greenfast.judge.solution.declared import declared_program
+from greenfast.judge.solution.cuda_program import declared_program
+from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import FoundSolution, find_solution
-from greenfast.judge.solution.wire import Buffer
 from greenfast.judge.task import Shape, load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.spec.arch import Target

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.bench.records import read_record
+from greenfast.bench.record_io import read_record
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record import PhaseRecord, Record
+from greenfast.judge.record_schema import PhaseRecord, Record
 from scripts import refresh_hashes
 
 EVIDENCE = Path(__file__).parents[1] / "evidence"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.kernels.attention import tilings
+from greenfast.kernels.attention import tuning_space
 from scripts.tiling_rules import LEAST_PROCESSES, fastest, tiling_rules
 
 SHIPPED = {
@@ -72,5 +72,5 @@ def test_rules(tmp_path: Path) -> None:
     for rule in data["rules"]:
         assert rule["of"] == [128, False, "head", "head", "head", "e4m3"]
         assert rule["tiles"] == {**rule["instead_of"], "stages": 3}
-        assert set(rule["tiles"]) >= set(tilings.TOGGLES.values())
+        assert set(rule["tiles"]) >= set(tuning_space.TOGGLES.values())
         assert rule["record"].startswith(tmp_path.name)

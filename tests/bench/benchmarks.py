@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from greenfast.bench.contenders import KERNEL
-from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, HostRow, Row, Versus
+from greenfast.bench.backends import KERNEL
+from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts, HostRow, Row, Versus
 from greenfast.bench.serving_cases import cases, flops
-from greenfast.judge.record import GateResult, Side, TimedKernel
+from greenfast.judge.record_schema import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts
 from tests.judge.report.records import build, record
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.bench import contenders
-from greenfast.bench.contenders import CONTENDERS, FP8, KERNEL, Contender, Ready
+from greenfast.bench import backends
+from greenfast.bench.backends import CONTENDERS, FP8, KERNEL, Contender, Ready
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
 from greenfast.bench.references import reference
 from greenfast.kernels.attention import config
@@ -273,10 +273,10 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
     module.data_type = SimpleNamespace(FP8_E4M3="FP8_E4M3", FLOAT="FLOAT")
     module.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    contenders._cudnn_handle.cache_clear()
+    backends._cudnn_handle.cache_clear()
     found = inputs(causal)
     assert error(found, prepare("cudnn", found)) < 0.08
-    contenders._cudnn_handle.cache_clear()
+    backends._cudnn_handle.cache_clear()
 
 
 def made(module: str) -> Contender:

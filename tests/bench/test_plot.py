@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from greenfast.bench.plot import save_benchmark_plot
-from greenfast.bench.record import Benchmark
+from greenfast.bench.record_schema import Benchmark
 from tests.bench.benchmarks import operator_record, peers_record, rows
 from tests.judge.report.figures import drawn_by
 

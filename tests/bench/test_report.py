@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.bench.contenders import KERNEL
+from greenfast.bench.backends import KERNEL
 from greenfast.bench.ratios import geometric_mean, headline, ratios
-from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts
+from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts
 from greenfast.bench.report import benchmark_report, console_table, reasons, section, summary
-from greenfast.judge.record import GateResult
+from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
 from tests.bench.benchmarks import CONTENDERS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
 

@@ -11,7 +11,7 @@ import pytest
 
 from greenfast.bench import routing
 from greenfast.bench.attention import flops
-from greenfast.bench.record import Benchmark, Row
+from greenfast.bench.record_schema import Benchmark, Row
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.ops.routing_rules import FA3, TORCH
 from tests.bench.benchmarks import peers_record

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 from greenfast.bench import attention
+from greenfast.bench.backends import CONTENDERS, KERNEL
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
-from greenfast.bench.contenders import CONTENDERS, KERNEL
 from greenfast.bench.inputs import INPUTS
-from greenfast.bench.record import HostRow, Row
-from greenfast.bench.records import freshness, read_record, timed_kernels
+from greenfast.bench.record_io import freshness, read_record, timed_kernels
+from greenfast.bench.record_schema import HostRow, Row
 from greenfast.bench.report import benchmark_report
 from greenfast.bench.runner import Outcome, compare
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.records import with_shape_names
+from greenfast.judge.record_io import with_shape_names
 from greenfast.judge.tasks import load_peers
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
 from greenfast.spec.facts import DeviceInfo

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.bench.records import record_schema
+from greenfast.bench.record_io import record_schema
 
 ROOT = Path(__file__).parents[2]
 SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from greenfast.bench import graphs, serving_inputs, serving_kernels, serving_session
+from greenfast.bench.backends import KERNEL
 from greenfast.bench.comparison import Cell, Facts
-from greenfast.bench.contenders import KERNEL
-from greenfast.bench.record import HostRow
+from greenfast.bench.record_schema import HostRow
 from greenfast.bench.serving import serving
+from greenfast.bench.serving_backends import CONTENDERS
 from greenfast.bench.serving_cases import (
     PAGE,
     Case,
@@ -29,7 +30,6 @@ from greenfast.bench.serving_cases import (
     kv_bytes,
     lengths_of,
 )
-from greenfast.bench.serving_contenders import CONTENDERS
 from greenfast.bench.serving_inputs import AppendInputs, PagedInputs, append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession, load_library
@@ -284,7 +284,7 @@ def test_the_package_is_called_as_it_is_documented(
 
     names = ("get_scheduler_metadata", "flash_attn_with_kvcache", "flash_attn_varlen_func")
     module = SimpleNamespace(**{name: function(name) for name in names})
-    monkeypatch.setattr("greenfast.bench.serving_contenders.importlib.import_module", lambda name: module)
+    monkeypatch.setattr("greenfast.bench.serving_backends.importlib.import_module", lambda name: module)
     prepare = CONTENDERS["fa3"].prepare
     assert prepare is not None
     inputs = small(DECODE)

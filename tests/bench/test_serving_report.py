@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from greenfast.bench import records
+from greenfast.bench import record_io
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.ratios import headline
-from greenfast.bench.record import ContenderFacts, HostRow
-from greenfast.bench.records import freshness, read_record
+from greenfast.bench.record_io import freshness, read_record
+from greenfast.bench.record_schema import ContenderFacts, HostRow
 from greenfast.bench.report import summary
 from greenfast.bench.runner import compare
 from greenfast.bench.serving import serving
-from greenfast.bench.serving_contenders import CONTENDERS
+from greenfast.bench.serving_backends import CONTENDERS
 from greenfast.bench.serving_report import read_rate, tables
 from greenfast.device.worker import Worker
 from greenfast.spec.errors import WrongResultError
@@ -198,11 +198,11 @@ def test_times_of_changed_kernels_are_left_out_of_a_page(monkeypatch: pytest.Mon
     record = serving_record()
     shape, kept = next((r.shape, r.contender) for r in record.rows if r.contender == "greenfast")
     answers = {f"attention, {shape}": Freshness(), f"append, {shape}": Freshness(STALE, ("its code differs",))}
-    monkeypatch.setattr(records, "_of_kernels", lambda _: answers)
-    current, gone = records.current_part(record)
+    monkeypatch.setattr(record_io, "_of_kernels", lambda _: answers)
+    current, gone = record_io.current_part(record)
     assert gone == ["append"]
     assert kept in {row.contender for row in current.rows}
     assert "append" in {row.contender for row in record.rows} - {row.contender for row in current.rows}
     assert not current.host
-    monkeypatch.setattr(records, "_of_kernels", lambda _: {f"attention, {shape}": Freshness()})
-    assert records.current_part(record) == (record, [])
+    monkeypatch.setattr(record_io, "_of_kernels", lambda _: {f"attention, {shape}": Freshness()})
+    assert record_io.current_part(record) == (record, [])

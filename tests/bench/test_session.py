@@ -15,8 +15,8 @@ from torch import Tensor
 from greenfast.bench import attention, graphs
 from greenfast.bench import session as sessions
 from greenfast.bench.attention import flops, operator, peers
+from greenfast.bench.backends import CONTENDERS, KERNEL, Contender, Ready
 from greenfast.bench.comparison import Cell
-from greenfast.bench.contenders import CONTENDERS, KERNEL, Contender, Ready
 from greenfast.bench.graphs import Captured, calls_for, order, rounds_for
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
 from greenfast.bench.references import reference
@@ -25,7 +25,7 @@ from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import load_peers
 from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import tiling
+from greenfast.kernels.attention.heuristics import tiling
 from tests.fakes import shipped
 
 DIMS = {"B": 1, "H": 2, "S": 48, "D": 64}

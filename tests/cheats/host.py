@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from greenfast.judge.entrant import solution_entrant
+from greenfast.judge.implementation import solution_entrant
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import GreenfastError
@@ -65,9 +65,9 @@ class HostCheat:
 
 _ENDED = r"the solution ended without a verdict: "
 _PATCH = """
-import greenfast.judge.errors, greenfast.judge.gates.correctness as gate
+import greenfast.judge.error_metrics, greenfast.judge.gates.correctness as gate
 gate.worst_bound_ratio = lambda *_, **__: 0.0
-gate.error_stats = lambda actual, reference, bad: greenfast.judge.errors.error_stats(reference, reference, bad)
+gate.error_stats = lambda actual, reference, bad: greenfast.judge.error_metrics.error_stats(reference, reference, bad)
 """
 _NUMPY = """
 np.isfinite = lambda *_: np.array(True)

@@ -12,12 +12,12 @@ from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
-from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.gates import evidence
 from greenfast.judge.gates.sides import CANDIDATE, build_side
-from greenfast.judge.record import GateResult
+from greenfast.judge.implementation import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Request, Unwatched, examined, make_request
-from greenfast.judge.run import GateRun
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from greenfast.judge.digest import FIELD, digest_of
-from greenfast.judge.records import read_record
+from greenfast.judge.record_io import read_record
 from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
 

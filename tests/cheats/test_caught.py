@@ -33,8 +33,8 @@ from greenfast.cli.main import main
 from greenfast.device.gpu import Gpu
 from greenfast.judge.bench import bench
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record import BenchRecord, Record
-from greenfast.judge.records import read_record
+from greenfast.judge.record_io import read_record
+from greenfast.judge.record_schema import BenchRecord, Record
 from greenfast.judge.request import Request, Unwatched, make_request
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.validate import validate

@@ -11,7 +11,7 @@ import pytest
 
 from greenfast.cli.main import main
 from greenfast.device.compiler import compile_kernel
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
 from greenfast.spec.kernel import KernelSource

@@ -13,6 +13,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU (a test may install a fake one) or a profiler, with nothing set in the environment."""
     for name in (*MACHINE_VARIABLES, *shipped("fp8_sdpa").config.toggles):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("greenfast.judge.profile.ncu", lambda: None)
+    monkeypatch.setattr("greenfast.judge.profiling.ncu", lambda: None)
     monkeypatch.setattr("greenfast.judge.validate.save_plot", lambda record, path: path.touch())  # slow to draw
     no_gpu(monkeypatch)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.bench.record import Benchmark
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.runner import Outcome
 from greenfast.cli.main import spelled
 from greenfast.judge.digest import sealed_json

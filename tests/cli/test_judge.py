@@ -15,7 +15,7 @@ import pytest
 from greenfast.cli.main import main
 from greenfast.device import toolchain
 from greenfast.device.compiler import compile_kernel
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.command_line import ROOT, run_here
 from tests.fakes import FakeDevice, Script, install, request
-from tests.judge.report.html.reading import read
+from tests.judge.report.webpage.reading import read
 
 pytestmark = pytest.mark.usefixtures("machine")
 

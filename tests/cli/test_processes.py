@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from greenfast.cli.options import VERBS
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from tests.cli.busy import PLACES, busy_task
 from tests.cli.command_line import ROOT, environment, files_below, run_command
 from tests.device.processes import interrupt, start

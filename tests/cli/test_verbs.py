@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.judge.exam import Cell
-from greenfast.judge.record import GATES, BenchRecord, PhaseRecord, Record
-from greenfast.judge.records import freshness, read_record
+from greenfast.judge.check_plan import Cell
+from greenfast.judge.record_io import freshness, read_record
+from greenfast.judge.record_schema import GATES, BenchRecord, PhaseRecord, Record
 from greenfast.judge.request import examined
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
@@ -159,7 +159,7 @@ def test_without_a_gpu_the_emulator_decides_correctness(
 
 def timed_today_as(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quote records of this one's method: what is tested here does not depend on when the evidence was measured."""
-    monkeypatch.setattr("greenfast.judge.quote.METHOD", record.candidate.timing[0].method)
+    monkeypatch.setattr("greenfast.judge.cached_timing.METHOD", record.candidate.timing[0].method)
 
 
 def kept_exam_is_whole(record: Record) -> bool:

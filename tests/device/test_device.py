@@ -11,9 +11,9 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+from greenfast.device.bound_launch import check
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, GuardedBuffer, device_count
-from greenfast.device.prepared import check
 from greenfast.device.session import same_bits
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch

@@ -24,7 +24,7 @@ import numpy as np
 from greenfast.device import compiler_process, nvrtc
 from greenfast.device.worker import Worker
 from greenfast.evolve.pools import ProcessPool
-from greenfast.judge.solution.process import SolutionProcess
+from greenfast.judge.solution.client import SolutionProcess
 from pathlib import Path
 
 if __name__ == "__main__":

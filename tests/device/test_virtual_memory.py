@@ -7,7 +7,7 @@ import ctypes
 import pytest
 
 from greenfast.device import virtual_memory
-from greenfast.device.prepared import check
+from greenfast.device.bound_launch import check
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, GuardedPages, PhysicalMemory
 from greenfast.spec.errors import MachineError
 from tests.host_driver import GRANULE, HostDriver

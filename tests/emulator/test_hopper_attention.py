@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.emulator.grid import GridResult
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
-from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
 from greenfast.numerics.codes import quantize_blocks
 from greenfast.ops import reference
@@ -111,11 +111,11 @@ def test_queries_that_the_kernel_quantizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """They come as (B, S, H, D), and the output is computed from their codes."""
-    monkeypatch.setattr(tiling, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
+    monkeypatch.setattr(heuristics, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
     dims = {**BLOCKS, **dims}
     coded, sizes = read_dims(dims, fmt)
     config = replace(coded, columns=head_dim, quantizes_queries=True)
-    assert tiling.tiling(config, sizes, 2)[0].consumers == consumers
+    assert heuristics.tiling(config, sizes, 2)[0].consumers == consumers
     case, q, own = with_queries(dims, head_dim, dtype, fmt)
     plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
     result = run_source(hopper.kernel(config, sizes, 2), plan, own)
@@ -166,7 +166,7 @@ def test_rows_of_q_that_are_released_without_a_fence_are_caught(
 
 
 #: One of the rules whose tiles, and those that were taken before, are the same.
-TILINGS = list({(r.key, r.tiles, r.instead_of): r for r in reversed(tiling.rules())}.values())
+TILINGS = list({(r.key, r.tiles, r.instead_of): r for r in reversed(heuristics.rules())}.values())
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ TILINGS = list({(r.key, r.tiles, r.instead_of): r for r in reversed(tiling.rules
         for r in TILINGS
     ],
 )
-def test_measured_tiles_where_the_kernel_quantizes_queries(rule: tiling.Rule) -> None:
+def test_measured_tiles_where_the_kernel_quantizes_queries(rule: heuristics.Rule) -> None:
     """They leave the bits that the planned tiles leave with as many polynomials; every stage is used again."""
     head_dim, causal, fmt = rule.key[0], rule.key[1], rule.key[-1]
     keys = max(tiles.block_n * tiles.stages for tiles in (rule.tiles, rule.instead_of)) + 20
@@ -227,7 +227,7 @@ SLOW = (
 )
 def test_it_is_right(name: str, fmt: str) -> None:
     dims, multiprocessors, consumers = CASES[name]
-    assert tiling.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0].consumers == consumers
+    assert heuristics.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0].consumers == consumers
     result = emulate(dims, fmt, size=multiprocessors)
     check(result.outputs, dims, fmt)
     if name in ROW_MAJOR and dims["D"] > 64:
@@ -265,9 +265,9 @@ def test_the_output_has_the_callers_layout(dims: dict[str, int], head_dim: int, 
 
 
 def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "ONE_LEVEL_KEYS", 128)
+    monkeypatch.setattr(heuristics, "ONE_LEVEL_KEYS", 128)
     dims = {"B": 1, "H": 2, "S": 200, "D": 256}
-    assert tiling.tiling(*read_dims(dims, "e4m3"), 2)[0].two_levels
+    assert heuristics.tiling(*read_dims(dims, "e4m3"), 2)[0].two_levels
     check(emulate(dims, "e4m3", size=2).outputs, dims, "e4m3")
 
 

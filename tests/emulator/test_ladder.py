@@ -14,9 +14,9 @@ from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.judge.artifacts import REPORT
-from greenfast.judge.errors import error_stats, worst_bound_ratio
-from greenfast.judge.record import Record
-from greenfast.judge.records import read_record
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
+from greenfast.judge.record_io import read_record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import find_task, load, task_folders
 from greenfast.kernels.ladder import family as ladder

@@ -12,8 +12,8 @@ from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import GridResult, run_grid
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.phases import OUTSIDE
-from greenfast.judge.record import PhaseRecord
-from greenfast.judge.records import read_record
+from greenfast.judge.record_io import read_record
+from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.report.markdown import report
 from greenfast.judge.tasks import find_task, load
 from greenfast.kernels import KERNEL_DIR

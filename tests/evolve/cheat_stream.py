@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from greenfast.cli.main import main as greenfast
-from greenfast.evolve.log import read_events
+from greenfast.evolve.event_log import read_events
 from greenfast.evolve.proposal import Candidate, Edit, Evaluation
 from greenfast.judge.environment import choose_device, device_info, git_state, now
 from greenfast.judge.store import to_json, write_whole

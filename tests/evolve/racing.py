@@ -10,9 +10,9 @@ from typing import Any
 
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
+from greenfast.evolve.gpu_workers import Gpu, Ran
+from greenfast.evolve.halving import race
 from greenfast.evolve.proposal import Candidate
-from greenfast.evolve.race import race
-from greenfast.evolve.racers import Gpu, Ran
 from greenfast.evolve.stages import Found
 from greenfast.spec.problem import Case
 

@@ -106,7 +106,7 @@ def test_devices(
         return dataclasses.replace(L4, name=("NVIDIA H100", "NVIDIA H200")[ordinal], sm_count=132)
 
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
-    for module in ("judge.request", "evolve.racers"):
+    for module in ("judge.request", "evolve.gpu_workers"):
         monkeypatch.setattr(f"greenfast.{module}.device_info", info)
     task = write_search_task(tmp_path / "task")
     ran = run_here(capsys, "evolve", task, "--device", device, "--out", tmp_path / "runs")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from greenfast.cli.evolve import find_space
-from greenfast.evolve.lines import read_lines
+from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.sources import Sources

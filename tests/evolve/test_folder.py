@@ -14,7 +14,7 @@ import pytest
 
 from greenfast import __version__
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.run import alone, of_another_version
+from greenfast.evolve.run_folder import alone, of_another_version
 from greenfast.evolve.space import Parameter, Space
 from greenfast.judge.environment import git_state
 from greenfast.spec.errors import MachineError, UsageError
@@ -22,7 +22,7 @@ from greenfast.spec.errors import MachineError, UsageError
 IN_IT = """
 import sys, time
 from pathlib import Path
-from greenfast.evolve.run import alone
+from greenfast.evolve.run_folder import alone
 with alone(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)

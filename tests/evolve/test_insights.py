@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.language.prompts import prompt
-from greenfast.evolve.lines import read_lines
 from greenfast.evolve.proposal import Context, Insight
 from greenfast.evolve.space import Space
 from greenfast.judge.digest import digest_of

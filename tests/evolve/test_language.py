@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from greenfast.evolve.language.answers import MOST_EDIT, MOST_TEXT, parse_answer
-from greenfast.evolve.language.files import Mailbox, Recorder, Replay
-from greenfast.evolve.language.http import KEY, HttpModel
+from greenfast.evolve.language.file_transport import Mailbox, Recorder, Replay
 from greenfast.evolve.language.model import Answer, Limits, Model, prompt_digest
+from greenfast.evolve.language.openai_endpoint import KEY, HttpModel
 from greenfast.evolve.language.prompts import STRATEGIES, prompt
 from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, Insight, ProposerError
 from greenfast.evolve.proposers import make_proposer
@@ -198,7 +198,7 @@ def test_a_key_in_an_answer_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.
 
 def test_a_key_that_is_no_header_is_refused_and_not_shown(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("sk-a\nsecret", "sk-\u00e4-secret", "sk\0secret"):
-        monkeypatch.setattr("greenfast.evolve.language.http.os.environ", {KEY: key})
+        monkeypatch.setattr("greenfast.evolve.language.openai_endpoint.os.environ", {KEY: key})
         with pytest.raises(UsageError, match=f"{KEY} holds characters that no header can") as error:
             model(endpoint)
         assert "secret" not in str(error.value)
@@ -512,7 +512,7 @@ def test_a_run_repeats_from_its_recording(strategy: str, tmp_path: Path) -> None
 def test_a_proposer_over_http_gets_through_an_endpoint_that_fails(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("greenfast.evolve.language.http._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("greenfast.evolve.language.openai_endpoint._FIRST_WAIT", 0.01)
     endpoint.replies = [(429, {"Retry-After": "0"}, b""), 0.05, b"garbage", completion("no"), completion(GOOD)]
     log: list[str] = []
     options = {"model": f"http:{endpoint.url}", "model_name": "m", "timeout": "1"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.log import COSTS, EVENTS
+from greenfast.evolve.event_log import COSTS, EVENTS
 from greenfast.evolve.loop import STALE_BATCHES, Search, State
 from greenfast.evolve.manifest import Budget, Manifest
 from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, ProposerError
@@ -243,7 +243,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr("greenfast.evolve.log.os.fsync", fsync)
+        patched.setattr("greenfast.evolve.event_log.os.fsync", fsync)
         with pytest.raises(MachineError, match=r"No space left on device.*--resume"):
             search(tmp_path / "cut", Proposes(sampled)).run()
     search(tmp_path / "cut", Proposes(sampled)).run()

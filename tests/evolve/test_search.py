@@ -15,16 +15,16 @@ import msgspec
 import pytest
 
 from greenfast.device.worker import Worker
-from greenfast.evolve.again import AGAIN, Again, again
+from greenfast.evolve.event_log import EVENTS, read_events
 from greenfast.evolve.finals import Verdict
-from greenfast.evolve.log import EVENTS, read_events
+from greenfast.evolve.gpu_workers import OnGpus, Racer
+from greenfast.evolve.gpu_workers import Ran as RanRace
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
-from greenfast.evolve.racers import OnGpus, Racer
-from greenfast.evolve.racers import Ran as RanRace
-from greenfast.evolve.run import choose_gpus
+from greenfast.evolve.revalidate import AGAIN, Again, again
+from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
-from greenfast.judge.exam import Cell
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.request import examined
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
@@ -117,7 +117,7 @@ def test_what_takes_the_place_of_a_gpu_is_noted(
     assert "no speed is measured" in manifest.untimed
     assert read_manifest(tmp_path) == manifest
     assert manifest.digest == given.digest
-    monkeypatch.setattr("greenfast.evolve.run.ended", lambda folder: True)
+    monkeypatch.setattr("greenfast.evolve.run_folder.ended", lambda folder: True)
     assert choose_gpus(tmp_path, given) == ([], given), "a search that has ended is only shown here"
 
 
@@ -254,8 +254,8 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
-    monkeypatch.setattr("greenfast.evolve.racers.device_info", lambda ordinal, timeout_s: L4)
-    monkeypatch.setattr("greenfast.evolve.racers.OnGpus", RacersHere)
+    monkeypatch.setattr("greenfast.evolve.gpu_workers.device_info", lambda ordinal, timeout_s: L4)
+    monkeypatch.setattr("greenfast.evolve.gpu_workers.OnGpus", RacersHere)
     stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64), candidate(0, 32)])
     ran = run_here(
         capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "10",

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.proposers import PROPOSERS
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.recall import recall
+from greenfast.evolve.screen_recall import recall
 from greenfast.evolve.simulate import Cache, median_by_chance, needed, search
 from greenfast.evolve.t4 import read_t4
 from tests.evolve import caches

@@ -187,8 +187,12 @@ def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
         ),
         ("greenfast.kernels.none", {}, "family 'greenfast.kernels.none': allowed are"),
         ("greenfast.kernels.attention.config", {}, "allowed are families"),
-        ("greenfast.kernels.attention.tilings", {"BLOCK": [1]}, "no toggle of .*tilings is called 'BLOCK'"),
-        ("greenfast.kernels.attention.tilings", {"BLOCK_N": [128]}, "declare CONSUMERS too, with one value to fix it"),
+        ("greenfast.kernels.attention.tuning_space", {"BLOCK": [1]}, "no toggle of .*tilings is called 'BLOCK'"),
+        (
+            "greenfast.kernels.attention.tuning_space",
+            {"BLOCK_N": [128]},
+            "declare CONSUMERS too, with one value to fix it",
+        ),
     ],
 )
 def test_a_space_that_does_not_fit_its_family(

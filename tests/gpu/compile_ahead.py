@@ -13,7 +13,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
-from greenfast.kernels.attention.tiling import rules
+from greenfast.kernels.attention.heuristics import rules
 from greenfast.kernels.ladder import family as ladder
 from greenfast.ops import warmup
 from greenfast.ops.quantized import PRECISIONS

@@ -7,7 +7,7 @@ import pytest
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.problems import attention as attention_problem

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from greenfast.bench.attention import SMALL, peers
+from greenfast.bench.backends import KERNEL
 from greenfast.bench.comparison import Cell
-from greenfast.bench.contenders import KERNEL
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import read_record
+from greenfast.bench.record_io import read_record
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.session import Session
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage

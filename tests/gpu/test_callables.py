@@ -11,7 +11,7 @@ import torch
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
-from greenfast.device.rotation import WRONG_VARIABLES
+from greenfast.device.rotating_buffers import WRONG_VARIABLES
 from greenfast.device.worker import Worker
 from greenfast.judge.gates.sides import image_of
 from greenfast.judge.solution.family import RemoteFamily

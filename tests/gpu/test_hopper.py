@@ -15,10 +15,10 @@ from torch import Tensor
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import ONE_LEVEL_KEYS, Rule, rules, tiling
+from greenfast.kernels.attention.heuristics import ONE_LEVEL_KEYS, Rule, rules, tiling
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize

@@ -13,7 +13,7 @@ import torch
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.task import Rung
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.ladder import family as ladder

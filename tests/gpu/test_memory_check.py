@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
+from greenfast.device.bound_launch import check
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
-from greenfast.device.prepared import check
 from greenfast.device.session import RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.entrant import solution_entrant
 from greenfast.judge.gates.sides import build_side, image_of
+from greenfast.judge.implementation import solution_entrant
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution, find_solution
 from greenfast.spec.arch import Target

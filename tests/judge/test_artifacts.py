@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.artifacts import PerformanceFile
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.validate import Outcome, validate

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.bench import BenchOutcome, bench
-from greenfast.judge.record import BenchRecord
+from greenfast.judge.record_schema import BenchRecord
 from greenfast.judge.report.markdown import bench_report
 from tests.fakes import Behaviour, FakeDevice, Script, Watcher, install, request
 from tests.judge import behaviours
@@ -93,7 +93,7 @@ def test_a_record_of_wrong_but_fast_cannot_be_made(run: Bench, tmp_path: Path) -
 def test_two_benches_of_one_second_are_kept_apart(run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run()
     when = first.record.created
-    monkeypatch.setattr("greenfast.judge.run.GateRun.stamp", first.folder.name)
+    monkeypatch.setattr("greenfast.judge.pipeline.GateRun.stamp", first.folder.name)
     second = run()
     assert second.folder.name == f"{first.folder.name}-2"
     assert json.loads((first.folder / "record.json").read_text())["created"] == when

@@ -15,8 +15,8 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
-from greenfast.judge.record import AnyRecord, BenchRecord, Build, Record, Side
-from greenfast.judge.records import family_of, freshness, read_record
+from greenfast.judge.record_io import family_of, freshness, read_record
+from greenfast.judge.record_schema import AnyRecord, BenchRecord, Build, Record, Side
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.ladder import family as ladder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from greenfast.judge.cached_timing import kept_at, kept_in
 from greenfast.judge.history import records_below
-from greenfast.judge.quote import kept_at, kept_in
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import MachineError, UsageError
 from tests.judge.report.records import record

@@ -10,7 +10,7 @@ import pytest
 from greenfast.cli.console import exit_code
 from greenfast.cli.main import main
 from greenfast.judge.bench import bench
-from greenfast.judge.record import GATES, Record
+from greenfast.judge.record_schema import GATES, Record
 from greenfast.judge.validate import validate
 from greenfast.spec.facts import DeviceInfo
 from tests.fakes import L4, FakeDevice, Script, Watcher, install, request

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from greenfast.judge.pages import digest, record_page, work_of
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.tasks import find_task, load
-from tests.judge.report.html.reading import read
 from tests.judge.report.records import correctness_row, record, side, timing_row
+from tests.judge.report.webpage.reading import read
 
 TASK = load(find_task("fp8_sdpa"))
 DIMS = {"B": 1, "H": 8, "S": 512, "D": 64}

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from greenfast.evolve.event_log import COSTS, EVENTS, Log, read_events
+from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.language.answers import parse_answer
-from greenfast.evolve.lines import read_lines
-from greenfast.evolve.log import COSTS, EVENTS, Log, read_events
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.space import Space, read_space
 from greenfast.judge.formats.schema import read_definition, read_foreign_solution, read_workloads
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.store import read_json
 from greenfast.judge.strict_json import once

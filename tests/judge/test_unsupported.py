@@ -14,8 +14,8 @@ from greenfast.cli.main import main
 from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
-from greenfast.judge.record import Record, status_of
-from greenfast.judge.records import read_record
+from greenfast.judge.record_io import read_record
+from greenfast.judge.record_schema import Record, status_of
 from greenfast.spec.errors import UnsupportedError
 from tests.fakes import Watcher, request
 from tests.judge.small_task import FAMILY, loaded, write_task

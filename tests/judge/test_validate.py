@@ -14,7 +14,7 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.performance import draw_order_seed
-from greenfast.judge.record import GATES, GateResult, Record, Status
+from greenfast.judge.record_schema import GATES, GateResult, Record, Status
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.validate import Outcome, validate

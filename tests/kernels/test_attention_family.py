@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.judge.choose import choices, chosen_rung
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import find_task, load
+from greenfast.judge.variant_choice import choices, chosen_rung
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention import family as fast
 from greenfast.kernels.attention.config import FORMATS, read_dims

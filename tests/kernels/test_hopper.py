@@ -11,9 +11,9 @@ import pytest
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.tasks import find_task
-from greenfast.kernels.attention import hopper, tiling
+from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes, Strides, read_dims
-from greenfast.kernels.attention.tiling import Tiling
+from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import TensorMap
@@ -85,12 +85,12 @@ def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int)
 
 
 def tiles(dims: dict[str, int], multiprocessors: int = 132) -> Tiling:
-    return tiling.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0]
+    return heuristics.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0]
 
 
 def test_tiles_by_shape() -> None:
     for head_dim in (64, 128, 256):
-        few, why = tiling.tiling(*read_dims({"B": 1, "H": 2, "S": 100, "D": head_dim}, "e4m3"), 132)
+        few, why = heuristics.tiling(*read_dims({"B": 1, "H": 2, "S": 100, "D": head_dim}, "e4m3"), 132)
         assert few.consumers == 1
         assert "1 should take the least time for 2 heads of 100 queries on 132" in why
     two = tiles({"B": 1, "H": 8, "S": 2048, "D": 64})
@@ -99,7 +99,7 @@ def test_tiles_by_shape() -> None:
     many = {d: tiles({"B": 16, "H": 2048 // d, "S": 1024, "D": d}) for d in (64, 128, 256)}
     assert [many[d].consumers for d in (64, 128, 256)] == [4, 2, 2]
     assert [many[d].two_levels for d in (64, 128, 256)] == [True, True, False]
-    assert tiles({"B": 1, "H": 8, "S": 100, "KV": tiling.ONE_LEVEL_KEYS + 1, "D": 256}).two_levels
+    assert tiles({"B": 1, "H": 8, "S": 100, "KV": heuristics.ONE_LEVEL_KEYS + 1, "D": 256}).two_levels
     with pytest.raises(UsageError, match=r"D=96.*64, 128, 256"):
         tiles({**BIG, "D": 96})
 
@@ -129,7 +129,7 @@ def test_tensor_maps_describe_the_buffers() -> None:
 def test_causal_work_is_distributed_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
     """Counted as the kernel distributes it (StaticScheduler and WorkTile in attention/scheduler.cuh)."""
     sizes = Sizes(1, heads, heads, length, length)
-    width, blocks = tiling.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
+    width, blocks = heuristics.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
     loads, seen = np.zeros(132), set()
     for work_tile in range(blocks * heads):
         group, within = divmod(work_tile, blocks * width)
@@ -144,7 +144,7 @@ def test_causal_work_is_distributed_evenly(heads: int, length: int, block_m: int
 
 
 def test_without_a_mask_one_head_at_a_time() -> None:
-    assert tiling.heads_at_once(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
+    assert heuristics.heads_at_once(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
 
 
 def test_strides_of_unquantized_queries() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.evolve.space import read_space
-from greenfast.kernels.attention import hopper, tilings
+from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import read_dims
-from greenfast.kernels.attention.tiling import Rule, planned, rules, tiling
+from greenfast.kernels.attention.heuristics import Rule, planned, rules, tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
@@ -35,9 +35,9 @@ def test_the_shipped_tiles_make_the_shipped_kernel(head_dim: int, causal: int) -
     dims = {"B": 4, "H": 32, "S": 4096, "D": head_dim} | ({"CAUSAL": 1} if causal else {})
     config, sizes = read_dims(dims, "e4m3")
     tiles, _ = tiling(config, sizes, hopper.TARGET.multiprocessors)
-    toggles = {name: int(getattr(tiles, field)) for name, field in tilings.TOGGLES.items()}
-    assert tilings.kernel(toggles, "e4m3", dims) == hopper.kernel(config, sizes)
-    assert tilings.launch(toggles, "e4m3", dims) == hopper.launch(config, sizes)
+    toggles = {name: int(getattr(tiles, field)) for name, field in tuning_space.TOGGLES.items()}
+    assert tuning_space.kernel(toggles, "e4m3", dims) == hopper.kernel(config, sizes)
+    assert tuning_space.launch(toggles, "e4m3", dims) == hopper.launch(config, sizes)
     space = read_space(TASK / f"space_d{head_dim}.json")
     assert space.decode(toggles) == toggles  # a search can find what ships
 
@@ -48,7 +48,7 @@ def test_a_space_allows_nothing_that_the_family_refuses(head_dim: int) -> None:
     points = list(read_space(TASK / f"space_d{head_dim}.json").listed())
     assert len(points) >= 50
     for point in points:
-        tilings.tiles_of({name: int(value) for name, value in point.items()}, config)
+        tuning_space.tiles_of({name: int(value) for name, value in point.items()}, config)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_space_allows_nothing_that_the_family_refuses(head_dim: int) -> None:
 )
 def test_a_rule_is_named(change: dict[str, int], rule: str) -> None:
     config, _ = read_dims({"B": 1, "H": 1, "S": 1, "D": 128}, "e4m3")
-    tilings.tiles_of(GOOD, config)
+    tuning_space.tiles_of(GOOD, config)
     with pytest.raises(UsageError, match=rule):
-        tilings.tiles_of({**GOOD, **change}, config)
+        tuning_space.tiles_of({**GOOD, **change}, config)
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.key}, {rule.keys}")

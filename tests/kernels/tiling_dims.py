@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK
-from greenfast.kernels.attention.tiling import Rule
+from greenfast.kernels.attention.heuristics import Rule
 
 #: Few multiprocessors, so that few queries make blocks of several warpgroups, each with several work tiles.
 MULTIPROCESSORS = 2

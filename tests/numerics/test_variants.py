@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.numerics.inputs import VARIANTS, standard_normal, varied
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import NORMAL, case_of, references_of, variants_of

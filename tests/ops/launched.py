@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from greenfast.device import prepared
+from greenfast.device import bound_launch
 from greenfast.ops import cuda, launch_plans, sdpa
 from greenfast.serving import call as serving_call
 from greenfast.serving import cuda as serving_cuda
@@ -73,7 +73,7 @@ class PretendedGpu:
         self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # what each thread last asked for an address
         gpu = self
 
-        class Prepared(prepared.Prepared):
+        class Prepared(bound_launch.Prepared):
             def __init__(self, kernel: Any, *args: Any, **more: Any) -> None:
                 super().__init__(kernel, *args, **more)
                 self._kernel, self._stream = kernel.name, args[4]
@@ -111,7 +111,7 @@ class PretendedGpu:
         def loaded(source: Any, device: int) -> _Kernel:
             return _Kernel(hashlib.sha256(source.source.encode()).hexdigest())
 
-        patch.setattr(prepared, "encoded", encoded)
+        patch.setattr(bound_launch, "encoded", encoded)
         patch.setattr(launch_plans, "Prepared", Prepared)
         patch.setattr(launch_plans.Plan, "launch", launch)
         patch.setattr(launch_plans, "_loaded", loaded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.ops.quantized import Precision

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import greenfast
-from greenfast.device.prepared import NoContextError
+from greenfast.device.bound_launch import NoContextError
 from greenfast.ops import launch_plans, torch_ops
 
 torch_sdpa = torch.nn.functional.scaled_dot_product_attention

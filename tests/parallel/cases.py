@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import greenfast
 from greenfast.bench.parallel import Case, measure
-from greenfast.bench.parallel_contenders import CONTENDERS
+from greenfast.bench.parallel_backends import CONTENDERS
 from greenfast.ops.context_stack import SCOPES
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks

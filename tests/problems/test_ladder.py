@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.judge.errors import error_stats, worst_bound_ratio
-from greenfast.judge.record import ErrorStats
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
+from greenfast.judge.record_schema import ErrorStats
 from greenfast.judge.task import ErrorGate
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize

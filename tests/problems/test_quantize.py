@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.task import load_task
 from greenfast.numerics.formats import quantize
 from greenfast.problems import quantize as quantize_problem

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.errors import error_stats, worst_bound_ratio
+from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import find_task, load

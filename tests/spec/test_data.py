@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.record import CorrectnessRow, GateResult, Status
+from greenfast.judge.record_schema import CorrectnessRow, GateResult, Status
 from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UsageError, WrongResultError
 from greenfast.spec.problem import Case, OutputSpec, least_work

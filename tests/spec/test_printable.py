@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.judge.report import format
+from greenfast.judge.report import formatting
 from greenfast.spec.printable import PrintableStream, printable
 
 
@@ -75,11 +75,15 @@ def test_a_compiler_s_message_gives_no_command(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("hostile", ["<img src=x onerror=alert(1)>", "</details><script>", "[x](javascript:alert(1))"])
 def test_markdown_has_no_html_of_others(hostile: str) -> None:
-    for text in (format.bullets([hostile]), format.table(("a",), [(hostile,)]), format.without_html(hostile)):
+    for text in (
+        formatting.bullets([hostile]),
+        formatting.table(("a",), [(hostile,)]),
+        formatting.without_html(hostile),
+    ):
         assert "\\" + ("<" if "<" in hostile else "(javascript") in text
-        assert format.without_html(text.split("\n")[-1]).count("\\\\") == 0
-    ticked = format.code(f"a`{hostile}")
+        assert formatting.without_html(text.split("\n")[-1]).count("\\\\") == 0
+    ticked = formatting.code(f"a`{hostile}")
     assert ticked.count("`") == 2
-    assert format.without_html(ticked) == ticked
-    assert "\\<b>" in format.without_html("`a` <b> `c`")
-    assert "\\<b>" in format.without_html("one ` only <b>")
+    assert formatting.without_html(ticked) == ticked
+    assert "\\<b>" in formatting.without_html("`a` <b> `c`")
+    assert "\\<b>" in formatting.without_html("one ` only <b>")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from greenfast.bench.backends import CONTENDERS, KERNEL
 from greenfast.bench.comparison import Cell, Comparison, Limits
-from greenfast.bench.contenders import CONTENDERS, KERNEL
 from greenfast.bench.inputs import INPUTS
-from greenfast.bench.record import Versus
+from greenfast.bench.record_schema import Versus
 from greenfast.bench.session import Session
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from greenfast.bench.record import ContenderFacts, Versus
+from greenfast.bench.record_schema import ContenderFacts, Versus
 from greenfast.judge.task import Shape
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from greenfast.bench.plot import PLOT_WIDTH, draw_benchmark, plot_height
 from greenfast.bench.ratios import headline
-from greenfast.bench.record import Benchmark
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import clocks_line, reasons, sections, title
-from greenfast.judge.report.html.charts import drawing
-from greenfast.judge.report.html.limits import limits
-from greenfast.judge.report.html.page import Section, bullets, figure, markdown, page
-from greenfast.judge.report.html.run import details, gates, identity, repeat
+from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.webpage.limits import limits
+from greenfast.judge.report.webpage.page import Section, bullets, figure, markdown, page
+from greenfast.judge.report.webpage.run import details, gates, identity, repeat
 
 
 def benchmark_page(record: Benchmark, sha256: str = "") -> str:

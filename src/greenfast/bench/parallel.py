@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from greenfast.bench.contenders import first_line
-from greenfast.bench.parallel_contenders import CONTENDERS, LIMITS, Contender, Shards
+from greenfast.bench.backends import first_line
+from greenfast.bench.parallel_backends import CONTENDERS, LIMITS, Contender, Shards
 from greenfast.bench.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
 from greenfast.bench.parallel_trace import Trace, trace_of
 from greenfast.judge.environment import git_state, package_versions

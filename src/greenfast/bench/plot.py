@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from greenfast.bench.ratios import headline, ratios
-from greenfast.bench.record import Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import Benchmark, ContenderFacts, Row
 from greenfast.bench.serving_report import panels as serving_panels
 from greenfast.bench.serving_report import rate, short_name
-from greenfast.judge.report import facts, format
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.plots import clean
 
 # Okabe and Ito's colours: greenfast's stand out, other libraries of a precision are near each other.
@@ -118,7 +118,7 @@ def _draw(
     for i, shape in enumerate(shapes):
         if shape in found:
             axes.annotate(
-                format.speedup(found[shape]), (i, tallest[shape]), (0, 3), textcoords="offset points", ha="center",
+                formatting.speedup(found[shape]), (i, tallest[shape]), (0, 3), textcoords="offset points", ha="center",
                 fontsize=10,
             )  # fmt: skip
     axes.set_xticks(range(len(shapes)), [_name(row) for row in {row.shape: row for row in rows}.values()])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from greenfast.bench.record import Row, Versus
-from greenfast.judge.report import format
+from greenfast.bench.record_schema import Row, Versus
+from greenfast.judge.report import formatting
 
 
 def ratios(rows: Sequence[Row], versus: Versus) -> dict[str, float]:
@@ -44,8 +44,8 @@ def _headline(rows: Sequence[Row], versus: Versus) -> str:
     every = len({row.shape for row in rows if row.grid == bool(grid)})
     of = "" if len(where) == every else f" of {every}"
     return (
-        f"speed of {versus.title}: {format.speedup(geometric_mean(list(where.values())))}, geometric mean over "
-        f"{len(where)}{of} shapes {what}; worst {worst} {format.speedup(where[worst])}"
+        f"speed of {versus.title}: {formatting.speedup(geometric_mean(list(where.values())))}, geometric mean over "
+        f"{len(where)}{of} shapes {what}; worst {worst} {formatting.speedup(where[worst])}"
     )
 
 

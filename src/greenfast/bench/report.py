@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from greenfast.bench.ratios import by_shape, geometric_mean, headline, ratios
-from greenfast.bench.record import AccuracyRow, Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts, Row
 from greenfast.bench.serving_report import serving_tables
-from greenfast.judge.report import facts, format
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
 
@@ -23,7 +23,7 @@ def reasons(record: Benchmark) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     everywhere = [(row.contender, row.reason, row.shape) for row in record.rows]
     everywhere += [
-        (row.contender, row.reason, f"accuracy at {format.dims(row.dims)}, {row.inputs}") for row in record.accuracy
+        (row.contender, row.reason, f"accuracy at {formatting.dims(row.dims)}, {row.inputs}") for row in record.accuracy
     ]
     for contender, reason, where in everywhere:
         if reason:
@@ -32,7 +32,7 @@ def reasons(record: Benchmark) -> list[str]:
     return [
         f"{label}: {reason}"
         if (label, reason) in missing
-        else f"{label} on {_listed(where)}: {format.without_folders(reason)}"
+        else f"{label} on {_listed(where)}: {formatting.without_folders(reason)}"
         for (label, reason), where in found.items()
     ]
 
@@ -55,8 +55,8 @@ def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
 
 def _console_cell(row: Row | None) -> str:
     if row is None or row.median_us is None or row.tflops is None:
-        return format.NONE
-    return f"{format.micros(row.median_us)} µs {row.tflops:.0f}"
+        return formatting.NONE
+    return f"{formatting.micros(row.median_us)} µs {row.tflops:.0f}"
 
 
 def summary(record: Benchmark) -> str:
@@ -87,7 +87,7 @@ def summary(record: Benchmark) -> str:
             "Error of the kernel alone, against exact arithmetic on the same codes, by length "
             + (f"(D={by_length[0].dims['D']}, one head, {by_length[0].sampled} of its query rows)" if by_length else "")
         ),
-        format.bullets(said),
+        formatting.bullets(said),
     )  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -97,7 +97,7 @@ def _serving_summary(record: Benchmark) -> str:
         f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
         *serving_tables(record),
         _host_table(record),
-        format.bullets(reasons(record)),
+        formatting.bullets(reasons(record)),
     )
     return "\n\n".join(part for part in parts if part)
 
@@ -155,11 +155,14 @@ def _samples_table(record: Benchmark) -> str:
         (
             row.shape,
             _label(record, row.contender),
-            *(format.NONE if us is None else format.micros(us) for us in (row.median_us, row.p25_us, row.p75_us)),
-            format.NONE if row.tflops is None else f"{row.tflops:.1f}",
-            format.error(row.error),
-            format.error(row.kernel_error),
-            f"{row.rounds} x {row.calls}" if row.rounds else format.NONE,
+            *(
+                formatting.NONE if us is None else formatting.micros(us)
+                for us in (row.median_us, row.p25_us, row.p75_us)
+            ),
+            formatting.NONE if row.tflops is None else f"{row.tflops:.1f}",
+            formatting.error(row.error),
+            formatting.error(row.kernel_error),
+            f"{row.rounds} x {row.calls}" if row.rounds else formatting.NONE,
             row.cache,
             ", ".join(f"{name} {value:.0f}" for name, value in row.clocks.items()),
             row.reason,
@@ -168,7 +171,7 @@ def _samples_table(record: Benchmark) -> str:
     ]
     header = ("shape", "contender", *numbers, "rounds x calls", "L2", "clocks", "reason")
     return (
-        f"{format.table(header, lines, right=numbers)}\n\nA time is for one replay of a captured CUDA graph of N "
+        f"{formatting.table(header, lines, right=numbers)}\n\nA time is for one replay of a captured CUDA graph of N "
         "calls, divided by N; a round replays each contender's graph once, in an order that moves on. Inputs are drawn "
         "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes that a contender reads, and bfloat16, are "
         "made of them before the timing. error: relative (Frobenius), against attention in float64 on the draw, over "
@@ -195,15 +198,15 @@ def _sizes(dims: Mapping[str, int]) -> str:
 
 
 def _speedup(found: Mapping[str, float], shape: str) -> str:
-    return format.speedup(found[shape]) if shape in found else format.NONE
+    return formatting.speedup(found[shape]) if shape in found else formatting.NONE
 
 
 def _rate(row: Row | None) -> str:
-    return format.NONE if row is None or row.tflops is None else f"{row.tflops:.0f}"
+    return formatting.NONE if row is None or row.tflops is None else f"{row.tflops:.0f}"
 
 
 def _micros(row: Row | None) -> str:
-    return format.NONE if row is None or row.median_us is None else format.micros(row.median_us)
+    return formatting.NONE if row is None or row.median_us is None else formatting.micros(row.median_us)
 
 
 def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | None], str], text: str) -> str:
@@ -220,7 +223,7 @@ def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | 
         lines.append((*where, *(value(cells.get(c.name)) for c in shown), *(_speedup(one, shape) for one in found)))
     numbers = [*(c.label for c in shown), *(versus.title for versus in record.versus)]
     lead = ("B, H, S, D", "mask") if rows[0].grid else ("shape (B, H, S, D)", "L2")
-    return f"{text}:\n\n{format.table((*lead, *numbers), lines, right=numbers)}"
+    return f"{text}:\n\n{formatting.table((*lead, *numbers), lines, right=numbers)}"
 
 
 def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
@@ -236,10 +239,13 @@ def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
             cells.setdefault((length, f"{versus.title}, {'causal' if causal else 'full'}"), []).append(ratio)
     names = list(dict.fromkeys(name for _, name in cells))
     lines = [
-        (str(s), *(format.speedup(geometric_mean(cells[s, n])) if (s, n) in cells else format.NONE for n in names))
+        (
+            str(s),
+            *(formatting.speedup(geometric_mean(cells[s, n])) if (s, n) in cells else formatting.NONE for n in names),
+        )
         for s in dict.fromkeys(length for length, _ in of.values())
     ]
-    table = format.table(("S", *names), lines, right=names)
+    table = formatting.table(("S", *names), lines, right=names)
     return f"Speed by length and mask, geometric mean over head dims {head_dims}:\n\n{table}"
 
 
@@ -251,14 +257,14 @@ def _quantize_table(record: Benchmark) -> str:
         if row is None or row.median_us is None or row.dims.get("CAUSAL"):
             continue
         rate = _QUANTIZE_BYTES * 3 * math.prod(row.dims[d] for d in "BHSD") / row.median_us / 1e6
-        share = f"{100 * copy.median_us / row.median_us:.0f} %" if copy and copy.median_us else format.NONE
-        lines.append((_sizes(row.dims), format.micros(row.median_us), f"{rate:.2f}", share))
+        share = f"{100 * copy.median_us / row.median_us:.0f} %" if copy and copy.median_us else formatting.NONE
+        lines.append((_sizes(row.dims), formatting.micros(row.median_us), f"{rate:.2f}", share))
     if not lines:
         return ""
     header = ("B, H, S, D", "µs", "TB/s", "of a copy's bandwidth")
     return (
         "Quantization of Q, K and V alone, counting the three bytes that each element must move, and a copy of as "
-        f"many:\n\n{format.table(header, lines, right=header[1:])}"
+        f"many:\n\n{formatting.table(header, lines, right=header[1:])}"
     )
 
 
@@ -268,8 +274,8 @@ def _host_table(record: Benchmark) -> str:
     header = ("contender", "median µs", "least µs")
     lines = [(_label(record, r.contender), f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
     return (
-        f"Host time of an eager call at {format.dims(record.host[0].dims)}:\n\n"
-        f"{format.table(header, lines, right=header[1:])}"
+        f"Host time of an eager call at {formatting.dims(record.host[0].dims)}:\n\n"
+        f"{formatting.table(header, lines, right=header[1:])}"
     )
 
 
@@ -282,9 +288,9 @@ def _error_table(
         return ""
     found = {(key(row), row.contender): value(row) for row in rows}
     shown = [c for c in record.contenders if c.name in {row.contender for row in rows}]
-    lines = [(*at, *(format.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
+    lines = [(*at, *(formatting.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
     labels = [c.label for c in shown]
-    return f"{text}:\n\n{format.table((*header, *labels), lines, right=labels)}"
+    return f"{text}:\n\n{formatting.table((*header, *labels), lines, right=labels)}"
 
 
 def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str:

@@ -14,7 +14,7 @@ from greenfast.bench.attention import attention_bytes, flops, sdpa_kernels
 from greenfast.bench.comparison import Cell, Comparison, Limits
 from greenfast.bench.inputs import INPUTS
 from greenfast.bench.ratios import by_shape, geometric_mean
-from greenfast.bench.record import Benchmark, Versus
+from greenfast.bench.record_schema import Benchmark, Versus
 from greenfast.bench.session import Session
 from greenfast.judge.task import Shape
 from greenfast.ops.quantized import PRECISIONS

@@ -13,18 +13,18 @@ import numpy as np
 from greenfast.bench.comparison import Cell, Checked, Comparison, Facts, Limits, Timed
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.ratios import headline
-from greenfast.bench.record import AccuracyRow, Benchmark, HostRow, Row
-from greenfast.bench.records import timed_kernels
+from greenfast.bench.record_io import timed_kernels
+from greenfast.bench.record_schema import AccuracyRow, Benchmark, HostRow, Row
 from greenfast.bench.report import benchmark_report
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.entrant import rung_of
 from greenfast.judge.gates import build
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
-from greenfast.judge.record import GateResult
+from greenfast.judge.implementation import rung_of
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Observer, Request
-from greenfast.judge.run import GateRun
 from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from greenfast.bench.backends import KERNEL
 from greenfast.bench.comparison import Cell, Comparison, Limits
-from greenfast.bench.contenders import KERNEL
-from greenfast.bench.record import Versus
+from greenfast.bench.record_schema import Versus
+from greenfast.bench.serving_backends import CONTENDERS
 from greenfast.bench.serving_cases import GROUPS, Case, bytes_moved, cases, flops, host_case
-from greenfast.bench.serving_contenders import CONTENDERS
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession
 

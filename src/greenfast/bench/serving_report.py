@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from greenfast.bench.ratios import by_shape, of_group, ratios
-from greenfast.bench.record import Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import Benchmark, ContenderFacts, Row
 from greenfast.bench.serving_cases import append_bytes, kv_bytes
-from greenfast.judge.report import format
+from greenfast.judge.report import formatting
 
 #: Bytes of a number of K and V by the precision of a contender.
 _ITEM = {"fp8": 1, "bf16": 2}
@@ -27,7 +27,7 @@ class Table:
 def serving_tables(record: Benchmark) -> list[str]:
     """The tables in Markdown."""
     return [
-        f"{t.title}:\n\n{format.table(t.header, t.rows, right=t.header[len(t.header) - t.right :])}"
+        f"{t.title}:\n\n{formatting.table(t.header, t.rows, right=t.header[len(t.header) - t.right :])}"
         for t in tables(record)
     ]
 
@@ -81,7 +81,7 @@ def _columns(record: Benchmark, rows: Sequence[Row]) -> list[ContenderFacts]:
 
 
 def _micros(row: Row | None) -> str:
-    return format.NONE if row is None or row.median_us is None else format.micros(row.median_us)
+    return formatting.NONE if row is None or row.median_us is None else formatting.micros(row.median_us)
 
 
 def _cell(record: Benchmark, row: Row | None) -> str:
@@ -91,7 +91,7 @@ def _cell(record: Benchmark, row: Row | None) -> str:
 
 
 def _share(part: float | None, whole: float | None) -> str:
-    return f"{100 * part / whole:.0f} %" if part and whole else format.NONE
+    return f"{100 * part / whole:.0f} %" if part and whole else formatting.NONE
 
 
 def _ratio_columns(record: Benchmark, group: str) -> tuple[list[str], list[dict[str, float]]]:
@@ -102,7 +102,7 @@ def _ratio_columns(record: Benchmark, group: str) -> tuple[list[str], list[dict[
 
 
 def _speedups(found: Sequence[Mapping[str, float]], shape: str) -> list[str]:
-    return [format.speedup(one[shape]) if shape in one else format.NONE for one in found]
+    return [formatting.speedup(one[shape]) if shape in one else formatting.NONE for one in found]
 
 
 def _decode(record: Benchmark) -> Table:
@@ -141,7 +141,7 @@ def _prefill(record: Benchmark) -> Table:
     for shape, cells in by_shape(rows).items():
         first = next(iter(cells.values()))
         rates = [rate(record, row) if (row := cells.get(c.name)) else None for c in shown]
-        values = [format.NONE if value is None else f"{value:.0f}" for value in rates]
+        values = [formatting.NONE if value is None else f"{value:.0f}" for value in rates]
         lines.append((heads(first.dims), short_name(shape), *values, *_speedups(found, shape)))
     header = (*(c.label for c in shown), *titles)
     title = (
@@ -158,7 +158,7 @@ def _append(record: Benchmark) -> Table:
         if row is None or row.median_us is None:
             continue
         what = "QK-norm and RoPE" if row.dims.get("NORM") else "RoPE"
-        of_copy = _share(copy.median_us, row.median_us) if copy else format.NONE
+        of_copy = _share(copy.median_us, row.median_us) if copy else formatting.NONE
         moved = f"{append_bytes(row.dims) / row.median_us / 1e6:.2f}"
         lines.append((heads(row.dims), str(row.dims["TOKENS"]), what, _micros(row), moved, _micros(copy), of_copy))
     header = ("append, µs", "TB/s", "copy, µs", "of the copy's bandwidth")

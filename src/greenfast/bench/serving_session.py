@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
+from greenfast.bench.backends import Contender, first_line
 from greenfast.bench.comparison import Cell, Facts
-from greenfast.bench.contenders import Contender, first_line
-from greenfast.bench.record import HostRow
+from greenfast.bench.record_schema import HostRow
+from greenfast.bench.serving_backends import CONTENDERS, VLLM
 from greenfast.bench.serving_cases import Case, append_bytes
-from greenfast.bench.serving_contenders import CONTENDERS, VLLM
 from greenfast.bench.serving_inputs import append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.session import Session

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from greenfast.bench.backends import CONTENDERS, Contender, Ready, first_line
 from greenfast.bench.comparison import Cell, Checked, Facts, Timed
-from greenfast.bench.contenders import CONTENDERS, Contender, Ready, first_line
 from greenfast.bench.graphs import Captured, call_us, capture, order, queue_interleaved, rounds_for
 from greenfast.bench.inputs import Inputs, make_inputs
-from greenfast.bench.record import HostRow
+from greenfast.bench.record_schema import HostRow
 from greenfast.bench.references import reference
+from greenfast.device.bound_launch import Prepared
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.device.prepared import Prepared
 from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.ratios import headline, ratios
-from greenfast.bench.record import Row, Versus
-from greenfast.bench.records import operator_comparison, routing_comparison, serving_comparison
+from greenfast.bench.record_io import operator_comparison, routing_comparison, serving_comparison
+from greenfast.bench.record_schema import Row, Versus
 from greenfast.bench.report import clocks_line, console_table, reasons
 from greenfast.bench.runner import Outcome, compare
 from greenfast.bench.serving_report import tables
@@ -21,12 +21,12 @@ from greenfast.cli.console import GateConsole, exit_code, required_gates, show, 
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.bench import bench
-from greenfast.judge.choose import chosen_rung
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.report import format
+from greenfast.judge.report import formatting
 from greenfast.judge.task import TaskConfig
 from greenfast.judge.tasks import load_peers
 from greenfast.judge.variant import Variant
+from greenfast.judge.variant_choice import chosen_rung
 from greenfast.spec.errors import UsageError, unknown
 
 #: The task whose problem the operator and serving solve.
@@ -174,7 +174,13 @@ def _show(outcome: Outcome) -> None:
         show(table(("contender", "median µs", "least µs"), host, title="host time of an eager call"))
     if record.accuracy:
         errors = [
-            (format.dims(r.dims), r.inputs, r.contender, format.error(r.error), format.error(r.kernel_error))
+            (
+                formatting.dims(r.dims),
+                r.inputs,
+                r.contender,
+                formatting.error(r.error),
+                formatting.error(r.kernel_error),
+            )
             for r in record.accuracy
         ]
         show(table(("dims", "inputs", "contender", "error", "kernel error"), errors, title="relative errors"))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from greenfast.cli.page import check_file
-from greenfast.judge.record import Record
-from greenfast.judge.report import format
+from greenfast.judge.record_schema import Record
+from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
 from greenfast.judge.store import write_whole
@@ -40,8 +40,8 @@ def for_ci(verb: Verb) -> Verb:
             error = str(e) or type(e).__name__
             if args.junit is not None:
                 write_whole(args.junit, junit_error(subject, error, code))
-            said = format.bullets([format.literal(error), f"Exit code: {code}"])
-            _append(args.summary, f"**no verdict**: {format.code(subject)}\n\n{said}\n\n")
+            said = formatting.bullets([formatting.literal(error), f"Exit code: {code}"])
+            _append(args.summary, f"**no verdict**: {formatting.code(subject)}\n\n{said}\n\n")
             raise
 
     return checked

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from greenfast.judge.record import GATES, Decision, GateResult
+from greenfast.judge.record_schema import GATES, Decision, GateResult
 from greenfast.spec.errors import UsageError
 from greenfast.spec.printable import printable
 

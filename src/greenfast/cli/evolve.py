@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.text import Text
 
 from greenfast.cli.console import show, status
-from greenfast.evolve.lines import read_lines
+from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, best_of
 from greenfast.evolve.proposers import make_proposer, with_whole_paths
 from greenfast.evolve.report import write_report
-from greenfast.evolve.run import INSIGHTS, choose_gpus, of_another_version, resumed, search, start
+from greenfast.evolve.run_folder import INSIGHTS, choose_gpus, of_another_version, resumed, search, start
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
-from greenfast.judge.record import GateResult
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError

@@ -10,7 +10,7 @@ from greenfast.cli.console import show, table
 from greenfast.cli.page import check_page
 from greenfast.judge.history import records_below
 from greenfast.judge.report.history import HEADER, histories
-from greenfast.judge.report.html.history import history_page
+from greenfast.judge.report.webpage.history import history_page
 from greenfast.judge.store import write_whole
 from greenfast.spec.errors import UsageError
 

@@ -10,9 +10,9 @@ from greenfast.cli.console import OPEN, UNCHECKED, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
-from greenfast.judge.formats.given import check_traces, given_problem, given_solution, write_traces
-from greenfast.judge.record import GATES, Record
-from greenfast.judge.reference import found_entrant, reference_entrant
+from greenfast.judge.baseline import found_entrant, reference_entrant
+from greenfast.judge.formats.importers import check_traces, given_problem, given_solution, write_traces
+from greenfast.judge.record_schema import GATES, Record
 from greenfast.judge.request import examined, leaves_out
 from greenfast.judge.solution.schema import FoundSolution, find_solution
 from greenfast.judge.tasks import find_task, load, task_names

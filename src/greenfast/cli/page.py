@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.bench.pages import benchmark_page
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord
+from greenfast.bench.record_io import AnyRecord
+from greenfast.bench.record_schema import Benchmark
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.pages import digest, record_page
 from greenfast.judge.store import check_writable, write_whole

@@ -10,7 +10,7 @@ import msgspec
 from greenfast.cli.console import show, table
 from greenfast.cli.request import request_of
 from greenfast.judge.environment import now
-from greenfast.judge.profile import count_phases, take_profile
+from greenfast.judge.profiling import count_phases, take_profile
 from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
 from greenfast.judge.store import check_writable
 from greenfast.spec.errors import MachineError, UsageError

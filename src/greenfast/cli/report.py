@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from greenfast.bench.plot import save_benchmark_plot
-from greenfast.bench.record import Benchmark
-from greenfast.bench.records import AnyRecord, read_record, record_schema
+from greenfast.bench.record_io import AnyRecord, read_record, record_schema
+from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import benchmark_report
 from greenfast.cli.page import check_page, write_page
-from greenfast.judge.record import Record
-from greenfast.judge.records import demands, freshness_of
+from greenfast.judge.record_io import demands, freshness_of
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot

@@ -14,9 +14,9 @@ from greenfast.cli.ci import for_ci, with_verdict
 from greenfast.cli.console import GateConsole, decision_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
+from greenfast.judge.cached_timing import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.entrant import Entrant
-from greenfast.judge.quote import Kept, evidence_folders, kept_at, kept_in, target_of
+from greenfast.judge.implementation import Entrant
 from greenfast.judge.request import Request, examined
 from greenfast.judge.validate import Outcome, validate
 from greenfast.judge.variant import Variant

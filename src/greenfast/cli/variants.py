@@ -6,8 +6,8 @@ import argparse
 import json
 
 from greenfast.cli.console import show, table
-from greenfast.judge.choose import choices
 from greenfast.judge.tasks import find_task, load
+from greenfast.judge.variant_choice import choices
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 

@@ -23,10 +23,10 @@ from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resour
 from greenfast.device.diagnostics import readable
 from greenfast.device.fixed_clock import fix_clock
 from greenfast.device.includes import includes, includes_by_a_macro
+from greenfast.device.module_variables import variable_bytes
 from greenfast.device.resources import parse_resources
 from greenfast.device.sandbox import COMPILER_BYTES
 from greenfast.device.tool_process import OUTPUT_BYTES
-from greenfast.device.variables import variable_bytes
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.facts import Resources

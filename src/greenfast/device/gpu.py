@@ -10,8 +10,8 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions, ObjectCode, system
 
+from greenfast.device.bound_launch import Prepared, check
 from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.prepared import Prepared, check
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Workspace

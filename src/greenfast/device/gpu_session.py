@@ -8,9 +8,9 @@ import numpy as np
 
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
-from greenfast.device.instruments import Instruments
+from greenfast.device.helper_kernels import Instruments
 from greenfast.device.memory_check import check_memory
-from greenfast.device.rotation import Rotation
+from greenfast.device.rotating_buffers import Rotation
 from greenfast.device.session import Block, RunResult, Started, output_digest, same_bits
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo, KernelCounts

@@ -21,7 +21,7 @@ import numpy as np
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.elf import ALLOC, UNDEFINED, Image, ImageError
 from greenfast.device.machine_code import disassemble
-from greenfast.device.variables import HEAP_BYTES, HEAP_FUNCTIONS
+from greenfast.device.module_variables import HEAP_BYTES, HEAP_FUNCTIONS
 from greenfast.spec.errors import DamagedCodeError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap

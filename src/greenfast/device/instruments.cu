@@ -1,4 +1,4 @@
-// The judge's own kernels, which are queued around each timed launch. device/instruments.py launches them.
+// The judge's own kernels, which are queued around each timed launch. device/helper_kernels.py launches them.
 
 using u64 = unsigned long long;
 

@@ -25,10 +25,10 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
+from greenfast.device.bound_launch import Prepared, check
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
-from greenfast.device.instruments import Instruments
-from greenfast.device.prepared import Prepared, check
+from greenfast.device.helper_kernels import Instruments
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, has_read_only, is_supported
 from greenfast.spec.errors import MachineError, UnsupportedError

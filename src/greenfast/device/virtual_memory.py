@@ -12,7 +12,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from greenfast.device.prepared import check
+from greenfast.device.bound_launch import check
 from greenfast.spec.errors import MachineError
 
 #: Bytes of addresses without memory on each side of a mapping. They cost no memory, only addresses.

@@ -9,8 +9,8 @@ from typing import Any
 from greenfast.device.executable import Executable
 from greenfast.device.gpu_session import GpuSession
 from greenfast.device.python_process import PythonProcess
-from greenfast.device.served import serve
 from greenfast.device.session import Block, RunResult, Started
+from greenfast.device.worker_main import serve
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from greenfast.emulator.machine.surroundings import UNDEFINED
+from greenfast.emulator.machine.environment import UNDEFINED
 from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Operand, Register, Special, Symbol, Vector
 
 #: Instructions whose result is a predicate from values.

@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.toolchain import include_dirs
-from greenfast.emulator.again import Beginning, Garbage, in_spite_of, in_spite_of_races
 from greenfast.emulator.dependence import find_dependence
+from greenfast.emulator.machine.access_log import GlobalRecord, TrackReads
 from greenfast.emulator.machine.counts import Counts
+from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.launches import Launches
+from greenfast.emulator.machine.launch_order import Launches
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
-from greenfast.emulator.machine.records import GlobalRecord, TrackReads
-from greenfast.emulator.machine.spare import Spare
+from greenfast.emulator.machine.redundant_loads import Spare
 from greenfast.emulator.machine.state import Geometry, Machine
-from greenfast.emulator.machine.surroundings import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.tensormap import bind, encode
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inlined
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Module, Variable
 from greenfast.emulator.ptx.unsupported import own_bug
+from greenfast.emulator.rerun import Beginning, Garbage, in_spite_of, in_spite_of_races
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.variables import initial_value, packed, shared_layout_of
 from greenfast.kernels import KERNEL_DIR

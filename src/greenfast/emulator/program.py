@@ -27,7 +27,7 @@ from greenfast.emulator.instructions import (
     wgmma,
     wmma,
 )
-from greenfast.emulator.instructions.meetings import meeting_of
+from greenfast.emulator.instructions.convergence import meeting_of
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.ordering import DEVICE, scope_of
 from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import mbarrier, tma
 from greenfast.emulator.instructions.barriers import NamedBarriers
-from greenfast.emulator.instructions.meetings import Meetings
+from greenfast.emulator.instructions.convergence import Meetings
 from greenfast.emulator.instructions.subroutines import jump
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
-from greenfast.emulator.machine.stale import StaleReads
+from greenfast.emulator.machine.stale_values import StaleReads
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_indices, selection
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS

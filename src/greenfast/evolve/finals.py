@@ -13,7 +13,7 @@ from greenfast.evolve.sources import copy_folder
 from greenfast.evolve.stages import Stages
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.digest import digest_of
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.request import Observer, Request, examined
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Shape

@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from greenfast.evolve.event_log import Log
 from greenfast.evolve.finals import Verdict, judged
-from greenfast.evolve.heats import Heats, Result, result_of
-from greenfast.evolve.log import Log
+from greenfast.evolve.gpu_workers import Gpu, Racers
+from greenfast.evolve.halving import Race, race
 from greenfast.evolve.manifest import Manifest
+from greenfast.evolve.multi_gpu import Heats, Result, result_of
 from greenfast.evolve.outcomes import duplicate, insight_of, joined, repeated, without_costs
 from greenfast.evolve.proposal import (
     Candidate,
@@ -31,8 +33,6 @@ from greenfast.evolve.proposal import (
     ProposerError,
     best_of,
 )
-from greenfast.evolve.race import Race, race
-from greenfast.evolve.racers import Gpu, Racers
 from greenfast.evolve.stages import Found, Stages
 from greenfast.evolve.workers import Workers, job
 from greenfast.judge.request import Observer

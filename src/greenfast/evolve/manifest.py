@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from greenfast.evolve.space import Space
-from greenfast.judge.record import GitState
+from greenfast.judge.record_schema import GitState
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
 

@@ -16,9 +16,9 @@ from greenfast.evolve import t4
 from greenfast.evolve.loop import State, elites
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Evaluation, best_of
-from greenfast.judge.report.html.charts import drawing
-from greenfast.judge.report.html.page import Section, bullets, figure, page, paragraph, table
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
+from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
 from greenfast.judge.store import write_whole
 from greenfast.spec.errors import UsageError
 

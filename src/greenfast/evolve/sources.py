@@ -15,7 +15,7 @@ import msgspec
 
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
-from greenfast.judge.entrant import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.implementation import Entrant, rung_entrant, solution_entrant
 from greenfast.judge.request import Request
 from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, find_solution

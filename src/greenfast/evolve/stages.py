@@ -22,12 +22,12 @@ from greenfast.evolve.estimate import estimate
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Behaviour, Candidate, Stage
 from greenfast.evolve.sources import Sources
-from greenfast.judge.entrant import Entrant
+from greenfast.judge.baseline import reference_entrant
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.record import DRAWN, GateResult
-from greenfast.judge.reference import reference_entrant
+from greenfast.judge.implementation import Entrant
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_schema import DRAWN, GateResult
 from greenfast.judge.request import Request, Unwatched, examined, make_request
-from greenfast.judge.run import GateRun
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap

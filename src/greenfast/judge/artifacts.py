@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.record import CorrectnessRow, Record, Run, Side, TimingRow
+from greenfast.judge.record_schema import CorrectnessRow, Record, Run, Side, TimingRow
 from greenfast.judge.report.facts import side_status
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.spec.errors import UsageError

@@ -8,13 +8,13 @@ from pathlib import Path
 from greenfast.device.worker import WorkerError
 from greenfast.judge.artifacts import RECORD, REPORT, side_files
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.performance import time_sides, timing_rows
 from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.record import BenchRecord, GateResult, TimingRow
+from greenfast.judge.implementation import Entrant
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_schema import BenchRecord, GateResult, TimingRow
 from greenfast.judge.report.markdown import bench_report
 from greenfast.judge.request import Observer, Request
-from greenfast.judge.run import GateRun
 from greenfast.judge.store import check_writable, new_run_folder, to_json
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.variant import Variant

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from greenfast.judge.artifacts import PERFORMANCE, PerformanceFile
-from greenfast.judge.records import with_shape_names
+from greenfast.judge.record_io import with_shape_names
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.store import read_json, write_whole
 from greenfast.spec.errors import UsageError

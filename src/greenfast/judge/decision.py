@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from greenfast.judge.exam import NOTHING_DRAWN
+from greenfast.judge.check_plan import NOTHING_DRAWN
 from greenfast.judge.gates.performance import judge
-from greenfast.judge.record import Decision, Exam, GateResult, Quote
+from greenfast.judge.record_schema import Decision, Exam, GateResult, Quote
 from greenfast.judge.report.speedups import quoted_from
 
 

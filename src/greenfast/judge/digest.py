@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.record import Run
+from greenfast.judge.record_schema import Run
 from greenfast.judge.store import to_json
 
 FIELD = "digest"

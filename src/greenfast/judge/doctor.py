@@ -39,7 +39,7 @@ except ImportError as e:
     _NO_LIBRARY = str(e)
 try:
     from greenfast.judge.environment import GIT_SHA_VARIABLE, git_state
-    from greenfast.judge.profile import ncu
+    from greenfast.judge.profiling import ncu
     from greenfast.judge.task import TaskConfig, load_task
     from greenfast.judge.tasks import TASKS_VARIABLE, task_folders
 except ImportError as e:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel, compile_options, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_differences
-from greenfast.judge.record import Build, TimedKernel
+from greenfast.judge.record_schema import Build, TimedKernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.facts import LaunchFacts

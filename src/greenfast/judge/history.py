@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD, record_files
-from greenfast.judge.record import BenchRecord, Record
-from greenfast.judge.records import read_record
+from greenfast.judge.record_io import read_record
+from greenfast.judge.record_schema import BenchRecord, Record
 from greenfast.spec.errors import MachineError, UsageError
 
 _TIMEOUT_S = 60

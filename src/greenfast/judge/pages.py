@@ -9,11 +9,11 @@ from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.hot_code import hot_code
-from greenfast.judge.record import AnyRecord, PhaseRecord, Run
-from greenfast.judge.report.html.listing import HotCode
-from greenfast.judge.report.html.roofline import Work
-from greenfast.judge.report.html.run import Found, run_page
+from greenfast.judge.hotspots import hot_code
+from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Run
+from greenfast.judge.report.webpage.listing import HotCode
+from greenfast.judge.report.webpage.roofline import Work
+from greenfast.judge.report.webpage.run import Found, run_page
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import least_work

@@ -11,10 +11,10 @@ import msgspec
 
 from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.check_plan import Cell, Plan, exam_seeds, new_seed, plan, shapes_of
 from greenfast.judge.environment import choose_device, choose_target, device_info
-from greenfast.judge.exam import Cell, Plan, exam_seeds, new_seed, plan, shapes_of
 from greenfast.judge.gates.performance import timed_seeds
-from greenfast.judge.record import GateResult
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import Rung, Shape, Timing
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.arch import Target

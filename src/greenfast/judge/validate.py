@@ -9,20 +9,20 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
+from greenfast.judge.cached_timing import Kept, completes, quote
 from greenfast.judge.decision import decide
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates import evidence, performance
 from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
-from greenfast.judge.profile import profile_candidate
-from greenfast.judge.quote import Kept, completes, quote
-from greenfast.judge.record import CorrectnessRow, Exam, GateResult, Quote, Record
+from greenfast.judge.implementation import Entrant
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.profiling import profile_candidate
+from greenfast.judge.record_schema import CorrectnessRow, Exam, GateResult, Quote, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import Observer, Request
-from greenfast.judge.run import GateRun
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
 from greenfast.judge.task import Rung
 from greenfast.judge.timing.speedup import AGAIN

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from cuda.core import Device
 
+from greenfast.device.bound_launch import NoContextError, Prepared
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import load_kernel
-from greenfast.device.prepared import NoContextError, Prepared
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, maps_of, pointers_of

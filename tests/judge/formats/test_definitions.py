@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from greenfast.judge.errors import worst_bound_ratio
+from greenfast.judge.error_metrics import worst_bound_ratio
 from greenfast.judge.formats.convert import (
     FORMAT,
     convert_definition,
@@ -20,7 +20,7 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
-from greenfast.judge.formats.given import given_problem, given_solution
+from greenfast.judge.formats.importers import given_problem, given_solution
 from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task

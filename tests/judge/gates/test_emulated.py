@@ -12,11 +12,11 @@ import pytest
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.entrant import solution_entrant
-from greenfast.judge.exam import Cell
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record import Record
+from greenfast.judge.implementation import solution_entrant
+from greenfast.judge.record_schema import Record
 from greenfast.judge.request import Request, examined
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import Shape

@@ -12,7 +12,7 @@ from greenfast.cli.console import UNCHECKED, decision_code
 from greenfast.device import memory_check
 from greenfast.judge.decision import decide
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record import GATES, Exam, GateResult, Record
+from greenfast.judge.record_schema import GATES, Exam, GateResult, Record
 from greenfast.judge.request import examined
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import doubling

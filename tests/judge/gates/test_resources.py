@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.variables import HEAP_BYTES
+from greenfast.device.module_variables import HEAP_BYTES
 from greenfast.judge.gates.resources import _state_bytes, check
 from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, image_of, watched_variables
 from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape

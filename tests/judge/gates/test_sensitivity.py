@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult
-from greenfast.judge.exam import Cell
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.formats.defined import unit_of_outputs
 from greenfast.judge.gates.correctness import check
 from greenfast.judge.gates.sensitivity import find_dropped
-from greenfast.judge.record import GateResult
+from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.problems import attention
 from greenfast.spec.errors import UsageError

@@ -12,9 +12,9 @@ import pytest
 
 from greenfast.device.executable import Executable
 from greenfast.device.session import RunResult
-from greenfast.judge.exam import Cell
+from greenfast.judge.baseline import reference_entrant
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.gates.correctness import check
-from greenfast.judge.reference import reference_entrant
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
 
@@ -99,7 +99,7 @@ def test_the_tasks_own_reference_is_not_a_folder_of_its_name(tmp_path: Path, mon
         seen.append(path)
         raise LookupError
 
-    monkeypatch.setattr("greenfast.judge.reference.given_solution", found)
+    monkeypatch.setattr("greenfast.judge.baseline.given_solution", found)
     config = SimpleNamespace(rungs=[], defaults=SimpleNamespace(baseline="reference"))
     request: Any = SimpleNamespace(task=SimpleNamespace(config=config, folder=tmp_path / "task"), out=tmp_path)
     with pytest.raises(LookupError):

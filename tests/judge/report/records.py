@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from greenfast.judge.record import (
+from greenfast.judge.record_schema import (
     Build,
     CorrectnessRow,
     ErrorStats,

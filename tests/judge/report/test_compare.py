@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from greenfast.judge.record import TimingRow
+from greenfast.judge.record_schema import TimingRow
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.spec.errors import UsageError
 from tests.judge.report.records import timing_row

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.record import BenchRecord, Record, Side
+from greenfast.judge.record_schema import BenchRecord, Record, Side
 from greenfast.judge.report.counts import SHOWN, counts_section
 from greenfast.judge.report.markdown import bench_report, validation_report
 from greenfast.spec.facts import KernelCounts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from greenfast.judge.report.history import HEADER, _code_of, histories
-from greenfast.judge.report.html.history import history_page
-from tests.judge.report.html.reading import read
+from greenfast.judge.report.webpage.history import history_page
 from tests.judge.report.records import pending_record, quoting_record, record, speedup_row
+from tests.judge.report.webpage.reading import read
 
 
 def later(day: int, **changes: object) -> tuple[str, object]:

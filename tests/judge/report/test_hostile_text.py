@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from markdown_it import MarkdownIt
 
-from greenfast.judge.record import Record
-from greenfast.judge.report.html.run import Found, run_page
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form, validation_report
-from tests.judge.report.html.reading import read
-from tests.judge.report.html.test_run import hostile, with_clocks
+from greenfast.judge.report.webpage.run import Found, run_page
 from tests.judge.report.records import pending_record, quoting_record, record
+from tests.judge.report.webpage.reading import read
+from tests.judge.report.webpage.test_run import hostile, with_clocks
 
 #: What a compiler quotes and a kernel prints: workflow commands, markup, ANSI escapes, and what no XML or UTF-8 holds.
 HOSTILE = (

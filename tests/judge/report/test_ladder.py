@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from greenfast.judge.record import GitState, Record, Side
+from greenfast.judge.record_schema import GitState, Record, Side
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.spec.freshness import Freshness
 from tests.judge.report.records import gates, pending_record, quoting_record, record, side, speedup_row, timing_row

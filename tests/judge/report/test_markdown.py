@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.judge.record import SCHEMA_VERSION, GateResult, ParityRow, Side
+from greenfast.judge.record_schema import SCHEMA_VERSION, GateResult, ParityRow, Side
 from greenfast.judge.report.markdown import short_form, validation_report
 from tests.judge.report.records import correctness_row, gates, pending_record, quoting_record, record, side, speedup_row
 

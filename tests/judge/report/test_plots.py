@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from greenfast.judge.record import Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report.plots import save_plot
 from tests.judge.report.figures import drawn_by
 from tests.judge.report.records import pending_record, record, speedup_row

@@ -15,7 +15,7 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.solution import capture
-from greenfast.judge.solution.wire import decode_program, encode_program
+from greenfast.judge.solution.messages import decode_program, encode_program
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Allocation, KernelSource, Launch, Packed, Program, Step, Workspace
 from greenfast.spec.problem import Case, OutputSpec

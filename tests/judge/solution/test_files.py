@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.entrant import Entrant, solution_entrant
 from greenfast.judge.gates import build
 from greenfast.judge.gates.sides import CANDIDATE
+from greenfast.judge.implementation import Entrant, solution_entrant
 from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.arch import Target

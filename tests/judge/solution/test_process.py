@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from greenfast.cli.main import main
-from greenfast.judge.solution import process
+from greenfast.judge.solution import client
 from greenfast.judge.solution.family import RemoteFamily
+from greenfast.judge.solution.messages import decode_program, encode_program
 from greenfast.judge.solution.schema import Solution
-from greenfast.judge.solution.wire import decode_program, encode_program
 from greenfast.spec.errors import SolutionError, UsageError
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
 from tests.judge.small_task import FAMILY, config, write_task
@@ -202,8 +202,8 @@ def test_what_all_of_it_uses_is_watched_while_it_computes(
     family._process.sandbox.clear()
     limits = {"bytes": ("SCRATCH_BYTES", 2 << 20), "files": ("SCRATCH_FILES", 50), "memory": ("MEMORY_BYTES", 60 << 20),
               "processes": ("PROCESSES", 4)}  # fmt: skip
-    monkeypatch.setattr(process, limits[kind][0], limits[kind][1])
-    monkeypatch.setattr(process, "_LOOK_S", 0.1)
+    monkeypatch.setattr(client, limits[kind][0], limits[kind][1])
+    monkeypatch.setattr(client, "_LOOK_S", 0.1)
     with pytest.raises(SolutionError) as found:
         family.program({"FAST": 1}, "float", DIMS)
     assert said in str(found.value)
@@ -318,9 +318,9 @@ def test_every_kind_of_argument_comes_back() -> None:
 # What was done against the pipeline, and went through
 
 PATCH = """
-import greenfast.judge.errors, greenfast.judge.gates.correctness as gate
+import greenfast.judge.error_metrics, greenfast.judge.gates.correctness as gate
 gate.worst_bound_ratio = lambda *_: 0.0
-gate.error_stats = lambda actual, reference, bad: greenfast.judge.errors.error_stats(reference, reference, bad)
+gate.error_stats = lambda actual, reference, bad: greenfast.judge.error_metrics.error_stats(reference, reference, bad)
 """
 
 

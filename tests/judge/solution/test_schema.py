@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.solution.declared import declared_program
+from greenfast.judge.solution.cuda_program import declared_program
 from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.judge.record import SpeedupRow, TimingRow
+from greenfast.judge.record_schema import SpeedupRow, TimingRow
+from greenfast.judge.timing.estimators import resolution_us
 from greenfast.judge.timing.speedup import speedup_row
-from greenfast.judge.timing.statistics import resolution_us
 
 PROCESSES, BLOCKS, LAUNCHES = 3, 12, 20
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from greenfast.judge.timing import statistics
-from greenfast.judge.timing.statistics import Interval, noise_floor, pool_seeds, speedup_interval, summary, verdict
+from greenfast.judge.timing import estimators
+from greenfast.judge.timing.estimators import Interval, noise_floor, pool_seeds, speedup_interval, summary, verdict
 
 Floats = npt.NDArray[np.float64]
 DRIFT, NOISE = 0.005, 0.003
@@ -111,7 +111,7 @@ def test_the_bootstrap_resamples_processes_and_then_blocks() -> None:
     [(0.95, 1, 12.7062), (0.95, 2, 4.30265), (0.99, 4, 4.60409), (0.9, 8, 1.85955), (0.95, 0, 1.95996)],
 )
 def test_quantiles_of_students_distribution(confidence: float, degrees: int, expected: float) -> None:
-    assert statistics._two_sided_quantile(confidence, degrees=degrees) == pytest.approx(expected, rel=1e-5)
+    assert estimators._two_sided_quantile(confidence, degrees=degrees) == pytest.approx(expected, rel=1e-5)
 
 
 def test_same_input_same_interval_and_swapped_sides_invert_it() -> None:

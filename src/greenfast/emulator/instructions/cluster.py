@@ -11,9 +11,9 @@ from greenfast.emulator.instructions import access
 from greenfast.emulator.instructions.access import addresses, locate
 from greenfast.emulator.instructions.mbarrier import rows_of
 from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
+from greenfast.emulator.machine.in_flight import BulkLoad
 from greenfast.emulator.machine.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
 from greenfast.emulator.machine.state import RANK_BITS, Lanes, Machine, Operation, lane_count, lane_indices
-from greenfast.emulator.machine.underway import BulkLoad
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 

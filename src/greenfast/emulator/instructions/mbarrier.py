@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import addresses, locate, space_of
 from greenfast.emulator.instructions.operands import reader, writer
-from greenfast.emulator.machine.arrivals import PENDING, PHASE_SHIFT, MbarrierError, Rows
+from greenfast.emulator.machine.mbarriers import PENDING, PHASE_SHIFT, MbarrierError, Rows
 from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Operand

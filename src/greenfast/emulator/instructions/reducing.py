@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
 from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
 from greenfast.emulator.instructions.operands import dtype_of, type_of
+from greenfast.emulator.machine.in_flight import BulkStore, chunks_of, hold
 from greenfast.emulator.machine.memory import WRITTEN
 from greenfast.emulator.machine.ordering import DEVICE
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
-from greenfast.emulator.machine.underway import BulkStore, chunks_of, hold
 from greenfast.emulator.ptx.syntax import Instruction
 
 

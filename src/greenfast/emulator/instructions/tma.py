@@ -20,9 +20,9 @@ from greenfast.emulator.instructions.bulk import Tile, count_bulk, require_fence
 from greenfast.emulator.instructions.mbarrier import faults, rows_of
 from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.instructions.reducing import reduce
+from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, chunks_of, hold
 from greenfast.emulator.machine.memory import CHUNK, IN_FLIGHT, WRITTEN
 from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
-from greenfast.emulator.machine.underway import BulkLoad, BulkStore, chunks_of, hold
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 

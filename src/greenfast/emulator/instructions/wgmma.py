@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.descriptors import Descriptor, DescriptorError
 from greenfast.emulator.instructions.formats import BITS, decode
 from greenfast.emulator.instructions.operands import cast, dtype_of, reader
+from greenfast.emulator.machine.in_flight import GROUPS, MatrixReads, Products, ProductWaits, chunks_of, hold, release
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
-from greenfast.emulator.machine.underway import GROUPS, MatrixReads, Products, ProductWaits, chunks_of, hold, release
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 

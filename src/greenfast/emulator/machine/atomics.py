@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.access_log import Tables, places_of, threads_by_unit, units_of
 from greenfast.emulator.machine.ordering import BLOCK, CLUSTER, DEVICE
-from greenfast.emulator.machine.records import Tables, places_of, threads_by_unit, units_of
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.races import Races

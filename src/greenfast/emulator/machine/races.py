@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.atomics import Atomics
-from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.memory import CHUNK
-from greenfast.emulator.machine.ordering import DEVICE, Ordering
-from greenfast.emulator.machine.records import (
+from greenfast.emulator.machine.access_log import (
     WORD,
     Agreeing,
     GlobalRecord,
@@ -32,8 +28,12 @@ from greenfast.emulator.machine.records import (
     threads_of,
     units_of,
 )
-from greenfast.emulator.machine.stale import StaleReads
-from greenfast.emulator.machine.within import Within
+from greenfast.emulator.machine.atomics import Atomics
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import CHUNK
+from greenfast.emulator.machine.ordering import DEVICE, Ordering
+from greenfast.emulator.machine.stale_values import StaleReads
+from greenfast.emulator.machine.warp_sync import Within
 from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.arrivals import Mbarriers
+from greenfast.emulator.machine.access_log import GlobalRecord
 from greenfast.emulator.machine.counts import Counts
+from greenfast.emulator.machine.environment import USUAL, WARPS, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError, Location
-from greenfast.emulator.machine.launches import Launches
+from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, Products
+from greenfast.emulator.machine.launch_order import Launches
+from greenfast.emulator.machine.mbarriers import Mbarriers
 from greenfast.emulator.machine.memory import (
     NO_ALLOCATION,
     UNWRITTEN,
@@ -32,10 +35,7 @@ from greenfast.emulator.machine.memory import (
 from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.machine.proxies import Proxies
 from greenfast.emulator.machine.races import Races
-from greenfast.emulator.machine.records import GlobalRecord
 from greenfast.emulator.machine.stack import Stack
-from greenfast.emulator.machine.surroundings import USUAL, WARPS, Surroundings
-from greenfast.emulator.machine.underway import BulkLoad, BulkStore, Products
 from greenfast.emulator.ptx.names import describe_element
 from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
 from greenfast.spec.errors import UnsupportedError, UsageError
@@ -44,7 +44,7 @@ from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
-    from greenfast.emulator.machine.spare import Spare
+    from greenfast.emulator.machine.redundant_loads import Spare
 
 #: Which threads an instruction runs for: a slice where they are whole warps next to each other, else sorted indices.
 Lanes: TypeAlias = "slice | NDArray[np.intp]"

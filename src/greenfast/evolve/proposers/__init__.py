@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from greenfast.evolve.language.files import Mailbox, Recorder, Replay
-from greenfast.evolve.language.http import HttpModel
+from greenfast.evolve.language.file_transport import Mailbox, Recorder, Replay
 from greenfast.evolve.language.model import Limits, Model
+from greenfast.evolve.language.openai_endpoint import HttpModel
 from greenfast.evolve.language.prompts import STRATEGIES
 from greenfast.evolve.proposal import Proposer
 from greenfast.evolve.proposers.engineer import EngineerProposer

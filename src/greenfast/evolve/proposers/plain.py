@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from greenfast.evolve.lines import read_lines
+from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.proposal import Candidate, Context, Evaluation
 from greenfast.evolve.proposers.untried import Point, Untried
 

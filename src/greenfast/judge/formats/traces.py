@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.formats.schema import Definition, Workload
-from greenfast.judge.record import CorrectnessRow, Record, TimingRow
+from greenfast.judge.record_schema import CorrectnessRow, Record, TimingRow
 from greenfast.judge.timing.interleaved import COLD
 
 

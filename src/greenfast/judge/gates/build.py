@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
-from greenfast.judge.entrant import Entrant
 from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
-from greenfast.judge.record import GateResult, Status
+from greenfast.judge.implementation import Entrant
+from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Shape
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import AbsentError, CompileError, UsageError

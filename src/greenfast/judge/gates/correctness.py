@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.errors import (
+from greenfast.judge.check_plan import Cell
+from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
     error_stats,
@@ -23,7 +24,6 @@ from greenfast.judge.errors import (
     worst_bound_ratio,
     worst_element,
 )
-from greenfast.judge.exam import Cell
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
 from greenfast.judge.gates.sensitivity import (
@@ -38,7 +38,7 @@ from greenfast.judge.gates.sensitivity import (
     trivial_answers,
 )
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import (
+from greenfast.judge.record_schema import (
     NOT_RUN,
     CorrectnessRow,
     ErrorStats,

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.exam import Cell
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.spec.problem import Case
 

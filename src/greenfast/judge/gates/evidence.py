@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from greenfast.device import assembler
-from greenfast.device.early_launch import early_launch_faults
 from greenfast.device.machine_code import count_instructions, disassemble
+from greenfast.device.pdl import early_launch_faults
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import GateResult, Status, largest_named_shape
+from greenfast.judge.record_schema import GateResult, Status, largest_named_shape
 from greenfast.judge.task import Rung
 from greenfast.spec.facts import KernelCounts
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from greenfast.device.memory_check import MOST_BYTES
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.exam import Cell
+from greenfast.judge.check_plan import Cell
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record import Status
+from greenfast.judge.record_schema import Status
 from greenfast.spec.problem import Case
 
 #: What takes the place of the emulator's check, and what it leaves open.

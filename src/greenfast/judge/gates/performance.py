@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.exam import MIN_SEEDS
+from greenfast.judge.check_plan import MIN_SEEDS
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.record import GateResult, SpeedupRow, Status, TimingRow
+from greenfast.judge.record_schema import GateResult, SpeedupRow, Status, TimingRow
 from greenfast.judge.task import Shape, Timing
+from greenfast.judge.timing.estimators import resolution_us, summary
 from greenfast.judge.timing.floor import Floor, floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
 from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
-from greenfast.judge.timing.statistics import resolution_us, summary
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 

@@ -8,7 +8,7 @@ from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
 from greenfast.judge.gates.sides import BuiltSide, watched_variables
-from greenfast.judge.record import GateResult, Status
+from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Budget, Rung, Shape
 
 

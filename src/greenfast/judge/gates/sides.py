@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.identity import launches_of, state_variables
-from greenfast.device.variables import read_only_variables
+from greenfast.device.module_variables import read_only_variables
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target

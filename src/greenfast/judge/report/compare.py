@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from greenfast.judge.record import TimingRow
-from greenfast.judge.report import format
+from greenfast.judge.record_schema import TimingRow
+from greenfast.judge.report import formatting
 from greenfast.spec.errors import UsageError
 
 _Key = tuple[str, int]
@@ -58,17 +58,17 @@ def _section(label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, Timing
         raise UsageError(f"baseline and candidate have no (shape, seed) in common under {label[0]} ({label[1]})")
     for key in common:
         if base[key].dims != cand[key].dims:
-            a, b = format.dims(base[key].dims), format.dims(cand[key].dims)
+            a, b = formatting.dims(base[key].dims), formatting.dims(cand[key].dims)
             raise UsageError(f"shape {key[0]} is {a} in the baseline and {b} in the candidate")
     ratios = [base[key].p50_us / cand[key].p50_us for key in common]
     rows = [
         (
             shape,
-            format.dims(base[shape, seed].dims),
+            formatting.dims(base[shape, seed].dims),
             str(seed),
-            format.micros(base[shape, seed].p50_us),
-            format.micros(cand[shape, seed].p50_us),
-            format.speedup(ratio),
+            formatting.micros(base[shape, seed].p50_us),
+            formatting.micros(cand[shape, seed].p50_us),
+            formatting.speedup(ratio),
         )
         for (shape, seed), ratio in zip(common, ratios, strict=True)
     ]
@@ -76,7 +76,7 @@ def _section(label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, Timing
     average = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     parts = [
         f"## {label[0]} ({label[1]})",
-        format.table(("shape", "dims", "seed", *numbers), rows, right=numbers),
+        formatting.table(("shape", "dims", "seed", *numbers), rows, right=numbers),
         f"**Average speedup** (geometric mean of {len(ratios)}): {_gate(average, required)}",
         "A ratio of p50s has no confidence interval: a verdict needs both sides timed interleaved in one run.",
     ]
@@ -93,6 +93,6 @@ def _section(label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, Timing
 
 def _gate(average: float, required: float | None) -> str:
     if required is None:
-        return f"{format.speedup(average)}, nothing required"
+        return f"{formatting.speedup(average)}, nothing required"
     status = "PASS" if average >= required else "FAIL"
-    return f"{format.speedup(average)}, required {format.requirement(required)}: {status}"
+    return f"{formatting.speedup(average)}, required {formatting.requirement(required)}: {status}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from greenfast.judge.report import format
+from greenfast.judge.report import formatting
 
 #: Operations of the machine's matrix instruction on halves, HMMA.16816.
 _HMMA_FLOPS = 2 * 16 * 8 * 16
@@ -22,7 +22,7 @@ def counts_table(record: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     numbers = ("emulated", record["device"]["name"], "difference")
-    text = format.table(("variant", "shape", "count", *numbers), rows, right=numbers)
+    text = formatting.table(("variant", "shape", "count", *numbers), rows, right=numbers)
     if any("shared_store_conflicts" not in row["emulated"] for row in record["rows"]):
         text += "\n\nThis record was taken before the emulator counted bank conflicts of WMMA's accesses."
     return text
@@ -43,14 +43,14 @@ def _rows(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     ):
         text = hardware.get(metric)
         there = None if text is None else round(float(text.replace(",", "")))
-        cells = [format.NONE if n is None else str(n) for n in (here, there)]
+        cells = [formatting.NONE if n is None else str(n) for n in (here, there)]
         yield row["variant"], row["shape"], title, *cells, _difference(here, there)
 
 
 def _difference(here: int | None, there: int | None) -> str:
     """By how much the emulator's count is larger: "0", +2.5 %; "-" where there is no share of nothing."""
     if here is None or there is None:
-        return format.NONE
+        return formatting.NONE
     if here == there:
         return "0"
-    return f"{100 * (here / there - 1):+.1f} %" if there else format.NONE
+    return f"{100 * (here / there - 1):+.1f} %" if there else formatting.NONE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from greenfast.judge.record import Side
-from greenfast.judge.report import format
+from greenfast.judge.record_schema import Side
+from greenfast.judge.report import formatting
 from greenfast.spec.facts import KernelCounts
 
 #: Name in KernelCounts -> what a reader calls it, in the order of the table.
@@ -64,15 +64,15 @@ def _table(
                 values = [getattr(counts[role], key) if role in counts else None for role in roles]
                 least = least_work.get(shape, {}).get(key)
                 ratio = [_times(values[-1], values[0])] if len(roles) > 1 else []
-                cells = [format.NONE if v is None else str(v) for v in (*values, least)]
+                cells = [formatting.NONE if v is None else str(v) for v in (*values, least)]
                 yield (shape, title, *cells[:-1], *ratio, cells[-1], _times(values[-1], least))
 
-    return format.table(header, rows(), right=header[2:])
+    return formatting.table(header, rows(), right=header[2:])
 
 
 def _times(count: int | None, other: int | None) -> str:
     """A count as a multiple of another: 1.13x."""
-    return f"{count / other:.2f}x" if count is not None and other else format.NONE
+    return f"{count / other:.2f}x" if count is not None and other else formatting.NONE
 
 
 def _lines(counts: Mapping[str, KernelCounts]) -> str:
@@ -82,14 +82,14 @@ def _lines(counts: Mapping[str, KernelCounts]) -> str:
         (
             line,
             *(
-                str(values.get(line, 0)) if line in c.shared_bytes else format.NONE
+                str(values.get(line, 0)) if line in c.shared_bytes else formatting.NONE
                 for c in counts.values()
                 for values in (c.shared_bytes, c.bank_conflicts)
             ),
         )
         for line in lines
     ]
-    return format.table(header, rows, right=header[1:])
+    return formatting.table(header, rows, right=header[1:])
 
 
 def _by_number(line: str) -> tuple[str, int]:
@@ -108,7 +108,7 @@ def _kinds(counts: Mapping[str, KernelCounts]) -> str:
     if len(total) > len(shown):
         rest = [sum(n for kind, n in c.instructions.items() if kind not in shown) for c in counts.values()]
         rows.append((f"{len(total) - len(shown)} others", *map(str, rest)))
-    return format.table(("kind", *counts), rows, right=tuple(counts))
+    return formatting.table(("kind", *counts), rows, right=tuple(counts))
 
 
 #: The columns of a table of phases.
@@ -125,7 +125,7 @@ def phase_rows(counts: Mapping[str, KernelCounts]) -> list[tuple[str, ...]]:
         (
             phase,
             str(c.warp_instructions),
-            format.percent(c.warp_instructions / total),
+            formatting.percent(c.warp_instructions / total),
             str(c.matrix_flops),
             str(c.exponentials),
             str(c.barriers),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from greenfast.judge.record import CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
+from greenfast.judge.record_schema import CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
 from greenfast.spec.facts import Resources
 
 #: In place of a cause that an earlier case of the same side shows.

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from greenfast.judge.record import BenchRecord, Build, Record, SpeedupRow
-from greenfast.judge.report import facts, format
+from greenfast.judge.record_schema import BenchRecord, Build, Record, SpeedupRow
+from greenfast.judge.report import facts, formatting
 
 #: The columns of ``History.rows``.
 HEADER = (
@@ -56,8 +56,8 @@ class History:
                 p.created[:16].replace("T", " "),
                 p.commit,
                 p.decision,
-                " → ".join(format.micros(us) for us in (p.baseline_us, p.candidate_us) if us is not None)
-                or format.NONE,
+                " → ".join(formatting.micros(us) for us in (p.baseline_us, p.candidate_us) if us is not None)
+                or formatting.NONE,
                 *_speedup_cells(p.speedup),
                 p.code,
                 p.path,
@@ -68,11 +68,11 @@ class History:
 
 def _speedup_cells(row: SpeedupRow | None) -> tuple[str, ...]:
     if row is None:
-        return (format.NONE,) * 4
+        return (formatting.NONE,) * 4
     return (
-        format.speedup(row.speedup),
-        format.interval(row.ci_low, row.ci_high),
-        format.requirement(row.required),
+        formatting.speedup(row.speedup),
+        formatting.interval(row.ci_low, row.ci_high),
+        formatting.requirement(row.required),
         row.verdict,
     )
 
@@ -114,7 +114,7 @@ def _point(path: str, record: Record | BenchRecord, shape: str, cache: str) -> P
     return Point(
         created=record.created,
         commit=facts.commit(record),
-        decision=record.decision if isinstance(record, Record) else format.NONE,
+        decision=record.decision if isinstance(record, Record) else formatting.NONE,
         baseline_us=times[0] if len(times) > 1 else None,
         candidate_us=times[-1],
         speedup=next((row for row in found if (row.shape, row.cache) == (shape, cache)), None),
@@ -128,4 +128,4 @@ def _code_of(builds: Sequence[Build]) -> str:
     codes = list(dict.fromkeys(build.code_hash for build in builds if build.code_hash))
     if len(codes) > 1:
         return hashlib.sha256(" ".join(codes).encode()).hexdigest()[: len(codes[0])]
-    return codes[0] if codes else format.NONE
+    return codes[0] if codes else formatting.NONE

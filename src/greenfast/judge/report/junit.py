@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
-from greenfast.judge.record import CorrectnessRow, GateResult, Record
-from greenfast.judge.report import facts, format
+from greenfast.judge.record_schema import CorrectnessRow, GateResult, Record
+from greenfast.judge.report import facts, formatting
 from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
 
@@ -95,13 +95,15 @@ def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:
 
 def _errors(row: CorrectnessRow) -> list[str]:
     """A case's dimensions and errors, as far as it has them."""
-    lines = [f"dims: {format.dims(row.dims)}"]
+    lines = [f"dims: {formatting.dims(row.dims)}"]
     if row.error is not None:
-        lines.append(f"max error: {format.error(row.error.max_abs_err)}, mean: {format.error(row.error.mean_abs_err)}")
+        lines.append(
+            f"max error: {formatting.error(row.error.max_abs_err)}, mean: {formatting.error(row.error.mean_abs_err)}"
+        )
     if row.kernel_error is not None:
-        lines.append(f"relative kernel error: {format.error(row.kernel_error.relative_error)}")
+        lines.append(f"relative kernel error: {formatting.error(row.kernel_error.relative_error)}")
     if row.bound_ratio is not None:
-        lines.append(f"worst kernel error over what rounding explains: {format.error(row.bound_ratio)}")
+        lines.append(f"worst kernel error over what rounding explains: {formatting.error(row.bound_ratio)}")
     return lines
 
 
@@ -113,7 +115,7 @@ def _say(
     test: ElementTree.Element, how: str, kind: str, reasons: Iterable[str], text: Sequence[str] | None = None
 ) -> None:
     reasons = list(reasons)
-    message = format.short(format.one_line("; ".join(reasons)), _MESSAGE_CHARACTERS)
+    message = formatting.short(formatting.one_line("; ".join(reasons)), _MESSAGE_CHARACTERS)
     said = ElementTree.SubElement(test, how, type=kind, message=message)
     said.text = "\n".join(text or reasons)
 

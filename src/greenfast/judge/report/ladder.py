@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from greenfast.judge.record import Record, SpeedupRow
-from greenfast.judge.report import facts, format
+from greenfast.judge.record_schema import Record, SpeedupRow
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.speedups import quoted_from
 from greenfast.spec.freshness import STALE, Freshness
 
@@ -80,10 +80,10 @@ def console_form(record: Record) -> str:
 def _group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Freshness], shape: str) -> str:
     stale = {path for path, answer in aged.items() if answer.status == STALE}
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
-    table = format.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
+    table = formatting.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
     said = [f"{_name(path)} is {aged[path]}" for path, _ in records if path in stale]
     said += [_undecided(path, aged[path]) for path, _ in records if path in aged and path not in stale]
-    notes = f"\n\n{format.bullets(said)}" if said else ""
+    notes = f"\n\n{formatting.bullets(said)}" if said else ""
     return f"{_caption([record for _, record in records], shape)}\n\n{table}{notes}"
 
 
@@ -94,7 +94,9 @@ def _undecided(path: str, answer: Freshness) -> str:
 def _caption(records: Sequence[Record], shape: str) -> str:
     first = records[0]
     dims = next((row.dims for record in records for row in record.candidate.correctness if row.shape == shape), None)
-    where = f" Times and speedups are for shape {shape}{f' ({format.dims(dims)})' if dims else ''}." if shape else ""
+    where = (
+        f" Times and speedups are for shape {shape}{f' ({formatting.dims(dims)})' if dims else ''}." if shape else ""
+    )
     days = sorted({record.created[:10] for record in records})
     span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     commits = list(dict.fromkeys(facts.commit(record) for record in records))
@@ -112,7 +114,7 @@ def _machine(record: Record) -> str:
 
 
 def _stale_row(path: str, record: Record) -> list[str]:
-    withheld = [format.NONE] * (len(_HEADER) - 5)
+    withheld = [formatting.NONE] * (len(_HEADER) - 5)
     return [record.candidate.variant, record.baseline.variant, *withheld, STALE, STALE, _link(path)]
 
 
@@ -123,7 +125,7 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
         record.candidate.variant,
         record.baseline.variant,
         *(_speedup_cells(record, speedup) if speedup else ["PENDING"] * 3),
-        f"{resources.registers} / {format.kilobytes(resources.smem_bytes)}" if resources else "PENDING",
+        f"{resources.registers} / {formatting.kilobytes(resources.smem_bytes)}" if resources else "PENDING",
         _correctness_cell(record),
         _verdict_cell(record, speedup),
         record.decision,
@@ -145,11 +147,11 @@ def _verdict_cell(record: Record, row: SpeedupRow | None) -> str:
 
 def _speedup_cells(record: Record, row: SpeedupRow) -> list[str]:
     times = [facts.p50_us(facts.timing_of(side, row)) for side in (record.baseline, record.candidate)]
-    shown = [format.NONE if us is None else format.micros(us) for us in times]
+    shown = [formatting.NONE if us is None else formatting.micros(us) for us in times]
     return [
         f"{shown[0]} -> {shown[1]} ({row.cache})",
-        f"{format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}",
-        format.requirement(row.required),
+        f"{formatting.speedup(row.speedup)} {formatting.interval(row.ci_low, row.ci_high)}",
+        formatting.requirement(row.required),
     ]
 
 

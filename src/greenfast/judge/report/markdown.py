@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from greenfast.judge.record import (
+from greenfast.judge.record_schema import (
     AnyRecord,
     BenchRecord,
     Build,
@@ -13,7 +13,7 @@ from greenfast.judge.record import (
     Record,
     Run,
 )
-from greenfast.judge.report import facts, format
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
 from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
 from greenfast.spec.facts import Resources
@@ -28,7 +28,7 @@ def validation_report(record: Record, *, plot: str | None = None) -> str:
     """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
     body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
-    return printable("\n\n".join([format.without_html(title), format.bullets(_headline(record)), *body]) + "\n")
+    return printable("\n\n".join([formatting.without_html(title), formatting.bullets(_headline(record)), *body]) + "\n")
 
 
 def report(record: AnyRecord, *, plot: str | None = None) -> str:
@@ -65,25 +65,25 @@ def phase_report(record: PhaseRecord) -> str:
 
 def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
     rows = [
-        (shape, phase, f"{count:.0f}", format.percent(count / sum(cycles.values())))
+        (shape, phase, f"{count:.0f}", formatting.percent(count / sum(cycles.values())))
         for shape, cycles in record.phase_cycles.items()
         for phase, count in cycles.items()
     ]
     tables = [
-        f"{format.without_html(shape)}, `emulated`:\n\n"
-        + format.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])
+        f"{formatting.without_html(shape)}, `emulated`:\n\n"
+        + formatting.table(PHASE_HEADER, phase_rows(counts), right=PHASE_HEADER[1:])
         for shape, counts in record.phase_counts.items()
     ]
     if rows:
         header = ("shape", "phase", "cycles per block", "share")
-        tables.append(format.table(header, rows, right=("cycles per block", "share")))
+        tables.append(formatting.table(header, rows, right=("cycles per block", "share")))
     return [("Phases", "\n\n".join(tables)), *provenance(record)]
 
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
     """A page of sections by their names."""
     body = [f"## {name}\n\n{text}" for name, text in sections]
-    return printable("\n\n".join([format.without_html(f"# {title}"), *body]) + "\n")
+    return printable("\n\n".join([formatting.without_html(f"# {title}"), *body]) + "\n")
 
 
 def bench_report(record: BenchRecord) -> str:
@@ -96,7 +96,7 @@ def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
     return [
         ("Gates", gates(record)),
         ("Correctness", _correctness(record)),
-        ("Timing", "\n\n".join(_timings(record)) or format.without_html(facts.gate_line(record, "PERFORMANCE"))),
+        ("Timing", "\n\n".join(_timings(record)) or formatting.without_html(facts.gate_line(record, "PERFORMANCE"))),
         ("Compiler resources", resources(record)),
         *([("Counts", counted)] if counted else []),
         *provenance(record),
@@ -106,7 +106,7 @@ def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
 def short_form(record: Record) -> str:
     """At most 15 lines for a pull request: decision, headline, gates, reasons, device and command."""
     shown = [
-        format.literal(format.short(format.one_line(reason), _SHORT_CHARACTERS))
+        formatting.literal(formatting.short(formatting.one_line(reason), _SHORT_CHARACTERS))
         for reason in record.reasons[:_SHORT_REASONS]
     ]
     if len(record.reasons) > _SHORT_REASONS:
@@ -116,11 +116,11 @@ def short_form(record: Record) -> str:
         "Gates: " + (", ".join(f"{g.gate} {g.status}" for g in record.gates) or "PENDING: none ran"),
         "Why: " + ("; ".join(shown) or "no reason recorded"),
         f"Device: {facts.device(record)}; commit {facts.commit(record)}; {record.created}",
-        f"Reproduce: {format.code(record.command)}",
+        f"Reproduce: {formatting.code(record.command)}",
     ]
-    sides = f"{format.code(record.baseline.variant)} -> {format.code(record.candidate.variant)}"
+    sides = f"{formatting.code(record.baseline.variant)} -> {formatting.code(record.candidate.variant)}"
     title = f"**{record.decision}**: {record.task}, {sides}, {record.format}, {record.arch}"
-    return f"{format.without_html(title)}\n\n{format.bullets(lines)}\n"
+    return f"{formatting.without_html(title)}\n\n{formatting.bullets(lines)}\n"
 
 
 def _headline(record: Record) -> list[str]:
@@ -156,9 +156,8 @@ def _resources_line(record: Record) -> str:
     def line(found: Resources | None) -> str:
         if found is None:
             return facts.gate_line(record, "BUILD")
-        return (
-            f"{found.registers} registers, {format.kilobytes(found.smem_bytes)} SMEM, {found.spill_bytes} bytes spilled"
-        )
+        smem = formatting.kilobytes(found.smem_bytes)
+        return f"{found.registers} registers, {smem} SMEM, {found.spill_bytes} bytes spilled"
 
     before, after = facts.worst_resources(record.baseline), facts.worst_resources(record.candidate)
     if before is None and after is None:
@@ -173,18 +172,19 @@ def gates(record: Run) -> str:
     rows = [
         (gate.gate, what, target, actual, status)
         for gate in record.gates
-        for what, target, actual, status in gate.checks or [(gate.summary, format.NONE, format.NONE, gate.status)]
+        for what, target, actual, status in gate.checks
+        or [(gate.summary, formatting.NONE, formatting.NONE, gate.status)]
     ]
     lines = [f"**{gate.gate}** {gate.status}: {'; '.join([gate.summary, *gate.reasons])}" for gate in record.gates]
-    return format.table(("gate", "what", "target", "actual", "status"), rows) + "\n\n" + format.bullets(lines)
+    return formatting.table(("gate", "what", "target", "actual", "status"), rows) + "\n\n" + formatting.bullets(lines)
 
 
 def _correctness(record: Run) -> str:
     rows = [_correctness_cells(name, row) for name, side in record.sides() for row in side.correctness]
     if not rows:
-        return format.without_html(facts.gate_line(record, "CORRECTNESS"))
+        return formatting.without_html(facts.gate_line(record, "CORRECTNESS"))
     numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
-    text = format.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
+    text = formatting.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
     return (
         f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
         "of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
@@ -198,13 +198,13 @@ def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
         side,
         row.shape,
         _inputs(row),
-        format.error(row.error.max_abs_err if row.error else None),
-        format.error(row.error.mean_abs_err if row.error else None),
-        format.error(row.error.pct_bad if row.error else None),
-        format.error(row.format_error.max_abs_err),
-        format.error(row.format_error.mean_abs_err),
-        format.error(row.kernel_error.relative_error if row.kernel_error else None),
-        format.error(row.bound_ratio),
+        formatting.error(row.error.max_abs_err if row.error else None),
+        formatting.error(row.error.mean_abs_err if row.error else None),
+        formatting.error(row.error.pct_bad if row.error else None),
+        formatting.error(row.format_error.max_abs_err),
+        formatting.error(row.format_error.mean_abs_err),
+        formatting.error(row.kernel_error.relative_error if row.kernel_error else None),
+        formatting.error(row.bound_ratio),
         facts.row_status(row),
         facts.SKIPPED if row.is_skipped else "; ".join([*failed, *row.notes]),
     )
@@ -225,29 +225,29 @@ def _parity(record: Record) -> str:
         (
             row.shape,
             str(row.seed),
-            format.yes(row.identical),
+            formatting.yes(row.identical),
             str(row.different_elements),
-            format.error(row.max_abs_diff),
+            formatting.error(row.max_abs_diff),
         )
         for row in record.parity
     ]
     numbers = ("different elements", "largest difference")
     lead = f"Bit-exact on {same}/{len(rows)}" + ("." if same == len(rows) else f"; largest difference {worst:.3g}.")
-    return f"{lead}\n\n" + format.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
+    return f"{lead}\n\n" + formatting.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
 
 
 def _performance(record: Record, plot: str | None) -> str:
     if record.quoted is not None:
-        return f"{format.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{quoted_section(record.quoted)}"
+        return f"{formatting.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{quoted_section(record.quoted)}"
     parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
-    return "\n\n".join(parts) if parts else format.without_html(facts.gate_line(record, "PERFORMANCE"))
+    return "\n\n".join(parts) if parts else formatting.without_html(facts.gate_line(record, "PERFORMANCE"))
 
 
 def _speedups(record: Record) -> Iterator[str]:
     if record.speedups:
         yield speedup_table(record.speedups)
     elif record.baseline.timing or record.candidate.timing:
-        yield format.without_html(f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}")
+        yield formatting.without_html(f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}")
 
 
 def _timings(record: Run) -> Iterator[str]:
@@ -258,8 +258,8 @@ def _timings(record: Run) -> Iterator[str]:
             str(row.seed),
             row.method,
             row.cache,
-            *(format.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
-            format.percent(row.std_us / row.mean_us) if row.mean_us else format.NONE,
+            *(formatting.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
+            formatting.percent(row.std_us / row.mean_us) if row.mean_us else formatting.NONE,
             f"{row.iters_per_sec:.0f}",
             f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
         )
@@ -269,7 +269,7 @@ def _timings(record: Run) -> Iterator[str]:
     if rows:
         numbers = ("p50 µs", "p90 µs", "mean µs", "std µs", "std / mean", "per second")
         header = ("side", "shape", "seed", "method", "cache", *numbers, "iterations")
-        yield format.table(header, rows, right=numbers)
+        yield formatting.table(header, rows, right=numbers)
 
 
 def _builds(record: Run) -> Iterator[tuple[str, str, Build]]:
@@ -285,9 +285,9 @@ def resources(record: Run) -> str:
         (
             side,
             variant,
-            format.dims(build.dims),
+            formatting.dims(build.dims),
             str(r.registers),
-            format.kilobytes(r.smem_bytes),
+            formatting.kilobytes(r.smem_bytes),
             f"{r.static_smem_bytes} + {r.dynamic_smem_bytes}",
             str(r.stack_bytes),
             f"{r.spill_store_bytes} / {r.spill_load_bytes}",
@@ -296,29 +296,29 @@ def resources(record: Run) -> str:
         if (r := build.resources) is not None
     ]
     if not rows:
-        return format.without_html(facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD"))
+        return formatting.without_html(facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD"))
     numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
-    return format.table(("side", "variant", "dims", *numbers), rows, right=numbers)
+    return formatting.table(("side", "variant", "dims", *numbers), rows, right=numbers)
 
 
 def _evidence(record: Record) -> str:
     builds = list(_builds(record))
     counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
-    lead = format.without_html(facts.gate_line(record, "EVIDENCE"))
+    lead = formatting.without_html(facts.gate_line(record, "EVIDENCE"))
     counted = counts_section(record.sides(), record.least_work)
     lead = f"{lead}\n\n{counted}" if counted else lead
     if not counters:
         return lead
     rows = [
-        (side, format.dims(build.dims), *(str(build.machine_code.get(c, format.NONE)) for c in counters))
+        (side, formatting.dims(build.dims), *(str(build.machine_code.get(c, formatting.NONE)) for c in counters))
         for side, _, build in builds
     ]
-    table = format.table(("side", "dims", *counters), rows, right=counters)
+    table = formatting.table(("side", "dims", *counters), rows, right=counters)
     return f"{lead}\n\nInstructions in the machine code:\n\n{table}"
 
 
 def _decision(record: Record) -> str:
-    reasons = format.bullets(record.reasons)
+    reasons = formatting.bullets(record.reasons)
     return "\n\n".join([f"**{record.decision}**", *([reasons] if reasons else []), *_exam(record)])
 
 
@@ -328,7 +328,7 @@ def _exam(record: Record) -> Iterator[str]:
     asked = "the whole exam" if record.exam.complete else ", ".join(record.exam.missing)
     seed = record.exam.seed
     drawn = "" if seed is None else f"; drawn from {seed}: {', '.join(record.exam.drawn) or 'a seed'}"
-    yield format.without_html(f"Asked: {asked}{drawn}.")
+    yield formatting.without_html(f"Asked: {asked}{drawn}.")
 
 
 def provenance(record: Run) -> list[tuple[str, str]]:
@@ -337,16 +337,16 @@ def provenance(record: Run) -> list[tuple[str, str]]:
 
 
 def _reproduce(record: Run) -> str:
-    command = "```\n" + printable(format.one_line(record.command)).replace("`", "'") + "\n```"
+    command = "```\n" + printable(formatting.one_line(record.command)).replace("`", "'") + "\n```"
     found: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
     for name, side in record.sides():
         for row in side.correctness:
-            _, digests = found.setdefault((row.shape, _inputs(row)), (format.dims(row.dims), {}))
+            _, digests = found.setdefault((row.shape, _inputs(row)), (formatting.dims(row.dims), {}))
             digests[name] = row.inputs_digest
     if not found:
         return command
     rows = [(shape, sizes, seed, _digest_cell(digests)) for (shape, seed), (sizes, digests) in found.items()]
-    return f"{command}\n\nInputs (SHA-256 of the arrays, shortened):\n\n" + format.table(
+    return f"{command}\n\nInputs (SHA-256 of the arrays, shortened):\n\n" + formatting.table(
         ("shape", "dims", "seed", "digest"), rows
     )
 
@@ -360,18 +360,18 @@ def _digest_cell(digests: dict[str, str]) -> str:
 
 def _metadata(record: Run) -> str:
     rows = [("created", record.created), ("task", record.task), ("format", record.format), ("arch", record.arch)]
-    rows += [(f"{name} toggles", format.dims(side.toggles)) for name, side in record.sides()]
+    rows += [(f"{name} toggles", formatting.dims(side.toggles)) for name, side in record.sides()]
     for side, _, build in _builds(record):
-        kernel = f"{side} kernel, {format.dims(build.dims)}"
+        kernel = f"{side} kernel, {formatting.dims(build.dims)}"
         cached = ", from cache" if build.from_cache else ""
         rows += [
             (
                 kernel,
                 f"{build.entry} in {build.source}, {build.compiler}, {build.arch}, {build.compile_ms:.0f} ms{cached}",
             ),
-            (f"{kernel}: options", " ".join(build.options) or format.NONE),
+            (f"{kernel}: options", " ".join(build.options) or formatting.NONE),
             (f"{kernel}: hash of the source", build.kernel_hash),
-            (f"{kernel}: hash of the machine code", build.code_hash or format.NONE),
+            (f"{kernel}: hash of the machine code", build.code_hash or formatting.NONE),
         ]
     git = record.git
     rows.append(("git", f"{git.sha} on {git.branch}, {'dirty' if git.dirty else 'clean'}"))
@@ -379,7 +379,7 @@ def _metadata(record: Run) -> str:
     rows += [(f"clock: {name}", f"{value:g}") for name, value in sorted(record.clocks.items())]
     rows += sorted(record.environment.items())
     rows.append(("greenfast", f"{record.package_version}, record schema {record.schema_version}"))
-    return format.table(("what", "value"), rows)
+    return formatting.table(("what", "value"), rows)
 
 
 def _device(record: Run) -> list[tuple[str, str]]:

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from greenfast.judge.record import Record, Side, SpeedupRow, TimingRow
-from greenfast.judge.report import facts, format
+from greenfast.judge.record_schema import Record, Side, SpeedupRow, TimingRow
+from greenfast.judge.report import facts, formatting
 
 # Okabe and Ito's colours, told apart with every common colour blindness; markers differ too.
 BASELINE = ("#0072B2", "o", "baseline")
@@ -99,7 +99,7 @@ def draw_blocks(
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(0.0, bottom - 0.05 * (top - bottom)), top + 0.18 * (top - bottom))
     axes.set_title(
-        format.short(f"{row.shape}, {row.cache}{_method(record.candidate, row)}", 70), fontsize=11, loc="left"
+        formatting.short(f"{row.shape}, {row.cache}{_method(record.candidate, row)}", 70), fontsize=11, loc="left"
     )
     axes.set_ylabel(unit, fontsize=10)
     if last:
@@ -129,14 +129,17 @@ def draw_forest(axes: Axes, rows: Sequence[SpeedupRow]) -> None:
         axes.errorbar([row.speedup], [y], xerr=error, color="black", marker="s", markersize=5, capsize=4, linewidth=1.8)
         if row.required:
             axes.plot([row.required] * 2, [y - 0.4, y + 0.4], color=REQUIRED, linewidth=2)
-        said = f"{format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}\n{row.verdict}"
+        said = f"{formatting.speedup(row.speedup)} {formatting.interval(row.ci_low, row.ci_high)}\n{row.verdict}"
         if row.required:
-            said += f", required {format.requirement(row.required)}"
+            said += f", required {formatting.requirement(row.required)}"
         # Outside the axes, where it cannot cover a mark; the layout makes room.
         axes.text(1.02, y, said, transform=axes.get_yaxis_transform(), va="center", fontsize=10)
     axes.set_yticks(
         range(len(rows)),
-        [f"{format.short(row.shape)}\n{format.short(row.cache)}{', gated' if row.gated else ''}" for row in rows],
+        [
+            f"{formatting.short(row.shape)}\n{formatting.short(row.cache)}{', gated' if row.gated else ''}"
+            for row in rows
+        ],
     )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from greenfast.judge.record import Quote, SpeedupRow
-from greenfast.judge.report import format
+from greenfast.judge.record_schema import Quote, SpeedupRow
+from greenfast.judge.report import formatting
 
 
 def speedup_table(speedups: Sequence[SpeedupRow]) -> str:
@@ -14,25 +14,25 @@ def speedup_table(speedups: Sequence[SpeedupRow]) -> str:
         (
             row.shape,
             row.cache,
-            format.speedup(row.speedup),
-            f"{format.interval(row.ci_low, row.ci_high)} at {100 * row.confidence:g} %",
-            format.percent(row.noise_floor),
-            format.requirement(row.required),
+            formatting.speedup(row.speedup),
+            f"{formatting.interval(row.ci_low, row.ci_high)} at {100 * row.confidence:g} %",
+            formatting.percent(row.noise_floor),
+            formatting.requirement(row.required),
             row.verdict,
-            format.yes(row.gated),
+            formatting.yes(row.gated),
             f"{row.blocks} in {row.processes}",
         )
         for row in speedups
     ]
     header = ("shape", "cache", "speedup", "interval", "noise floor", "required", "verdict", "gated")
-    return format.table((*header, "blocks in processes"), rows, right=("speedup", "interval", "noise floor"))
+    return formatting.table((*header, "blocks in processes"), rows, right=("speedup", "interval", "noise floor"))
 
 
 def speedup_line(rows: Sequence[SpeedupRow]) -> str:
     """The speedups that decide, in one line."""
     return "; ".join(
-        f"{row.shape} ({row.cache}) {format.speedup(row.speedup)} {format.interval(row.ci_low, row.ci_high)}, "
-        f"required {format.requirement(row.required)}: {row.verdict}"
+        f"{row.shape} ({row.cache}) {formatting.speedup(row.speedup)} {formatting.interval(row.ci_low, row.ci_high)}, "
+        f"required {formatting.requirement(row.required)}: {row.verdict}"
         for row in rows
     )
 
@@ -46,11 +46,11 @@ def quoted_from(quote: Quote) -> str:
 def quoted_section(quote: Quote) -> str:
     """The speedups of another run, under a heading that says so."""
     return (
-        f"### Not measured in this run: {format.without_html(quoted_from(quote))}\n\n"
+        f"### Not measured in this run: {formatting.without_html(quoted_from(quote))}\n\n"
         "Nothing was timed here. These are the speedups of a kept record of the same kernels (equal hashes, compiler "
         "and options), on the same inputs, with the verdicts against what is required here:\n\n"
         f"{speedup_table(quote.speedups)}\n\n"
-        + format.table(
+        + formatting.table(
             ("quoted", "value"),
             [
                 ("record", quote.path),

@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver
 from torch.cuda import _gpu_trace
 
-from greenfast.device.prepared import check
+from greenfast.device.bound_launch import check
 from greenfast.judge.solution.cupti import LoadedCode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Allocation, KernelSource, Launch, Packed, Program, Step, Workspace

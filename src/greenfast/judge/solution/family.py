@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.solution.declared import declared_program
-from greenfast.judge.solution.process import ANSWER_S, SolutionProcess, sandbox_hint
-from greenfast.judge.solution.schema import FoundSolution, Solution
-from greenfast.judge.solution.wire import (
+from greenfast.judge.solution.client import ANSWER_S, SolutionProcess, sandbox_hint
+from greenfast.judge.solution.cuda_program import declared_program
+from greenfast.judge.solution.messages import (
     Absent,
     Buffer,
     Choose,
@@ -27,6 +26,7 @@ from greenfast.judge.solution.wire import (
     Uncompiled,
     decode_program,
 )
+from greenfast.judge.solution.schema import FoundSolution, Solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import AbsentError, CompileError, GreenfastError, SolutionError, UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, Program, Step

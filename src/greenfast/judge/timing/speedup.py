@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from greenfast.judge.record import SpeedupRow, TimingRow
-from greenfast.judge.timing.statistics import (
+from greenfast.judge.record_schema import SpeedupRow, TimingRow
+from greenfast.judge.timing.estimators import (
     Interval,
     noise_floor,
     pool_seeds,

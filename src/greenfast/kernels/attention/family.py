@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Sizes, read_dims
-from greenfast.kernels.attention.tiling import tiling
+from greenfast.kernels.attention.heuristics import tiling
 from greenfast.kernels.ladder import family as ladder
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

@@ -15,7 +15,7 @@ from greenfast.kernels.attention.config import (
     softmax_scale,
     strides_of,
 )
-from greenfast.kernels.attention.tiling import ROWS, Tiling, heads_at_once, stages_queries, tiling
+from greenfast.kernels.attention.heuristics import ROWS, Tiling, heads_at_once, stages_queries, tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap

@@ -13,8 +13,8 @@ import pytest
 from greenfast.emulator.grid import Step as Launched
 from greenfast.emulator.grid import run_chain
 from greenfast.judge.solution.languages.cute import program
+from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Program, Struct

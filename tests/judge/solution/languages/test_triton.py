@@ -16,8 +16,8 @@ from greenfast.emulator.grid import run_chain
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.languages.compiled import without_folders
 from greenfast.judge.solution.languages.triton import program
+from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Program

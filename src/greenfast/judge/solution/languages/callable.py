@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from greenfast.judge.solution.capture import capture
+from greenfast.judge.solution.cuda_program import constants, scalar
 from greenfast.judge.solution.cupti import LoadedCode
-from greenfast.judge.solution.declared import constants, scalar
 from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import FoundSolution
-from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import Program

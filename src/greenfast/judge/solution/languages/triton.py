@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import entries
-from greenfast.judge.solution.declared import arguments, constants, grid_of, workspaces
+from greenfast.judge.solution.cuda_program import arguments, constants, grid_of, workspaces
 from greenfast.judge.solution.expressions import whole
 from greenfast.judge.solution.languages.compiled import (
     module_of,
@@ -25,8 +25,8 @@ from greenfast.judge.solution.languages.compiled import (
     require_extra,
     without_folders,
 )
+from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import FoundSolution
-from greenfast.judge.solution.wire import Buffer
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Workspace

@@ -1,0 +1,285 @@
+"""The contenders of comparisons: greenfast's kernels and operator, FlashAttention-3, cuDNN, and torch's own backends.
+
+All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with their scale
+per head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; whatever else there is reads
+the draw as bfloat16. Of SageAttention 2++ there is the arithmetic alone (sage.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from greenfast.bench import sage
+from greenfast.bench.inputs import Inputs
+from greenfast.bench.record_schema import ContenderFacts
+from greenfast.numerics.formats import quantize
+from greenfast.ops import sdpa as operator
+from greenfast.ops.quantized import Precision
+
+#: The contender that is a task's own kernel, built by the task's family.
+KERNEL = "greenfast"
+FP8 = torch.float8_e4m3fn
+#: cuDNN multiplies the softmax's weights, at most 1, by this before it rounds them to E4M3, whose largest is 448.
+_CUDNN_WEIGHT_SCALE = 256.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contender bound to inputs.
+
+    call: queues one call on torch's current stream and returns its output; for attention a tensor (batch, heads,
+    length, head_dim). unit: what 1 in that output stands for. copies: calls after which the same memory is read again.
+    """
+
+    call: Callable[[], Any]
+    unit: float = 1.0
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A library or kernel that is compared.
+
+    module: what is imported. package: the one whose version is recorded; "greenfast" marks our own. prepare: binds
+    it to inputs, and raises what the library raises where it cannot; None for a task's own kernel. same_codes: whether
+    it reads the codes of the draw. attention: whether its output is attention's, and is checked.
+    """
+
+    name: str
+    label: str
+    precision: Literal["fp8", "int8", "bf16", "none"]
+    module: str
+    package: str
+    prepare: Callable[[Any], Ready] | None
+    same_codes: bool = False
+    attention: bool = True
+
+    @property
+    def own(self) -> bool:
+        """Whether it is greenfast's."""
+        return self.package == "greenfast"
+
+    def describe(self) -> ContenderFacts:
+        """What a record says of it: its version, or why it is missing."""
+        version, missing = "", ""
+        try:
+            module = importlib.import_module(self.module)
+            version = _version(self.package, module)
+        except ModuleNotFoundError as e:
+            missing = f"{self.package} is not installed (no module {e.name}): pip install {self.package}"
+        except Exception as e:  # whatever a library raises on import, such as for a library of CUDA that it lacks
+            missing = f"{self.module} cannot be imported: {first_line(e)}"
+        return ContenderFacts(
+            name=self.name, label=self.label, precision=self.precision, version=version, missing=missing
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line that fits into a table."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:240]
+
+
+def _version(package: str, module: Any) -> str:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = str(getattr(module, "__version__", "unknown"))
+    return f"{package} {version}"
+
+
+def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], Ready]:
+    """FlashAttention-3 of the fa3-fwd wheel, on E4M3 or bfloat16; its output is bfloat16 with both."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        fa3 = importlib.import_module("fa3_fwd_interface")
+        scales = {}
+        if precision == "fp8":
+            q, k, v = (inputs.length_first(inputs.codes[name]).view(FP8) for name in "qkv")
+            scales = {f"{name}_descale": inputs.by_batch(inputs.scales[name]) for name in "qkv"}
+        else:
+            q, k, v = (inputs.length_first(inputs.values[name].bfloat16()) for name in "qkv")
+        causal = bool(inputs.config.causal)
+        if causal and inputs.sizes.q_len != inputs.sizes.kv_len:
+            raise ValueError("FlashAttention-3 aligns a causal mask at the last key, the others at the first")
+
+        def call() -> Tensor:
+            found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
+            out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases give the log-sum-exp too
+            return out.transpose(1, 2)
+
+        return Ready(call)
+
+    return prepare
+
+
+@cache
+def _cudnn_handle() -> Any:
+    return importlib.import_module("cudnn").create_handle()
+
+
+def _cudnn_fp8(inputs: Inputs) -> Ready:
+    """cuDNN's FP8 attention (sdpa_fp8 of its frontend), whose output on Hopper is E4M3 too."""
+    cudnn = importlib.import_module("cudnn")
+    if inputs.grouped or inputs.sizes.q_len != inputs.sizes.kv_len:
+        raise ValueError("cuDNN's graph is made for equal lengths and heads here")
+    types, handle, sizes, config = cudnn.data_type, _cudnn_handle(), inputs.sizes, inputs.config
+    device = inputs.values["q"].device
+    codes, scales = {}, {}
+    for name in "qkv":
+        whole, scale = quantize(inputs.values[name].unsqueeze(0), "e4m3")  # the whole tensor as one head
+        codes[name] = inputs.length_first(whole[0]).transpose(1, 2)
+        scales[name] = scale.view(1, 1, 1, 1)
+    out = torch.empty(
+        sizes.batch, sizes.q_len, sizes.heads, config.head_dim, device=device, dtype=torch.uint8
+    ).transpose(1, 2)  # fmt: skip
+
+    def one(value: float) -> Tensor:
+        return torch.full((1, 1, 1, 1), value, device=device)
+
+    # An output is a mean of rows of V, so half of V's own range holds it whatever the softmax's weights round to.
+    unit = 2.0 * float(scales["v"])
+    graph = cudnn.pygraph(
+        io_data_type=types.FP8_E4M3,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        handle=handle,
+    )
+    feed: dict[Any, Tensor] = {}
+
+    def given(x: Tensor, kind: Any) -> Any:
+        described = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
+        feed[described] = x
+        return described
+
+    found = graph.sdpa_fp8(
+        **{name: given(codes[name], types.FP8_E4M3) for name in "qkv"},
+        **{f"descale_{name}": given(scales[name], types.FLOAT) for name in "qkv"},
+        descale_s=given(one(1.0 / _CUDNN_WEIGHT_SCALE), types.FLOAT),
+        scale_s=given(one(_CUDNN_WEIGHT_SCALE), types.FLOAT),
+        scale_o=given(one(1.0 / unit), types.FLOAT),
+        attn_scale=1.0 / math.sqrt(config.head_dim),
+        is_inference=True,
+        use_causal_mask=bool(config.causal),
+    )
+    for described, x, kind in (
+        (found[0], out, types.FP8_E4M3), (found[2], one(0.0), types.FLOAT), (found[3], one(0.0), types.FLOAT)
+    ):  # fmt: skip
+        described.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
+        feed[described] = x
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), device=device, dtype=torch.uint8)
+    decoded = out.view(FP8)
+
+    def call() -> Tensor:
+        if device.type == "cuda":
+            cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(feed, workspace, handle=handle)
+        return decoded
+
+    return Ready(call, unit)
+
+
+def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
+    """torch's scaled_dot_product_attention on bfloat16, by that backend alone or by torch's choice."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        q, k, v = inputs.bfloat16
+        causal, attend = bool(inputs.config.causal), torch.nn.functional.scaled_dot_product_attention
+        grouped = inputs.grouped
+
+        def call() -> Tensor:
+            if backend is None:
+                return attend(q, k, v, is_causal=causal, enable_gqa=grouped)
+            with sdpa_kernel(backend):
+                return attend(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+        return Ready(call)
+
+    return prepare
+
+
+def _sage(inputs: Inputs) -> Ready:
+    """The arithmetic of SageAttention 2++ on bfloat16."""
+    (q, k, v), causal = inputs.bfloat16, bool(inputs.config.causal)
+    return Ready(lambda: sage.attend(q, k, v, causal))
+
+
+def _sdpa(precision: Precision) -> Callable[[Inputs], Ready]:
+    """greenfast.sdpa on bfloat16, quantization included."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        (q, k, v), causal, grouped = inputs.bfloat16, bool(inputs.config.causal), inputs.grouped
+        return Ready(lambda: operator.sdpa(q, k, v, is_causal=causal, enable_gqa=grouped, precision=precision))
+
+    return prepare
+
+
+def _on_codes(**choices: Any) -> Callable[[Inputs], Ready]:
+    """greenfast.attention on codes that are kept; choices: of greenfast.quantize."""
+
+    def prepare(inputs: Inputs) -> Ready:
+        codes, causal = operator.quantize(*inputs.bfloat16, **choices), bool(inputs.config.causal)
+        return Ready(lambda: operator.attention(codes, is_causal=causal))
+
+    return prepare
+
+
+def _quantize(inputs: Inputs) -> Ready:
+    """greenfast.quantize alone."""
+    q, k, v = inputs.bfloat16
+    return Ready(lambda: operator.quantize(q, k, v))
+
+
+def _copy(inputs: Inputs) -> Ready:
+    """A copy that moves as many bytes as quantization must: two read and one written for each element."""
+    moved = torch.empty(
+        3 * sum(x.numel() for x in inputs.values.values()), dtype=torch.uint8, device=inputs.values["q"].device
+    )
+    to, of = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
+    return Ready(lambda: to.copy_(of))
+
+
+_GREENFAST = ("greenfast", "greenfast")
+_FA3 = ("fa3_fwd_interface", "fa3-fwd")
+_TORCH = ("torch", "torch")
+_PLAIN = {"subtract_key_mean": False, "rotate": False}
+#: By name.
+CONTENDERS = {
+    c.name: c
+    for c in (
+        Contender(KERNEL, "greenfast FP8", "fp8", *_GREENFAST, None, same_codes=True),
+        Contender("sdpa_fp8", "sdpa fp8", "fp8", *_GREENFAST, _sdpa("fp8")),
+        Contender("sdpa_int8", "sdpa int8", "int8", *_GREENFAST, _sdpa("int8")),
+        Contender("sdpa_int8_fine", "sdpa int8_fine", "int8", *_GREENFAST, _sdpa("int8_fine")),
+        Contender("attention_fp8", "fp8, on kept codes", "fp8", *_GREENFAST, _on_codes()),
+        Contender("fp8_channel", "fp8, a scale for each channel of V", "fp8", *_GREENFAST,
+                  _on_codes(value_scales="channel")),
+        Contender("fp8_plain", "fp8, not rotated, no mean", "fp8", *_GREENFAST, _on_codes(**_PLAIN)),
+        Contender("int8_plain", "int8, not rotated, no mean", "int8", *_GREENFAST,
+                  _on_codes(precision="int8", **_PLAIN)),
+        Contender("quantize_fp8", "quantize fp8", "none", *_GREENFAST, _quantize, attention=False),
+        Contender("copy", "copy", "none", *_TORCH, _copy, attention=False),
+        Contender("fa3", "FA3 FP8", "fp8", *_FA3, _flash_attention_3("fp8"), same_codes=True),
+        Contender("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", _cudnn_fp8),
+        Contender("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _flash_attention_3("bf16")),
+        Contender("sage", "SageAttention 2++, its arithmetic", "int8", *_TORCH, _sage),
+        Contender("torch_flash", "torch flash bf16", "bf16", *_TORCH, _torch(SDPBackend.FLASH_ATTENTION)),
+        Contender("torch_cudnn", "torch cuDNN bf16", "bf16", *_TORCH, _torch(SDPBackend.CUDNN_ATTENTION)),
+        Contender("torch", "torch bf16", "bf16", *_TORCH, _torch()),
+    )
+}  # fmt: skip

@@ -1,0 +1,76 @@
+"""Memory of a module that outlives a launch: what a kernel could use to remember earlier launches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from greenfast.device.elf import UNDEFINED, Image, ImageError, Section, Symbol
+from greenfast.device.readonly_globals import never_written
+from greenfast.spec.errors import DamagedCodeError
+
+_GLOBAL = (".nv.global", ".nv.global.init")
+#: Bank 3: ``__constant__`` variables. A kernel can write them through their address in global memory.
+_CONSTANT = ".nv.constant3"
+#: The device heap outlives a launch, and what is allocated there holds what was last freed there.
+HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
+HEAP_BYTES = 8 << 20  # as the driver makes it
+
+
+def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
+    """Bytes in which a module can keep state from launch to launch, and bytes of its ``__constant__`` variables.
+
+    Counted as state: every variable in global memory, managed ones and the ones that inline PTX declares in a function
+    too, and every ``__constant__`` variable, unless ``ptx``, which the machine code was made from, shows that it is
+    never written: tables such as ``static constexpr`` members and strings for printf. Without PTX they all count. A
+    kernel that allocates on the device heap counts with all of it, ``HEAP_BYTES``.
+
+    Raises DamagedCodeError for a cubin that cannot be read.
+    """
+    image, found = _module_variables(cubin)
+    harmless = set(read_only_variables(cubin, ptx))
+    state = sum(
+        section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
+        for section, variables in found
+    )
+    heap = any(symbol.section == UNDEFINED and symbol.name in HEAP_FUNCTIONS for symbol in image.symbols)
+    constant = sum(section.size for section, _ in found if section.name == _CONSTANT)
+    return state + heap * HEAP_BYTES, constant
+
+
+@lru_cache(maxsize=64)
+def read_only_variables(cubin: bytes, ptx: str) -> tuple[str, ...]:
+    """The variables of a module that ``ptx``, which the machine code was made from, shows to be never written.
+
+    They are no state, so a launch after which one has another value is wrong. Raises MachineError as variable_bytes.
+    """
+    _, found = _module_variables(cubin)
+    names = {v.name for _, variables in found for v in variables}
+    return tuple(sorted(never_written(ptx, names))) if names else ()
+
+
+def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[Section, list[Symbol]]]]:
+    """The image of a cubin, and its sections of variables with those that they hold."""
+    try:
+        image = Image(cubin)
+    except ImageError as e:
+        raise DamagedCodeError(f"the machine code cannot be read: {e}") from e
+    sections = [(n, s) for n, s in enumerate(image.sections) if s.name in (*_GLOBAL, _CONSTANT)]
+    return image, [(section, _variables(image, n, section)) for n, section in sections]
+
+
+def _variables(image: Image, index: int, section: Section) -> list[Symbol]:
+    """The variables of a section by address, none of them twice."""
+    found = {(s.value, s.size): s for s in image.symbols if s.section == index and not s.is_section and s.size}
+    return [found[key] for key in sorted(found)]
+
+
+def _padding(section: Section, variables: list[Symbol]) -> int:
+    """Bytes between variables that alignment explains; a section without variables is all content."""
+    if not variables:
+        return 0
+    total, end = 0, 0
+    for variable in variables:
+        gap = variable.value - end
+        total += gap if 0 < gap < max(section.alignment, 1) else 0
+        end = max(end, variable.value + variable.size)
+    return total

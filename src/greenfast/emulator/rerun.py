@@ -1,0 +1,156 @@
+"""Run launches again: in the same memory, to find what they leave there, and in memory with other garbage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import LEFT, UNWRITTEN, Bytes, GlobalMemory
+from greenfast.emulator.machine.redundant_loads import Spare
+from greenfast.spec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from greenfast.emulator.grid import GridResult
+    from greenfast.emulator.machine.state import Machine
+
+#: Bytes that are NaN and -1, 0, numbers that are neither (0.75 in float32), and large ones (8e37).
+_FILLS = (0xFF, 0x00, 0x3F, 0x7E)
+#: Further ones for kernels that take other branches for other bytes: small numbers of both signs.
+_MORE_FILLS = (0x80, 0x01)
+#: Instructions with an effect that other threads may notice.
+_NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "wgmma", "call", "stmatrix"})
+
+
+@dataclass
+class Garbage:
+    """What reads of memory that nothing has written give: ``fill``, or what is ``found`` in shared and local memory.
+
+    found, left: by launch and first block of those that run together, the bytes of shared and of local memory. outputs:
+    what an earlier run left in global memory, for this one to find there. memory: what this one left.
+    """
+
+    fill: int
+    found: Mapping[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
+    left: dict[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
+    outputs: Bytes | None = None
+    memory: Bytes | None = None
+
+    def fill_outputs(self, memory: GlobalMemory) -> None:
+        """Fill what the launches have yet to write in global memory."""
+        memory.poisoned = True
+        unwritten = memory.state == UNWRITTEN
+        memory.data[unwritten] = self.fill if self.outputs is None else self.outputs[unwritten]
+
+    def begin(self, launch: int, machine: Machine) -> None:
+        """Fill the memory of blocks before they begin."""
+        found = self.found.get((launch, int(machine.blocks[0])))
+        for arena, data in zip((machine.shared, machine.local), found or (None, None), strict=True):
+            arena.fill_unwritten(self.fill)
+            if data is not None and data.shape == arena.data.shape:
+                arena.data[:] = data
+
+    def end(self, launch: int, machine: Machine) -> None:
+        """Keep what the blocks of the first run have left."""
+        self.left.setdefault((launch, int(machine.blocks[0])), (machine.shared.data, machine.local.data))
+
+
+class Beginning:
+    """What memory holds before the first launch; ``variables``: the allocations that outlive a launch."""
+
+    def __init__(self, memory: GlobalMemory, variables: Collection[str]) -> None:
+        self._memory, self._variables = memory, variables
+        self._data, self._state = memory.data.copy(), memory.state.copy()
+
+    def _changed(self, name: str) -> NDArray[np.bool_]:
+        start, end = self._memory.starts[name], self._memory.end_of(name)
+        changed: NDArray[np.bool_] = self._memory.data[start:end] != self._data[start:end]
+        return changed
+
+    def changed(self) -> set[str]:
+        """The variables that have another value than at first."""
+        return {name for name in self._variables if self._changed(name).any()}
+
+    def left(self) -> bool:
+        """Whether a variable has another value than at first."""
+        return any(self._changed(name).any() for name in self._variables)
+
+    def restore(self, changed_state: int = LEFT) -> None:
+        """Give all allocations what they held but for the variables, whose changed bytes get the state given."""
+        memory = self._memory
+        changed = {name: self._changed(name) for name in self._variables}
+        values = {name: memory.bytes_of(name).copy() for name in self._variables}
+        memory.data[:], memory.state[:] = self._data, self._state
+        for name in self._variables:
+            memory.bytes_of(name)[:] = values[name]
+            memory.states_of(name)[changed[name]] = changed_state
+
+
+def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
+    """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
+
+    Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure. What
+    a kernel looks for may also be what it left there itself, which is the last thing that it finds here.
+
+    Threads whose results nobody needs may branch on what they have read. Then counts differ, and more bytes are tried.
+    Stores, barriers and the like must be executed by as many threads each time.
+    """
+    kinds = [Garbage(fill) for fill in _FILLS]
+    try:
+        first, *others = [run(garbage) for garbage in kinds]
+        others.append(run(Garbage(0, kinds[0].left, outputs=kinds[0].memory)))
+        if not all(_instructions(first) == _instructions(other) for other in others):
+            others += [run(Garbage(fill)) for fill in _MORE_FILLS]
+    except (KernelFaultError, UnsupportedError):
+        return None
+    return first if all(_same(first, other, _effects) for other in others) else None
+
+
+def in_spite_of_races(run: Callable[[Spare], GridResult], fault: KernelFaultError) -> GridResult | None:
+    """What a kernel leaves whose data race is one of loads that do not matter (``machine.spare``); else None."""
+    spare, found = Spare(), fault
+    while found.read is not None and spare.add(found.read):
+        try:
+            first = run(spare)
+        except KernelFaultError as e:
+            found = e
+            continue
+        for choose in (spare.choose_writers, spare.choose_lowest):
+            choose()
+            others = []
+            try:
+                for fill in _FILLS:
+                    spare.fill = fill
+                    others.append(run(spare))
+            except KernelFaultError:
+                continue
+            if all(_same(first, other) for other in others):
+                return first
+        return None
+    return None
+
+
+def _instructions(result: GridResult) -> Mapping[str, int]:
+    """How often each was executed; but where threads sleep until others are ready that is a matter of who runs when."""
+    found: Mapping[str, int] = result.counts.instructions
+    return {} if "nanosleep" in found else found
+
+
+def _effects(result: GridResult) -> Mapping[str, int]:
+    """How many threads executed each instruction that other threads may notice."""
+    return {name: n for name, n in result.counts.threads.items() if name.partition(".")[0] in _NOTICED}
+
+
+def _same(a: GridResult, b: GridResult, counts: Callable[[GridResult], Mapping[str, int]] = _instructions) -> bool:
+    """Whether two runs left the same, with the same ``counts``."""
+    return (
+        all(a.outputs[n].tobytes() == b.outputs[n].tobytes() for n in a.outputs)
+        and (a.printed, a.input_writes, a.unwritten) == (b.printed, b.input_writes, b.unwritten)
+        and counts(a) == counts(b)
+        and len(a.later) == len(b.later)
+        and all(_same(one, other, counts) for one, other in zip(a.later, b.later, strict=True))
+    )

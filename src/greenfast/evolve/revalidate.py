@@ -1,0 +1,106 @@
+"""Measure a winner again on another day or device: ``python -m greenfast.evolve.revalidate RUN --out FOLDER``.
+
+The whole validation of the run's winner, with the run's settings, on inputs that are drawn anew; and whether what it
+measures lies inside of the interval that the run stated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from greenfast.evolve.finals import Verdict, judged
+from greenfast.evolve.manifest import Manifest, read_manifest
+from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.stages import Stages
+from greenfast.judge.environment import choose_device, now
+from greenfast.judge.request import Unwatched
+from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.spec.errors import GreenfastError, MachineError, UsageError
+
+AGAIN = "again.json"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a run keeps of its winner, ``winner/winner.json``."""
+
+    candidate: Candidate
+    verdict: Verdict
+
+
+class Again(msgspec.Struct, frozen=True, kw_only=True):
+    """Both measurements of a winner. inside: whether the new speedup lies in the interval of before."""
+
+    run: str
+    first_created: str
+    created: str
+    before: Verdict
+    after: Verdict
+
+    @property
+    def inside(self) -> bool:
+        """Whether the new speedup lies in the interval of before."""
+        return self.before.low <= self.after.speedup <= self.before.high
+
+    @property
+    def in_words(self) -> str:
+        """One line with both."""
+        said, b, a = "inside of" if self.inside else "OUTSIDE of", self.before, self.after
+        here = f" {a.where}" if a.where else ""
+        return (
+            f"{a.shape}: {a.decision}, {a.speedup:.3f}x [{a.low:.3f}, {a.high:.3f}]{here}, {said} "
+            f"{b.speedup:.3f}x [{b.low:.3f}, {b.high:.3f}] {b.where or f'of {self.first_created[:10]}'}"
+        )
+
+
+def again(run: Path, out: Path, device: str = "auto") -> Again:
+    """Validate a run's winner anew, its record below ``out``.
+
+    Raises UsageError for a folder that is no run or has no winner, MachineError without a GPU, and as ``validate``.
+    """
+    manifest: Manifest = read_manifest(run)
+    kept = run / "winner" / "winner.json"
+    if not kept.is_file():
+        raise UsageError(f"{run}: this search has no winner, so there is nothing to measure again")
+    first = read_json(kept, Kept, "winner of a search")
+    gpu = choose_device(device)
+    if not isinstance(gpu, int):
+        raise MachineError("a winner can be measured again on a GPU only, and there is none")
+    out.mkdir(parents=True, exist_ok=True)
+    manifest = msgspec.structs.replace(manifest, device=str(gpu))
+    finalists = round((1 - manifest.confidence) / (1 - first.verdict.confidence))
+    with Stages(manifest, out, gpu) as stages:
+        verdict = judged(stages, first.candidate, finalists, out, Unwatched())
+    found = Again(
+        run=run.name,
+        first_created=manifest.created,
+        created=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+        before=first.verdict,
+        after=verdict,
+    )
+    write_whole(out / AGAIN, to_json({**msgspec.to_builtins(found), "inside": found.inside}))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both measurements; 0 where the new one is inside of the interval of before, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(argv)
+    try:
+        found = again(args.run, args.out, args.device)
+    except GreenfastError as e:
+        print(f"greenfast: {e}", file=sys.stderr)
+        return e.exit_code
+    print(found.in_words)
+    return int(not found.inside)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,292 @@
+"""A run in its folder: started, resumed, and everything in it that follows from its log."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from greenfast import __version__
+from greenfast.evolve.event_log import ended
+from greenfast.evolve.finals import keep_winner
+from greenfast.evolve.gpu_workers import gpus_here, make_racers
+from greenfast.evolve.loop import Search, State, Watcher
+from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
+from greenfast.evolve.proposal import Evaluation, Insight, Proposer
+from greenfast.evolve.sources import Sources
+from greenfast.evolve.space import check
+from greenfast.evolve.stages import Stages, request_of
+from greenfast.evolve.workers import make_workers
+from greenfast.judge.baseline import reference_entrant
+from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
+from greenfast.judge.store import check_writable, to_json, write_whole
+from greenfast.judge.tasks import find_task, load
+from greenfast.spec.errors import MachineError, UsageError
+
+INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"
+_UNTIMED = (
+    "candidates run on the PTX emulator, on small shapes, and are ordered by estimates from what it counts; "
+    "no speed is measured and no finalist is validated"
+)
+#: A disk with less than this is full before a batch is through.
+_FREE_BYTES = 64 << 20
+
+
+def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+    """Fill in what the manifest leaves to the task and the device, and make the run's folder ``out/evolve-...``.
+
+    Raises UsageError for settings that do not hold, before a folder is made, and MachineError for one that cannot be.
+    """
+    try:
+        manifest = msgspec.convert(msgspec.to_builtins(manifest), Manifest)
+    except msgspec.ValidationError as e:
+        raise UsageError(f"settings of the search: {e}") from None
+    check(manifest.space)
+    task = load(find_task(manifest.task))
+    devices = choose_devices(manifest.device)
+    raced = request_of(manifest, task, manifest.shapes, devices[0], out)
+    if len(devices) > 1:
+        gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
+    sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
+    reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
+    config = task.config
+    suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
+    if not suited:
+        raise UsageError(f"space {manifest.space.name}: no shape of task {config.name} has {manifest.space.only}")
+    small = manifest.small or [min(suited, key=lambda s: _size(s.dims)).name]
+    names = [shape.name for shape in suited]
+    if strange := [name for name in small if name not in names]:
+        raise UsageError(f"--small {strange[0]!r}: shapes of space {manifest.space.name} are {', '.join(names)}")
+    gated = [config.shape(name).name for name in (*config.timing.gate_shapes, *config.defaults.shapes[::-1])]
+    chosen = [shape.name for shape in raced.shapes] if manifest.shapes else [n for n in gated if n in names][:1]
+    if not chosen or not set(chosen) | set(small) <= set(names):
+        allowed = ", ".join(names)
+        raise UsageError(
+            f"space {manifest.space.name}: it is for these shapes: {allowed}; name some of them with --shapes"
+        )
+    manifest = msgspec.structs.replace(
+        manifest,
+        created=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+        task=str(task.folder.resolve()),
+        shapes=chosen,
+        small=small,
+        format=raced.format,
+        arch=raced.target.name,
+        baseline=manifest.baseline or config.defaults.baseline,
+        sources=sources,
+        package_version=__version__,
+        git=git_state(),
+        environment=package_versions(),
+    )
+    check_writable(out)
+    stamp = f"evolve-{config.name}-{now().strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 1000):
+        folder = out / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise MachineError(f"{folder} cannot be made ({e.strerror})") from e
+        write_manifest(folder, manifest)
+        return folder, manifest
+    raise MachineError(f"{out}: a thousand runs of one second")
+
+
+def of_another_version(manifest: Manifest) -> str:
+    """In words, that a run was begun by another version than this one; empty where it was not."""
+    git = git_state()
+    then, here = (
+        f"{version}{f' of commit {state.sha[:8]}' if state else ''}"
+        for version, state in ((manifest.package_version, manifest.git), (__version__, git))
+    )
+    if then == here:
+        return ""
+    return (
+        f"this run was begun by greenfast {then}, and goes on with {here}: what each measured may be of different "
+        "kernels; begin a new run where they have to be compared"
+    )
+
+
+def resumed(folder: Path, budget: Budget | None) -> Manifest:
+    """The manifest of a run, with another budget where one is given. Raises UsageError for a folder that is no run."""
+    manifest = read_manifest(folder)
+    if budget is not None:
+        manifest = msgspec.structs.replace(manifest, budget=budget)
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def _suits(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
+    return all(dims.get(name, 0) in values for name, values in only.items())
+
+
+def _size(dims: dict[str, int]) -> int:
+    size = 1
+    for extent in dims.values():
+        size *= extent
+    return size
+
+
+def search(
+    folder: Path,
+    manifest: Manifest,
+    make_proposer: Callable[[str, dict[str, str]], Proposer],
+    workers: str,
+    watcher: Watcher,
+    gpus: Sequence[int],
+    insights: Sequence[Insight] = (),
+) -> State:
+    """Run or resume the search in a folder, and write all that follows from it. Raises as ``Search.run`` does.
+
+    gpus: as ``choose_gpus`` returns them. What was found before an error or an interrupt is written too.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < _FREE_BYTES:
+        raise MachineError(f"{folder}: {free >> 20} MiB are free on its disk; a run needs at least {_FREE_BYTES >> 20}")
+    proposer = make_proposer(manifest.proposer, manifest.options)
+    with alone(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
+        if manifest.sources not in ("", stages.sources.digest()) and not ended(folder):
+            raise UsageError(
+                f"{folder}: the task's, the solution's or a region's files are not those that it began with; put them "
+                "back, or begin a new run"
+            )
+        pool = make_workers(workers, manifest, folder, stages)
+        ends.callback(pool.close)
+        racers = make_racers(workers, manifest, folder, list(gpus))
+        if racers is not None:
+            ends.callback(racers.close)
+        run = Search(folder, manifest, proposer, stages, pool, watcher, insights, racers)
+        try:
+            state = run.run()
+            if state.winner is not None:
+                keep_winner(stages, state.winner[0].candidate, state.winner[1], folder)
+            return state
+        finally:
+            if run.state.history:
+                write_derived(folder, manifest, run.state)
+
+
+def choose_gpus(folder: Path, manifest: Manifest) -> tuple[list[int], Manifest]:
+    """Return the numbers of the GPUs that races run on, and the manifest with ``untimed``, which the folder has then.
+
+    Finalists are validated on the first GPU. Without a GPU the list is empty. A search that has ended keeps its note:
+    it may be shown on a machine without a GPU.
+    """
+    first, *more = choose_devices(manifest.device)
+    gpus: list[int] = []
+    cause = f"--device {manifest.device}" if manifest.device not in ("auto", "all") else "no GPU was found"
+    if first not in (EMULATOR, "none"):
+        request = request_of(manifest, load(find_task(manifest.task)), manifest.shapes, first, Path())
+        reason = request.cannot_time()
+        if reason is None:
+            gpus = [int(device) for device in (first, *more)]
+        cause = f"GPU {first} cannot time the kernels ({reason})"
+    untimed = "" if gpus else f"{cause}: {_UNTIMED}"
+    if untimed != manifest.untimed and not ended(folder):
+        manifest = msgspec.structs.replace(manifest, untimed=untimed)
+        write_manifest(folder, manifest)
+    return gpus, manifest
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time in a run's folder, by a lock that ends with the process, however it ends.
+
+    The file stays: a lock on one that is removed would let a third process in.
+    """
+    path = folder / ".running"
+    try:
+        file = path.open("a+b", buffering=0)
+    except OSError as e:
+        raise MachineError(f"{path} cannot be written ({e.strerror})") from e
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read(20).decode("ascii", "replace") or "another one"
+            raise UsageError(f"{folder}: process {who} is running it; wait until it ends, or end it") from None
+        except OSError as e:
+            raise MachineError(f"{path} cannot be locked ({e.strerror}); use a disk that knows locks") from e
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        yield
+        file.truncate(0)
+
+
+def write_derived(folder: Path, manifest: Manifest, state: State) -> None:
+    """What follows from the log: candidates, index, insights and negatives. Raises MachineError for a full disk."""
+    for e in state.history:
+        if e.stage not in ("duplicate", "space"):
+            write_whole(folder / "candidates" / e.candidate.key / "evaluation.json", to_json(e))
+    own = [i for i in state.insights]
+    write_whole(folder / INSIGHTS, b"".join(msgspec.json.encode(i) + b"\n" for i in own))
+    write_whole(folder / NEGATIVES, "".join(negatives(manifest, state)))
+    write_index(folder / INDEX, state)
+
+
+def negatives(manifest: Manifest, state: State) -> list[str]:
+    """A line for each finalist that did not pass, and for a search that found none."""
+    lines = [
+        f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}: {_settings(manifest, e)}: "
+        f"{v.decision}, {'; '.join(v.reasons)} ({v.record})\n"
+        for e, v in state.verdicts
+        if v.decision != "MERGE"
+    ]
+    if not state.verdicts and state.ended:
+        lines.append(
+            f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}: no finalist among "
+            f"{state.evaluations} kernels of {len(state.history)} candidates; {state.ended}\n"
+        )
+    return lines
+
+
+def _settings(manifest: Manifest, e: Evaluation) -> str:
+    settings = manifest.space.shown(e.candidate.parameters)
+    return settings + "".join(f" + edit of {edit.region}" for edit in e.candidate.edits)
+
+
+_TABLE = """
+create table evaluations (
+  n integer primary key, key text, hash text, stage text, valid integer, fitness real, fitness_kind text, pipe text,
+  smem_bytes integer, registers integer, parameters text, edits integer, origin text, parents text, rationale text,
+  feedback text, cost_seconds real, gpu_seconds real
+)
+"""
+
+
+def write_index(path: Path, state: State) -> None:
+    """An SQLite table of all evaluations, made anew. Raises MachineError where it cannot be written."""
+    work = path.with_suffix(".new")
+    work.unlink(missing_ok=True)
+    try:
+        with sqlite3.connect(work) as index:
+            index.execute(_TABLE)
+            rows = [_row(n, e) for n, e in enumerate(state.history)]
+            index.executemany(f"insert into evaluations values ({', '.join('?' * 18)})", rows)
+        index.close()
+        os.replace(work, path)
+    except (sqlite3.Error, OSError) as e:
+        raise MachineError(f"{path} cannot be written ({e})") from e
+
+
+def _row(n: int, e: Evaluation) -> tuple[object, ...]:
+    b, c = e.behaviour, e.candidate
+    return (
+        *(n, c.key, e.hash, e.stage, e.valid, e.fitness, e.fitness_kind),
+        *((b.pipe, b.smem_bytes, b.registers) if b else (None, None, None)),
+        *(msgspec.json.encode(c.parameters).decode(), len(c.edits), c.origin, " ".join(c.parents), c.rationale),
+        *(e.feedback, e.cost_seconds, e.gpu_seconds),
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
+    return (path / MANIFEST).is_file()

@@ -1,0 +1,76 @@
+"""Machine code of the two sides next to each other, aligned by opcode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
+
+from markupsafe import Markup
+
+from greenfast.judge.report.webpage.page import paragraph, part
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: its address in hexadecimal, its text, its opcode (the first word, such as HMMA.16816.F32).
+
+    kind: what it keeps busy: matrix, special (function unit), memory, or empty.
+    """
+
+    address: str
+    text: str
+    opcode: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """The stretch of a kernel's machine code that is shown. where: which one it is, in words."""
+
+    role: str
+    variant: str
+    where: str
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class HotCode:
+    """Windows of one or two sides for one shape; without windows, ``missing`` says why."""
+
+    shape: str = ""
+    windows: tuple[Window, ...] = ()
+    missing: str = "the kernels were not built again"
+
+
+def section(code: HotCode) -> list[Markup]:
+    """The windows, or why there are none."""
+    if not code.windows:
+        return [paragraph(f"Not shown: {code.missing}.")]
+    lead = (
+        f"For each side, of its kernel for {code.shape}, the stretch with the most instructions that pace it, those of "
+        "the matrix units, the special function units and memory, taken from the loop that has most of them. They are "
+        "counted in the code, not measured: one that runs rarely counts as much as any. Lines without a tint have "
+        "the same opcode on both sides."
+    )
+    return [
+        paragraph(lead),
+        part("listing", windows=code.windows, rows=rows(*(window.instructions for window in code.windows))),
+    ]
+
+
+def rows(
+    left: Sequence[Instruction], right: Sequence[Instruction] = ()
+) -> list[tuple[bool, Instruction | None, Instruction | None]]:
+    """Lines of both sides in order: whether the opcodes are equal, and the instructions, None where a side has none."""
+    found: list[tuple[bool, Instruction | None, Instruction | None]] = []
+    matcher = SequenceMatcher(a=_opcodes(left), b=_opcodes(right), autojunk=False)
+    for what, a, a_end, b, b_end in matcher.get_opcodes():
+        found += [(what == "equal", *pair) for pair in zip_longest(left[a:a_end], right[b:b_end])]
+    return found
+
+
+def _opcodes(instructions: Sequence[Instruction]) -> list[str]:
+    """Without what follows the first dot, as two kernels seldom have all of that in common."""
+    return [one.opcode.partition(".")[0] for one in instructions]

@@ -1,0 +1,92 @@
+"""Kernels that are launched early access no data of the launch before them until they have waited for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.device.machine_code import disassemble
+from greenfast.device.pdl import early_launch_faults
+from greenfast.judge.gates import evidence
+from greenfast.judge.gates.sides import BuiltProgram, BuiltSide
+from greenfast.judge.variant import Variant
+from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import read_dims
+from greenfast.ops import cuda
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import KernelSource, Launch, Program, Step
+
+HOPPER = Target("sm_90a")
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+
+
+def source(body: str) -> KernelSource:
+    text = f"""#include "ptx/griddepcontrol.cuh"
+extern "C" __global__ void f(const float* before, float* out, int n) {{ {body} }}"""
+    return KernelSource(entry="f", source=text, name="f.cu", include_dirs=(KERNEL_DIR,), block=(32, 1, 1))
+
+
+def faults(kernel: KernelSource) -> list[str]:
+    compiled = compile_kernel(kernel, HOPPER)
+    return early_launch_faults(disassemble(compiled.cubin, kernel.entry))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{WAIT} out[threadIdx.x] = greenfast::ptx::load_written(before + threadIdx.x);",
+        f"{WAIT} out[threadIdx.x] = before[threadIdx.x];",
+        f"if (n > 3) {{ {WAIT} out[0] = greenfast::ptx::load_written(before); }}",
+        f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ {WAIT} out[0] = before[1]; }}",
+    ],
+)
+def test_a_kernel_that_waits_has_no_fault(body: str) -> None:
+    assert faults(source(body)) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);", "constant memory"),
+        (f"const float x = before[threadIdx.x]; {WAIT} out[threadIdx.x] = x;", "reached without"),
+        (f"out[threadIdx.x] = 0; {WAIT} out[threadIdx.x] += before[0];", "reached without"),
+        (f"if (n > 3) {{ {WAIT} }} out[0] = before[1];", "reached without"),
+        (f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ out[0] = before[1]; }}", "reached without"),
+        (f"for (int i = 0; i < n; ++i) {{ if (i) {WAIT} out[i] = before[i]; }}", "reached without"),
+        ("out[threadIdx.x] = before[threadIdx.x];", "never waits"),
+    ],
+)
+def test_an_access_before_the_wait_is_named(body: str, says: str) -> None:
+    found = faults(source(body))
+    assert found
+    assert any(says in fault for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "precision", "lse"),
+    [(64, 1, "fp8", False), (64, 0, "int8", True), (128, 0, "fp8", True), (128, 1, "int8", False)],
+)
+def test_attention_that_may_begin_while_the_quantizer_ends(
+    head_dim: int, causal: int, precision: str, lse: bool
+) -> None:
+    q = torch.empty((1, 8, 4096, head_dim), dtype=torch.bfloat16, device="meta")
+    config = cuda.sdpa_config(HOPPER, head_dim, q.dtype, precision, causal, lse=lse)
+    quantizing, attending = cuda.sdpa_steps(q, q, q, config, 0.1, HOPPER)
+    assert not quantizing.launch.early
+    assert faults(attending.source) == []
+
+
+def test_the_operators_other_launches_do_not_begin_early() -> None:
+    assert not hopper.launch(*read_dims({"B": 1, "H": 1, "S": 64, "D": 64}, "e4m3")).early
+
+
+def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:
+    bad = source(f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);")
+    launch = Launch((1, 1, 1), ("before", "out"), early=True)
+    built = BuiltProgram(Program((Step(bad, launch),)), (compile_kernel(bad, HOPPER),))
+    side = BuiltSide("candidate", Variant("bad", ()), {"small": built})
+    result = evidence.check(side, None, None)
+    assert result.status == "FAIL"
+    assert "begins early" in result.reasons[0]

@@ -1,0 +1,366 @@
+"""A record that was edited is refused when it is read, also where its digest was made anew."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+
+from greenfast.cli.main import main
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.bench import bench
+from greenfast.judge.digest import FIELD, digest_of
+from greenfast.judge.record_io import check_record, read_record
+from greenfast.judge.record_schema import FIRST_GATES, GATES, SCHEMA_VERSION, Record
+from greenfast.judge.record_verification import disagreements
+from greenfast.judge.timing.estimators import noise_floor, speedup_interval
+from greenfast.judge.validate import validate
+from greenfast.spec.errors import UsageError
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, shipped
+
+Content: TypeAlias = dict[str, Any]
+EVIDENCE = Path(__file__).parents[2] / "evidence" / "h100"
+DEFERRED = EVIDENCE / "fp8_sdpa-e4m3-stage3a"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Content]]:
+    """What the files of a run that merged and of one that fell short hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("runs")
+
+        def run(name: str, us: float) -> Content:
+            asked = request(folder / name, device=L4)
+            install(patch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=us)}))
+            one, other = (asked.task.config.variant(rung) for rung in ("stage1", "stage2"))
+            found = validate(asked, one, other, Watcher(), profile=False).folder
+            content: Content = json.loads((found / RECORD).read_bytes())
+            return content
+
+        yield {"merged": run("merged", 10.0), "short": run("short", 20.0 / 1.1)}
+
+
+@pytest.fixture
+def merged(runs: dict[str, Content]) -> Content:
+    return copy.deepcopy(runs["merged"])
+
+
+@pytest.fixture
+def short(runs: dict[str, Content]) -> Content:
+    return copy.deepcopy(runs["short"])
+
+
+def resealed(content: Content) -> Content:
+    return content | {FIELD: digest_of(content)}
+
+
+def written(folder: Path, content: Content) -> Path:
+    path = folder / RECORD
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_run_stores_what_its_conclusions_come_from(merged: Content, tmp_path: Path) -> None:
+    assert merged["schema_version"] == SCHEMA_VERSION == 2
+    assert len(merged["baseline_again"]) == len(merged["baseline"]["timing"]) > 0
+    record = read_record(written(tmp_path, merged))
+    assert isinstance(record, Record)
+    assert list(disagreements(record)) == []
+    for row in record.speedups:  # exactly, not nearly
+
+        def blocks(rows: Any, row: Any = row) -> list[list[float]]:
+            mine = [r.block_medians_us for r in rows if (r.shape, r.cache) == (row.shape, row.cache)]
+            return [[t for seed in mine for t in seed[p]] for p in range(len(mine[0]))]
+
+        one, other = blocks(record.baseline.timing), blocks(record.candidate.timing)
+        found = speedup_interval(one, other, confidence=row.confidence)
+        assert (row.speedup, row.ci_low, row.ci_high) == (
+            round(found.estimate, 4), round(found.low, 4), round(found.high, 4)
+        )  # fmt: skip
+        assert row.noise_floor == round(noise_floor(one, blocks(record.baseline_again)), 5)
+    limits = record.candidate.limits["b1_h1_s32_d64"]
+    assert 0 < limits.relative_error < 1
+    assert limits.bound_factor == 1
+
+
+def set_at(*path: Any, to: Any) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        at: Any = content
+        for step in path[:-1]:
+            at = at[step]
+        assert at[path[-1]] != to
+        at[path[-1]] = to
+
+    return change
+
+
+def gate_at(content: Content, name: str) -> Content:
+    (found,) = [gate for gate in content["gates"] if gate["gate"] == name]
+    changed: Content = found
+    return changed
+
+
+def forge(content: Content) -> None:
+    """The edit of the issue: a run that fell short, made a MERGE in all the places that say so."""
+    for row in content["speedups"]:
+        row |= {"speedup": 2.0, "ci_low": 1.9, "ci_high": 2.1, "verdict": "FAST"}
+    gate_at(content, "PERFORMANCE").update(
+        status="PASS",
+        reasons=[],
+        summary="b1_h1_s32_d64 2.000x [1.900, 2.100], FAST",
+        checks=[["b1_h1_s32_d64, warm L2", ">= 1.15x", "2.000x [1.900, 2.100], FAST", "PASS"]],
+    )
+    content |= {"decision": "MERGE", "reasons": ["all five gates hold"]}
+
+
+def lower_the_requirement(content: Content) -> None:
+    for row in content["speedups"]:
+        row |= {"required": 0.0, "verdict": "FAST"}
+
+
+def drop_the_gated_row(content: Content) -> None:
+    content["speedups"] = [row for row in content["speedups"] if not row["gated"]]
+
+
+def nothing_is_gated(content: Content) -> None:
+    for row in content["speedups"]:
+        row["gated"] = False
+
+
+def drop_a_gate(content: Content) -> None:
+    content["gates"] = [gate for gate in content["gates"] if gate["gate"] != "PERFORMANCE"]
+    content |= {"decision": "MERGE", "reasons": ["all five gates hold"]}
+
+
+def faster_blocks(content: Content) -> None:
+    for row in content["candidate"]["timing"]:
+        row["block_medians_us"] = [[t / 2 for t in process] for process in row["block_medians_us"]]
+
+
+def quiet_again(content: Content) -> None:
+    content["baseline_again"] = copy.deepcopy(content["baseline"]["timing"])
+    for row in content["baseline_again"]:
+        row["block_medians_us"] = [[1.5 * t for t in process] for process in row["block_medians_us"]]
+
+
+def wrong_output(content: Content) -> None:
+    row = content["candidate"]["correctness"][0]
+    row["bound_ratio"] = 1.5
+
+
+def forget_a_gate_of_a_row(content: Content) -> None:
+    del content["candidate"]["correctness"][0]["gates"]["kernel_bound_pass"]
+
+
+def forget_the_formats_gate(content: Content) -> None:
+    del content["candidate"]["correctness"][0]["gates"]["format_error_pass"]
+
+
+def less_was_asked(content: Content) -> None:
+    content["exam"] |= {"complete": False, "missing": ["1 of 2 shapes"]}
+
+
+def fewer_rows(content: Content) -> None:
+    content["candidate"]["correctness"].pop()
+
+
+def over_budget(content: Content) -> None:
+    check = next(c for c in gate_at(content, "RESOURCES")["checks"] if c[0].endswith("registers"))
+    check[2] = "1000"
+
+
+EDITS: list[tuple[str, Callable[[Content], None], str]] = [
+    ("short", forge, r"speedups\[0\] \(b1_h1_s32_d64, warm L2\)\.speedup says 2\.0, but recomputed it is 1\.[01]"),
+    ("short", lower_the_requirement, r"gates\.PERFORMANCE\.status says FAIL, but recomputed it is PASS"),
+    ("short", drop_the_gated_row, r"speedups says of \[.*cold"),
+    ("short", nothing_is_gated, r"speedups\.gated says \[\], but recomputed it is one or more, warm"),
+    ("short", drop_a_gate, r"gates says no PERFORMANCE, but recomputed it is FAIL"),
+    ("short", faster_blocks, r"speedups\[0\] .*\.speedup says 1\.\d+, but recomputed it is 2\.\d+"),
+    ("short", set_at("decision", to="MERGE"), "decision says MERGE, but recomputed it is DEFER"),
+    (
+        "short",
+        set_at("reasons", to=["bad luck"]),
+        r"reasons says \['bad luck'\], but recomputed it is \['PERFORMANCE: ",
+    ),
+    ("short", set_at("speedups", 0, "verdict", to="FAST"), r"\.verdict says FAST, but recomputed it is SHORT"),
+    ("merged", set_at("speedups", 0, "ci_low", to=1.9), r"\.ci_low says 1\.9, but recomputed it is "),
+    ("merged", set_at("speedups", 0, "ci_high", to=2.9), r"\.ci_high says 2\.9, but recomputed it is "),
+    ("merged", set_at("speedups", 1, "noise_floor", to=0.0), r"\.noise_floor says 0\.0, but recomputed it is 0\.005"),
+    ("merged", set_at("speedups", 0, "blocks", to=1000), r"\.blocks says 1000, but recomputed it is "),
+    ("merged", set_at("speedups", 0, "confidence", to=0.5), r"\.ci_low says "),
+    ("merged", set_at("candidate", "timing", 0, "p50_us", to=0.5), r"p50_us says 0\.5, but recomputed it is from \d"),
+    ("merged", set_at("candidate", "timing", 0, "p90_us", to=0.5), r"p90_us says 0\.5, but recomputed it is at least "),
+    (
+        "merged",
+        set_at("baseline_again", to=[]),
+        r"speedups\[0\] .*says \d.*x, but recomputed it is nothing: no processes",
+    ),
+    ("merged", quiet_again, r"\.noise_floor says 0\.\d+, but recomputed it is 0\.\d+"),
+    ("merged", set_at("gates", 3, "summary", to="ten times"), r"gates\.PERFORMANCE\.summary says ten times"),
+    (
+        "merged",
+        set_at("gates", 3, "checks", 0, 2, to="9x"),
+        r"gates\.PERFORMANCE\.checks says \[\('b1_h1_s32_d64, warm",
+    ),
+    ("merged", wrong_output, r"candidate\.correctness\[0\] .*\.gates\.kernel_bound_pass says True, but .* False"),
+    ("merged", forget_a_gate_of_a_row, "says no kernel_bound_pass, but recomputed it is not passed without it"),
+    ("merged", fewer_rows, r"gates\.CORRECTNESS\.status says PASS, .*the sides ran other shapes or seeds"),
+    ("merged", over_budget, r"gates\[1\] \(RESOURCES\), .*: registers says PASS, but recomputed it is FAIL"),
+    ("merged", set_at("gates", 4, "checks", 0, 3, to="FAIL"), r"gates\[4\] \(EVIDENCE\)"),
+    ("merged", set_at("gates", 0, "status", to="FAIL"), "decision says MERGE, but recomputed it is DEFER"),
+    ("merged", set_at("exam", to=None), "exam says None, but recomputed it is what was asked"),
+    ("merged", set_at("exam", "missing", to=["1 of 2 shapes"]), "exam.complete says True, but recomputed it is False"),
+    ("merged", less_was_asked, "decision says MERGE, but recomputed it is PARTIAL"),
+    ("merged", set_at("exam", "drawn", to={"drawn_s3": {"S": 3}}), r"exam\.drawn\.drawn_s3 says .* is not run"),
+    ("merged", forget_the_formats_gate, "says no format_error_pass, but recomputed it is not passed without it"),
+]
+
+
+@pytest.mark.parametrize(
+    ("run", "edit", "says"), EDITS, ids=[f"{i} {says[:30]}" for i, (_, _, says) in enumerate(EDITS)]
+)
+@pytest.mark.parametrize("reseal", [True, False], ids=["digest made anew", "digest as it was"])
+def test_an_edited_conclusion_is_named(
+    runs: dict[str, Content], run: str, edit: Callable[[Content], None], says: str, reseal: bool, tmp_path: Path
+) -> None:
+    content = copy.deepcopy(runs[run])
+    edit(content)
+    path = written(tmp_path, resealed(content) if reseal else content)
+    with pytest.raises(UsageError, match=says) as refused:
+        read_record(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert str(refused.value).endswith("; the record was edited or damaged, so it says nothing")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        set_at("device", "name", to="NVIDIA H100"),
+        set_at("candidate", "timing", 0, "mean_us", to=1.0),
+        set_at("created", to="2031-01-01T00:00:00Z"),
+        set_at("git", "sha", to="0" * 40),
+        lambda content: content.update(remark="added"),
+        lambda content: content.pop(FIELD),
+    ],
+)
+def test_what_cannot_be_recomputed_is_in_the_digest(merged: Content, edit: Any, tmp_path: Path) -> None:
+    edit(merged)
+    with pytest.raises(UsageError, match=r"digest says (missing|[0-9a-f]{64}), but recomputed it is [0-9a-f]{64}"):
+        read_record(written(tmp_path, merged))
+
+
+def test_the_digest_is_of_the_content_and_not_of_its_layout(merged: Content, tmp_path: Path) -> None:
+    record = read_record(written(tmp_path, merged))
+    for text in (json.dumps(merged, indent=7), json.dumps(merged, sort_keys=True, ensure_ascii=False)):
+        (tmp_path / RECORD).write_text(text)
+        assert read_record(tmp_path) == record
+    assert digest_of({"b": 1.0, "a": [True, None, "é"], FIELD: "x"}) == (
+        "a8c8ed7df5dc6d196cc4953b0fd52368cb483ac8eb64e40e6205368a5d071f40"
+    )
+
+
+def test_a_newer_record_is_refused_in_words(merged: Content, tmp_path: Path) -> None:
+    for content in (merged | {"schema_version": 3}, {"schema_version": 99, "kind": "of the future"}):
+        path = written(tmp_path, content)
+        version = content["schema_version"]
+        message = f"{path}: schema_version {version} is newer than this greenfast, which reads records up to 2"
+        with pytest.raises(UsageError, match=message):
+            read_record(path)
+
+
+def test_a_record_of_one_variant_has_a_digest_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = request(tmp_path / "out")
+    install(monkeypatch, FakeDevice(asked))
+    folder = bench(asked, asked.task.config.variant("stage2"), Watcher()).folder
+    content = json.loads((folder / RECORD).read_bytes())
+    content["side"]["correctness"][0]["kernel_error"]["relative_error"] = 0.9
+    with pytest.raises(UsageError, match=r"side\.|stage2\.correctness\[0\].*kernel_relative_error_pass says True"):
+        read_record(written(tmp_path, resealed(content)))
+
+
+@pytest.mark.parametrize("version", [1, 0, -1])
+def test_an_older_record_is_refused_in_words(merged: Content, tmp_path: Path, version: int) -> None:
+    """It could be a newer one without what checks it: then its noise floor would be what anybody writes."""
+    content = {**merged, "schema_version": version}
+    for name in ("digest", "exam", "baseline_again", "timing_faults"):
+        content.pop(name, None)
+    for side in ("baseline", "candidate"):
+        content[side] = {key: value for key, value in content[side].items() if key != "limits"}
+    content["speedups"] = [{**row, "noise_floor": 0.0} for row in content["speedups"]]
+    for edited in (content, resealed(content)):
+        with pytest.raises(
+            UsageError, match=f"a record of version {version} has too little to check .*; measure again"
+        ):
+            read_record(written(tmp_path, edited))
+
+
+def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As it was done: a DEFER under the task's evidence, edited to a MERGE, was quoted as one."""
+    content: Content = json.loads((DEFERRED / RECORD).read_bytes())
+    for row in content["speedups"]:
+        row |= {"speedup": 9.0, "ci_low": 8.0, "ci_high": 9.5, "verdict": "FAST"}
+    content |= {"decision": "MERGE", "reasons": ["all five gates hold"]}
+    path = written(tmp_path, resealed(content))
+    for command in (["report", str(path)], ["validate", "fp8_sdpa", "--quote", str(path), "--out", str(tmp_path)]):
+        assert main(command) == 2
+        assert "speedups[0]" in capsys.readouterr().err
+
+
+def test_the_fields_of_a_record_have_no_digest_in_memory(merged: Content) -> None:
+    record = msgspec.convert(merged, Record)
+    assert not hasattr(record, FIELD)
+
+
+def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
+    task = shipped("serving_attention")
+    narrow, few = task.config.variant("narrow_rows"), task.config.variant("few_rows")
+    asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
+    record = validate(asked, narrow, few, Watcher()).record
+    (resources,) = (gate for gate in record.gates if gate.gate == "RESOURCES")
+    names = [name for name, *_ in resources.checks]
+    assert resources.status == "PASS"
+    assert len(names) == len({*names})
+    (path,) = tmp_path.rglob(RECORD)
+    assert read_record(path) == record
+    content = json.loads(path.read_text())
+    asked_row = f"candidate few_rows ({asked.shapes[0].name}, paged_attention): registers"
+    row = next(row for row in gate_at(content, "RESOURCES")["checks"] if row[0] == asked_row)
+    row[2] = "38"
+    with pytest.raises(UsageError, match=r"paged_attention\): registers says 38, but recomputed it is \d+"):
+        check_record(msgspec.convert(content, Record), content, path)
+
+
+def test_a_record_is_judged_by_the_gates_that_it_lists(merged: Content, tmp_path: Path) -> None:
+    """One that was made before a gate was added, and one that has such a gate."""
+    more = copy.deepcopy(merged)
+    repeats = {"gate": "REPEATS", "status": "PASS", "summary": "the same bits", "reasons": [], "checks": []}
+    more["gates"].insert(3, repeats)
+    more["reasons"] = ["all 6 gates hold"]
+    for name, content in (("before", merged), ("after", more)):
+        (tmp_path / name).mkdir()
+        read_record(written(tmp_path / name, resealed(content)))
+    more["gates"][3]["status"] = "FAIL"
+    (tmp_path / "failed").mkdir()
+    with pytest.raises(UsageError, match="decision says MERGE, but recomputed it is DEFER"):
+        read_record(written(tmp_path / "failed", resealed(more)))
+
+
+def test_a_record_lacks_none_of_the_first_gates(merged: Content, tmp_path: Path) -> None:
+    for name in FIRST_GATES:
+        less = copy.deepcopy(merged)
+        less["gates"] = [gate for gate in less["gates"] if gate["gate"] != name]
+        less["reasons"] = ["all 4 gates hold"]
+        (tmp_path / name).mkdir()
+        with pytest.raises(UsageError, match=r"gates says|unless its CORRECTNESS gate passed"):
+            read_record(written(tmp_path / name, resealed(less)))
+
+
+def test_exit_codes_belong_to_the_names_of_gates() -> None:
+    documented = {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
+    assert documented.items() <= GATES.items()
+    assert len(set(GATES.values())) == len(GATES)
