@@ -30,7 +30,7 @@ from greenfast.device.gpu_session import GpuSession
 from greenfast.device.helper_kernels import FIELDS, RANGES
 from greenfast.device.session import Block, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import Cell, Plan
+from greenfast.judge.check_plan import CasePlan, CheckPlan
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Request
@@ -471,12 +471,12 @@ def request(
     task = task or shipped("fp8_sdpa")
     chosen = [task.config.shape(name) for name in shapes]
     last = chosen[-1], seeds[-1]
-    cells = tuple(Cell(shape, seed, drawn=(shape, seed) == last) for shape in chosen for seed in seeds)
+    cells = tuple(CasePlan(shape, seed, drawn=(shape, seed) == last) for shape in chosen for seed in seeds)
     return Request(
         task=task,
         shapes=chosen,
         seeds=list(seeds),
-        exam=Plan(cells, tuple(chosen), chosen[0], (chosen[0],), drawn=(chosen[-1],), seed=seeds[-1])
+        exam=CheckPlan(cells, tuple(chosen), chosen[0], (chosen[0],), drawn=(chosen[-1],), seed=seeds[-1])
         if whole
         else None,
         format=fmt,

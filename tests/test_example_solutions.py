@@ -20,7 +20,7 @@ from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
 from greenfast.judge.solution.cuda_program import declared_program
 from greenfast.judge.solution.messages import Buffer
-from greenfast.judge.solution.schema import FoundSolution, find_solution
+from greenfast.judge.solution.schema import ResolvedSolution, find_solution
 from greenfast.judge.task import Shape, load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.spec.arch import Target
@@ -130,7 +130,7 @@ def test_the_plain_kernel_is_right_on_the_emulator(name: str) -> None:
         assert emulated(task, declared_program(found, shape.dims), shape, "normal") <= 1
 
 
-def rendered(found: FoundSolution, task: LoadedTask, shape: Shape) -> Program:
+def rendered(found: ResolvedSolution, task: LoadedTask, shape: Shape) -> Program:
     case = task.problem.make_case(shape.dims, 0, FMT)
     buffers = {name: Buffer(array.dtype.name, list(array.shape)) for name, array in case.inputs.items()}
     buffers |= {name: Buffer(spec.dtype, list(spec.shape), True) for name, spec in case.outputs.items()}

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from greenfast.judge.implementation import solution_entrant
+from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import GreenfastError
@@ -168,10 +168,12 @@ def host(cheat: HostCheat, gpu: bool) -> Finding:
         path.write_text(cheat.text)
         try:
             found = find_solution(path)
-            entrant = solution_entrant(request.task.config, found, request.target, request.task.problem)
+            implementation = build_solution_implementation(
+                request.task.config, found, request.target, request.task.problem
+            )
             if cheat.answer_s < 60:
                 family = RemoteFamily("mine", found.folder, found.solution, answer_s=cheat.answer_s)
-                entrant = replace(entrant, family=family)
-            return judged(request, entrant)
+                implementation = replace(implementation, family=family)
+            return judged(request, implementation)
         except GreenfastError as e:
             return Finding("rejected", type(e).__name__, str(e))

@@ -14,10 +14,10 @@ from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
 from greenfast.judge.gates import evidence
 from greenfast.judge.gates.sides import CANDIDATE, build_side
-from greenfast.judge.implementation import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
-from greenfast.judge.request import Request, Unwatched, examined, make_request
+from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
@@ -95,7 +95,7 @@ def request_of(problem: str, gpu: bool) -> Request:
     )  # fmt: skip
     if not gpu:
         asked = emulated_here(asked)
-    return examined(asked, None, chosen=False, seed=SEED)
+    return add_check_plan(asked, None, chosen=False, seed=SEED)
 
 
 def solution(path: Path, problem: str, gpu: bool) -> Finding:
@@ -104,7 +104,7 @@ def solution(path: Path, problem: str, gpu: bool) -> Finding:
     try:
         found = find_solution(path)
         task = request.task
-        return judged(request, solution_entrant(task.config, found, request.target, task.problem))
+        return judged(request, build_solution_implementation(task.config, found, request.target, task.problem))
     except GreenfastError as e:
         return Finding("rejected", type(e).__name__, str(e))
 
@@ -113,27 +113,29 @@ def rung(name: str, gpu: bool) -> Finding:
     """Judge a kernel of the doubling task."""
     request = request_of("doubling", gpu)
     config = request.task.config
-    return judged(request, rung_entrant(config, request.task.family, config.variant(name)))
+    return judged(request, build_rung_implementation(config, request.task.family, config.variant(name)))
 
 
-def judged(request: Request, entrant: Entrant) -> Finding:
-    """Take an entrant through the gates."""
+def judged(request: Request, implementation: Implementation) -> Finding:
+    """Take an implementation through the gates."""
     if request.device is not None and request.device.kind == "gpu":
-        gates = bench(request, entrant, Unwatched()).record.gates
+        gates = bench(request, implementation, NullListener()).record.gates
         built = gates[0].status == "PASS"
         side = (
-            build_side(CANDIDATE, entrant.family, entrant.variant, request.format, request.shapes, request.target)
+            build_side(
+                CANDIDATE, implementation.family, implementation.variant, request.format, request.shapes, request.target
+            )
             if built
             else None
         )
     else:
-        run = GateRun(request, {CANDIDATE: entrant}, Unwatched())
+        run = GateRun(request, {CANDIDATE: implementation}, NullListener())
         run.until_correct()
         gates = [gate for gate in run.gates if gate.gate != "PERFORMANCE"]
         side = run.built(CANDIDATE)
     # What the first gate to fall short says is the finding, and a disassembler takes a quarter of a second to start.
     if side is not None and not any(gate.status == "FAIL" for gate in gates):
-        gates.append(evidence.check(side, entrant.rung, None))
+        gates.append(evidence.check(side, implementation.rung, None))
     return finding_of(gates)
 
 

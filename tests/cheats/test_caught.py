@@ -35,7 +35,7 @@ from greenfast.judge.bench import bench
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, Record
-from greenfast.judge.request import Request, Unwatched, make_request
+from greenfast.judge.request import NullListener, Request, make_request
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, Cheat, doubling
@@ -82,7 +82,7 @@ def gpu() -> Gpu:
 
 
 def run(name: str, request: Request) -> BenchRecord:
-    return bench(request, CONFIG.variant(name), Unwatched()).record
+    return bench(request, CONFIG.variant(name), NullListener()).record
 
 
 def reasons(record: BenchRecord | Record, gate: str) -> list[str]:
@@ -141,7 +141,7 @@ def test_a_kernel_that_cannot_run_is_a_failed_gate(name: str, says: str, request
 def test_a_crash_leaves_the_other_side_running(request_for: MakeRequest) -> None:
     request = request_for(["even"], [0, 1])
     record = validate(
-        request, CONFIG.variant("good"), CONFIG.variant("wild_pointer"), Unwatched(), profile=False
+        request, CONFIG.variant("good"), CONFIG.variant("wild_pointer"), NullListener(), profile=False
     ).record
     assert [row.passed for row in record.baseline.correctness] == [True] * 3  # a third seed takes part in timing
     (reason,) = reasons(record, "CORRECTNESS")

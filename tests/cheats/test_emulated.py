@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from greenfast.judge.bench import bench
-from greenfast.judge.request import Unwatched, make_request
+from greenfast.judge.request import NullListener, make_request
 from tests.cheats.cheats import CHEATS, FAILURES, doubling
 from tests.cheats.judging import emulated_here
 
@@ -68,7 +68,7 @@ def reasons(name: str, out: Path, *, here: bool = True) -> tuple[str, list[str]]
         doubling(), shapes=shapes, seeds=seeds, fmt=None, arch=None, device="emulator", warmup=None, iters=None,
         processes=1, timeout_s=60.0, out=out, command="the tests of the cheats",
     )  # fmt: skip
-    record = bench(emulated_here(request) if here else request, doubling().config.variant(name), Unwatched()).record
+    record = bench(emulated_here(request) if here else request, doubling().config.variant(name), NullListener()).record
     (gate,) = [g for g in record.gates if g.gate == "CORRECTNESS"]
     return gate.status, gate.reasons
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.record_io import freshness, read_record
 from greenfast.judge.record_schema import GATES, BenchRecord, PhaseRecord, Record
-from greenfast.judge.request import examined
+from greenfast.judge.request import add_check_plan
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
 from tests.judge import behaviours
@@ -60,11 +60,11 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
 ) -> None:
     task = loaded(tmp_path / "twice")
     plain = request(tmp_path, task=task, shapes=("tiny",), fmt="float", whole=False)
-    asked = examined(plain, task.config.rung("fast"), chosen=False, seed=77)
+    asked = add_check_plan(plain, task.config.rung("fast"), chosen=False, seed=77)
     assert asked.exam is not None
-    public = tuple(Cell(shape, seed) for shape in asked.shapes for seed in (0, 1, 2))
+    public = tuple(CasePlan(shape, seed) for shape in asked.shapes for seed in (0, 1, 2))
     asked = replace(asked, exam=replace(asked.exam, cells=(*asked.exam.cells, *public)))
-    monkeypatch.setattr("greenfast.judge.request.new_seed", lambda: 77)
+    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
     install(monkeypatch, FakeDevice(asked, {"plain": Script(us=20.0), "fast": Script(us=10.0)}))
 
     def ran(*options: str) -> tuple[int, str]:

@@ -35,9 +35,9 @@ def test_each_edit_is_of_a_region_and_changes_it(tmp_path: Path) -> None:
     for candidate in candidates():
         if candidate.prediction == "ends at space":
             with pytest.raises(UsageError, match="unknown region"):
-                sources.entrant(candidate)
+                sources.implementation(candidate)
             continue
-        sources.entrant(candidate)
+        sources.implementation(candidate)
         for edit in candidate.edits:
             assert edit.text != texts[edit.region].text, candidate.rationale
 

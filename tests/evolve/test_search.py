@@ -24,8 +24,8 @@ from greenfast.evolve.proposal import Candidate, Evaluation
 from greenfast.evolve.revalidate import AGAIN, Again, again
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
-from greenfast.judge.check_plan import Cell
-from greenfast.judge.request import examined
+from greenfast.judge.check_plan import CasePlan
+from greenfast.judge.request import add_check_plan
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
@@ -177,9 +177,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     """A GPU on which fewer threads are faster, and which knows the cases of exam seed 77."""
     task = load(find_task(str(write_search_task(tmp_path / "task"))))
     plain = request(tmp_path, task=task, shapes=("tiny",), seeds=(0, 1, 2), fmt="float", whole=False)
-    asked = examined(plain, None, chosen=False, seed=77)
+    asked = add_check_plan(plain, None, chosen=False, seed=77)
     assert asked.exam is not None
-    public = tuple(Cell(shape, seed) for shape in asked.shapes for seed in plain.seeds)  # what the search takes
+    public = tuple(CasePlan(shape, seed) for shape in asked.shapes for seed in plain.seeds)  # what the search takes
     asked = replace(asked, exam=replace(asked.exam, cells=(*asked.exam.cells, *public)))
     scripts = {"plain": Script(us=20.0), "fast": Script(us=15.0), "KIND=0,THREADS=64": Script(us=12.0)}
     device = install(monkeypatch, FakeDevice(asked, scripts, default=Script(us=30.0)))
@@ -190,7 +190,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
         return FakeWorker(device, timeout_s=options["timeout_s"])
 
     monkeypatch.setattr("greenfast.evolve.stages.Worker", start)
-    monkeypatch.setattr("greenfast.judge.request.new_seed", lambda: 77)
+    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
     return device
 
 

@@ -63,12 +63,12 @@ def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
 
 def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
     sources = of_solution(asked, mine, parameters={"THREADS": {"values": [64, 128]}})
-    entrant = sources.entrant(Candidate(parameters={"THREADS": 64}))
-    assert entrant.found is not None
-    found = entrant.found
+    implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
+    assert implementation.found is not None
+    found = implementation.found
     assert found.solution.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
-    assert entrant.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
-    assert entrant.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
+    assert implementation.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
+    assert implementation.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
     assert (mine / "mine.cu").read_text() == SOLUTION  # the user's own is as it was
 
 
@@ -79,18 +79,20 @@ def test_candidates_are_of_the_solution_that_the_search_began_with(asked: Reques
     (mine / "mine.cu").write_text(SOLUTION.replace("2.0f", "3.0f"))
     assert sources.digest() == before
     assert "2.0f" in sources.texts()["body"].text
-    entrant = sources.entrant(Candidate(parameters={"THREADS": 64}))
-    assert "2.0f" in entrant.family.kernel({}, "fp32", {"N": 100}).source
+    implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
+    assert "2.0f" in implementation.family.kernel({}, "fp32", {"N": 100}).source
 
 
 def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
     sources = of_solution(asked, mine, regions=REGIONS)
     assert sources.texts()["body"].text == "  if (i < n) y[i] = 2.0f * x[i];\n"
-    entrant = sources.entrant(Candidate(parameters={}, edits=(Edit("body", "  if (i < n) y[i] = x[i] + x[i];"),)))
-    source = entrant.family.kernel({}, "fp32", {"N": 100}).source
+    implementation = sources.implementation(
+        Candidate(parameters={}, edits=(Edit("body", "  if (i < n) y[i] = x[i] + x[i];"),))
+    )
+    source = implementation.family.kernel({}, "fp32", {"N": 100}).source
     assert "x[i] + x[i];\n  // end: body" in source
     assert "2.0f" not in source
-    whole = sources.entrant(Candidate(parameters={}, edits=(Edit("all", SOLUTION.replace("2.0f", "3.0f")),)))
+    whole = sources.implementation(Candidate(parameters={}, edits=(Edit("all", SOLUTION.replace("2.0f", "3.0f")),)))
     assert "3.0f" in whole.family.kernel({}, "fp32", {"N": 100}).source
 
 
@@ -108,7 +110,7 @@ def test_an_edit_replaces_its_region_alone(asked: Request, mine: Path) -> None:
 )
 def test_a_candidate_outside_of_the_space(asked: Request, mine: Path, candidate: Candidate, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        of_solution(asked, mine, regions=REGIONS).entrant(candidate)
+        of_solution(asked, mine, regions=REGIONS).implementation(candidate)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: 
     sources = Sources(space, path.parent, asked, tmp_path)
     sources.texts()
     for point in itertools.islice(space.listed(), 60):
-        entrant = sources.entrant(Candidate(parameters=point))
-        assert program_of(entrant.family, entrant.variant.values, asked.format, shape.dims).steps
+        implementation = sources.implementation(Candidate(parameters=point))
+        assert program_of(implementation.family, implementation.variant.values, asked.format, shape.dims).steps
 
 
 def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
     space = read_space(task.folder / "space.json")
     asked = request(tmp_path, task=task, shapes=("b2_q1_s130_h4_hk1_d64",), fmt="e4m3", device=None)
     sources = Sources(space, task.folder, asked, tmp_path)
-    rungs = [sources.entrant(Candidate(parameters=point)).rung for point in space.listed()]
+    rungs = [sources.implementation(Candidate(parameters=point)).rung for point in space.listed()]
     assert [rung.name for rung in rungs if rung] == ["narrow_rows", "few_rows", "wide_rows"]
 
 
@@ -230,7 +232,7 @@ def test_an_edit_reads_no_other_file(asked: Request, mine: Path, line: str) -> N
     """A compiler's message quotes what it cannot read as C++, and a language model would be told it."""
     sources = of_solution(asked, mine, regions=REGIONS)
     with pytest.raises(UsageError, match=r"edit of all: includes .* allowed are headers by their names"):
-        sources.entrant(Candidate(parameters={}, edits=(Edit("all", f"{SOLUTION}{line}\n"),)))
+        sources.implementation(Candidate(parameters={}, edits=(Edit("all", f"{SOLUTION}{line}\n"),)))
 
 
 def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Path) -> None:
@@ -238,8 +240,8 @@ def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Pat
     (mine / "mine.cu").write_text(old)
     sources = of_solution(asked, mine, regions=REGIONS)
     more = '#include <cuda_fp16.h>\n#include "ladder/registers.cuh"  // why\n#include <cuda/std/type_traits>\n'
-    entrant = sources.entrant(Candidate(parameters={}, edits=(Edit("all", old + more),)))
-    assert more in entrant.family.kernel({}, "fp32", {"N": 100}).source
+    implementation = sources.implementation(Candidate(parameters={}, edits=(Edit("all", old + more),)))
+    assert more in implementation.family.kernel({}, "fp32", {"N": 100}).source
 
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:
@@ -247,8 +249,8 @@ def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> No
     region = {"file": "ladder/registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
     sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
     text = sources.texts()["top"].text
-    plain = sources.entrant(Candidate(parameters={}))
-    edited = sources.entrant(Candidate(parameters={}, edits=(Edit("top", f"{text}#define EDITED 1\n"),)))
+    plain = sources.implementation(Candidate(parameters={}))
+    edited = sources.implementation(Candidate(parameters={}, edits=(Edit("top", f"{text}#define EDITED 1\n"),)))
     (step,) = program_of(edited.family, edited.variant.values, "e4m3", asked.shapes[0].dims).steps
     (folder,) = step.kernel.include_dirs
     assert "#define EDITED 1" in (folder / "ladder" / "registers.cuh").read_text()
@@ -270,7 +272,7 @@ def test_a_disk_that_is_full_while_an_edit_is_written(
         with monkeypatch.context() as patched:
             patched.setattr(failing, copy)
             with pytest.raises(MachineError, match=r"kernels cannot be written \(.*No space left on device"):
-                sources.entrant(Candidate(parameters={}, edits=(Edit("top", "#define EDITED 1"),)))
+                sources.implementation(Candidate(parameters={}, edits=(Edit("top", "#define EDITED 1"),)))
 
 
 def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request) -> None:
@@ -284,9 +286,9 @@ def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request)
         sources = Sources(
             space_of(solution=path.name, regions={"all": {"file": path.name}}), Path(task).parent, asked, asked.out
         )
-        entrant = sources.entrant(Candidate(parameters={}))
+        implementation = sources.implementation(Candidate(parameters={}))
         shape = msgspec.structs.replace(asked.shapes[0], dims={"N": 1024})
-        side = build_side("candidate", entrant.family, entrant.variant, "fp32", [shape], asked.target)
+        side = build_side("candidate", implementation.family, implementation.variant, "fp32", [shape], asked.target)
         found.append(identity(side, {shape.name: shape.dims}))
     assert found[0] != found[1]
 

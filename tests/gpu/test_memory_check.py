@@ -17,7 +17,7 @@ from greenfast.device.session import RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.gates.sides import build_side, image_of
-from greenfast.judge.implementation import solution_entrant
+from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution, find_solution
 from greenfast.spec.arch import Target
@@ -102,9 +102,11 @@ def test_cheats_of_the_corpus_as_machine_code(name: str) -> None:
     found = find_solution(path)
     task = task_of(found.solution.problem or "doubling")
     target = Target.of_device(Gpu().capability)
-    entrant = solution_entrant(task.config, found, target, task.problem)
+    implementation = build_solution_implementation(task.config, found, target, task.problem)
     shape = task.config.shapes[1]
-    side = build_side("candidate", entrant.family, entrant.variant, task.config.defaults.format, [shape], target)
+    side = build_side(
+        "candidate", implementation.family, implementation.variant, task.config.defaults.format, [shape], target
+    )
     one = side.executable(shape.name)
     bare = Executable(tuple((replace(i, ptx="", tables=()), plan) for i, plan in one.steps), one.workspaces)
     with Worker(0, timeout_s=60) as worker:

@@ -17,17 +17,17 @@ from greenfast.judge.cached_timing import Kept, completes
 from greenfast.judge.check_plan import (
     KNOWN_INPUTS,
     NOTHING_DRAWN,
-    Cell,
-    Plan,
+    CasePlan,
+    CheckPlan,
     _extent,
-    draw,
-    exam_seeds,
-    new_seed,
-    plan,
+    build_check_plan,
+    derive_seeds,
+    draw_seed,
+    draw_shapes,
 )
 from greenfast.judge.gates.correctness import _row
 from greenfast.judge.record_schema import CorrectnessRow, Record, SolutionSource
-from greenfast.judge.request import Request, examined
+from greenfast.judge.request import Request, add_check_plan
 from greenfast.judge.task import Shape, load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.validate import validate
@@ -63,7 +63,7 @@ def doubling(folder: Path, family: str = FAMILY, **drawing: Any) -> LoadedTask:
 
 
 def shapes_drawn(task: LoadedTask, seed: int = 1, emulated: bool = False) -> list[dict[str, int]]:
-    return [s.dims for s in draw(task.config, task.problem, "float", seed, rung=None, emulated=emulated)]
+    return [s.dims for s in draw_shapes(task.config, task.problem, "float", seed, rung=None, emulated=emulated)]
 
 
 # What is drawn
@@ -106,7 +106,7 @@ def test_ranges_in_which_nothing_fits_are_the_tasks_fault(tmp_path: Path) -> Non
 def test_the_tasks_ranges_hold_shapes_enough(name: str) -> None:
     task = shipped(name)
     for emulated in (True, False):
-        found = draw(task.config, task.problem, task.config.defaults.format, 3, rung=None, emulated=emulated)
+        found = draw_shapes(task.config, task.problem, task.config.defaults.format, 3, rung=None, emulated=emulated)
         assert len({tuple(s.dims.items()) for s in found}) == task.config.drawing.count
 
 
@@ -116,7 +116,7 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
         config, fmt = task.config, task.config.defaults.format
         for rung in config.rungs:
             for seed in range(3):
-                for shape in draw(config, task.problem, fmt, seed, rung=rung, emulated=True):
+                for shape in draw_shapes(config, task.problem, fmt, seed, rung=rung, emulated=True):
                     program_of(task.family, config.rung_variant(rung).values, fmt, shape.dims)
             for shape in config.shapes:
                 if rung.answers_for(shape.dims):
@@ -128,9 +128,9 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
 
 def asked(
     task: LoadedTask, shapes: tuple[str, ...], seeds: tuple[int, ...], seed: int | None, emulated: bool = False
-) -> Plan:
+) -> CheckPlan:
     chosen = [task.config.shape(name) for name in shapes]
-    return plan(task.config, task.problem, "float", chosen, seeds, rung=None, seed=seed, emulated=emulated)
+    return build_check_plan(task.config, task.problem, "float", chosen, seeds, rung=None, seed=seed, emulated=emulated)
 
 
 def test_the_whole_exam_has_secret_seeds_for_every_shape_and_drawn_ones(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_every_variant_has_a_small_a_large_and_an_odd_shape(name: str, emulated:
     dealt = set()
     for seed in (2**40, 2**41, 2**42):
         shapes = [config.shape(n) for n in config.defaults.shapes] if emulated else config.shapes
-        found = plan(
-            config, task.problem, config.defaults.format, shapes, exam_seeds(config, seed), rung=None, seed=seed,
+        found = build_check_plan(
+            config, task.problem, config.defaults.format, shapes, derive_seeds(config, seed), rung=None, seed=seed,
             emulated=emulated,
         )  # fmt: skip
         of: dict[str, list[Shape]] = {}
@@ -215,7 +215,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_secret_seed_has_64_bits() -> None:
-    found = {new_seed() for _ in range(50)}
+    found = {draw_seed() for _ in range(50)}
     assert len(found) == 50
     assert all(2**32 <= seed < 2**64 - 2**16 for seed in found)
     assert any(seed >= 2**60 for seed in found)
@@ -244,8 +244,8 @@ def run(
     """Validate the doubling task's exam with the secret seed 77 on a fake GPU, where the candidate does that."""
     plain = request(out, task=task, shapes=("tiny",), fmt="float", whole=False)
     config = task.config
-    monkeypatch.setattr("greenfast.judge.request.new_seed", lambda: 77)
-    whole = examined(plain, config.rung("fast"), **{"chosen": False} | options)
+    monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
+    whole = add_check_plan(plain, config.rung("fast"), **{"chosen": False} | options)
     scripts = {"plain": Script(us=20.0), "fast": Script(us=10.0, behave=behave)}
     install(monkeypatch, FakeDevice(whole, scripts))
     return validate(whole, config.variant("plain"), config.variant("fast"), Watcher(), profile=False).record
@@ -308,10 +308,10 @@ def test_a_new_seed_is_in_the_command(tmp_path: Path) -> None:
     plain = request(tmp_path, task=task, shapes=("tiny",), fmt="float", whole=False)
     seeds = set()
     for _ in range(2):
-        found = examined(plain, None, chosen=False)
+        found = add_check_plan(plain, None, chosen=False)
         assert found.exam is not None
         assert found.command == f"{plain.command} --exam-seed {found.exam.seed}"
-        again = examined(plain, None, chosen=False, seed=found.exam.seed)
+        again = add_check_plan(plain, None, chosen=False, seed=found.exam.seed)
         assert again.exam is not None
         assert (again.exam.cells, again.exam.drawn, again.seeds) == (found.exam.cells, found.exam.drawn, found.seeds)
         assert (found.exam.missing, again.exam.missing) == ((), (KNOWN_INPUTS,)), "its inputs are known by now"
@@ -355,7 +355,9 @@ def test_the_formats_error_is_told_and_not_judged_where_nobody_chose_the_case() 
             references_of(task.problem, shape.dims, 1001, "e4m3"),
         )
         found = RunResult({"out": wanted.exact.astype(np.float16)})
-        return _row(Cell(shape, 1001, drawn=drawn), case, wanted, gates.error, gates.kernel_error, found, wanted.exact)
+        return _row(
+            CasePlan(shape, 1001, drawn=drawn), case, wanted, gates.error, gates.kernel_error, found, wanted.exact
+        )
 
     assert not row(drawn=False).gates["format_error_pass"]
     assert row(drawn=True).passed

@@ -21,10 +21,10 @@ from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates import build
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
-from greenfast.judge.implementation import rung_of
+from greenfast.judge.implementation import find_rung
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
-from greenfast.judge.request import Observer, Request
+from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown
@@ -35,7 +35,7 @@ _TIMEOUT_S = 180.0
 _MOST_CRASHES = 2
 
 
-class Watcher(Observer, Protocol):
+class Watcher(ProgressListener, Protocol):
     """Callbacks that follow a comparison's progress."""
 
     def cell(self, rows: Sequence[Row]) -> None:
@@ -210,14 +210,14 @@ def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> l
 def _kernel_limits(request: Request, variant: Variant) -> Limits:
     """The gate of the task's own kernel."""
     config = request.task.config
-    gate = rung_of(config, variant).kernel_error or config.gates(request.format).kernel_error
+    gate = find_rung(config, variant).kernel_error or config.gates(request.format).kernel_error
     return Limits(kernel_error=gate.relative_error, bound_ratio=gate.bound_factor)
 
 
 def _built(run: GateRun) -> BuiltSide:
     """The own kernel for every shape. Raises CompileError where it does not compile."""
     request = run.request
-    result, run.sides = build.check(run.entrants, request.format, request.shapes, request.target)
+    result, run.sides = build.check(run.implementations, request.format, request.shapes, request.target)
     if run.add(result).status == "FAIL":
         raise CompileError("; ".join(result.reasons))
     return run.sides[0]

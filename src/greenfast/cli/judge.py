@@ -10,11 +10,11 @@ from greenfast.cli.console import OPEN, UNCHECKED, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
 from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
-from greenfast.judge.baseline import found_entrant, reference_entrant
-from greenfast.judge.formats.importers import check_traces, given_problem, given_solution, write_traces
+from greenfast.judge.baseline import load_baseline, load_solution
+from greenfast.judge.formats.importers import check_traces, import_problem, import_solution, write_traces
 from greenfast.judge.record_schema import GATES, Record
-from greenfast.judge.request import examined, leaves_out
-from greenfast.judge.solution.schema import FoundSolution, find_solution
+from greenfast.judge.request import add_check_plan, is_partial
+from greenfast.judge.solution.schema import ResolvedSolution, find_solution
 from greenfast.judge.tasks import find_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
@@ -25,25 +25,25 @@ def run(args: argparse.Namespace) -> int:
     required = required_gates(args.require or ["all"])
     check_page(args.html)
     asked = args.problem or _named_problem(find_solution(args.solution))
-    task = load(find_task(given_problem(asked, args.out, args.workloads)))
+    task = load(find_task(import_problem(asked, args.out, args.workloads)))
     if args.traces is not None:
         check_traces(args.traces, task.folder)
-    found = find_solution(given_solution(args.solution, task.folder, args.out))
+    found = find_solution(import_solution(args.solution, task.folder, args.out))
     request = request_of(args, task, found.solution.target)
     reference = args.against or task.config.defaults.baseline
     kept = kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
     note = ""
     if args.arch is None and not found.solution.target:
         request, note = at_measured_target(request, kept, Path(reference).stem, found.solution.name)
-    baseline = reference_entrant(request, reference)
-    candidate = found_entrant(request, found)
+    baseline = load_baseline(request, reference)
+    candidate = load_solution(request, found)
     chosen = args.shapes is not None or args.seeds is not None
-    request = examined(request, None, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
+    request = add_check_plan(request, None, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
     outcome = judged(args, request, baseline, candidate, kept)
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
-    partial = (chosen or args.exam_seed is not None) and leaves_out(request)
+    partial = (chosen or args.exam_seed is not None) and is_partial(request)
     return with_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
 
 
@@ -62,7 +62,7 @@ def exit_code(record: Record, required: set[str], partial: bool) -> int:
     return UNCHECKED if any(gate.unchecked for gate in record.gates if gate.gate in required) else 0
 
 
-def _named_problem(found: FoundSolution) -> str:
+def _named_problem(found: ResolvedSolution) -> str:
     """The known problem that the solution names. Raises UsageError where it names none."""
     named = found.solution.problem
     if not named:

@@ -16,8 +16,8 @@ from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
 from greenfast.judge.cached_timing import Kept, evidence_folders, kept_at, kept_in, target_of
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.implementation import Entrant
-from greenfast.judge.request import Request, examined
+from greenfast.judge.implementation import Implementation
+from greenfast.judge.request import Request, add_check_plan
 from greenfast.judge.validate import Outcome, validate
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     before = rung.after if rung is not None and args.candidate else None
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     chosen = args.shapes is not None or args.seeds is not None
-    request = examined(request, rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
+    request = add_check_plan(request, rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
     kept = kept_records(args, request, request.task.folder)
     note = ""
     if args.arch is None:
@@ -64,8 +64,8 @@ def at_measured_target(request: Request, kept: Sequence[Kept], baseline: str, ca
 def judged(
     args: argparse.Namespace,
     request: Request,
-    baseline: Variant | Entrant,
-    candidate: Variant | Entrant,
+    baseline: Variant | Implementation,
+    candidate: Variant | Implementation,
     kept: Sequence[Kept],
 ) -> Outcome:
     """Take both through the gates, each shown when it ends, and write the page that ``--html`` asks for."""

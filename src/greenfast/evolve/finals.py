@@ -14,7 +14,7 @@ from greenfast.evolve.stages import Stages
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.digest import digest_of
 from greenfast.judge.record_schema import Record
-from greenfast.judge.request import Observer, Request, examined
+from greenfast.judge.request import ProgressListener, Request, add_check_plan
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate
@@ -62,13 +62,13 @@ def confidence_of(confidence: float, finalists: int) -> float:
     return 1 - (1 - confidence) / max(1, finalists)
 
 
-def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: Observer) -> Verdict:
+def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: ProgressListener) -> Verdict:
     """Validate one of several finalists against the baseline. folder: of the run.
 
     Raises as ``validate`` does.
     """
     manifest, request = stages.manifest, stages.raced
-    entrant = stages.entrant(candidate)
+    implementation = stages.implementation(candidate)
     timing = msgspec.structs.replace(
         request.timing,
         confidence=confidence_of(manifest.confidence, finalists),
@@ -76,10 +76,10 @@ def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, o
     )
     request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))
     timed = request.shapes
-    request = examined(request, entrant.rung or stages.sources.rung, chosen=False)
+    request = add_check_plan(request, implementation.rung or stages.sources.rung, chosen=False)
     whole = _Whole(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
     request = dataclasses.replace(whole, shapes=timed)
-    outcome = validate(request, stages.baseline(), entrant, observer, required=manifest.required, profile=False)
+    outcome = validate(request, stages.baseline(), implementation, observer, required=manifest.required, profile=False)
     return _verdict(outcome.record, outcome.folder, folder)
 
 
@@ -119,14 +119,14 @@ def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: 
         if (sources / kind).is_dir():
             copy_folder(sources / kind, winner / kind)
     space = stages.manifest.space
-    entrant = stages.entrant(candidate)
-    if not space.solution and not space.family and entrant.rung is None:
+    implementation = stages.implementation(candidate)
+    if not space.solution and not space.family and implementation.rung is None:
         rung = {
             "name": f"evolved_{candidate.key[:6]}",
             "title": candidate.rationale.splitlines()[0][:80] if candidate.rationale else "found by greenfast evolve",
-            "toggles": {name: value for name, value in entrant.variant.toggles if value},
+            "toggles": {name: value for name, value in implementation.variant.toggles if value},
             "after": stages.manifest.baseline or stages.task.config.defaults.baseline,
             "required_speedup": max(1.0, round(verdict.low - 0.005, 2)),
-            "budget": msgspec.to_builtins(entrant.asked.budget),
+            "budget": msgspec.to_builtins(implementation.asked.budget),
         }
         write_whole(winner / "rung.json", to_json(rung))

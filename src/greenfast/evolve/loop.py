@@ -35,7 +35,7 @@ from greenfast.evolve.proposal import (
 )
 from greenfast.evolve.stages import Found, Stages
 from greenfast.evolve.workers import Workers, job
-from greenfast.judge.request import Observer
+from greenfast.judge.request import ProgressListener
 from greenfast.spec.errors import UsageError
 
 #: Of the GPU's budget, what the search may use; the rest is for the whole validation of the finalists.
@@ -46,7 +46,7 @@ STALE_BATCHES = 8
 CONTROL = 0.1
 
 
-class Watcher(Observer, Protocol):
+class Watcher(ProgressListener, Protocol):
     """Whoever watches a search."""
 
     def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:

@@ -18,7 +18,7 @@ from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages
 from greenfast.judge.environment import choose_device, now
-from greenfast.judge.request import Unwatched
+from greenfast.judge.request import NullListener
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 
@@ -74,7 +74,7 @@ def again(run: Path, out: Path, device: str = "auto") -> Again:
     manifest = msgspec.structs.replace(manifest, device=str(gpu))
     finalists = round((1 - manifest.confidence) / (1 - first.verdict.confidence))
     with Stages(manifest, out, gpu) as stages:
-        verdict = judged(stages, first.candidate, finalists, out, Unwatched())
+        verdict = judged(stages, first.candidate, finalists, out, NullListener())
     found = Again(
         run=run.name,
         first_created=manifest.created,

@@ -23,7 +23,7 @@ from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, request_of
 from greenfast.evolve.workers import make_workers
-from greenfast.judge.baseline import reference_entrant
+from greenfast.judge.baseline import load_baseline
 from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.tasks import find_task, load
@@ -54,7 +54,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     if len(devices) > 1:
         gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
-    reference_entrant(raced, manifest.baseline or task.config.defaults.baseline)
+    load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
     suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
     if not suited:

@@ -15,10 +15,10 @@ import msgspec
 
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
-from greenfast.judge.implementation import Entrant, rung_entrant, solution_entrant
+from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request
 from greenfast.judge.solution.files import solution_files
-from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, find_solution
+from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, find_solution
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Rung
 from greenfast.judge.variant import Variant
@@ -39,7 +39,7 @@ _HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
 
 
 class Sources:
-    """Makes candidates of a space into entrants.
+    """Makes candidates of a space into implementations.
 
     Raises UsageError for a space whose parameters or regions are not those of what it searches, and MachineError where
     the solution's language is not installed.
@@ -48,7 +48,7 @@ class Sources:
     def __init__(self, space: Space, space_folder: Path, request: Request, work: Path) -> None:
         """request: the task and the target. work: where solutions and edited sources are written."""
         self.space, self._request, self._work = space, request, work
-        self._solution: FoundSolution | None = None
+        self._solution: ResolvedSolution | None = None
         self._files: dict[str, bytes] = {}
         self._root = KERNEL_DIR
         #: What candidates that are no rung answer to; None for a solution.
@@ -103,8 +103,8 @@ class Sources:
             for name, region in self.space.regions.items()
         }
 
-    def entrant(self, candidate: Candidate) -> Entrant:
-        """What takes part. Raises UsageError for what is not in the space, and as the entrants' makers do."""
+    def implementation(self, candidate: Candidate) -> Implementation:
+        """What takes part. Raises UsageError for what is not in the space, and as building an implementation does."""
         complete = self.space.decode(candidate.parameters)
         edits = self._edited(candidate)
         if self._solution is not None:
@@ -112,25 +112,25 @@ class Sources:
         config, toggles = self._request.task.config, {name: int(value) for name, value in complete.items()}
         if self.space.family:
             assert self.rung is not None
-            entrant = Entrant(Variant(candidate.key, tuple(toggles.items())), self._family, self.rung)
+            implementation = Implementation(Variant(candidate.key, tuple(toggles.items())), self._family, self.rung)
         else:
-            entrant = rung_entrant(config, self._family, config.toggle_variant(toggles))
-            if entrant.rung is None and self.rung is not None:
-                entrant = dataclasses.replace(entrant, asked=self.rung)
+            implementation = build_rung_implementation(config, self._family, config.toggle_variant(toggles))
+            if implementation.rung is None and self.rung is not None:
+                implementation = dataclasses.replace(implementation, asked=self.rung)
         if not edits:
-            return entrant
+            return implementation
         folder = self._work / candidate.key / "kernels"
         copy_folder(KERNEL_DIR, folder, "*.py", "__pycache__")
         for name, text in edits.items():
             write_whole(folder / name, text)
-        variant = Variant(f"{entrant.variant.name}+{candidate.key[:6]}", entrant.variant.toggles)
+        variant = Variant(f"{implementation.variant.name}+{candidate.key[:6]}", implementation.variant.toggles)
         return dataclasses.replace(
-            entrant, variant=variant, rung=None, family=cast(Family, _Moved(entrant.family, folder))
+            implementation, variant=variant, rung=None, family=cast(Family, _Moved(implementation.family, folder))
         )
 
     def _of_solution(
-        self, found: FoundSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
-    ) -> Entrant:
+        self, found: ResolvedSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
+    ) -> Implementation:
         """The solution with other constants, and edits, in a folder of its own."""
         folder = self._work / key / "solution"
         shutil.rmtree(folder, ignore_errors=True)
@@ -152,7 +152,7 @@ class Sources:
         request = self._request
         gpu = request.ordinal if isinstance(request.ordinal, int) else None
         task = request.task
-        return solution_entrant(task.config, find_solution(folder), request.target, task.problem, gpu)
+        return build_solution_implementation(task.config, find_solution(folder), request.target, task.problem, gpu)
 
     def _edited(self, candidate: Candidate) -> dict[str, str]:
         """The whole text of each file that edits change."""

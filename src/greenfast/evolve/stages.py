@@ -22,12 +22,12 @@ from greenfast.evolve.estimate import estimate
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Behaviour, Candidate, Stage
 from greenfast.evolve.sources import Sources
-from greenfast.judge.baseline import reference_entrant
+from greenfast.judge.baseline import load_baseline
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.implementation import Entrant
+from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import DRAWN, GateResult
-from greenfast.judge.request import Request, Unwatched, examined, make_request
+from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
@@ -159,9 +159,9 @@ class Stages:
         self._emulator.end()
         self._on_gpu.end()
 
-    def baseline(self) -> Entrant:
+    def baseline(self) -> Implementation:
         """What has to be beaten."""
-        return reference_entrant(self.raced, self.manifest.baseline or self.task.config.defaults.baseline)
+        return load_baseline(self.raced, self.manifest.baseline or self.task.config.defaults.baseline)
 
     def described(self) -> str:
         """The task in words, for proposers."""
@@ -170,9 +170,9 @@ class Stages:
         where = f"Format {request.format}, target {self.target.name}, timed at {shapes}."
         return f"{config.name}: {config.description}. {where}"
 
-    def entrant(self, candidate: Candidate | None) -> Entrant:
+    def implementation(self, candidate: Candidate | None) -> Implementation:
         """A candidate's; the baseline's for None."""
-        return self.baseline() if candidate is None else self.sources.entrant(candidate)
+        return self.baseline() if candidate is None else self.sources.implementation(candidate)
 
     def built(self, candidate: Candidate | None) -> Found:
         """BUILD and RESOURCES, for the shapes that are raced and those that the emulator runs."""
@@ -196,7 +196,7 @@ class Stages:
     def emulated(self, candidate: Candidate | None, exam_seed: int) -> Found:
         """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
         request = _Searched(**_fields(self._emulated), shared=self._emulator)
-        run = self._passed(examined(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
+        run = self._passed(add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
         if isinstance(run, Found):
             return run
         found = _fault(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
@@ -228,7 +228,7 @@ class Stages:
     def _passed(self, request: Request, candidate: Candidate | None) -> GateRun | Found:
         """One pass through the gates; what a candidate's making or its own code raised is a finding."""
         try:
-            entrant = self.entrant(candidate)
+            implementation = self.implementation(candidate)
         except UsageError as e:
             if candidate is None:
                 raise
@@ -238,7 +238,7 @@ class Stages:
         except GreenfastError as e:
             return Found(stage="BUILD", valid=False, feedback=str(e))
         request = dataclasses.replace(request, task=self._remembering)
-        run = GateRun(request, {_role(candidate): entrant}, Unwatched())
+        run = GateRun(request, {_role(candidate): implementation}, NullListener())
         try:
             run.until_correct()
         except UsageError as e:  # the family refuses the combination, or a shape

@@ -10,11 +10,11 @@ from greenfast.judge.artifacts import RECORD, REPORT, side_files
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.performance import time_sides, timing_rows
 from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.implementation import Entrant
+from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import BenchRecord, GateResult, TimingRow
 from greenfast.judge.report.markdown import bench_report
-from greenfast.judge.request import Observer, Request
+from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder, to_json
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.judge.variant import Variant
@@ -28,7 +28,7 @@ class BenchOutcome:
     folder: Path
 
 
-def bench(request: Request, variant: Entrant | Variant, observer: Observer) -> BenchOutcome:
+def bench(request: Request, variant: Implementation | Variant, observer: ProgressListener) -> BenchOutcome:
     """Check and time one variant and write its artifacts. Raises MachineError for a folder that cannot be written."""
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)

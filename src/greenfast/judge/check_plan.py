@@ -36,7 +36,7 @@ _LEAST_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class Cell:
+class CasePlan:
     """A case that is asked.
 
     drawn: whether its shape or its seed is not the task's. The limits on a format's error are the task's for its own
@@ -60,7 +60,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """What a run asks.
 
     whole: the task's shapes that the whole exam has. small: the shape on which all variants run. emulated: the shapes
@@ -71,7 +71,7 @@ class Plan:
     before the run.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[CasePlan, ...]
     whole: tuple[Shape, ...]
     small: Shape
     emulated: tuple[Shape, ...]
@@ -87,22 +87,22 @@ KNOWN_INPUTS = "inputs that nobody knew before the run (a seed was given)"
 NOTHING_DRAWN = "nothing drawn"
 
 
-def new_seed() -> int:
+def draw_seed() -> int:
     """Draw the secret seed of an exam from the system's random numbers."""
     return _LEAST_SEED + secrets.randbelow(_LAST_SEED - _LEAST_SEED)
 
 
-def exam_seeds(config: TaskConfig, seed: int) -> list[int]:
+def derive_seeds(config: TaskConfig, seed: int) -> list[int]:
     """Return the seeds of the inputs of each of the task's shapes: ``seed`` and those that follow it."""
     return [seed + n for n in range(max(MIN_SEEDS, len(config.seeds)))]
 
 
-def shapes_of(config: TaskConfig, rung: Rung | None) -> list[Shape]:
+def select_shapes(config: TaskConfig, rung: Rung | None) -> list[Shape]:
     """The task's shapes that an exam asks: those that the candidate's rung is for, all where it is not a rung."""
     return [shape for shape in config.shapes if rung is None or rung.answers_for(shape.dims)]
 
 
-def plan(
+def build_check_plan(
     config: TaskConfig,
     problem: Problem,
     fmt: str,
@@ -115,19 +115,19 @@ def plan(
     added: Sequence[Shape] = (),
     draws: bool = True,
     secret: bool = True,
-) -> Plan:
+) -> CheckPlan:
     """Plan the cases of these shapes and seeds, the variants and the drawn shapes.
 
     rung: the candidate's, if it is one. seed: of all that is drawn; None draws nothing. emulated: whether the emulator
     is the device; then drawn shapes are smaller, and only small shapes have variants. added: the shapes that neither an
     option nor a default names. draws: whether shapes and variants are drawn. secret: whether ``seed`` was unknown
-    before the run; else the exam is not the whole one. It is not if the inputs' seeds are others than ``exam_seeds``.
+    before the run; else the exam is not the whole one. It is not if the inputs' seeds are others than ``derive_seeds``.
     Raises UsageError for ranges in which no valid shape is found.
     """
-    whole, small = shapes_of(config, rung), _small(problem, fmt, shapes, seeds[0])
-    cells = [Cell(s, n, drawn=n not in config.seeds) for s in shapes for n in seeds]
+    whole, small = select_shapes(config, rung), _small(problem, fmt, shapes, seeds[0])
+    cells = [CasePlan(s, n, drawn=n not in config.seeds) for s in shapes for n in seeds]
     missing = []
-    secret = secret and seed is not None and set(seeds) >= set(exam_seeds(config, seed))
+    secret = secret and seed is not None and set(seeds) >= set(derive_seeds(config, seed))
     asked = [s for s in whole if s in shapes]
     if len(asked) < len(whole):
         missing.append(f"{len(asked)} of {len(whole)} shapes")
@@ -138,18 +138,20 @@ def plan(
     if seed is None or not draws:
         missing.append(NOTHING_DRAWN)
     else:
-        drawn = draw(config, problem, fmt, seed, rung=rung, emulated=emulated)
-        long = draw_long(config, problem, fmt, seed, rung=rung, known=drawn)
+        drawn = draw_shapes(config, problem, fmt, seed, rung=rung, emulated=emulated)
+        long = draw_long_shapes(config, problem, fmt, seed, rung=rung, known=drawn)
         drawn = [*drawn[: len(drawn) - len(long)], *long] if emulated else [*drawn, *long]
         for shape, variant in _assign_variants(config, problem, shapes, drawn, small, long, seed, emulated):
-            cells.append(Cell(shape, seed, variant, drawn=True, new_shape=shape in drawn))
-        cells += [Cell(shape, seed, drawn=True, new_shape=True) for shape in drawn]
+            cells.append(CasePlan(shape, seed, variant, drawn=True, new_shape=shape in drawn))
+        cells += [CasePlan(shape, seed, drawn=True, new_shape=True) for shape in drawn]
     examined = frozenset(shape.name for shape in (*added, *drawn))
     smallest = min(drawn, key=lambda shape: _size(shape.dims, config.drawing), default=small)
     limit = _size(small.dims, config.drawing)
     few = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
     also = list({shape.name: shape for shape in (small, *few, *long)}.values())
-    return Plan(tuple(cells), tuple(whole), small, tuple(also), examined, tuple(drawn), seed, tuple(missing), secret)
+    return CheckPlan(
+        tuple(cells), tuple(whole), small, tuple(also), examined, tuple(drawn), seed, tuple(missing), secret
+    )
 
 
 def _assign_variants(
@@ -206,7 +208,7 @@ def _is_odd(shape: Shape, config: TaskConfig) -> bool:
     return any(size > _WARP and size % _WARP for size in _sized(shape, config).values())
 
 
-def draw_long(
+def draw_long_shapes(
     config: TaskConfig, problem: Problem, fmt: str, seed: int, *, rung: Rung | None, known: Sequence[Shape]
 ) -> list[Shape]:
     """Draw a shape for each dimension with a long range: as long as the emulator's limit allows, and not a warp's.
@@ -262,7 +264,7 @@ def _drawn_shape(dims: dict[str, int]) -> Shape:
     return Shape(name=f"{DRAWN}{name}", dims=dims, purpose="drawn at run time")
 
 
-def draw(
+def draw_shapes(
     config: TaskConfig, problem: Problem, fmt: str, seed: int, *, rung: Rung | None, emulated: bool
 ) -> list[Shape]:
     """Shapes within the task's ranges, the same ones for the same seed; none where the task declares no ranges.

@@ -9,7 +9,7 @@ from pathlib import Path
 from greenfast.judge.record_schema import SolutionSource
 from greenfast.judge.solution.family import DeclaredFamily, RemoteFamily
 from greenfast.judge.solution.files import private_copy, solution_files
-from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.judge.task import Budget, Rung, TaskConfig
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
@@ -22,7 +22,7 @@ _ANY_STATE = 1 << 40
 
 
 @dataclass(frozen=True)
-class Entrant:
+class Implementation:
     """What takes part under a role.
 
     asked: the rung whose budget, kernel error and required speedup it answers to; for a solution, what the task asks
@@ -35,7 +35,7 @@ class Entrant:
     family: Family
     asked: Rung
     rung: Rung | None = None
-    found: FoundSolution | None = None
+    found: ResolvedSolution | None = None
     source: SolutionSource | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     sandbox: tuple[str, ...] = ()
@@ -48,29 +48,31 @@ class Entrant:
         return text.replace(str(self.found.folder), str(self.found.where.parent.resolve()))
 
 
-def rung_of(config: TaskConfig, variant: Variant) -> Rung:
+def find_rung(config: TaskConfig, variant: Variant) -> Rung:
     """The rung that a variant answers to: its own, or the task's default candidate for toggles that are not a rung."""
     names = {rung.name for rung in config.rungs}
     return config.rung(variant.name if variant.name in names else config.defaults.candidate)
 
 
-def rung_entrant(config: TaskConfig, family: Family, variant: Variant) -> Entrant:
-    """The entrant of a task's variant. Raises UsageError for a task without rungs."""
+def build_rung_implementation(config: TaskConfig, family: Family, variant: Variant) -> Implementation:
+    """Build the implementation of a variant of the task. Raises UsageError for a task without rungs."""
     rung = next((r for r in config.rungs if r.name == variant.name), None)
-    return Entrant(variant, family, rung_of(config, variant), rung, sandbox=tuple(getattr(family, "sandbox", ())))
+    return Implementation(
+        variant, family, find_rung(config, variant), rung, sandbox=tuple(getattr(family, "sandbox", ()))
+    )
 
 
-def solution_entrant(
+def build_solution_implementation(
     config: TaskConfig,
-    found: FoundSolution,
+    found: ResolvedSolution,
     target: Target,
     problem: Problem | None = None,
     gpu: int | None = None,
     *,
     is_reference: bool = False,
     results: Path | None = None,
-) -> Entrant:
-    """The entrant of a solution; starts its process where it brings code. Raises UsageError and SolutionError.
+) -> Implementation:
+    """Build the implementation of a solution. Start its process if it brings code. Raises UsageError and SolutionError.
 
     problem: the task's, whose buffers Python code is told of. gpu: the one that a callable is captured on.
     is_reference: whether others are compared with it; what it keeps from launch to launch is then its own gain.
@@ -101,7 +103,9 @@ def solution_entrant(
         kernel_error=asked.kernel_error,
     )
     variant = Variant(solution.name, tuple(solution.toggles.items()))
-    return Entrant(variant, family, demands, found=judged, source=source, files=files, sandbox=tuple(family.sandbox))
+    return Implementation(
+        variant, family, demands, found=judged, source=source, files=files, sandbox=tuple(family.sandbox)
+    )
 
 
 def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:

@@ -14,10 +14,10 @@ from greenfast.judge.gates.correctness import CorrectnessOutcome
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.implementation import Entrant, rung_entrant
+from greenfast.judge.implementation import Implementation, build_rung_implementation
 from greenfast.judge.pending_operations import check_awaited
 from greenfast.judge.record_schema import GATES, Build, GateResult, Limits, Side, Status, TimingRow, status_of
-from greenfast.judge.request import Observer, Request
+from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.task import KernelErrorGate
 from greenfast.judge.variant import Variant
 from greenfast.spec.problem import least_work
@@ -34,15 +34,17 @@ def pending(gate: str, reason: str) -> GateResult:
 class GateRun:
     """One pass through the gates over the variants of each role; every gate's result is kept and shown as it ends."""
 
-    def __init__(self, request: Request, entrants: Mapping[str, Entrant | Variant], observer: Observer) -> None:
-        """By role, what takes part: an entrant, or a variant of the task."""
+    def __init__(
+        self, request: Request, implementations: Mapping[str, Implementation | Variant], observer: ProgressListener
+    ) -> None:
+        """By role, what takes part: an implementation, or a variant of the task."""
         self.request = request
         task = request.task
-        self.entrants = {
-            role: e if isinstance(e, Entrant) else rung_entrant(task.config, task.family, e)
-            for role, e in entrants.items()
+        self.implementations = {
+            role: e if isinstance(e, Implementation) else build_rung_implementation(task.config, task.family, e)
+            for role, e in implementations.items()
         }
-        self.variants = {role: entrant.variant for role, entrant in self.entrants.items()}
+        self.variants = {role: implementation.variant for role, implementation in self.implementations.items()}
         self.created = now()
         self.gates: list[GateResult] = []
         self.sides: list[BuiltSide] = []
@@ -71,13 +73,15 @@ class GateRun:
         """
         request = self.request
         examined = request.exam.examined if request.exam else ()
-        result, self.sides = build.check(self.entrants, request.format, request.built_shapes, request.target, examined)
+        result, self.sides = build.check(
+            self.implementations, request.format, request.built_shapes, request.target, examined
+        )
         if self.add(result).status != "PASS":
             why = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
             for gate in list(GATES)[1:]:
                 self.add(pending(gate, why))
             return False
-        asked = {role: entrant.asked for role, entrant in self.entrants.items()}
+        asked = {role: implementation.asked for role, implementation in self.implementations.items()}
         self.add(resources.check(self.sides, asked, request.built_shapes))
         reason = request.cannot_run() or self._cannot_run()
         if reason:
@@ -96,7 +100,7 @@ class GateRun:
             emulated=self._emulated(),
             memory=self._memory_checks(),
             check_awaited=check_awaited,
-            own=next((role for role, entrant in self.entrants.items() if entrant.is_own), None),
+            own=next((role for role, implementation in self.implementations.items() if implementation.is_own), None),
         )
         if self.add(result).status != "PASS":
             self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
@@ -121,7 +125,7 @@ class GateRun:
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
         """The kernel-error gates of the roles whose rungs define one."""
-        asked = {role: entrant.asked.kernel_error for role, entrant in self.entrants.items()}
+        asked = {role: implementation.asked.kernel_error for role, implementation in self.implementations.items()}
         return {role: gate for role, gate in asked.items() if gate is not None}
 
     def _cannot_run(self) -> str | None:
@@ -141,8 +145,8 @@ class GateRun:
 
     def side(self, role: str, timing: list[TimingRow]) -> Side:
         """All that was found out about a role's variant."""
-        entrant, built = self.entrants[role], self.built(role)
-        variant = entrant.variant
+        implementation, built = self.implementations[role], self.built(role)
+        variant = implementation.variant
         return Side(
             variant=variant.name,
             toggles=variant.values,
@@ -151,8 +155,8 @@ class GateRun:
             timing=timing,
             counts=self.correctness.counts.get(role, {}),
             limits=self._limits(role),
-            solution=entrant.source,
-            sandbox=list(entrant.sandbox),
+            solution=implementation.source,
+            sandbox=list(implementation.sandbox),
         )
 
     def _limits(self, role: str) -> dict[str, Limits]:

@@ -13,7 +13,7 @@ import nvtx
 
 from greenfast.device.gpu import Gpu
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.implementation import rung_entrant, solution_entrant
+from greenfast.judge.implementation import build_rung_implementation, build_solution_implementation
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import load
@@ -28,11 +28,11 @@ def main(text: str) -> None:
     target = Target.parse(job["arch"])
     if job["solution"]:
         found = find_solution(Path(job["solution"]))
-        entrant = solution_entrant(task.config, found, target, task.problem, job["ordinal"])
+        implementation = build_solution_implementation(task.config, found, target, task.problem, job["ordinal"])
     else:
-        entrant = rung_entrant(task.config, task.family, task.config.toggle_variant(job["toggles"]))
+        implementation = build_rung_implementation(task.config, task.family, task.config.toggle_variant(job["toggles"]))
     with nvtx.annotate("build"):
-        side = build_side("profiled", entrant.family, entrant.variant, job["format"], [shape], target)
+        side = build_side("profiled", implementation.family, implementation.variant, job["format"], [shape], target)
     with nvtx.annotate("inputs"):
         case = task.problem.make_case(shape.dims, job["seed"], job["format"])
     with nvtx.annotate("upload"):

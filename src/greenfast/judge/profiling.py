@@ -13,10 +13,10 @@ from greenfast.device.python_process import environment, isolated, module_path
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.sides import CANDIDATE, build_side
-from greenfast.judge.implementation import Entrant, rung_entrant
+from greenfast.judge.implementation import Implementation, build_rung_implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import PhaseRecord
-from greenfast.judge.request import Request, Unwatched
+from greenfast.judge.request import NullListener, Request
 from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
@@ -36,7 +36,7 @@ def ncu() -> str | None:
 
 def take_profile(
     request: Request,
-    entrant: Entrant | Variant,
+    implementation: Implementation | Variant,
     shape: Shape,
     seed: int,
     stamp: str,
@@ -52,13 +52,13 @@ def take_profile(
     tool = ncu()
     if tool is None:
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
-    if isinstance(entrant, Variant):
-        entrant = rung_entrant(request.task.config, request.task.family, entrant)
-    program = program_of(entrant.family, entrant.variant.values, request.format, shape.dims)
+    if isinstance(implementation, Variant):
+        implementation = build_rung_implementation(request.task.config, request.task.family, implementation)
+    program = program_of(implementation.family, implementation.variant.values, request.format, shape.dims)
     job = {
         "task": str(request.task.folder),
-        "solution": str(entrant.found.folder / entrant.found.where.name) if entrant.found else "",
-        "toggles": entrant.variant.values,
+        "solution": str(implementation.found.folder / implementation.found.where.name) if implementation.found else "",
+        "toggles": implementation.variant.values,
         "shape": shape.name,
         "seed": seed,
         "format": request.format,
@@ -93,11 +93,11 @@ def take_profile(
         return publish() / PROFILE_NAME
 
 
-def profile_candidate(request: Request, entrant: Entrant, stamp: str) -> tuple[list[str], str]:
-    """Profile an entrant on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
+def profile_candidate(request: Request, implementation: Implementation, stamp: str) -> tuple[list[str], str]:
+    """Profile an implementation on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
     gated = [s for s in request.shapes if s.name in request.task.config.timing.gate_shapes] or request.shapes
     try:
-        path = take_profile(request, entrant, gated[0], request.seeds[0], stamp)
+        path = take_profile(request, implementation, gated[0], request.seeds[0], stamp)
     except MachineError as e:
         return [], str(e)
     return [str(path.relative_to(request.out))], ""
@@ -117,7 +117,7 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     family, problem = request.task.family, request.task.problem
-    run = GateRun(request, {CANDIDATE: variant}, Unwatched())
+    run = GateRun(request, {CANDIDATE: variant}, NullListener())
     side = build_side(CANDIDATE, family, variant, request.format, request.shapes, request.target, instrumented=True)
     cycles: dict[str, dict[str, float]] = {}
     counts: dict[str, dict[str, KernelCounts]] = {}

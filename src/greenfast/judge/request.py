@@ -11,7 +11,7 @@ import msgspec
 
 from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.check_plan import Cell, Plan, exam_seeds, new_seed, plan, shapes_of
+from greenfast.judge.check_plan import CasePlan, CheckPlan, build_check_plan, derive_seeds, draw_seed, select_shapes
 from greenfast.judge.environment import choose_device, choose_target, device_info
 from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.record_schema import GateResult
@@ -23,7 +23,7 @@ from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import NORMAL
 
 
-class Observer(Protocol):
+class ProgressListener(Protocol):
     """Whoever watches a run."""
 
     def gate(self, result: GateResult) -> None:
@@ -33,7 +33,7 @@ class Observer(Protocol):
         """A gate is ``share`` (0 to 1) done and now at ``text``."""
 
 
-class Unwatched:
+class NullListener:
     """An observer that does not look."""
 
     def gate(self, result: GateResult) -> None:
@@ -48,7 +48,7 @@ class Request:
     """The choices that every run shares; the variants are the verb's own.
 
     shapes, seeds: which are timed, and without an exam also which CORRECTNESS asks.
-    exam: what CORRECTNESS asks (see ``examined``); None for a run that decides nothing.
+    exam: what CORRECTNESS asks (see ``add_check_plan``); None for a run that decides nothing.
     """
 
     task: LoadedTask
@@ -62,17 +62,17 @@ class Request:
     timeout_s: float
     out: Path
     command: str
-    exam: Plan | None = None
+    exam: CheckPlan | None = None
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[CasePlan, ...]:
         """The cases that CORRECTNESS asks; where kernels are timed, also all that timing takes inputs from."""
-        asked = self.exam.cells if self.exam else tuple(Cell(s, n) for s in self.shapes for n in self.seeds)
+        asked = self.exam.cells if self.exam else tuple(CasePlan(s, n) for s in self.shapes for n in self.seeds)
         if self.cannot_time():
             return asked
         have = {(cell.shape.name, cell.seed) for cell in asked if cell.variant == NORMAL}
         own = self.task.config.seeds
-        timed = [Cell(s, n, drawn=n not in own) for s in self.shapes for n in timed_seeds(self.seeds)]
+        timed = [CasePlan(s, n, drawn=n not in own) for s in self.shapes for n in timed_seeds(self.seeds)]
         return (*asked, *(cell for cell in timed if (cell.shape.name, cell.seed) not in have))
 
     @property
@@ -185,7 +185,7 @@ def make_request(
     )
 
 
-def examined(
+def add_check_plan(
     request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None, public: bool | None = None
 ) -> Request:
     """Return the request with its exam: the whole one on a GPU; on the emulator what it can run in some minutes.
@@ -202,15 +202,15 @@ def examined(
     runs, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
     before = request.shapes
     if not chosen and runs and not emulated:
-        request = replace(request, shapes=shapes_of(config, rung))
-    whole = not chosen or all(shape in request.shapes for shape in shapes_of(config, rung))
+        request = replace(request, shapes=select_shapes(config, rung))
+    whole = not chosen or all(shape in request.shapes for shape in select_shapes(config, rung))
     draws, secret = whole or seed is not None, seed is None and not public
     if seed is None and runs and (whole or not public):
-        seed = new_seed()
+        seed = draw_seed()
         request = replace(request, command=f"{request.command} --exam-seed {seed}")
     if seed is not None and not public:
-        request = replace(request, seeds=exam_seeds(config, seed))
-    asked = plan(
+        request = replace(request, seeds=derive_seeds(config, seed))
+    asked = build_check_plan(
         config,
         request.task.problem,
         request.format,
@@ -226,7 +226,7 @@ def examined(
     return replace(request, exam=asked)
 
 
-def leaves_out(request: Request) -> bool:
+def is_partial(request: Request) -> bool:
     """Return whether the request has less than what this device is asked without ``--shapes`` and ``--seeds``.
 
     The emulator is asked the default shapes, which may not be all of the task's.

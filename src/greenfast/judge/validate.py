@@ -15,14 +15,14 @@ from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates import evidence, performance
 from greenfast.judge.gates.performance import PerformanceOutcome
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
-from greenfast.judge.implementation import Entrant
+from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
 from greenfast.judge.record_schema import CorrectnessRow, Exam, GateResult, Quote, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
-from greenfast.judge.request import Observer, Request
+from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
 from greenfast.judge.task import Rung
 from greenfast.judge.timing.speedup import AGAIN
@@ -46,9 +46,9 @@ class Outcome:
 
 def validate(
     request: Request,
-    baseline: Entrant | Variant,
-    candidate: Entrant | Variant,
-    observer: Observer,
+    baseline: Implementation | Variant,
+    candidate: Implementation | Variant,
+    observer: ProgressListener,
     *,
     required: float | None = None,
     profile: bool = True,
@@ -65,7 +65,7 @@ def validate(
     check_writable(parent)
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
-    required = required or run.entrants[CANDIDATE].asked.required_speedup
+    required = required or run.implementations[CANDIDATE].asked.required_speedup
     quoted: Quote | None = None
 
     def untimed(reason: str) -> GateResult:
@@ -158,7 +158,7 @@ def _evidence(run: GateRun, profile: bool) -> None:
     files: list[str] = []
     if note is None:
         run.progress("EVIDENCE")(0.5, "Nsight Compute")
-        files, note = profile_candidate(request, run.entrants[CANDIDATE], run.stamp)
+        files, note = profile_candidate(request, run.implementations[CANDIDATE], run.stamp)
     result.checks.append(evidence.profile_check(files, note))
     run.add(result)
 
@@ -169,7 +169,7 @@ def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     No rung for a solution, and for toggles that do not belong to one.
     """
     request, config = run.request, run.request.task.config
-    rung = run.entrants[CANDIDATE].rung
+    rung = run.implementations[CANDIDATE].rung
     if rung is None or rung.after is None:
         return rung, None
     before = config.rung_variant(config.rung(rung.after))
@@ -196,7 +196,7 @@ def _write(record: Record, parent: Path, run: GateRun) -> Path:
             for name, content in side_files(record, side).items():
                 (folder / name).write_text(to_json(content), encoding="utf-8")
         for folder, role in ((work, CANDIDATE), (work / BASELINE, BASELINE)):
-            for name, data in run.entrants[role].files.items():
+            for name, data in run.implementations[role].files.items():
                 path = folder / SOURCES / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)

@@ -20,7 +20,7 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
-from greenfast.judge.formats.importers import given_problem, given_solution
+from greenfast.judge.formats.importers import import_problem, import_solution
 from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
@@ -239,12 +239,12 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
 
 def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:
     problem = data_set(tmp_path / "set", named(SCALED, name="solution-mine_v1"), workload(3))
-    folder = Path(given_problem(str(problem), tmp_path))
+    folder = Path(import_problem(str(problem), tmp_path))
     path = tmp_path / "mine.json"
     more = {"path": "problem.py", "content": "1 / 0"}
     for sources in ([*solution()["sources"], more], solution()["sources"]):
         path.write_text(json.dumps({**solution(), "definition": "solution-mine_v1", "sources": sources}))
-        made = given_solution(path, folder, tmp_path)
+        made = import_solution(path, folder, tmp_path)
     assert "1 / 0" not in (folder / "problem.py").read_text()
     assert sorted(file.name for file in made.iterdir()) == ["main.py", "solution.json"]
 

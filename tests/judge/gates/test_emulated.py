@@ -12,12 +12,12 @@ import pytest
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.emulated import EmulatedRuns
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.implementation import solution_entrant
+from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.record_schema import Record
-from greenfast.judge.request import Request, examined
+from greenfast.judge.request import Request, add_check_plan
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate
@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: typ
 def test_a_short_limit_for_the_gpu_is_not_the_emulators(tmp_path: Path) -> None:
     """Late, it would say nothing of the kernel, whose fault it takes the emulator to see."""
     asked = request(tmp_path, task=doubling(), shapes=("tail",), fmt="fp32")
-    asked = replace(asked, timeout_s=0.05, ordinal=0, exam=asked.exam or examined(asked, None, chosen=True).exam)
+    asked = replace(asked, timeout_s=0.05, ordinal=0, exam=asked.exam or add_check_plan(asked, None, chosen=True).exam)
     config, family = asked.task.config, asked.task.family
     side = build_side("candidate", family, config.variant("stale_shared"), "fp32", asked.shapes, asked.target)
     case = asked.task.problem.make_case(config.shape("tail").dims, 0, "fp32")
@@ -100,7 +100,7 @@ class Late(Worker):
 def test_of_a_slow_case_some_blocks_run() -> None:
     """A fault in the last of many blocks is found; without one it says what ran, and that it was not all."""
     task, target = doubling(), Target("sm_90a")
-    cell = Cell(Shape(name="large", dims={"N": 300_001}), 0)
+    cell = CasePlan(Shape(name="large", dims={"N": 300_001}), 0)
     sides = []
     solutions = {
         "baseline": "honest/plain.cu",
@@ -109,8 +109,8 @@ def test_of_a_slow_case_some_blocks_run() -> None:
     }
     for role, path in solutions.items():
         found = find_solution(FOLDER / path)
-        entrant = solution_entrant(task.config, found, target, task.problem)
-        sides.append(build_side(role, entrant.family, entrant.variant, "fp32", [cell.shape], target))
+        implementation = build_solution_implementation(task.config, found, target, task.problem)
+        sides.append(build_side(role, implementation.family, implementation.variant, "fp32", [cell.shape], target))
     with EmulatedRuns(sides, [cell], Late) as runs:
         runs.start(cell, task.problem.make_case(cell.shape.dims, 0, "fp32"))
         results = runs.results()
@@ -126,11 +126,11 @@ def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
     """Reads whole units of 16 bytes: of 4,000 bytes all is right. After the fault the side runs no further."""
     task, target = doubling(), Target("sm_90a")
     found = find_solution(FOLDER / "memory" / "bulk_copy_rounded_up.cu")
-    entrant = solution_entrant(task.config, found, target, task.problem)
-    cells = [Cell(task.config.shape("tail"), 0)]
-    cells += [Cell(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, drawn=True) for n in (1, 2)]
+    implementation = build_solution_implementation(task.config, found, target, task.problem)
+    cells = [CasePlan(task.config.shape("tail"), 0)]
+    cells += [CasePlan(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, drawn=True) for n in (1, 2)]
     shapes = [cell.shape for cell in cells]
-    side = build_side("candidate", entrant.family, entrant.variant, "fp32", shapes, target)
+    side = build_side("candidate", implementation.family, implementation.variant, "fp32", shapes, target)
     with EmulatedRuns([side], cells, lambda: Worker(timeout_s=60, make_session=EmulatorSession)) as runs:
         for cell in cells:
             runs.start(cell, task.problem.make_case(cell.shape.dims, cell.seed, "fp32"))

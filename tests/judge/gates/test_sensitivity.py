@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.formats.defined import unit_of_outputs
 from greenfast.judge.gates.correctness import check
 from greenfast.judge.gates.sensitivity import find_dropped
@@ -161,7 +161,7 @@ def judged(
         executable=lambda name: SimpleNamespace(workspaces={}),
     )  # fmt: skip
     gates = FormatGates(error=ErrorGate(**OPEN), kernel_error=KernelErrorGate(relative_error=1e300))
-    cells = [Cell(shape, 2**40 + n, drawn=True) for n in range(seeds)]
+    cells = [CasePlan(shape, 2**40 + n, drawn=True) for n in range(seeds)]
     make_worker: Any = Worker
     return check([side], cast(Any, problem), cells, "f", gates, {}, make_worker, lambda share, text: None)[0]
 

@@ -12,8 +12,8 @@ import pytest
 
 from greenfast.device.executable import Executable
 from greenfast.device.session import RunResult
-from greenfast.judge.baseline import reference_entrant
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.baseline import load_baseline
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.correctness import check
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
@@ -62,7 +62,7 @@ def passed(problem: Problem, own: str | None, *, baseline: Sequence[int], candid
         def close(self) -> None:
             """There is no process."""
 
-    cell = Cell(Shape(name="one", dims={"N": N}), 0)
+    cell = CasePlan(Shape(name="one", dims={"N": N}), 0)
     make: Any = Runs
     _, outcome = check(sides, problem, [cell], "float", GATES, {}, make, lambda *_: None, own=own)
     return [outcome.rows[role][0].passed for role in ("baseline", "candidate")]
@@ -99,9 +99,9 @@ def test_the_tasks_own_reference_is_not_a_folder_of_its_name(tmp_path: Path, mon
         seen.append(path)
         raise LookupError
 
-    monkeypatch.setattr("greenfast.judge.baseline.given_solution", found)
+    monkeypatch.setattr("greenfast.judge.baseline.import_solution", found)
     config = SimpleNamespace(rungs=[], defaults=SimpleNamespace(baseline="reference"))
     request: Any = SimpleNamespace(task=SimpleNamespace(config=config, folder=tmp_path / "task"), out=tmp_path)
     with pytest.raises(LookupError):
-        reference_entrant(request, "reference")
+        load_baseline(request, "reference")
     assert seen == [tmp_path / "task" / "reference"]

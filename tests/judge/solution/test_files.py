@@ -10,7 +10,7 @@ import pytest
 
 from greenfast.judge.gates import build
 from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.implementation import Entrant, solution_entrant
+from greenfast.judge.implementation import Implementation, build_solution_implementation
 from greenfast.judge.solution.files import solution_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.arch import Target
@@ -59,36 +59,36 @@ def family(folder: Path, factor: int) -> Path:
     return folder
 
 
-def entrant(path: Path) -> Entrant:
-    return solution_entrant(TASK.config, find_solution(path), TARGET, TASK.problem)
+def implementation(path: Path) -> Implementation:
+    return build_solution_implementation(TASK.config, find_solution(path), TARGET, TASK.problem)
 
 
 def files(path: Path) -> dict[str, bytes]:
     return solution_files(find_solution(path))
 
 
-def program(made: Entrant) -> Program:
+def program(made: Implementation) -> Program:
     rendered = made.family.program(made.variant.values, "fp32", {"N": 5})  # type: ignore[attr-defined]
     assert isinstance(rendered, Program)
     return rendered
 
 
-def sha256(made: Entrant) -> str:
+def sha256(made: Implementation) -> str:
     assert made.source is not None
     return made.source.sha256
 
 
-def ptx(made: Entrant) -> str:
+def ptx(made: Implementation) -> str:
     result, (side,) = build.check({CANDIDATE: made}, "fp32", [TASK.config.shape("even")], TARGET)
     assert result.status == "PASS"
     return side.distinct[0][1].ptx
 
 
 def test_a_header_and_a_source_that_change_after_they_were_read_are_judged_as_read(tmp_path: Path) -> None:
-    made = entrant(cuda(tmp_path / "mine"))
+    made = implementation(cuda(tmp_path / "mine"))
     for name in ("kernel.cu", "factor.cuh"):
         (tmp_path / "mine" / name).write_text("#error changed\n")
-    assert ptx(made) == ptx(entrant(cuda(tmp_path / "another")))
+    assert ptx(made) == ptx(implementation(cuda(tmp_path / "another")))
     assert made.files["factor.cuh"] == b"#define FACTOR 2.0f\n"
     assert program(made).steps[0].kernel.source == KERNEL
 
@@ -101,7 +101,7 @@ def test_the_config_that_is_kept_is_the_one_that_was_read(tmp_path: Path) -> Non
 
 
 def test_code_that_changes_after_it_was_read_is_judged_as_read(tmp_path: Path) -> None:
-    made = entrant(family(tmp_path / "mine", 2))
+    made = implementation(family(tmp_path / "mine", 2))
     (tmp_path / "mine" / "weights" / "factor.bin").write_bytes(b"\x03")
     assert program(made).steps[0].kernel.source.startswith("#define FACTOR 2.0f")
     assert made.files["weights/factor.bin"] == b"\x02"
@@ -123,11 +123,11 @@ def test_code_reads_nothing_next_to_it_that_is_not_in_its_digest(tmp_path: Path)
     (hidden / "family.py").write_text((hidden / "family.py").read_text().replace('"weights"', '".weights"'))
     for path in (alone, hidden):
         with pytest.raises(SolutionError, match=r"FileNotFoundError.*factor\.bin"):
-            program(entrant(path))
+            program(implementation(path))
 
 
 def test_the_copy_goes_with_what_takes_part(tmp_path: Path) -> None:
-    made = entrant(cuda(tmp_path / "mine"))
+    made = implementation(cuda(tmp_path / "mine"))
     assert made.found is not None
     folder = made.found.folder
     assert {path.name for path in folder.iterdir()} == {"solution.json", "kernel.cu", "factor.cuh"}
@@ -136,9 +136,9 @@ def test_the_copy_goes_with_what_takes_part(tmp_path: Path) -> None:
 
 
 def test_a_message_of_the_compiler_names_the_users_file(tmp_path: Path) -> None:
-    made = entrant(cuda(tmp_path / "mine"))
+    made = implementation(cuda(tmp_path / "mine"))
     (tmp_path / "mine" / "factor.cuh").write_text("#error what\n")
-    broken = entrant(tmp_path / "mine")
+    broken = implementation(tmp_path / "mine")
     result, _ = build.check({CANDIDATE: broken}, "fp32", [TASK.config.shape("even")], TARGET)
     assert f"\n{tmp_path / 'mine' / 'factor.cuh'}(1): " in result.reasons[0]
     assert "#error directive: what" in result.reasons[0]
@@ -153,7 +153,7 @@ def test_every_way_to_include_a_file_is_followed(tmp_path: Path, text: str) -> N
     folder = cuda(tmp_path / "mine")
     (folder / "factor.cuh").write_text(text)
     (folder / "other.cuh").write_text("#define FACTOR 2.0f\n")
-    made = entrant(folder)
+    made = implementation(folder)
     assert made.files["other.cuh"] == b"#define FACTOR 2.0f\n"
     ptx(made)
 

@@ -25,7 +25,7 @@ from greenfast.spec.errors import UsageError
 CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 
 
-def given_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
+def import_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
     """A task's name or folder: ``asked`` itself, or the folder that a foreign problem is converted to, below ``out``.
 
     Raises UsageError for a problem that cannot be judged, and for workloads of a problem that takes none.
@@ -41,7 +41,7 @@ def given_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
     return asked
 
 
-def given_solution(path: Path, problem: Path, out: Path) -> Path:
+def import_solution(path: Path, problem: Path, out: Path) -> Path:
     """A solution's path: ``path`` itself, or the folder that a foreign one is converted to.
 
     problem: the folder of the task that it is judged by. Raises UsageError where the two do not belong together.

@@ -1,4 +1,4 @@
-"""BUILD: every entrant compiles for the target, and a GPU of the target can launch what was compiled."""
+"""BUILD: every implementation compiles for the target, and a GPU of the target can launch what was compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
 from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
-from greenfast.judge.implementation import Entrant
+from greenfast.judge.implementation import Implementation
 from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Shape
 from greenfast.spec.arch import Target
@@ -16,36 +16,36 @@ from greenfast.spec.limits import launch_faults
 
 
 def check(
-    entrants: Mapping[str, Entrant],
+    implementations: Mapping[str, Implementation],
     fmt: str,
     shapes: Sequence[Shape],
     target: Target,
     examined: Collection[str] = (),
 ) -> tuple[GateResult, list[BuiltSide]]:
-    """Compile each role's entrant; returns the sides that can be launched, in order.
+    """Compile each role's implementation; returns the sides that can be launched, in order.
 
-    PENDING where what an entrant's language needs is not here, as a GPU for a callable.
+    PENDING where what an implementation's language needs is not here, as a GPU for a callable.
 
     examined: the names of shapes that no option or default names and the exam asks. A candidate must compute them; a
     baseline need not, and is then compared on those that it computes.
-    Raises UsageError for an entrant that refuses any other shape.
+    Raises UsageError for an implementation that refuses any other shape.
     """
     sides: list[BuiltSide] = []
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
     absent: list[str] = []
-    for role, entrant in entrants.items():
-        variant = entrant.variant
+    for role, implementation in implementations.items():
+        variant = implementation.variant
         what = f"{role} {variant.name}"
         refused: dict[str, str] = {}
         try:
-            side = build_side(role, entrant.family, variant, fmt, shapes, target, refused=refused)
+            side = build_side(role, implementation.family, variant, fmt, shapes, target, refused=refused)
             for _, kernel in side.distinct:
                 if kernel.source.language == "cubin":
                     check_code(kernel)
         except CompileError as e:
             checks.append((what, "compiles", "does not compile", "FAIL"))
-            reasons.append(entrant.named(str(e)))
+            reasons.append(implementation.named(str(e)))
             continue
         except AbsentError as e:
             checks.append((what, "compiles", "not here", "PENDING"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from greenfast.device.session import RunResult, output_digest
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
@@ -98,7 +98,7 @@ class CorrectnessOutcome:
 def check(
     sides: Sequence[BuiltSide],
     problem: Problem,
-    cells: Sequence[Cell],
+    cells: Sequence[CasePlan],
     fmt: str,
     gates: FormatGates,
     own_gates: Mapping[str, KernelErrorGate],
@@ -139,7 +139,7 @@ def check(
         inputs: dict[tuple[str, int, str], str] = {}
         others: dict[str, tuple[str, NDArray[np.float64]]] = {}
         shown: set[str] = set()
-        seen: dict[int, tuple[Cell, Case, References, NDArray[np.float64] | None]] = {}
+        seen: dict[int, tuple[CasePlan, Case, References, NDArray[np.float64] | None]] = {}
         _require_same_inputs(problem, cells[0], fmt)
         for done, cell in enumerate(cells):
             progress(done / len(cells), str(cell))
@@ -200,7 +200,7 @@ def check(
 
 
 def _ran(
-    worker: Worker, side: BuiltSide, cell: Cell, case: Case, broken: WorkerError | None, memory: MemoryChecks | None
+    worker: Worker, side: BuiltSide, cell: CasePlan, case: Case, broken: WorkerError | None, memory: MemoryChecks | None
 ) -> RunResult | WorkerError:
     """Run a case in a side's process, and check its memory; broken: why the process is not used further."""
     if broken is not None:
@@ -214,7 +214,7 @@ def _ran(
     return result
 
 
-def _require_same_inputs(problem: Problem, cell: Cell, fmt: str) -> None:
+def _require_same_inputs(problem: Problem, cell: CasePlan, fmt: str) -> None:
     """The references are of what make_case gives when it is asked again."""
     first, again = (case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant).digest for _ in range(2))
     if first != again:
@@ -223,7 +223,7 @@ def _require_same_inputs(problem: Problem, cell: Cell, fmt: str) -> None:
         )
 
 
-def _require_other_inputs(seen: dict[tuple[str, int, str], str], cell: Cell, case: Case) -> None:
+def _require_other_inputs(seen: dict[tuple[str, int, str], str], cell: CasePlan, case: Case) -> None:
     """A variant whose inputs are the normal ones asks nothing."""
     if not case.inputs or (cell.variant == NORMAL and not cell.drawn):
         return
@@ -255,7 +255,7 @@ class _Checked:
     def row(
         self,
         role: str,
-        cell: Cell,
+        cell: CasePlan,
         case: Case,
         references: References,
         result: RunResult | WorkerError,
@@ -284,7 +284,7 @@ class _Checked:
 
     def settle(
         self,
-        cell: Cell,
+        cell: CasePlan,
         case: Case,
         references: References,
         other: NDArray[np.float64] | None,
@@ -315,7 +315,9 @@ class _Checked:
                 outcome.constant[cell.shape.name] = name if same and outcome.constant.get(cell.shape.name, name) else ""
         return references
 
-    def _trivial(self, cell: Cell, case: Case, references: References, other: NDArray[np.float64] | None) -> list[str]:
+    def _trivial(
+        self, cell: CasePlan, case: Case, references: References, other: NDArray[np.float64] | None
+    ) -> list[str]:
         """Name the answers that compute nothing and pass; of each output alone too, the others being right."""
         gate = self.gates.error_for(cell.shape.dims)
         kernel_gates = [self.gates.kernel_error, *self.own_gates.values()]
@@ -337,7 +339,7 @@ class _Checked:
     def require_shown(
         self,
         role: str,
-        cell: Cell,
+        cell: CasePlan,
         case: Case,
         references: References,
         result: RunResult,
@@ -369,7 +371,7 @@ class _Checked:
 
 
 def _note_noise(
-    outcome: CorrectnessOutcome, cell: Cell, references: References, values: NDArray[np.float64] | None
+    outcome: CorrectnessOutcome, cell: CasePlan, references: References, values: NDArray[np.float64] | None
 ) -> None:
     """Note a shape whose own reference, run here, is beyond the relative bound that was to be used."""
     shape = cell.shape.name
@@ -391,7 +393,7 @@ def _odd_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
 
 
 def _row(
-    cell: Cell,
+    cell: CasePlan,
     case: Case,
     references: References,
     gate: ErrorGate,
@@ -464,7 +466,7 @@ class _Values:
 
 
 def _measure(
-    cell: Cell,
+    cell: CasePlan,
     references: References,
     gate: ErrorGate,
     kernel_gate: KernelErrorGate,
@@ -494,7 +496,7 @@ def _measure(
     return _Values(error, kernel_error, bound_ratio, held)
 
 
-def _judged_errors(cell: Cell, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
+def _judged_errors(cell: CasePlan, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
     """Return which limits on the error against the unquantized reference apply to a case.
 
     They are the task's for its own shapes and seeds. With a secret seed, the format alone may come close to one of them

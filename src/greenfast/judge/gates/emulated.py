@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.spec.problem import Case
 
@@ -28,7 +28,9 @@ class EmulatedRuns:
     a case takes too long, a few blocks run by themselves: a fault of theirs counts.
     """
 
-    def __init__(self, sides: Sequence[BuiltSide], cells: Sequence[Cell], make_worker: Callable[[], Worker]) -> None:
+    def __init__(
+        self, sides: Sequence[BuiltSide], cells: Sequence[CasePlan], make_worker: Callable[[], Worker]
+    ) -> None:
         self.cells = tuple(cells)
         self._make_worker = make_worker
         self._sides = [side for side in sides if any(cell.shape.name in side.programs for cell in cells)]
@@ -46,7 +48,7 @@ class EmulatedRuns:
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, cell: Cell, case: Case) -> None:
+    def start(self, cell: CasePlan, case: Case) -> None:
         """Begin one of the cells in the background, after those that were begun before."""
         for side in self._sides:
             if cell.shape.name in side.programs:
@@ -58,7 +60,7 @@ class EmulatedRuns:
         found = {key: run.result() for key, run in self._started.items()}
         return {key: result for key, result in found.items() if result is not None}
 
-    def _run(self, side: BuiltSide, cell: Cell, case: Case) -> RunResult | WorkerError | None:
+    def _run(self, side: BuiltSide, cell: CasePlan, case: Case) -> RunResult | WorkerError | None:
         if side.role in self._failed:
             return None
         try:
@@ -73,7 +75,7 @@ class EmulatedRuns:
                 self._failed.add(side.role)
             return e
 
-    def _sample(self, side: BuiltSide, cell: Cell, case: Case, late: UnsupportedByDeviceError) -> WorkerError:
+    def _sample(self, side: BuiltSide, cell: CasePlan, case: Case, late: UnsupportedByDeviceError) -> WorkerError:
         """A fault of some of the blocks; else the error for all of them, with what was run."""
         executable = side.executable(cell.shape.name)
         self._workers[side.role].close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from greenfast.device.memory_check import MOST_BYTES
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.check_plan import Cell
+from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import Status
 from greenfast.spec.problem import Case
@@ -36,7 +36,7 @@ class MemoryChecks:
         for worker in self._workers.values():
             worker.close()
 
-    def run(self, side: BuiltSide, cell: Cell, case: Case, expected: RunResult) -> None:
+    def run(self, side: BuiltSide, cell: CasePlan, case: Case, expected: RunResult) -> None:
         """Check a case, unless its shape has been checked. expected: what an ordinary run left."""
         results, shape = self._results[side.role], cell.shape.name
         if shape in results or side.role in self._failed:

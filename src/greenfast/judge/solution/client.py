@@ -20,7 +20,16 @@ import msgspec
 
 from greenfast.device.python_process import isolated, module_path
 from greenfast.device.sandbox import BY_CGROUP, DATA_BYTES, PROCESSES, remove_cgroup
-from greenfast.judge.solution.messages import MAX_MESSAGE, Answer, Choose, Confined, Load, Question, Raised, Render
+from greenfast.judge.solution.messages import (
+    MAX_MESSAGE,
+    Choose,
+    ExceptionReply,
+    Load,
+    Ready,
+    Render,
+    RpcReply,
+    RpcRequest,
+)
 from greenfast.spec.errors import SolutionError
 
 #: Seconds that the process may take to start, and to answer one question (Triton compiles a kernel in some of them).
@@ -79,7 +88,7 @@ class SolutionProcess:
         #: What protects this process from the solution, such as "no network".
         self.sandbox: list[str] = [BY_CGROUP]  # before its first answer it runs no code of the solution
         said = self._hear(0, time.monotonic() + START_S)
-        if not isinstance(said, Confined):
+        if not isinstance(said, Ready):
             raise self._ended("it answered before it was asked")
         self.sandbox = list(said.sandbox)
 
@@ -94,7 +103,7 @@ class SolutionProcess:
         self._number += 1
         deadline = time.monotonic() + self._answer_s
         self._signal(signal.SIGCONT)
-        self._tell(msgspec.msgpack.encode(Question(self._number, question)), deadline)
+        self._tell(msgspec.msgpack.encode(RpcRequest(self._number, question)), deadline)
         said = self._hear(self._number, deadline)
         # Between questions it does nothing: no thread of it can disturb what is measured.
         self._signal(signal.SIGSTOP)
@@ -108,7 +117,7 @@ class SolutionProcess:
             file.write(data)
         return path
 
-    def raised(self, said: Raised) -> SolutionError:
+    def raised(self, said: ExceptionReply) -> SolutionError:
         """The error for an exception of the solution's code."""
         lines = "".join(f"\n  {line}" for line in said.lines[-5:])
         how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
@@ -130,7 +139,7 @@ class SolutionProcess:
         if size > MAX_MESSAGE:
             raise self._ended(f"it answered with {size} bytes; at most {MAX_MESSAGE} are read")
         try:
-            answer = msgspec.msgpack.decode(self._take(size, deadline), type=Answer)
+            answer = msgspec.msgpack.decode(self._take(size, deadline), type=RpcReply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise self._ended(f"its answer is not what was asked for: {e}") from None
         if answer.number != number:

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from greenfast.judge.solution.expressions import evaluate, whole
-from greenfast.judge.solution.schema import Expression, FoundSolution, LaunchSpec, TensorMapSpec, read_bytes, read_text
+from greenfast.judge.solution.schema import (
+    Expression,
+    LaunchSpec,
+    ResolvedSolution,
+    TensorMapSpec,
+    read_bytes,
+    read_text,
+)
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
 
@@ -27,14 +34,14 @@ _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
 
 
-def declared_program(found: FoundSolution, dims: Mapping[str, int]) -> Program:
+def declared_program(found: ResolvedSolution, dims: Mapping[str, int]) -> Program:
     """The program of a solution for a shape. Raises UsageError naming the file, the key and the reason."""
     names = constants(found, dims)
     steps = tuple(_step(found, number, spec, names) for number, spec in enumerate(found.solution.launches))
     return Program(steps, workspaces(found, names))
 
 
-def constants(found: FoundSolution, dims: Mapping[str, int]) -> dict[str, int]:
+def constants(found: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int]:
     """The dimensions and the values of the solution's constants for them. Raises UsageError as above."""
     names = dict(dims)
     for name, text in found.solution.constants.items():
@@ -44,7 +51,7 @@ def constants(found: FoundSolution, dims: Mapping[str, int]) -> dict[str, int]:
     return names
 
 
-def workspaces(found: FoundSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
+def workspaces(found: ResolvedSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
     """The solution's scratch buffers for these dimensions and constants. Raises UsageError as above."""
     made = {}
     for name, spec in found.solution.workspaces.items():
@@ -57,7 +64,7 @@ def workspaces(found: FoundSolution, names: Mapping[str, int]) -> dict[str, Work
 
 
 def extents(
-    found: FoundSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
+    found: ResolvedSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
 ) -> tuple[int, int, int]:
     """Three extents, of which missing ones are 1. Raises UsageError for one below 1 or above ``most``."""
     values = [_whole(found, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
@@ -68,12 +75,12 @@ def extents(
     return x, y, z
 
 
-def grid_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+def grid_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
     """The blocks of the launch with this number. Raises UsageError as above."""
     return extents(found, f"launches[{number}].grid", found.solution.launches[number].grid, names, _MOST_BLOCKS)
 
 
-def arguments(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
+def arguments(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
     """The arguments of the launch with this number. Raises UsageError as above."""
     made: list[Argument] = []
     for n, given in enumerate(found.solution.launches[number].args):
@@ -87,7 +94,7 @@ def arguments(found: FoundSolution, number: int, names: Mapping[str, int]) -> tu
     return tuple(made)
 
 
-def block_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+def block_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
     """The threads per block of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].block"
     block = extents(found, key, found.solution.launches[number].block or (), names, _MOST_THREADS)
@@ -97,7 +104,7 @@ def block_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> tup
     return block
 
 
-def shared_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> int:
+def shared_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> int:
     """The bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].shared"
     shared = _whole(found, key, found.solution.launches[number].shared, names)
@@ -106,7 +113,7 @@ def shared_of(found: FoundSolution, number: int, names: Mapping[str, int]) -> in
     return shared
 
 
-def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
+def _step(found: ResolvedSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
     solution = found.solution
     kernel = KernelSource(
         entry=spec.kernel,
@@ -125,7 +132,7 @@ def _step(found: FoundSolution, number: int, spec: LaunchSpec, names: Mapping[st
     return Step(kernel, launch)
 
 
-def _source(found: FoundSolution, names: Mapping[str, int]) -> str:
+def _source(found: ResolvedSolution, names: Mapping[str, int]) -> str:
     """The source's text, in CUDA after its constants as macros; lines keep their numbers."""
     text = read_text(found.file)
     if not found.solution.constants:
@@ -134,14 +141,14 @@ def _source(found: FoundSolution, names: Mapping[str, int]) -> str:
     return f"{macros}#line 1\n{text}" if found.solution.language == "cuda" else text
 
 
-def _whole(found: FoundSolution, key: str, text: Expression, names: Mapping[str, int]) -> int:
+def _whole(found: ResolvedSolution, key: str, text: Expression, names: Mapping[str, int]) -> int:
     try:
         return whole(text, names)
     except UsageError as e:
         raise UsageError(f"{found.where}: {key}: {e}") from None
 
 
-def _argument(found: FoundSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
+def _argument(found: ResolvedSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
     if _IDENTIFIER.fullmatch(text):
         return text
     try:
@@ -171,7 +178,7 @@ def scalar(text: str, names: Mapping[str, int]) -> np.generic:
     return made
 
 
-def _tensor_map(found: FoundSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
+def _tensor_map(found: ResolvedSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
     def all_of(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
         return tuple(_whole(found, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
 

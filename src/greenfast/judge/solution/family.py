@@ -13,20 +13,20 @@ import msgspec
 from greenfast.judge.solution.client import ANSWER_S, SolutionProcess, sandbox_hint
 from greenfast.judge.solution.cuda_program import declared_program
 from greenfast.judge.solution.messages import (
-    Absent,
     Buffer,
     Choose,
     Chosen,
+    CompileFailed,
+    ExceptionReply,
     Load,
     Loaded,
-    Raised,
-    Refused,
+    MissingDependency,
+    Rejected,
     Render,
     Rendered,
-    Uncompiled,
     decode_program,
 )
-from greenfast.judge.solution.schema import FoundSolution, Solution
+from greenfast.judge.solution.schema import ResolvedSolution, Solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import AbsentError, CompileError, GreenfastError, SolutionError, UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch, Program, Step
@@ -78,7 +78,7 @@ class NoFamily(_Single):
 class DeclaredFamily(_Single):
     """A solution in CUDA, PTX or as a cubin: nothing of it is run here."""
 
-    def __init__(self, found: FoundSolution) -> None:
+    def __init__(self, found: ResolvedSolution) -> None:
         self._found = found
         #: What protects from the solution's code.
         self.sandbox: list[str] = ["no code of the solution but its kernels is run"]
@@ -126,13 +126,13 @@ class RemoteFamily(_Single):
         self._process = SolutionProcess(what, folder, answer_s=answer_s, gpu=gpu, imports=bool(module))
         self.sandbox = self._process.sandbox
         said = self._process.ask(Load(solution, str(folder.resolve()), module))
-        if isinstance(said, Raised):
+        if isinstance(said, ExceptionReply):
             self._process.close()
             if said.exits:
                 raise self._process.raised(said)
             lines = "".join(f"\n  {line}" for line in said.lines[-5:])
             raise UsageError(f"{what} cannot be imported: {said.text}{lines}{sandbox_hint(said.text)}")
-        if isinstance(said, Refused):
+        if isinstance(said, Rejected):
             self._process.close()
             raise UsageError(f"{what}: {said.text}")
         if not isinstance(said, Loaded):
@@ -201,13 +201,13 @@ class RemoteFamily(_Single):
         return Choice(said.rung, said.reason)
 
     def _unexpected(self, said: Any) -> GreenfastError:
-        if isinstance(said, Absent):
+        if isinstance(said, MissingDependency):
             return AbsentError(f"{self._what}: {said.text}")
-        if isinstance(said, Refused):
+        if isinstance(said, Rejected):
             return UsageError(said.text)
-        if isinstance(said, Uncompiled):
+        if isinstance(said, CompileFailed):
             return CompileError(said.text)
-        if isinstance(said, Raised):
+        if isinstance(said, ExceptionReply):
             return self._process.raised(said)
         with contextlib.suppress(Exception):
             self._process.close()

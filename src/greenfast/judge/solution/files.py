@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from greenfast.device.includes import includes, includes_by_a_macro
-from greenfast.judge.solution.schema import FoundSolution, read_bytes
+from greenfast.judge.solution.schema import ResolvedSolution, read_bytes
 from greenfast.spec.errors import UsageError
 
 _MOST_FILES, _MOST_BYTES = 1024, 256 << 20
 
 
-def solution_files(found: FoundSolution, results: Path | None = None) -> dict[str, bytes]:
+def solution_files(found: ResolvedSolution, results: Path | None = None) -> dict[str, bytes]:
     """What a solution consists of, by name in its folder.
 
     That is the file that describes it, and of CUDA, PTX and cubins its source with the headers of the folder that it
@@ -68,7 +68,7 @@ def solution_files(found: FoundSolution, results: Path | None = None) -> dict[st
     return dict(sorted(kept.items()))
 
 
-def private_copy(found: FoundSolution, files: dict[str, bytes]) -> FoundSolution:
+def private_copy(found: ResolvedSolution, files: dict[str, bytes]) -> ResolvedSolution:
     """The solution in a new folder that holds these files alone, and is removed with what is returned.
 
     No other program knows of it, and no code of a solution may write there.

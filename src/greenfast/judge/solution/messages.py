@@ -177,14 +177,14 @@ class Choose(_Message, frozen=True, tag="choose"):
     dims: dict[str, int]
 
 
-class Question(_Message, frozen=True):
+class RpcRequest(_Message, frozen=True):
     """What the judge asks."""
 
     number: int
     ask: Load | Render | Choose
 
 
-class Confined(_Message, frozen=True, tag="confined"):
+class Ready(_Message, frozen=True, tag="confined"):
     """The first message, before any code of the solution is run: what protects from it."""
 
     sandbox: list[Line]
@@ -220,25 +220,25 @@ class Chosen(_Message, frozen=True, tag="chosen"):
     reason: Text
 
 
-class Absent(_Message, frozen=True, tag="absent"):
+class MissingDependency(_Message, frozen=True, tag="absent"):
     """What the language needs is not on this machine."""
 
     text: str
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class Rejected(_Message, frozen=True, tag="refused"):
     """The solution says that it does not do what was asked."""
 
     text: str
 
 
-class Uncompiled(_Message, frozen=True, tag="uncompiled"):
+class CompileFailed(_Message, frozen=True, tag="uncompiled"):
     """The compiler of the solution's language refuses it; text: its message."""
 
     text: str
 
 
-class Raised(_Message, frozen=True, tag="raised"):
+class ExceptionReply(_Message, frozen=True, tag="raised"):
     """The solution's code raised; text: the exception, lines: where in its files. exits: whether it was sys.exit."""
 
     text: str
@@ -246,11 +246,11 @@ class Raised(_Message, frozen=True, tag="raised"):
     exits: bool = False
 
 
-class Answer(_Message, frozen=True):
+class RpcReply(_Message, frozen=True):
     """What the solution's process says."""
 
     number: int
-    said: Confined | Loaded | Rendered | Chosen | Absent | Refused | Uncompiled | Raised
+    said: Ready | Loaded | Rendered | Chosen | MissingDependency | Rejected | CompileFailed | ExceptionReply
 
 
 def encode_program(program: Program) -> Rendered:

@@ -113,7 +113,7 @@ class Solution(_Strict, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class FoundSolution:
+class ResolvedSolution:
     """A solution and where it was found.
 
     folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages. content: of
@@ -143,7 +143,7 @@ def is_solution(path: Path) -> bool:
     return path.is_file() and path.suffix in (*_OF_SUFFIX, ".py", ".json")
 
 
-def find_solution(path: Path) -> FoundSolution:
+def find_solution(path: Path) -> ResolvedSolution:
     """Read and check a solution: a folder with solution.json, that file, or a source with the JSON in its header.
 
     Raises UsageError that names the file, the key and what is allowed.
@@ -156,7 +156,7 @@ def find_solution(path: Path) -> FoundSolution:
     else:
         content = b"" if path.suffix == ".cubin" else read_bytes(path)
         solution = _from_header(path, content)
-    found = FoundSolution(_with_target(solution, path), path.parent, path, content)
+    found = ResolvedSolution(_with_target(solution, path), path.parent, path, content)
     _check(found)
     return found
 
@@ -292,7 +292,7 @@ def _allowed(message: str) -> str:
     return ""
 
 
-def _check(found: FoundSolution) -> None:
+def _check(found: ResolvedSolution) -> None:
     """What the types cannot say."""
     solution, where = found.solution, found.where
     if not solution.file:

@@ -15,18 +15,18 @@ import msgspec
 from greenfast.judge.solution import messages
 from greenfast.judge.solution.languages.family import import_family
 from greenfast.judge.solution.messages import (
-    Absent,
-    Answer,
     Choose,
-    Confined,
+    CompileFailed,
+    ExceptionReply,
     Load,
-    Question,
-    Raised,
-    Refused,
+    MissingDependency,
+    Ready,
+    Rejected,
     Render,
-    Uncompiled,
+    RpcReply,
+    RpcRequest,
 )
-from greenfast.judge.solution.schema import CONFIG_NAME, FoundSolution, Solution
+from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, Solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError, too_large
 from greenfast.spec.kernel import Program, program_of
@@ -38,16 +38,16 @@ _HUGE = 2**31
 
 def serve(questions: int, answers: int, sandbox: list[str]) -> None:
     """Answer until the pipe of the questions closes; an answer to each question, with its number."""
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Question)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RpcRequest)
 
     def say(number: int, said: Any) -> None:
-        data = encoder.encode(Answer(number, said))
+        data = encoder.encode(RpcReply(number, said))
         view = memoryview(len(data).to_bytes(4, "little") + data)
         while view:
             view = view[os.write(answers, view) :]
 
     server = _Server()
-    say(0, Confined(sandbox))
+    say(0, Ready(sandbox))
     while True:
         header = _read(questions, 4)
         if not header:
@@ -83,21 +83,21 @@ class _Server:
                 return self._choose(ask)
             return messages.encode_program(self._program(ask))
         except UsageError as e:
-            return Refused(str(e))
+            return Rejected(str(e))
         except MachineError as e:
-            return Absent(str(e))
+            return MissingDependency(str(e))
         except CompileError as e:
-            return Uncompiled(str(e))
+            return CompileFailed(str(e))
         except BaseException as e:  # also SystemExit: only an answer ends a question
             kind = type(e).__name__
             if isinstance(e, SystemExit):
-                return Raised(f"sys.exit({e.code!r})", self._lines(e), exits=True)
+                return ExceptionReply(f"sys.exit({e.code!r})", self._lines(e), exits=True)
             what = (self._solution and self._solution.file) or "family"
             if isinstance(ask, Render | Choose) and isinstance(e, Exception) and max(ask.dims.values()) >= _HUGE:
                 error = too_large(f"{what}: at {ask.dims}", e)
                 if error is not None:
-                    return Refused(str(error))
-            return Raised(f"{kind}: {e}" if str(e) else kind, self._lines(e))
+                    return Rejected(str(error))
+            return ExceptionReply(f"{kind}: {e}" if str(e) else kind, self._lines(e))
 
     def _load(self, ask: Load) -> messages.Loaded:
         self._folder, self._solution = Path(ask.folder), ask.solution
@@ -120,7 +120,7 @@ class _Server:
         target = Target(ask.target, ask.multiprocessors)
         config = self._folder / CONFIG_NAME
         where = config if config.is_file() else self._folder / self._solution.file
-        found = FoundSolution(self._solution, self._folder, where)
+        found = ResolvedSolution(self._solution, self._folder, where)
         return language(found, ask.format, ask.dims, target, ask.buffers)
 
     def _choose(self, ask: Choose) -> messages.Chosen:

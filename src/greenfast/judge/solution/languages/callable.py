@@ -18,7 +18,7 @@ from greenfast.judge.solution.cuda_program import constants, scalar
 from greenfast.judge.solution.cupti import LoadedCode
 from greenfast.judge.solution.languages.family import import_family
 from greenfast.judge.solution.messages import Buffer
-from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import Program
@@ -31,7 +31,7 @@ _CODE = LoadedCode() if torch.cuda.device_count() else None
 
 
 def program(
-    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program that a function's calls make, captured on this process's GPU.
 
@@ -53,7 +53,7 @@ def program(
     return capture(function, arguments, inputs, {**outputs, **in_place}, _CODE)
 
 
-def _call_of(found: FoundSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
+def _call_of(found: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
     """The function, and the text of each argument."""
     launch = found.solution.launches[0] if found.solution.launches else None
     name = launch.kernel if launch else _FUNCTION

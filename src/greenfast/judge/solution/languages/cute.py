@@ -27,7 +27,7 @@ from greenfast.judge.solution.languages.compiled import (
     without_folders,
 )
 from greenfast.judge.solution.messages import Buffer
-from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Struct
@@ -47,7 +47,7 @@ _THREADS = re.compile(r"^\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", re.MULT
 
 
 def program(
-    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program of a CuTe DSL solution for a shape. Runs the solution's file.
 
@@ -66,7 +66,7 @@ def program(
 
 
 def _step(
-    found: FoundSolution,
+    found: ResolvedSolution,
     number: int,
     module: Any,
     names: Mapping[str, int],

@@ -26,7 +26,7 @@ from greenfast.judge.solution.languages.compiled import (
     without_folders,
 )
 from greenfast.judge.solution.messages import Buffer
-from greenfast.judge.solution.schema import FoundSolution
+from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Program, Step, Workspace
@@ -45,7 +45,7 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 def program(
-    found: FoundSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program of a Triton solution for a shape. Runs the solution's file.
 
@@ -80,7 +80,7 @@ class _Call:
 
 
 def _call(
-    found: FoundSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
+    found: ResolvedSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
 ) -> _Call:
     """What a launch asks of the compiler. Raises UsageError as ``program`` does."""
     spec = found.solution.launches[number]
@@ -123,7 +123,7 @@ def _call(
     return _Call(function, signature, fixed, tuple(divisible), left, grid_of(found, number, names), options)
 
 
-def _function(key: str, module: Any, name: str, found: FoundSolution) -> tuple[Any, dict[str, Callable[..., Any]]]:
+def _function(key: str, module: Any, name: str, found: ResolvedSolution) -> tuple[Any, dict[str, Callable[..., Any]]]:
     """The @triton.jit function of this name, and its heuristics by constant.
 
     Raises UsageError if there is none, or if it is autotuned and the solution does not say with which constants.
@@ -201,7 +201,7 @@ def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> 
     return value
 
 
-def _step(found: FoundSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
+def _step(found: ResolvedSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
     """Compile a launch; adds the scratch memory that its code asks for to the workspaces."""
     compiled = _compile(f"{found.where}: launches[{number}]", call, target)
     about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
