@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from greenfast.bench.parallel_backends import CONTENDERS
+from greenfast.bench.parallel_backends import BACKENDS
 from greenfast.bench.parallel_record import CaseRow, read_parallel
 from greenfast.parallel import cost
 
@@ -120,7 +120,7 @@ def measured_table() -> str:
         error = f"{row.error:.4f}" if row.error else "-"
         model = "-" if row.model_ms is None else f"{row.model_ms:.2f}"
         cells = [f"{row.median_ms:.2f}", f"{row.tflops:.0f}", error, *shares, f"{row.peak_bytes / 2**20:.0f}", model]
-        lines.append(f"| {row.case} | {CONTENDERS[row.contender].label} | {' | '.join(cells)} |")
+        lines.append(f"| {row.case} | {BACKENDS[row.contender].label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from greenfast.bench.ratios import ratios
-from greenfast.bench.record_schema import Benchmark, Versus
+from greenfast.bench.record_schema import Benchmark, SpeedupPair
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.plots import clean
 
@@ -114,7 +114,7 @@ def gains_table(record: Benchmark) -> str:
     """Per length and head dim, the least time of the bfloat16 libraries over the time of ``sdpa`` in FP8."""
     found: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
-    for shape, ratio in ratios(record.rows, Versus(own="sdpa_fp8", rivals=list(_BF16), title="")).items():
+    for shape, ratio in ratios(record.rows, SpeedupPair(own="sdpa_fp8", rivals=list(_BF16), title="")).items():
         at = dims[shape]
         found.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
     head_dims = sorted({head_dim for cells in found.values() for head_dim, _ in cells})

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from greenfast.bench.backends import KERNEL
-from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts, HostRow, Row, Versus
+from greenfast.bench.record_schema import AccuracyRow, BackendFacts, Benchmark, HostRow, Row, SpeedupPair
 from greenfast.bench.serving_cases import cases, flops
 from greenfast.judge.record_schema import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts
 from tests.judge.report.records import build, record
 
 CONTENDERS = [
-    ContenderFacts(name=KERNEL, label="greenfast FP8", precision="fp8", version="greenfast 0.1.0"),
-    ContenderFacts(name="fa3", label="FA3 FP8", precision="fp8", version="fa3-fwd 0.0.3"),
-    ContenderFacts(name="cudnn", label="cuDNN FP8", precision="fp8", missing="no module cudnn"),
-    ContenderFacts(name="torch_flash", label="torch flash bf16", precision="bf16", version="torch 2.11.0"),
+    BackendFacts(name=KERNEL, label="greenfast FP8", precision="fp8", version="greenfast 0.1.0"),
+    BackendFacts(name="fa3", label="FA3 FP8", precision="fp8", version="fa3-fwd 0.0.3"),
+    BackendFacts(name="cudnn", label="cuDNN FP8", precision="fp8", missing="no module cudnn"),
+    BackendFacts(name="torch_flash", label="torch flash bf16", precision="bf16", version="torch 2.11.0"),
 ]
-VERSUS = Versus(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer")
+VERSUS = SpeedupPair(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer")
 GRID = {
     "d64_s1024": {"B": 16, "H": 32, "S": 1024, "D": 64},
     "d64_s1024_causal": {"B": 16, "H": 32, "S": 1024, "D": 64, "CAUSAL": 1},
@@ -131,9 +131,9 @@ def operator_record(**clocks: float) -> Benchmark:
         what="greenfast.sdpa",
         command="greenfast bench operator",
         own=["sdpa_fp8", "sdpa_int8"],
-        versus=[Versus(own=f"sdpa_{x}", rivals=rivals, title=f"sdpa {x} / best bf16") for x in ("fp8", "int8")],
+        versus=[SpeedupPair(own=f"sdpa_{x}", rivals=rivals, title=f"sdpa {x} / best bf16") for x in ("fp8", "int8")],
         contenders=[
-            ContenderFacts(name=name, label=name.replace("_", " "), precision="fp8") for name in [*OPERATOR, "fa3"]
+            BackendFacts(name=name, label=name.replace("_", " "), precision="fp8") for name in [*OPERATOR, "fa3"]
         ],
         rows=[
             Row(
@@ -174,13 +174,13 @@ def serving_record(**changes: Any) -> Benchmark:
         "command": "greenfast bench serving --quick",
         "own": [KERNEL, "append"],
         "versus": [
-            Versus(own=KERNEL, rivals=["vllm_fa3"], title=f"{g}: greenfast / FA3 FP8", group=f"{g}_")
+            SpeedupPair(own=KERNEL, rivals=["vllm_fa3"], title=f"{g}: greenfast / FA3 FP8", group=f"{g}_")
             for g in ("decode", "prefill")
         ],
         "contenders": [
-            ContenderFacts(name=n, label=labels.get(n, n), precision="bf16" if n.endswith("bf16") else "fp8")
+            BackendFacts(name=n, label=labels.get(n, n), precision="bf16" if n.endswith("bf16") else "fp8")
             for n in names
-        ] + [ContenderFacts(name="fa3", label="FA3 FP8", precision="fp8", missing="no fa3-fwd")],
+        ] + [BackendFacts(name="fa3", label="FA3 FP8", precision="fp8", missing="no fa3-fwd")],
         "rows": [
             Row(
                 shape=case.shape.name, dims=case.shape.dims, grid=case.group in ("decode", "prefill"), contender=name,

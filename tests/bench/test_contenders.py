@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from greenfast.bench import backends
-from greenfast.bench.backends import CONTENDERS, FP8, KERNEL, Contender, Ready
+from greenfast.bench.backends import BACKENDS, FP8, KERNEL, Backend, Ready
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
 from greenfast.bench.references import reference
 from greenfast.kernels.attention import config
@@ -47,18 +47,18 @@ def error(found: Inputs, ready: Ready) -> float:
 
 
 def prepare(name: str, found: Inputs) -> Ready:
-    function = CONTENDERS[name].prepare
+    function = BACKENDS[name].prepare
     assert function is not None
     return function(found)
 
 
 def test_the_tasks_kernel_alone_is_not_bound_to_inputs_here() -> None:
-    assert [name for name, c in CONTENDERS.items() if c.prepare is None] == [KERNEL]
-    assert [name for name, c in CONTENDERS.items() if c.same_codes] == [KERNEL, "fa3"]
-    assert {name for name, c in CONTENDERS.items() if not c.own} == {
+    assert [name for name, c in BACKENDS.items() if c.prepare is None] == [KERNEL]
+    assert [name for name, c in BACKENDS.items() if c.same_codes] == [KERNEL, "fa3"]
+    assert {name for name, c in BACKENDS.items() if not c.own} == {
         "copy", "fa3", "cudnn", "fa3_bf16", "sage", "torch_flash", "torch_cudnn", "torch"
     }  # fmt: skip
-    assert [name for name, c in CONTENDERS.items() if not c.attention] == ["quantize_fp8", "copy"]
+    assert [name for name, c in BACKENDS.items() if not c.attention] == ["quantize_fp8", "copy"]
 
 
 @pytest.mark.parametrize("length", [1, 16, 33])
@@ -279,8 +279,8 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
     backends._cudnn_handle.cache_clear()
 
 
-def made(module: str) -> Contender:
-    return Contender("x", "X", "fp8", module, "x-wheel", lambda found: Ready(lambda: found.values["q"]))
+def made(module: str) -> Backend:
+    return Backend("x", "X", "fp8", module, "x-wheel", lambda found: Ready(lambda: found.values["q"]))
 
 
 def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -293,4 +293,4 @@ def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.Monkey
     assert broken.missing == "a_broken_library cannot be imported: OSError: libcudart.so.12: cannot open"
     here = made("math").describe()
     assert (here.version, here.missing) == ("x-wheel unknown", "")
-    assert CONTENDERS["torch_flash"].describe().version == f"torch {torch.__version__}"
+    assert BACKENDS["torch_flash"].describe().version == f"torch {torch.__version__}"

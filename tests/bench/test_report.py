@@ -10,7 +10,7 @@ import pytest
 
 from greenfast.bench.backends import KERNEL
 from greenfast.bench.ratios import geometric_mean, headline, ratios
-from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts
+from greenfast.bench.record_schema import AccuracyRow, BackendFacts, Benchmark
 from greenfast.bench.report import benchmark_report, console_table, reasons, section, summary
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
@@ -104,7 +104,7 @@ def test_the_operator_has_host_times_and_bandwidths_too() -> None:
 def test_errors_are_compared_with_those_of_others_in_fp8_and_in_int8() -> None:
     record = operator_record()
     peers = [
-        ContenderFacts(name=name, label=name.upper(), precision=precision, version="1", missing="")  # type: ignore[arg-type]
+        BackendFacts(name=name, label=name.upper(), precision=precision, version="1", missing="")  # type: ignore[arg-type]
         for name, precision in (("fa3", "fp8"), ("cudnn", "fp8"), ("sage", "int8"))
     ]
     own = [c for c in record.contenders if c.name in record.own]

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from greenfast.bench import attention
-from greenfast.bench.backends import CONTENDERS, KERNEL
-from greenfast.bench.comparison import Cell, Checked, Facts, Timed
+from greenfast.bench.backends import BACKENDS, KERNEL
+from greenfast.bench.comparison import BenchCell, CheckResult, Facts, TimingResult
 from greenfast.bench.inputs import INPUTS
 from greenfast.bench.record_io import freshness, read_record, timed_kernels
 from greenfast.bench.record_schema import HostRow, Row
 from greenfast.bench.report import benchmark_report
-from greenfast.bench.runner import Outcome, compare
+from greenfast.bench.runner import BenchResult, compare
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.record_io import with_shape_names
 from greenfast.judge.tasks import load_peers
@@ -31,7 +31,7 @@ H100 = DeviceInfo(
     kind="gpu", name="NVIDIA H100", compute_capability="9.0", cuda_version="13.0", driver="580.95", l2_bytes=50 * 2**20
 )
 ABSENT = "cudnn"
-RIGHT = Checked(error=0.05, kernel_error=0.02, bound_ratio=0.4, finite=True)
+RIGHT = CheckResult(error=0.05, kernel_error=0.02, bound_ratio=0.4, finite=True)
 US = {KERNEL: 10.0, "fa3": 12.0}
 
 
@@ -39,25 +39,25 @@ US = {KERNEL: 10.0, "fa3": 12.0}
 class Session:
     """What the workers of one comparison do, and what they were asked."""
 
-    checked: dict[str, Checked] = field(default_factory=dict)  # by contender; RIGHT for the others
+    checked: dict[str, CheckResult] = field(default_factory=dict)  # by contender; RIGHT for the others
     crashes: set[tuple[int, str]] = field(default_factory=set)  # (length, contender)
     changed: list[str] = field(default_factory=list)
     starts: int = 0
     closed: int = 0
     rounds: list[int | None] = field(default_factory=list)
-    opened: list[Cell] = field(default_factory=list)
+    opened: list[BenchCell] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
 
     def facts(self, names: list[str]) -> Facts:
         def described(name: str) -> Any:
             missing = f"{name} is not installed" if name == ABSENT else ""
             return msgspec.structs.replace(
-                CONTENDERS[name].describe(), version="" if missing else f"{name} 1.0", missing=missing
+                BACKENDS[name].describe(), version="" if missing else f"{name} 1.0", missing=missing
             )
 
         return Facts([described(name) for name in names], {"cuDNN": "91900"})
 
-    def open(self, cell: Cell, kernel: Any) -> None:
+    def open(self, cell: BenchCell, kernel: Any) -> None:
         if KERNEL in cell.contenders:
             image, plan = kernel
             assert image.entry == "fp8_attention"
@@ -67,20 +67,20 @@ class Session:
         self.opened.append(cell)
         self.added = []
 
-    def add(self, name: str, timed: bool) -> Checked:
+    def add(self, name: str, timed: bool) -> CheckResult:
         if (self.opened[-1].shape.dims["S"], name) in self.crashes:
             raise WorkerError(f"crash: the process ended during add of {name}")
-        found = self.checked.get(name, RIGHT if CONTENDERS[name].attention else Checked(finite=True))
+        found = self.checked.get(name, RIGHT if BACKENDS[name].attention else CheckResult(finite=True))
         if timed and not found.reason:
             self.added.append(name)
         return found
 
-    def time(self, rounds: int | None) -> Timed:
+    def time(self, rounds: int | None) -> TimingResult:
         self.rounds.append(rounds)
         samples = {name: [US.get(name, 20.0) * (1 + 0.01 * n) for n in (4, 0, 2, 1, 3)] for name in self.added}
-        return Timed(samples, dict.fromkeys(self.added, 7), self.changed, {"sm_mhz": 1980.0 - len(self.rounds)})
+        return TimingResult(samples, dict.fromkeys(self.added, 7), self.changed, {"sm_mhz": 1980.0 - len(self.rounds)})
 
-    def host(self, cell: Cell) -> list[HostRow]:
+    def host(self, cell: BenchCell) -> list[HostRow]:
         return [
             HostRow(contender=n, dims=cell.shape.dims, median_us=2.0, least_us=1.0, batches=1, calls=1)
             for n in cell.contenders
@@ -114,7 +114,7 @@ class ComparisonWatcher(Watcher):
         self.cells.append(list(rows))
 
 
-Run = Callable[..., Outcome]
+Run = Callable[..., BenchResult]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def run(tmp_path: Path) -> Run:
     def run(
         shapes: Sequence[str] | None = ("mission",), *, grid: bool = False, rounds: int | None = None,
         operator: bool = False, **options: Any,
-    ) -> Outcome:  # fmt: skip
+    ) -> BenchResult:  # fmt: skip
         task = shipped(options.pop("task", "fp8_attention"))
         settings: dict[str, Any] = {"task": task, "arch": "sm_90a", "device": H100}
         asked = replace(request(tmp_path, **(settings | options)), command="greenfast bench")
@@ -218,7 +218,7 @@ def test_the_grid_alone(session: Session, run: Run) -> None:
     ],
 )
 def test_a_wrong_kernel_stops_the_run_untimed(
-    session: Session, run: Run, tmp_path: Path, found: Checked, said: str
+    session: Session, run: Run, tmp_path: Path, found: CheckResult, said: str
 ) -> None:
     session.checked[KERNEL] = found
     with pytest.raises(WrongResultError, match=rf"greenfast on mission \(B=1, H=8, S=512, D=64\): .*{said}"):
@@ -236,13 +236,13 @@ def test_a_kernel_that_is_wrong_while_timed_stops_the_run(session: Session, run:
 
 
 def test_a_kernel_that_cannot_be_launched_stops_the_run(session: Session, run: Run) -> None:
-    session.checked[KERNEL] = Checked(reason="RuntimeError: out of memory")
+    session.checked[KERNEL] = CheckResult(reason="RuntimeError: out of memory")
     with pytest.raises(MachineError, match=r"greenfast on mission .*: RuntimeError: out of memory"):
         run()
 
 
 def test_a_library_that_fails_on_a_shape_is_a_row_with_the_reason(session: Session, run: Run) -> None:
-    session.checked["fa3"] = Checked(error=0.4, reason="its output is wrong: relative error 0.4")
+    session.checked["fa3"] = CheckResult(error=0.4, reason="its output is wrong: relative error 0.4")
     rows = {row.contender: row for row in run().record.rows}
     assert (rows["fa3"].median_us, rows["fa3"].error) == (None, 0.4)
     assert rows["fa3"].reason == "its output is wrong: relative error 0.4"
@@ -324,7 +324,7 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
     kernels = {n: k for n, k in every.items() if k[1].dims["D"] in head_dims and k[1].dims["S"] in lengths}
     assert len(kernels) == 18 * len(head_dims) * len(lengths)
     monkeypatch.setattr(attention, "operator_kernels", lambda: kernels)
-    session.checked["fp8_plain"] = Checked(error=0.3, finite=True)  # on hard inputs an error stops nothing
+    session.checked["fp8_plain"] = CheckResult(error=0.3, finite=True)  # on hard inputs an error stops nothing
     outcome = run(None, operator=True)
     record = outcome.record
     assert read_record(outcome.folder) == record
@@ -363,8 +363,8 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
     assert "sdpa fp8 / best bf16: 1.000x" in record.gates[1].summary
 
 
-@pytest.mark.parametrize("found", [Checked(error=0.3, finite=True), Checked(error=float("nan"), finite=True)])
-def test_an_operator_that_is_wrong_stops_the_run_untimed(session: Session, run: Run, found: Checked) -> None:
+@pytest.mark.parametrize("found", [CheckResult(error=0.3, finite=True), CheckResult(error=float("nan"), finite=True)])
+def test_an_operator_that_is_wrong_stops_the_run_untimed(session: Session, run: Run, found: CheckResult) -> None:
     session.checked["sdpa_int8"] = found
     with pytest.raises(WrongResultError, match=r"sdpa_int8 on d64_s512 .*: error .*, at most 0.2 is right"):
         run(["d64_s512"], operator=True)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from greenfast.bench import graphs, serving_inputs, serving_kernels, serving_session
 from greenfast.bench.backends import KERNEL
-from greenfast.bench.comparison import Cell, Facts
+from greenfast.bench.comparison import BenchCell, Facts
 from greenfast.bench.record_schema import HostRow
 from greenfast.bench.serving import serving
-from greenfast.bench.serving_backends import CONTENDERS
+from greenfast.bench.serving_backends import BACKENDS
 from greenfast.bench.serving_cases import (
     PAGE,
-    Case,
+    ServingCase,
     append_bytes,
     bytes_moved,
     cases,
@@ -33,7 +33,7 @@ from greenfast.bench.serving_cases import (
 from greenfast.bench.serving_inputs import AppendInputs, PagedInputs, append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession, load_library
-from greenfast.bench.session import Session
+from greenfast.bench.session import BenchSession
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
 from greenfast.serving import cuda as serving_cuda
@@ -104,8 +104,8 @@ def test_the_comparison_names_its_groups_and_travels_to_a_process() -> None:
     assert session.keywords["fa3_library"] == "/some/library.so"
     assert len(session.keywords["cases"]) == len(found.timed) + 1
     whole = serving()
-    assert set(whole.contenders) == set(CONTENDERS)
-    assert all(CONTENDERS[name].own for name in whole.own)
+    assert set(whole.contenders) == set(BACKENDS)
+    assert all(BACKENDS[name].own for name in whole.own)
     assert "copy" not in whole.own
     assert {cell.shape.name.split("_")[0] for cell in whole.timed if cell.grid} == {"decode", "prefill"}
     assert serving(["append"]).host is None
@@ -156,7 +156,7 @@ def test_greenfast_computes_attention_and_every_copy_has_the_same_bits(
     name: str, shape: Shape, small: Callable[[Shape], PagedInputs]
 ) -> None:
     inputs = small(shape)
-    prepare = CONTENDERS[name].prepare
+    prepare = BACKENDS[name].prepare
     assert prepare is not None
     ready = prepare(inputs)
     outs = [ready.call() for _ in range(max(2, ready.copies))]
@@ -169,7 +169,7 @@ def test_greenfast_computes_attention_and_every_copy_has_the_same_bits(
 @pytest.mark.parametrize("name", ["kvcache_appending", "append_last"])
 def test_what_is_appended_again_is_what_was_there(name: str, small: Callable[[Shape], PagedInputs]) -> None:
     inputs = small(DECODE)
-    caches, prepare = [x.view(torch.uint8) for x in (inputs.k_codes, inputs.v_groups)], CONTENDERS[name].prepare
+    caches, prepare = [x.view(torch.uint8) for x in (inputs.k_codes, inputs.v_groups)], BACKENDS[name].prepare
     before = [x.clone() for x in caches]
     page, place = inputs.tables[0][1, 2], 128 % PAGE  # of the sequence of 129 keys
     caches[0][page, place] = 0
@@ -180,7 +180,7 @@ def test_what_is_appended_again_is_what_was_there(name: str, small: Callable[[Sh
 
 def test_a_call_on_the_wrong_pages_is_found(small: Callable[[Shape], PagedInputs]) -> None:
     inputs = small(DECODE)
-    prepare = CONTENDERS[KERNEL].prepare
+    prepare = BACKENDS[KERNEL].prepare
     assert prepare is not None
     wrong = replace(inputs, tables=[inputs.tables[0].flip(0)])
     assert error_of(inputs, prepare(wrong).call()) > 0.1
@@ -190,20 +190,20 @@ def test_a_call_on_the_wrong_pages_is_found(small: Callable[[Shape], PagedInputs
 def test_an_append_is_checked_in_its_pages(norm: int) -> None:
     shape = Shape(name="append_100", dims=APPEND | ({"NORM": 1} if norm else {}))
     inputs = append_inputs(shape, 0, "cpu", 1000)
-    prepare = CONTENDERS["append"].prepare
+    prepare = BACKENDS["append"].prepare
     assert prepare is not None
     out = prepare(inputs).call()
     assert 0.005 < error_of(inputs, out) < 0.04
     assert error_of(inputs, inputs.q) > 0.2  # not rotated
     inputs.pages.v_scale.mul_(2)
     assert error_of(inputs, out) > 0.2
-    copy = CONTENDERS["copy"].prepare
+    copy = BACKENDS["copy"].prepare
     assert copy is not None
     assert copy(inputs).call().numel() == 500
 
 
 def test_a_plan_is_made_anew() -> None:
-    prepare = CONTENDERS["plan"].prepare
+    prepare = BACKENDS["plan"].prepare
     assert prepare is not None
     inputs = SimpleNamespace(
         starts=torch.tensor([0, 1], dtype=torch.int32), used=torch.tensor([9], dtype=torch.int32), most_queries=1,
@@ -211,7 +211,7 @@ def test_a_plan_is_made_anew() -> None:
     )  # fmt: skip
     ready = prepare(inputs)
     assert ready.call() is not ready.call()
-    prepare = CONTENDERS["plan_update"].prepare
+    prepare = BACKENDS["plan_update"].prepare
     assert prepare is not None
     ready = prepare(inputs)
     plan = ready.call()
@@ -241,7 +241,7 @@ def test_vllms_library_is_called_by_its_schema(
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", library, raising=False)
-    prepare = CONTENDERS[name].prepare
+    prepare = BACKENDS[name].prepare
     assert prepare is not None
     inputs = small(DECODE)
     ready = prepare(inputs)
@@ -285,7 +285,7 @@ def test_the_package_is_called_as_it_is_documented(
     names = ("get_scheduler_metadata", "flash_attn_with_kvcache", "flash_attn_varlen_func")
     module = SimpleNamespace(**{name: function(name) for name in names})
     monkeypatch.setattr("greenfast.bench.serving_backends.importlib.import_module", lambda name: module)
-    prepare = CONTENDERS["fa3"].prepare
+    prepare = BACKENDS["fa3"].prepare
     assert prepare is not None
     inputs = small(DECODE)
     assert prepare(inputs).call().shape == (1,)  # the output, without the log-sum-exp
@@ -368,12 +368,12 @@ def test_a_cell_is_drawn_checked_and_timed(
         (Shape(name="append_100", dims=APPEND), ("append", "copy")),
         (Shape(name="read_1GiB", dims={"BYTES": 4096}), ("read_sum", "read_max", "read_norm")),
     ):
-        session.open(Cell(shape, names), None)
+        session.open(BenchCell(shape, names), None)
         for name in names:
             held.clear()
             found = session.add(name, True)
             assert (found.reason, found.finite) == ("", True)
-            assert (found.error is None) == (not CONTENDERS[name].attention)
+            assert (found.error is None) == (not BACKENDS[name].attention)
             assert held == [1, 6 if shape is DECODE and name != "plan" else 5]  # 400 us a call, three copies
         timed = session.time(2)
         assert timed.changed == []
@@ -382,14 +382,14 @@ def test_a_cell_is_drawn_checked_and_timed(
 
 
 def test_host_times_leave_out_who_is_missing(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Cell] = []
+    asked: list[BenchCell] = []
 
-    def host(self: Any, cell: Cell) -> list[HostRow]:
+    def host(self: Any, cell: BenchCell) -> list[HostRow]:
         asked.append(cell)
         return []
 
-    monkeypatch.setattr(Session, "host", host)
-    session.host(Cell(host_case().shape, ("kvcache", "vllm_fa3")))
+    monkeypatch.setattr(BenchSession, "host", host)
+    session.host(BenchCell(host_case().shape, ("kvcache", "vllm_fa3")))
     assert asked[0].contenders == ("kvcache",)
 
 
@@ -410,7 +410,7 @@ def test_the_recorded_launches_are_those_of_the_calls(
 ) -> None:
     """What a contender's call hands to the operators makes the launch that was known from the shape."""
     monkeypatch.setattr(serving_kernels, "copies", lambda dims: 1 if "SQUARES" in dims else 3)
-    case = Case(shape, () if "TOKENS" in shape.dims else LENGTHS, token_scales=True)
+    case = ServingCase(shape, () if "TOKENS" in shape.dims else LENGTHS, token_scales=True)
     expected = timed_launches([case])[f"{step}, {shape.name}"]
     made: list[Any] = []
 
@@ -424,7 +424,7 @@ def test_the_recorded_launches_are_those_of_the_calls(
 
     monkeypatch.setattr(serving_ops, "paged_attention", attention)
     monkeypatch.setattr(serving_ops, "append_kv", append)
-    prepare = CONTENDERS[name].prepare
+    prepare = BACKENDS[name].prepare
     assert prepare is not None
     prepare(append_inputs(shape, 0, "cpu", 0) if name == "append" else small(shape)).call()
     found = [(one.source, launch_facts(one.source, one.launch, shape.dims)) for one in made]
@@ -432,4 +432,4 @@ def test_the_recorded_launches_are_those_of_the_calls(
 
 
 def test_facts_are_those_of_a_session() -> None:
-    assert isinstance(Session.facts(ServingSession.__new__(ServingSession), ["copy"]), Facts)
+    assert isinstance(BenchSession.facts(ServingSession.__new__(ServingSession), ["copy"]), Facts)

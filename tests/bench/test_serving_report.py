@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from greenfast.bench import record_io
-from greenfast.bench.comparison import Cell, Checked, Facts, Timed
+from greenfast.bench.comparison import BenchCell, CheckResult, Facts, TimingResult
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.ratios import headline
 from greenfast.bench.record_io import freshness, read_record
-from greenfast.bench.record_schema import ContenderFacts, HostRow
+from greenfast.bench.record_schema import BackendFacts, HostRow
 from greenfast.bench.report import summary
 from greenfast.bench.runner import compare
 from greenfast.bench.serving import serving
-from greenfast.bench.serving_backends import CONTENDERS
+from greenfast.bench.serving_backends import BACKENDS
 from greenfast.bench.serving_report import read_rate, tables
 from greenfast.device.worker import Worker
 from greenfast.spec.errors import WrongResultError
@@ -90,8 +90,8 @@ class Scripted:
     def facts(self, names: Sequence[str]) -> Facts:
         return Facts(
             [
-                ContenderFacts(
-                    name=n, label=CONTENDERS[n].label, precision=CONTENDERS[n].precision,
+                BackendFacts(
+                    name=n, label=BACKENDS[n].label, precision=BACKENDS[n].precision,
                     missing="no fa3-fwd" if n.startswith("fa3") else "",
                 )
                 for n in names
@@ -99,20 +99,20 @@ class Scripted:
             {},
         )  # fmt: skip
 
-    def open(self, cell: Cell, kernel: object) -> None:
+    def open(self, cell: BenchCell, kernel: object) -> None:
         assert kernel is None
         self.added: list[str] = []
 
-    def add(self, name: str, timed: bool) -> Checked:
+    def add(self, name: str, timed: bool) -> CheckResult:
         assert timed
         self.added.append(name)
-        return Checked(error=self.error if CONTENDERS[name].attention else None, finite=True)
+        return CheckResult(error=self.error if BACKENDS[name].attention else None, finite=True)
 
-    def time(self, rounds: int | None) -> Timed:
+    def time(self, rounds: int | None) -> TimingResult:
         samples = {name: [150.0 if name.startswith("vllm") else 100.0] * 3 for name in self.added}
-        return Timed(samples, dict.fromkeys(self.added, 7))
+        return TimingResult(samples, dict.fromkeys(self.added, 7))
 
-    def host(self, cell: Cell) -> list[HostRow]:
+    def host(self, cell: BenchCell) -> list[HostRow]:
         return [
             HostRow(contender=n, dims=cell.shape.dims, median_us=9.0, least_us=8.0, batches=1, calls=1)
             for n in cell.contenders

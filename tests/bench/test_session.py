@@ -15,12 +15,12 @@ from torch import Tensor
 from greenfast.bench import attention, graphs
 from greenfast.bench import session as sessions
 from greenfast.bench.attention import flops, operator, peers
-from greenfast.bench.backends import CONTENDERS, KERNEL, Contender, Ready
-from greenfast.bench.comparison import Cell
+from greenfast.bench.backends import BACKENDS, KERNEL, Backend, Ready
+from greenfast.bench.comparison import BenchCell
 from greenfast.bench.graphs import Captured, calls_for, order, rounds_for
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
 from greenfast.bench.references import reference
-from greenfast.bench.session import Session
+from greenfast.bench.session import BenchSession
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import load_peers
@@ -137,7 +137,7 @@ def test_the_reference_is_exact_and_sees_what_is_wrong(causal: int) -> None:
 def test_a_torch_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a separate process, as the comparison starts it."""
     with (
-        Worker(0, timeout_s=60, make_session=Session) as worker,
+        Worker(0, timeout_s=60, make_session=BenchSession) as worker,
         pytest.raises(WorkerError, match=r"start: torch [\w.+]+ is built .* and shows no GPU; a comparison needs"),
     ):
         worker.call("facts", [])
@@ -184,8 +184,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def session(clock: Clock) -> Session:
-    made = Session.__new__(Session)
+def session(clock: Clock) -> BenchSession:
+    made = BenchSession.__new__(BenchSession)
     made._inputs = drawn()
     made._reference = reference(made._inputs, 48, codes=True)
     made._kernel = None
@@ -194,7 +194,9 @@ def session(clock: Clock) -> Session:
     return made
 
 
-def enter(session: Session, clock: Clock, log: list[str], name: str, us: float, calls: int, later: float = 1.0) -> None:
+def enter(
+    session: BenchSession, clock: Clock, log: list[str], name: str, us: float, calls: int, later: float = 1.0
+) -> None:
     """A contender whose timed launches leave ``later`` times what was checked."""
     assert session._reference is not None
     right = session._reference.exact.half().view(1, 2, 48, 64)
@@ -204,7 +206,7 @@ def enter(session: Session, clock: Clock, log: list[str], name: str, us: float, 
     session._entries[name] = sessions._Entry(Ready(lambda: out), captured, right.float().flatten(0, 1))
 
 
-def test_times_are_per_call_and_rounds_interleaved(session: Session, clock: Clock) -> None:
+def test_times_are_per_call_and_rounds_interleaved(session: BenchSession, clock: Clock) -> None:
     log: list[str] = []
     enter(session, clock, log, KERNEL, 2000.0, 20)
     enter(session, clock, log, "fa3", 3000.0, 10)
@@ -224,20 +226,20 @@ def test_times_are_per_call_and_rounds_interleaved(session: Session, clock: Cloc
     ("fa3", math.nan, True),
 ])  # fmt: skip
 def test_what_the_timed_launches_leave_must_be_what_was_checked(
-    session: Session, clock: Clock, name: str, later: float, changed: bool
+    session: BenchSession, clock: Clock, name: str, later: float, changed: bool
 ) -> None:
     enter(session, clock, [], name, 2000.0, 1, later)
     assert session.time(7).changed == ([name] if changed else [])
 
 
-def test_a_graph_that_writes_nothing_is_found_out(session: Session, clock: Clock) -> None:
+def test_a_graph_that_writes_nothing_is_found_out(session: BenchSession, clock: Clock) -> None:
     enter(session, clock, [], "fa3", 2000.0, 1)
     session._entries["fa3"].captured.graph.replay = lambda: None
     assert session.time(7).changed == ["fa3"]
 
 
 def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
-    session: Session, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    session: BenchSession, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert session._reference is not None
     right = session._reference.exact.half().view(1, 2, 48, 64)
@@ -266,10 +268,10 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
 def contend(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Inputs], Ready], package: str = "x", *, attention: bool = True
 ) -> None:
-    monkeypatch.setitem(CONTENDERS, "x", Contender("x", "X", "fp8", "math", package, prepare, attention=attention))
+    monkeypatch.setitem(BACKENDS, "x", Backend("x", "X", "fp8", "math", package, prepare, attention=attention))
 
 
-def test_a_library_that_fails_or_is_wrong_is_a_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_or_is_wrong_is_a_reason(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
     monkeypatch.setattr(sessions, "capture", lambda call, turns: captured.append(call))
 
@@ -294,7 +296,7 @@ def test_a_library_that_fails_or_is_wrong_is_a_reason(session: Session, monkeypa
     assert (found.reason, found.finite, found.kernel_error, len(captured)) == ("", True, None, 1)
 
 
-def test_a_broken_context_ends_the_session(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_context_ends_the_session(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object = None) -> Ready:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -305,7 +307,7 @@ def test_a_broken_context_ends_the_session(session: Session, monkeypatch: pytest
 
 
 def test_an_output_of_greenfast_that_is_wrong_is_left_to_the_judge(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: BenchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "capture", lambda call, turns: Captured(None, None, 1, 1.0))
     contend(monkeypatch, lambda inputs: Ready(lambda: inputs.by_batch(inputs.values["q"] * math.nan)), "greenfast")
@@ -314,7 +316,7 @@ def test_an_output_of_greenfast_that_is_wrong_is_left_to_the_judge(
 
 
 def test_what_is_no_attention_is_timed_unchecked(
-    session: Session, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    session: BenchSession, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = torch.zeros(3)
     monkeypatch.setattr(graphs, "graph_of", lambda call, calls: (Graph(clock, 2000.0, out, out, [], "x"), call()))
@@ -325,17 +327,17 @@ def test_what_is_no_attention_is_timed_unchecked(
     assert (timed.changed, set(timed.samples_us["x"])) == ([], {2000.0})
 
 
-def test_host_time_is_of_batches_of_eager_calls(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_is_of_batches_of_eager_calls(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def contender(name: str) -> Contender:
-        return Contender(name, name, "bf16", "math", "x", lambda _: Ready(lambda: called.append(name)))
+    def contender(name: str) -> Backend:
+        return Backend(name, name, "bf16", "math", "x", lambda _: Ready(lambda: called.append(name)))
 
     monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for name in ("a", "b"):
-        monkeypatch.setitem(CONTENDERS, name, contender(name))
-    rows = session.host(Cell(Shape(name="tiny", dims=DIMS), ("a", "b"), sampled=1))
+        monkeypatch.setitem(BACKENDS, name, contender(name))
+    rows = session.host(BenchCell(Shape(name="tiny", dims=DIMS), ("a", "b"), sampled=1))
     assert [(row.contender, row.dims, row.batches, row.calls) for row in rows] == [
         ("a", DIMS, 60, 50), ("b", DIMS, 60, 50)
     ]  # fmt: skip
@@ -345,26 +347,26 @@ def test_host_time_is_of_batches_of_eager_calls(session: Session, monkeypatch: p
     assert set(zip(batches[::2], batches[1::2], strict=True)) == {("a", "b"), ("b", "a")}
 
 
-def test_host_times_leave_out_a_library_that_refuses(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_times_leave_out_a_library_that_refuses(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise RuntimeError("no paged KV")
 
     monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def contender(name: str, package: str, call: Callable[[], Any]) -> Contender:
-        return Contender(name, name, "bf16", "math", package, lambda _: Ready(call))
+    def contender(name: str, package: str, call: Callable[[], Any]) -> Backend:
+        return Backend(name, name, "bf16", "math", package, lambda _: Ready(call))
 
     for name, package, call in (("own", "greenfast", tuple), ("a", "x", tuple), ("b", "x", refuse)):
-        monkeypatch.setitem(CONTENDERS, name, contender(name, package, call))
-    cell = Cell(Shape(name="tiny", dims=DIMS), ("own", "b", "a"), sampled=1)
+        monkeypatch.setitem(BACKENDS, name, contender(name, package, call))
+    cell = BenchCell(Shape(name="tiny", dims=DIMS), ("own", "b", "a"), sampled=1)
     assert [row.contender for row in session.host(cell)] == ["own", "a"]
-    monkeypatch.setitem(CONTENDERS, "own", contender("own", "greenfast", refuse))
+    monkeypatch.setitem(BACKENDS, "own", contender("own", "greenfast", refuse))
     with pytest.raises(RuntimeError, match="no paged KV"):
         session.host(cell)
 
 
-def test_facts_name_versions_and_what_is_missing(session: Session) -> None:
+def test_facts_name_versions_and_what_is_missing(session: BenchSession) -> None:
     found = session.facts(["sdpa_fp8", "torch"])
     assert [c.name for c in found.contenders] == ["sdpa_fp8", "torch"]
     assert found.contenders[1].version == f"torch {torch.__version__}"

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.runner import Outcome
+from greenfast.bench.runner import BenchResult
 from greenfast.cli.main import spelled
 from greenfast.judge.digest import sealed_json
 from tests.bench.benchmarks import operator_record, peers_record, serving_record
@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A finished comparison, and its request."""
     found: dict[str, Any] = {}
 
-    def compare(comparison: Any, request: Any, variant: Any, watcher: Any, **options: Any) -> Outcome:
+    def compare(comparison: Any, request: Any, variant: Any, watcher: Any, **options: Any) -> BenchResult:
         found.clear()
         found.update(options, variant=variant and variant.name, task=request.task.config.name)
         if comparison.name == "serving":
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         record = makes.get(comparison.name, peers_record)()
         for shape in dict.fromkeys(row.shape for row in record.rows):
             watcher.cell([row for row in record.rows if row.shape == shape])
-        return Outcome(record, tmp_path / "run")
+        return BenchResult(record, tmp_path / "run")
 
     monkeypatch.setattr("greenfast.cli.bench.compare", compare)
     return found

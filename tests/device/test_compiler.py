@@ -335,7 +335,7 @@ def test_a_header_that_changes_while_it_is_compiled_is_refused(tmp_path: Path, m
     made = source('#include "value.cuh"\nextern "C" __global__ void k(int* y) { *y = VALUE; }', tmp_path)
     honest = nvrtc.run
 
-    def meanwhile(job: nvrtc.Job) -> nvrtc.Output:
+    def meanwhile(job: nvrtc.Job) -> nvrtc.CompilerOutput:
         write(tmp_path, value="#define VALUE 22")
         return honest(job)
 

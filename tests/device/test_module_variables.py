@@ -9,7 +9,7 @@ import pytest
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.elf import Image
 from greenfast.device.module_variables import HEAP_BYTES, variable_bytes
-from greenfast.device.readonly_globals import never_written
+from greenfast.device.readonly_globals import find_readonly_globals
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import KernelSource
@@ -208,8 +208,8 @@ def test_bytes_that_are_no_cubin_are_refused() -> None:
 )
 def test_code_that_may_write_a_variable(code: str) -> None:
     module = ".global .u32 n; .global .u32 m[2] = {1, 2};\n.visible .entry k(.param .u64 a) {\n%s ret;\n}\n"
-    assert never_written(module % code, {"n", "m"}) == {"m"}
-    assert never_written(module % re.sub(r"\bn\b", "m", code), {"n", "m"}) == {"n"}
+    assert find_readonly_globals(module % code, {"n", "m"}) == {"m"}
+    assert find_readonly_globals(module % re.sub(r"\bn\b", "m", code), {"n", "m"}) == {"n"}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,9 @@ def test_code_that_may_write_a_variable(code: str) -> None:
 def test_an_address_that_is_taken_apart_is_lost(code: str) -> None:
     """By way of a table, the carry flag, a predicate or part of a word it could come back whole."""
     variables = ".global .u32 n; .global .u64 pointer = generic(n); .const .b8 table[256];"
-    found = never_written(f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "pointer", "table"})
+    found = find_readonly_globals(
+        f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "pointer", "table"}
+    )
     assert "n" not in found
     assert "pointer" in found
 
@@ -268,23 +270,23 @@ def test_an_address_that_is_taken_apart_is_lost(code: str) -> None:
 )
 def test_an_address_that_stays_one_is_followed(code: str) -> None:
     variables = ".global .u32 n; .global .u32 m; .global .u64 pointer = generic(n);"
-    found = never_written(f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "m", "pointer"})
+    found = find_readonly_globals(f"{variables}\n.entry k(.param .u64 a) {{\n{code} ret;\n}}\n", {"n", "m", "pointer"})
     assert found == {"n", "m", "pointer"}
 
 
 def test_a_function_of_the_module_with_the_name_of_one_of_cudas_may_write() -> None:
     calls = ".entry k() { .param .b64 p; st.param.b64 [p], n; call (p), vprintf, (p, p); }"
     func = ".func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b)"
-    assert never_written(f".global .u32 n; .extern {func}; {calls}", {"n"}) == {"n"}
-    assert never_written(f".global .u32 n; {calls} {func} {{ ret; }}", {"n"}) == set()
+    assert find_readonly_globals(f".global .u32 n; .extern {func}; {calls}", {"n"}) == {"n"}
+    assert find_readonly_globals(f".global .u32 n; {calls} {func} {{ ret; }}", {"n"}) == set()
 
 
 def test_only_variables_of_the_module_are_known_to_be_safe() -> None:
     module = '.global .u32 n; // .global .u32 a;\n.entry k() { .global .u32 b; .loc 1 2 3, "; .global .u32 c;"\n ret; }'
-    assert never_written(module, {"n", "a", "b", "c", "d"}) == {"n"}
+    assert find_readonly_globals(module, {"n", "a", "b", "c", "d"}) == {"n"}
 
 
 def test_a_variable_with_the_address_of_another() -> None:
     module = ".global .u32 n; .global .u64 p = generic(n); .entry k() { ld.global.u64 %rd1, [p]; st.u32 [%rd1], 1; }"
-    assert never_written(module, {"n", "p"}) == {"p"}
-    assert never_written(module, {"n"}) == set()  # p may be anything
+    assert find_readonly_globals(module, {"n", "p"}) == {"p"}
+    assert find_readonly_globals(module, {"n"}) == set()  # p may be anything

@@ -12,7 +12,7 @@ from greenfast.evolve.simulate import Cache
 PARAMETERS = {"tile": (32, 64, 96, 128), "stages": (2, 3, 4), "warps": (2, 4, 8), "unroll": (1, 2, 4), "layout": (0, 1)}
 
 
-def synthetic(seed: int = 0) -> t4.Results:
+def synthetic(seed: int = 0) -> t4.T4Results:
     """Times of an effect for each parameter, two interactions and 2 % of noise; what needs many registers fails."""
     rng = random.Random(seed)
     rows = []
@@ -27,15 +27,15 @@ def synthetic(seed: int = 0) -> t4.Results:
         time *= 1 + 0.02 * rng.random()
         found = {t4.TIME: time, t4.PIPE: "tensor" if tile > 64 else "issue", t4.SMEM: smem, t4.REGISTERS: registers}
         rows.append(
-            t4.Result(
+            t4.T4Result(
                 configuration=dict(zip(PARAMETERS, values, strict=True)),
-                times=t4.Times(),
+                times=t4.T4Times(),
                 invalidity="correct" if builds else "compile",
                 correctness=float(builds),
-                measurements=[t4.Measurement(name=n, value=v) for n, v in found.items()] if builds else [],
+                measurements=[t4.T4Measurement(name=n, value=v) for n, v in found.items()] if builds else [],
             )
         )
-    return t4.Results(results=rows)
+    return t4.T4Results(results=rows)
 
 
 def cache(seed: int = 0) -> Cache:

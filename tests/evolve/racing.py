@@ -10,10 +10,10 @@ from typing import Any
 
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.gpu_workers import Gpu, Ran
+from greenfast.evolve.gpu_workers import GpuName, Ran
 from greenfast.evolve.halving import race
 from greenfast.evolve.proposal import Candidate
-from greenfast.evolve.stages import Found
+from greenfast.evolve.stages import StageResult
 from greenfast.spec.problem import Case
 
 BASELINE, BASELINE_US = "baseline", 100.0
@@ -69,12 +69,12 @@ class FakeStages:
         problem = SimpleNamespace(make_case=lambda dims, seed, fmt: Case({}, {}))
         self.task = SimpleNamespace(problem=problem)
 
-    def on_gpu(self, candidate: Candidate | None) -> tuple[Found, Any, dict[tuple[str, int], str]]:
+    def on_gpu(self, candidate: Candidate | None) -> tuple[StageResult, Any, dict[tuple[str, int], str]]:
         name = BASELINE if candidate is None else str(*candidate.parameters.values())
         if self.faults.get(name) == "wrong":
-            return Found(stage="CORRECTNESS", valid=False, feedback="kernel_bound"), None, {}
+            return StageResult(stage="CORRECTNESS", valid=False, feedback="kernel_bound"), None, {}
         side = SimpleNamespace(executable=lambda shape: name)
-        return Found(stage="CORRECTNESS", valid=True), side, {("s", seed): "bits" for seed in range(3)}
+        return StageResult(stage="CORRECTNESS", valid=True), side, {("s", seed): "bits" for seed in range(3)}
 
 
 class FakeRacers:
@@ -82,7 +82,7 @@ class FakeRacers:
 
     def __init__(self, devices: Sequence[FakeStages], dies: Callable[[int, list[str]], bool] | None = None) -> None:
         """dies: whether a device is lost in a race, by its place and who races."""
-        self.gpus = [Gpu(str(n), "fake") for n in range(len(devices))]
+        self.gpus = [GpuName(str(n), "fake") for n in range(len(devices))]
         self._devices, self._dies = devices, dies or (lambda place, names: False)
         self.started: list[tuple[int, list[str]]] = []
         self.at_once: list[int] = []

@@ -16,17 +16,17 @@ import msgspec
 import pytest
 
 from greenfast.evolve.language.answers import MOST_EDIT, MOST_TEXT, parse_answer
-from greenfast.evolve.language.file_transport import Mailbox, Recorder, Replay
-from greenfast.evolve.language.model import Answer, Limits, Model, prompt_digest
+from greenfast.evolve.language.file_transport import FileTransport, Recorder, Replay
+from greenfast.evolve.language.model import AnswerLimits, Model, ModelAnswer, prompt_digest
 from greenfast.evolve.language.openai_endpoint import KEY, HttpModel
 from greenfast.evolve.language.prompts import STRATEGIES, prompt
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, Insight, ProposerError
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, Insight, ProposerError
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.proposers.engineer import EngineerProposer
 from greenfast.evolve.space import Parameter, Region, Space
 from greenfast.spec.errors import MachineError, UsageError
 
-LIMITS = Limits(tokens=100, seconds=0.5)
+LIMITS = AnswerLimits(tokens=100, seconds=0.5)
 SPACE = Space(
     name="tiles",
     parameters={"BLOCK": Parameter(values=(64, 128), help="keys of a tile"), "STAGES": Parameter(values=(2, 3, 4))},
@@ -98,7 +98,7 @@ def model(endpoint: Endpoint, waits: list[float] | None = None) -> HttpModel:
 def test_an_endpoint_is_asked_as_its_interface_says(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "secret")
     endpoint.replies = [completion("yes", usage={"total_tokens": 17, "prompt_tokens": 9})]
-    assert model(endpoint).complete("question?", LIMITS) == Answer(text="yes", tokens=17)
+    assert model(endpoint).complete("question?", LIMITS) == ModelAnswer(text="yes", tokens=17)
     ((path, headers, body),) = endpoint.asked
     assert path == "/v1/chat/completions"
     assert headers["authorization"] == "Bearer secret"
@@ -150,7 +150,7 @@ def test_what_does_not_pass_is_given_up(endpoint: Endpoint, reply: Any, said: st
 
 def test_silence_ends_at_the_timeout(endpoint: Endpoint) -> None:
     endpoint.replies = [0.4, completion("awake")]
-    assert model(endpoint).complete("q", Limits(tokens=9, seconds=0.2)).text == "awake"
+    assert model(endpoint).complete("q", AnswerLimits(tokens=9, seconds=0.2)).text == "awake"
 
 
 def test_an_answer_that_trickles_ends_at_the_deadline(endpoint: Endpoint) -> None:
@@ -161,7 +161,7 @@ def test_an_answer_that_trickles_ends_at_the_deadline(endpoint: Endpoint) -> Non
 
     endpoint.replies = [drops(), completion("whole")]
     start = time.monotonic()
-    assert model(endpoint).complete("q", Limits(tokens=9, seconds=0.2)).text == "whole"
+    assert model(endpoint).complete("q", AnswerLimits(tokens=9, seconds=0.2)).text == "whole"
     assert time.monotonic() - start < 1
 
 
@@ -252,14 +252,14 @@ def test_a_mailbox_waits_for_an_answer_that_does_not_grow_any_more(tmp_path: Pat
             answer = asked.with_name(asked.name.replace("prompt", "answer"))
             answer.write_text("an answer"[: 3 * (looks - 1)])
 
-    assert Mailbox(tmp_path, sleep).complete("question", Limits(tokens=9, seconds=9)).text == "an answer"
+    assert FileTransport(tmp_path, sleep).complete("question", AnswerLimits(tokens=9, seconds=9)).text == "an answer"
     assert looks == 5
 
 
 def test_a_prompt_that_was_asked_before_keeps_its_file(tmp_path: Path) -> None:
     for text in ("one", "two", "one"):
         with pytest.raises(ProposerError, match="resume the run"):
-            Mailbox(tmp_path, lambda _: None).complete(text, Limits(tokens=9, seconds=0))
+            FileTransport(tmp_path, lambda _: None).complete(text, AnswerLimits(tokens=9, seconds=0))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         f"0001-{prompt_digest('one')}.prompt.md",
         f"0002-{prompt_digest('two')}.prompt.md",
@@ -270,25 +270,25 @@ def test_an_endless_answer_in_a_mailbox_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"0001-{prompt_digest('q')}.prompt.md").write_text("q")
     (tmp_path / f"0001-{prompt_digest('q')}.answer.md").write_bytes(b"x" * 100_000)
     with pytest.raises(ProposerError, match="100000 bytes; an answer has at most 68736"):
-        Mailbox(tmp_path, lambda _: None).complete("q", LIMITS)
+        FileTransport(tmp_path, lambda _: None).complete("q", LIMITS)
 
 
 def test_a_mailbox_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="mailbox:FOLDER"):
-        Mailbox(tmp_path / "file")
+        FileTransport(tmp_path / "file")
 
 
 class Listed:
     """A model that gives the listed answers in turn, and keeps the prompts."""
 
     def __init__(self, *answers: str) -> None:
-        self.answers, self.prompts, self.limits = list(answers), list[str](), list[Limits]()
+        self.answers, self.prompts, self.limits = list(answers), list[str](), list[AnswerLimits]()
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         self.prompts.append(prompt)
         self.limits.append(limits)
-        return Answer(text=self.answers.pop(0), tokens=100)
+        return ModelAnswer(text=self.answers.pop(0), tokens=100)
 
 
 def test_what_was_recorded_answers_the_same_prompts_in_any_order(tmp_path: Path) -> None:
@@ -307,8 +307,8 @@ def test_answers_without_a_prompt_come_in_order(tmp_path: Path) -> None:
     file.write_text('{"answer": "one"}\n{"answer": "two", "tokens": 5}\n')
     replay: Model = Replay(file)
     assert [replay.complete(asked, LIMITS) for asked in ("x", "y")] == [
-        Answer(text="one", tokens=2),
-        Answer(text="two", tokens=5),
+        ModelAnswer(text="one", tokens=2),
+        ModelAnswer(text="two", tokens=5),
     ]
 
 
@@ -409,7 +409,7 @@ def evaluated(block: int, fitness: float | None, stage: Any = "race", **more: An
 
 
 HISTORY = (
-    evaluated(64, 2e-6, behaviour=Behaviour(pipe="fma", smem_bytes=1024, registers=40)),
+    evaluated(64, 2e-6, behaviour=Descriptor(pipe="fma", smem_bytes=1024, registers=40)),
     evaluated(128, None, "BUILD", feedback="error: expected\n a ';'"),
 )
 CONTEXT = Context(
@@ -419,7 +419,7 @@ CONTEXT = Context(
     seed=1,
     baseline=evaluated(64, 3e-6),
     history=HISTORY,
-    elites=HISTORY[:1],
+    archive=HISTORY[:1],
     insights=(
         Insight(change="Three stages", prediction="faster", outcome="1.02x", record="ab12"),
         Insight(change="Six stages", prediction="faster", outcome="surely", record=""),
@@ -442,14 +442,14 @@ def test_a_strategy_decides_what_is_told(strategy: str, told: int) -> None:
 def test_an_estimate_is_never_told_as_a_speed() -> None:
     history = (Evaluation(candidate=Candidate(parameters={}), stage="screen", valid=True, fitness=5.0,
                           fitness_kind="estimate"),)  # fmt: skip
-    text = prompt(msgspec.structs.replace(CONTEXT, baseline=None, history=history, elites=()), "full")
+    text = prompt(msgspec.structs.replace(CONTEXT, baseline=None, history=history, archive=()), "full")
     assert "estimated 5, not measured" in text
     assert "µs" not in text
 
 
 def engineer(answers: Model, budget: int = 10_000, log: list[str] | None = None) -> EngineerProposer:
     told: list[str] = [] if log is None else log
-    return EngineerProposer("full", answers, Limits(tokens=500, seconds=1), budget, told.append)
+    return EngineerProposer("full", answers, AnswerLimits(tokens=500, seconds=1), budget, told.append)
 
 
 def test_a_useless_answer_is_asked_for_again_counted_and_logged() -> None:

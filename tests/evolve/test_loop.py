@@ -16,10 +16,10 @@ import pytest
 
 from greenfast.evolve.event_log import COSTS, EVENTS
 from greenfast.evolve.loop import STALE_BATCHES, Search, State
-from greenfast.evolve.manifest import Budget, Manifest
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, ProposerError
+from greenfast.evolve.manifest import Manifest, SearchBudget
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, ProposerError
 from greenfast.evolve.space import Parameter, Space
-from greenfast.evolve.stages import Found
+from greenfast.evolve.stages import StageResult
 from greenfast.evolve.workers import Here
 from greenfast.spec.errors import MachineError, UsageError
 
@@ -39,18 +39,18 @@ class Stages:
     def described(self) -> str:
         return "a task"
 
-    def built(self, candidate: Candidate | None) -> Found:
+    def built(self, candidate: Candidate | None) -> StageResult:
         x = 100 if candidate is None else int(candidate.parameters["X"])
         self.calls.append(("built", x))
         code = f"{min(x, 41) if x < 100 else x:016x}"
-        return Found(stage="RESOURCES", valid=True, hash=code, behaviour=Behaviour(registers=x))
+        return StageResult(stage="RESOURCES", valid=True, hash=code, behaviour=Descriptor(registers=x))
 
-    def emulated(self, candidate: Candidate | None, exam_seed: int) -> Found:
+    def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
         x = 100 if candidate is None else int(candidate.parameters["X"])
         self.calls.append(("emulated", x))
         if x % 2 and x < 40:
-            return Found(stage="CORRECTNESS", valid=False, feedback="odd")
-        return Found(stage="CORRECTNESS", valid=True, estimate=(x + 1) * 1e-6, behaviour=Behaviour(pipe="issue"))
+            return StageResult(stage="CORRECTNESS", valid=False, feedback="odd")
+        return StageResult(stage="CORRECTNESS", valid=True, estimate=(x + 1) * 1e-6, behaviour=Descriptor(pipe="issue"))
 
 
 class Watcher:
@@ -90,7 +90,7 @@ def sampled(context: Context) -> list[Candidate]:
 def search(folder: Path, proposer: Any, stages: Any = None, **settings: Any) -> Search:
     folder.mkdir(exist_ok=True)
     stages = stages or Stages()
-    given: dict[str, Any] = {"budget": Budget(evaluations=10), "batch": 4, **settings}
+    given: dict[str, Any] = {"budget": SearchBudget(evaluations=10), "batch": 4, **settings}
     manifest = Manifest(created="", task="t", space=SPACE, space_folder="", proposer="test", **given)
     return Search(folder, manifest, proposer, stages, Here(stages), Watcher())
 
@@ -196,12 +196,12 @@ def test_a_proposer_with_nothing_to_say_ends_the_search(tmp_path: Path) -> None:
 
 def test_a_candidate_outside_of_the_space_is_told_so(tmp_path: Path) -> None:
     class Strict(Stages):
-        def built(self, candidate: Candidate | None) -> Found:
+        def built(self, candidate: Candidate | None) -> StageResult:
             if candidate is not None:
                 try:
                     SPACE.decode(candidate.parameters)
                 except UsageError as e:
-                    return Found(stage="space", valid=False, feedback=str(e))
+                    return StageResult(stage="space", valid=False, feedback=str(e))
             return super().built(candidate)
 
     answers = iter([[Candidate(parameters={"X": 99}), Candidate(parameters={"Y": 1}), *x(2)]])
@@ -213,7 +213,7 @@ def test_a_candidate_outside_of_the_space_is_told_so(tmp_path: Path) -> None:
 
 def test_the_screen_keeps_the_better_half_and_a_tenth_of_the_rest(tmp_path: Path) -> None:
     answers = iter([x(*range(0, 40, 2))])
-    budget = Budget(evaluations=40)
+    budget = SearchBudget(evaluations=40)
     state = search(tmp_path, Proposes(lambda _: next(answers, [])), screen=0.5, batch=20, budget=budget).run()
     left = [e.candidate.parameters["X"] for e in state.history if e.stage != "screen"]
     assert left[:10] == list(range(0, 20, 2))
@@ -223,7 +223,7 @@ def test_the_screen_keeps_the_better_half_and_a_tenth_of_the_rest(tmp_path: Path
 
 def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
     class Interrupted(Stages):
-        def emulated(self, candidate: Candidate | None, exam_seed: int) -> Found:
+        def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
             if len(self.calls) > 12:
                 raise KeyboardInterrupt
             return super().emulated(candidate, exam_seed)
@@ -295,14 +295,14 @@ def test_other_settings_do_not_resume_a_run(tmp_path: Path) -> None:
     search(tmp_path, Proposes(sampled)).run()
     with pytest.raises(UsageError, match="manifest differs"):
         search(tmp_path, Proposes(sampled), seed=5).run()
-    grown = search(tmp_path / "other", Proposes(sampled), budget=Budget(evaluations=10)).run()
+    grown = search(tmp_path / "other", Proposes(sampled), budget=SearchBudget(evaluations=10)).run()
     assert grown.evaluations == 10
 
 
 def test_a_baseline_that_does_not_pass_ends_it(tmp_path: Path) -> None:
     class Broken(Stages):
-        def built(self, candidate: Candidate | None) -> Found:
-            return Found(stage="BUILD", valid=False, feedback="does not compile")
+        def built(self, candidate: Candidate | None) -> StageResult:
+            return StageResult(stage="BUILD", valid=False, feedback="does not compile")
 
     with pytest.raises(UsageError, match="the baseline does not pass BUILD: does not compile"):
         search(tmp_path, Proposes(sampled), Broken()).run()

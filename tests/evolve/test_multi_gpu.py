@@ -13,10 +13,10 @@ import pytest
 
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.event_log import EVENTS, read_events
-from greenfast.evolve.gpu_workers import Gpu, OnGpus, OnRayGpus, Racers
+from greenfast.evolve.gpu_workers import GpuName, GpuWorkers, LocalGpuWorkers, RayGpuWorkers
 from greenfast.evolve.loop import Search, State
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.multi_gpu import Heat
+from greenfast.evolve.multi_gpu import GpuRound
 from greenfast.evolve.proposal import Candidate, Context, Evaluation
 from greenfast.evolve.space import Parameter, Space
 from greenfast.evolve.workers import Here
@@ -61,8 +61,8 @@ def ranked(state: State) -> list[int]:
     return [int(e.candidate.parameters["X"]) for e in sorted(right, key=lambda e: e.fitness or 0)]
 
 
-def heats(folder: Path, what: str = "raced") -> dict[tuple[int, ...], Heat]:
-    return {e.at: msgspec.convert(e.data, Heat) for e in read_events(folder) if e.what == what}
+def heats(folder: Path, what: str = "raced") -> dict[tuple[int, ...], GpuRound]:
+    return {e.at: msgspec.convert(e.data, GpuRound) for e in read_events(folder) if e.what == what}
 
 
 def of(state: State, x: int) -> Evaluation:
@@ -203,7 +203,7 @@ def test_other_gpus_do_not_go_on_with_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # each racer is a process that imports the judge
 def test_processes_of_two_gpus() -> None:
-    racers = OnGpus([Gpu("0", "fake"), Gpu("1", "fake")], in_a_process)
+    racers = LocalGpuWorkers([GpuName("0", "fake"), GpuName("1", "fake")], in_a_process)
     try:
         first, second = check_racers(racers)
         assert second == pytest.approx(2 * first, rel=0.05)
@@ -218,7 +218,7 @@ def test_a_cluster_with_two_gpus() -> None:
     ray = importlib.import_module("ray")
     ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        racers = OnRayGpus(in_a_process)
+        racers = RayGpuWorkers(in_a_process)
         assert sorted(gpu.name[-2:] for gpu in racers.gpus) == ["/0", "/1"]
         check_racers(racers)
         racers.close()
@@ -226,7 +226,7 @@ def test_a_cluster_with_two_gpus() -> None:
         ray.shutdown()
 
 
-def check_racers(racers: Racers) -> tuple[float, float]:
+def check_racers(racers: GpuWorkers) -> tuple[float, float]:
     """Races on two GPUs at once, one of which ends its process, and again; gives what both took for one kernel."""
     good, ends = [Candidate(parameters={"X": 0})], [Candidate(parameters={"X": 1})]
     waits = [racers.start(place, good, 7) for place in (0, 1)]

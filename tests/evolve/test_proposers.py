@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, FitnessKind, Proposer, Stage
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, FitnessKind, Proposer, Stage
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.proposers.evolutionary import Archive, EvolutionaryProposer, cell_of
 from greenfast.evolve.proposers.tpe import TpeProposer
@@ -100,7 +100,7 @@ def evaluation(fitness: float | None, kind: str = "seconds", **behaviour: Any) -
         valid=fitness is not None,
         fitness=fitness,
         fitness_kind=kind,  # type: ignore[arg-type]
-        behaviour=Behaviour(**behaviour),
+        behaviour=Descriptor(**behaviour),
     )
 
 
@@ -125,7 +125,7 @@ def test_the_archive_keeps_the_best_of_each_behaviour_and_prefers_what_was_measu
     ],
 )
 def test_cells_are_pipe_shared_memory_and_registers(one: dict[str, int], other: dict[str, int], same: bool) -> None:
-    assert (cell_of(Behaviour(**one)) == cell_of(Behaviour(**other))) == same  # type: ignore[arg-type]
+    assert (cell_of(Descriptor(**one)) == cell_of(Descriptor(**other))) == same  # type: ignore[arg-type]
 
 
 def test_islands_take_turns_and_mix_only_by_migration(cache: Cache) -> None:

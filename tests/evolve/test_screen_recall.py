@@ -12,18 +12,18 @@ from greenfast.evolve.screen_recall import kept_of_best, recall, spearman
 from greenfast.spec.errors import UsageError
 
 
-def results(pairs: list[tuple[float, float]]) -> t4.Results:
-    def row(n: int, time: float, estimate: float) -> t4.Result:
+def results(pairs: list[tuple[float, float]]) -> t4.T4Results:
+    def row(n: int, time: float, estimate: float) -> t4.T4Result:
         figures = {t4.TIME: time, t4.ESTIMATE: estimate}
-        return t4.Result(
+        return t4.T4Result(
             configuration={"n": n},
-            times=t4.Times(),
+            times=t4.T4Times(),
             invalidity="correct",
             correctness=1,
-            measurements=[t4.Measurement(name=name, value=value) for name, value in figures.items()],
+            measurements=[t4.T4Measurement(name=name, value=value) for name, value in figures.items()],
         )
 
-    return t4.Results(results=[row(n, *pair) for n, pair in enumerate(pairs)])
+    return t4.T4Results(results=[row(n, *pair) for n, pair in enumerate(pairs)])
 
 
 @pytest.mark.parametrize(

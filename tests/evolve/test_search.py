@@ -17,11 +17,11 @@ import pytest
 from greenfast.device.worker import Worker
 from greenfast.evolve.event_log import EVENTS, read_events
 from greenfast.evolve.finals import Verdict
-from greenfast.evolve.gpu_workers import OnGpus, Racer
+from greenfast.evolve.gpu_workers import GpuWorker, LocalGpuWorkers
 from greenfast.evolve.gpu_workers import Ran as RanRace
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
-from greenfast.evolve.revalidate import AGAIN, Again, again
+from greenfast.evolve.revalidate import REVALIDATION, Revalidation, again
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
 from greenfast.judge.check_plan import CasePlan
@@ -226,7 +226,7 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert found.before.record_digest == verdict["record_digest"]
     assert found.after.decision == "MERGE"
     assert found.after.confidence == found.before.confidence
-    kept = json.loads((tmp_path / "again" / AGAIN).read_text())
+    kept = json.loads((tmp_path / "again" / REVALIDATION).read_text())
     assert kept["inside"] is found.inside
     assert (tmp_path / "again" / kept["after"]["record"] / "record.json").is_file()
 
@@ -242,11 +242,11 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert all(i["record"] for i in insights)
 
 
-class RacersHere(OnGpus):
+class RacersHere(LocalGpuWorkers):
     """The races of all GPUs on one fake device, in this process."""
 
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], RanRace]:
-        ran = Racer(functools.partial(self._make, 0)).race(candidates, seed)
+        ran = GpuWorker(functools.partial(self._make, 0)).race(candidates, seed)
         return lambda: ran
 
 
@@ -301,7 +301,7 @@ def test_a_winner_measured_again_is_inside_of_its_interval_or_is_not() -> None:
     before = Verdict(decision="MERGE", reasons=[], shape="s", speedup=1.6, low=1.5, high=1.7)
     for speedup, words in ((1.5, "inside of"), (1.49, "OUTSIDE of"), (1.71, "OUTSIDE of")):
         after = Verdict(decision="MERGE", reasons=[], shape="s", speedup=speedup, low=1.4, high=1.8)
-        found = Again(run="r", first_created="2026-11-22T22:00:11Z", created="", before=before, after=after)
+        found = Revalidation(run="r", first_created="2026-11-22T22:00:11Z", created="", before=before, after=after)
         assert f"{words} 1.600x [1.500, 1.700] of 2026-11-22" in found.in_words
         assert found.inside is (words == "inside of")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.proposal import Behaviour, Candidate, Edit, Evaluation
+from greenfast.evolve.proposal import Candidate, Descriptor, Edit, Evaluation
 from greenfast.evolve.simulate import Cache
-from greenfast.evolve.t4 import read_t4, results_of, write_t4
+from greenfast.evolve.t4 import build_results, read_t4, write_t4
 from greenfast.spec.errors import UsageError
 
 #: As Kernel Tuner 1.0 writes a result, with what greenfast has no use for.
@@ -62,7 +62,7 @@ def test_kernel_tuners_file_is_a_cache(tmp_path: Path) -> None:
 
 EVALUATIONS = (
     Evaluation(candidate=Candidate(parameters={"A": 1}), hash="x", stage="race", valid=True, fitness=2e-6,
-               fitness_kind="seconds", behaviour=Behaviour(pipe="fma", smem_bytes=1024, registers=40),
+               fitness_kind="seconds", behaviour=Descriptor(pipe="fma", smem_bytes=1024, registers=40),
                cost_seconds=3.0, gpu_seconds=0.5),
     Evaluation(candidate=Candidate(parameters={"A": 2}), stage="BUILD", valid=False),
     Evaluation(candidate=Candidate(parameters={"A": 3}), stage="screen", valid=True, fitness=7.0,
@@ -75,7 +75,7 @@ EVALUATIONS = (
 
 def test_what_is_written_is_what_the_schema_asks_for(tmp_path: Path) -> None:
     file = tmp_path / "t4.json"
-    write_t4(file, results_of(EVALUATIONS, {"device": "a GPU"}))
+    write_t4(file, build_results(EVALUATIONS, {"device": "a GPU"}))
     content = json.loads(file.read_bytes())
     assert content["schema_version"] == "1.0.0"
     rows = content["results"]

@@ -11,7 +11,7 @@ import pytest
 
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.space import read_space
-from greenfast.evolve.stages import Found, Stages
+from greenfast.evolve.stages import StageResult, Stages
 from greenfast.evolve.workers import Here, Local, OnRay, job, make_workers
 from tests.evolve.doubling import KINDS, candidate, write_search_task
 
@@ -30,14 +30,14 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 @pytest.fixture
-def expected(manifest: Manifest, tmp_path: Path) -> list[Found]:
+def expected(manifest: Manifest, tmp_path: Path) -> list[StageResult]:
     with Stages(manifest, tmp_path / "here") as stages:
         found = list(Here(stages).results(JOBS))
     assert [f.valid for f in found] == [kind in (0, 1, 2, 4) for kind in KINDS]
     return found
 
 
-def test_processes(manifest: Manifest, expected: list[Found], tmp_path: Path) -> None:
+def test_processes(manifest: Manifest, expected: list[StageResult], tmp_path: Path) -> None:
     with Stages(manifest, tmp_path) as stages:
         workers = make_workers("local:2", manifest, tmp_path, stages)
         assert isinstance(workers, Local)
@@ -49,7 +49,7 @@ def test_processes(manifest: Manifest, expected: list[Found], tmp_path: Path) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs greenfast[ray]")
-def test_a_cluster_of_this_machine(manifest: Manifest, expected: list[Found], tmp_path: Path) -> None:
+def test_a_cluster_of_this_machine(manifest: Manifest, expected: list[StageResult], tmp_path: Path) -> None:
     with Stages(manifest, tmp_path) as stages:
         workers = make_workers("ray:local", manifest, tmp_path, stages)
         assert isinstance(workers, OnRay)

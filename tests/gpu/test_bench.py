@@ -13,10 +13,10 @@ import torch
 
 from greenfast.bench.attention import SMALL, peers
 from greenfast.bench.backends import KERNEL
-from greenfast.bench.comparison import Cell
+from greenfast.bench.comparison import BenchCell
 from greenfast.bench.record_io import read_record
 from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.session import Session
+from greenfast.bench.session import BenchSession
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
 from greenfast.judge.task import Shape
@@ -54,16 +54,16 @@ def image_of(dims: dict[str, int]) -> tuple[KernelImage, Launch]:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
+def session() -> Iterator[BenchSession]:
     before = torch.cuda.current_stream()
-    yield Session(0)
+    yield BenchSession(0)
     torch.cuda.set_stream(before)
 
 
-def test_a_wrong_kernel_is_detected(session: Session) -> None:
+def test_a_wrong_kernel_is_detected(session: BenchSession) -> None:
     dims = SMALL[1].dims
     image, plan = image_of(dims)
-    cell = Cell(SMALL[1], (KERNEL,), sampled=64)
+    cell = BenchCell(SMALL[1], (KERNEL,), sampled=64)
     session.open(cell, (image, plan))
     right = session.add(KERNEL, True)
     assert right.reason == ""
@@ -81,11 +81,11 @@ def test_a_wrong_kernel_is_detected(session: Session) -> None:
     session.close()
 
 
-def test_outliers_and_a_mask(session: Session) -> None:
+def test_outliers_and_a_mask(session: BenchSession) -> None:
     dims = {"B": 2, "H": 2, "S": 1000, "D": 128, "CAUSAL": 1}
     image, plan = image_of(dims)
     names = peers().contenders
-    session.open(Cell(Shape(name="any", dims=dims), tuple(names), "outliers", seed=1, sampled=1000), (image, plan))
+    session.open(BenchCell(Shape(name="any", dims=dims), tuple(names), "outliers", seed=1, sampled=1000), (image, plan))
     for contender in session.facts(names).contenders:
         if not contender.missing:
             found = session.add(contender.name, False)
@@ -107,6 +107,6 @@ def test_the_operator_is_compared(capsys: pytest.CaptureFixture[str], tmp_path: 
             assert row.rounds == 7
 
 
-def test_host_time_of_the_operator(session: Session) -> None:
-    rows = session.host(Cell(SMALL[1], ("sdpa_fp8", "torch"), sampled=1))
+def test_host_time_of_the_operator(session: BenchSession) -> None:
+    rows = session.host(BenchCell(SMALL[1], ("sdpa_fp8", "torch"), sampled=1))
     assert all(1 < row.least_us <= row.median_us < 1000 for row in rows)

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.bench.parallel import Case, measure
-from greenfast.bench.parallel_backends import CONTENDERS
+from greenfast.bench.parallel import ParallelCase, measure
+from greenfast.bench.parallel_backends import BACKENDS
 from greenfast.ops.context_stack import SCOPES
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks
@@ -165,8 +165,8 @@ def compiled(mesh: DeviceMesh, method: Any, given: dict[str, Any]) -> Any:
 
 def benchmark(mesh: DeviceMesh) -> Any:
     """The record of a small case."""
-    case = Case("small", 256 * mesh.size(), True, heads=2, kv_heads=2, head_dim=64)
-    (record,) = measure(mesh, [case], 2, tuple(CONTENDERS))
+    case = ParallelCase("small", 256 * mesh.size(), True, heads=2, kv_heads=2, head_dim=64)
+    (record,) = measure(mesh, [case], 2, tuple(BACKENDS))
     return to_builtins(record)
 
 

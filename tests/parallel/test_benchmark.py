@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.bench.parallel import Case
+from greenfast.bench.parallel import ParallelCase
 from greenfast.bench.parallel_trace import covered, shares
 
 
@@ -31,4 +31,4 @@ def test_covered() -> None:
     ("ranks", "rows", "shared"), [(2, 32768, 32768), (3, 32768, 32256), (7, 1024, 1022), (5, 4, 10)]
 )
 def test_rows_that_ranks_can_share(ranks: int, rows: int, shared: int) -> None:
-    assert Case("any", rows, True).on(ranks).rows == shared
+    assert ParallelCase("any", rows, True).on(ranks).rows == shared

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from greenfast.bench.backends import CONTENDERS, KERNEL
-from greenfast.bench.comparison import Cell, Comparison, Limits
+from greenfast.bench.backends import BACKENDS, KERNEL
+from greenfast.bench.comparison import BenchCell, Comparison, ErrorLimits
 from greenfast.bench.inputs import INPUTS
-from greenfast.bench.record_schema import Versus
-from greenfast.bench.session import Session
+from greenfast.bench.record_schema import SpeedupPair
+from greenfast.bench.session import BenchSession
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
@@ -61,19 +61,19 @@ SMALL = (
 )  # fmt: skip
 
 
-def _error_cells(contenders: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[Cell, ...]:
+def _error_cells(contenders: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[BenchCell, ...]:
     """Errors by kind of inputs and head dim."""
     cells = []
     for kind in kinds:
         for head_dim in (64, 128):
             shape = _shape(f"accuracy_d{head_dim}_{kind.replace(' ', '_')}", 1, 8, 2048, head_dim)
-            cells.append(Cell(shape, contenders, kind, seed=1, sampled=2048, series="inputs"))
+            cells.append(BenchCell(shape, contenders, kind, seed=1, sampled=2048, series="inputs"))
     return tuple(cells)
 
 
-def _long_cell(contenders: tuple[str, ...]) -> Cell:
+def _long_cell(contenders: tuple[str, ...]) -> BenchCell:
     """Errors at many keys, of one head."""
-    return Cell(_shape(f"accuracy_s{_LONG}", 1, 1, _LONG, 128), contenders, seed=1, sampled=512, series="inputs")
+    return BenchCell(_shape(f"accuracy_s{_LONG}", 1, 1, _LONG, 128), contenders, seed=1, sampled=512, series="inputs")
 
 
 def flops(dims: Mapping[str, int]) -> float:
@@ -97,23 +97,23 @@ def _elements(dims: Mapping[str, int]) -> int:
 
 def peers() -> Comparison:
     """The Hopper kernel on E4M3 codes compared with FP8 attention of other libraries; torch's in bfloat16 is shown."""
-    same_codes = tuple(name for name in _PEERS if CONTENDERS[name].same_codes)
+    same_codes = tuple(name for name in _PEERS if BACKENDS[name].same_codes)
     lengths = tuple(
-        Cell(_shape(f"accuracy_s{s}", 1, 1, s, 128), same_codes, seed=1, sampled=512, series="length")
+        BenchCell(_shape(f"accuracy_s{s}", 1, 1, s, 128), same_codes, seed=1, sampled=512, series="length")
         for s in (2048, 8192, 32768, 131072)
     )
     return Comparison(
         name="peers",
         what="",
         own=(KERNEL,),
-        versus=(Versus(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer"),),
+        versus=(SpeedupPair(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer"),),
         timed=(
-            *(Cell(shape, _PEERS, grid=True) for shape in _grid(1024, 4096, 16384)),
-            *(Cell(shape, _PEERS) for shape in SMALL),
+            *(BenchCell(shape, _PEERS, grid=True) for shape in _grid(1024, 4096, 16384)),
+            *(BenchCell(shape, _PEERS) for shape in SMALL),
         ),
         accuracy=(*_error_cells(_PEERS, ("normal", "outliers")), *lengths),
         inputs=INPUTS,
-        session=Session,
+        session=BenchSession,
         flops=flops,
         bytes_moved=lambda dims: 5 * _elements(dims),  # codes, and an output in half
     )
@@ -126,26 +126,27 @@ def operator() -> Comparison:
         what="greenfast.sdpa, quantization included",
         own=tuple(name for name in dict.fromkeys(_OPERATOR + _OPERATOR_ERRORS) if _is_own_attention(name)),
         versus=(
-            Versus(own="sdpa_fp8", rivals=list(_BF16), title="sdpa fp8 / best bf16"),
-            Versus(own="sdpa_int8", rivals=list(_BF16), title="sdpa int8 / best bf16"),
+            SpeedupPair(own="sdpa_fp8", rivals=list(_BF16), title="sdpa fp8 / best bf16"),
+            SpeedupPair(own="sdpa_int8", rivals=list(_BF16), title="sdpa int8 / best bf16"),
         ),
         timed=tuple(
-            Cell(shape, _OPERATOR, sampled=shape.dims["S"], grid=True) for shape in _grid(512, 1024, 2048, 4096, 16384)
+            BenchCell(shape, _OPERATOR, sampled=shape.dims["S"], grid=True)
+            for shape in _grid(512, 1024, 2048, 4096, 16384)
         ),
         accuracy=(*_error_cells(_OPERATOR_ERRORS, tuple(INPUTS)), _long_cell(_OPERATOR_ERRORS)),
         inputs=INPUTS,
-        session=Session,
+        session=BenchSession,
         flops=flops,
         bytes_moved=attention_bytes,
-        host=Cell(_MISSION, ("sdpa_fp8", "attention_fp8", "torch"), sampled=1),
-        limits=Limits(error=_OPERATOR_LIMIT),
+        host=BenchCell(_MISSION, ("sdpa_fp8", "attention_fp8", "torch"), sampled=1),
+        limits=ErrorLimits(error=_OPERATOR_LIMIT),
         kernels=operator_kernels,
         arch=_OPERATOR_ARCH,
     )
 
 
 def _is_own_attention(name: str) -> bool:
-    return CONTENDERS[name].own and CONTENDERS[name].attention
+    return BACKENDS[name].own and BACKENDS[name].attention
 
 
 def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
@@ -170,7 +171,7 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
     return found
 
 
-def sdpa_kernels(cells: Sequence[Cell]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+def sdpa_kernels(cells: Sequence[BenchCell]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """The kernels of ``greenfast.sdpa`` on these cells, each with its launch on the first that takes it."""
     target = Target(_OPERATOR_ARCH)
     found: dict[KernelSource, tuple[str, LaunchFacts]] = {}

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from greenfast.bench import sage
 from greenfast.bench.inputs import Inputs
-from greenfast.bench.record_schema import ContenderFacts
+from greenfast.bench.record_schema import BackendFacts
 from greenfast.numerics.formats import quantize
 from greenfast.ops import sdpa as operator
 from greenfast.ops.quantized import Precision
@@ -47,7 +47,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Backend:
     """A library or kernel that is compared.
 
     module: what is imported. package: the one whose version is recorded; "greenfast" marks our own. prepare: binds
@@ -69,7 +69,7 @@ class Contender:
         """Whether it is greenfast's."""
         return self.package == "greenfast"
 
-    def describe(self) -> ContenderFacts:
+    def describe(self) -> BackendFacts:
         """What a record says of it: its version, or why it is missing."""
         version, missing = "", ""
         try:
@@ -79,7 +79,7 @@ class Contender:
             missing = f"{self.package} is not installed (no module {e.name}): pip install {self.package}"
         except Exception as e:  # whatever a library raises on import, such as for a library of CUDA that it lacks
             missing = f"{self.module} cannot be imported: {first_line(e)}"
-        return ContenderFacts(
+        return BackendFacts(
             name=self.name, label=self.label, precision=self.precision, version=version, missing=missing
         )
 
@@ -259,27 +259,27 @@ _FA3 = ("fa3_fwd_interface", "fa3-fwd")
 _TORCH = ("torch", "torch")
 _PLAIN = {"subtract_key_mean": False, "rotate": False}
 #: By name.
-CONTENDERS = {
+BACKENDS = {
     c.name: c
     for c in (
-        Contender(KERNEL, "greenfast FP8", "fp8", *_GREENFAST, None, same_codes=True),
-        Contender("sdpa_fp8", "sdpa fp8", "fp8", *_GREENFAST, _sdpa("fp8")),
-        Contender("sdpa_int8", "sdpa int8", "int8", *_GREENFAST, _sdpa("int8")),
-        Contender("sdpa_int8_fine", "sdpa int8_fine", "int8", *_GREENFAST, _sdpa("int8_fine")),
-        Contender("attention_fp8", "fp8, on kept codes", "fp8", *_GREENFAST, _on_codes()),
-        Contender("fp8_channel", "fp8, a scale for each channel of V", "fp8", *_GREENFAST,
+        Backend(KERNEL, "greenfast FP8", "fp8", *_GREENFAST, None, same_codes=True),
+        Backend("sdpa_fp8", "sdpa fp8", "fp8", *_GREENFAST, _sdpa("fp8")),
+        Backend("sdpa_int8", "sdpa int8", "int8", *_GREENFAST, _sdpa("int8")),
+        Backend("sdpa_int8_fine", "sdpa int8_fine", "int8", *_GREENFAST, _sdpa("int8_fine")),
+        Backend("attention_fp8", "fp8, on kept codes", "fp8", *_GREENFAST, _on_codes()),
+        Backend("fp8_channel", "fp8, a scale for each channel of V", "fp8", *_GREENFAST,
                   _on_codes(value_scales="channel")),
-        Contender("fp8_plain", "fp8, not rotated, no mean", "fp8", *_GREENFAST, _on_codes(**_PLAIN)),
-        Contender("int8_plain", "int8, not rotated, no mean", "int8", *_GREENFAST,
+        Backend("fp8_plain", "fp8, not rotated, no mean", "fp8", *_GREENFAST, _on_codes(**_PLAIN)),
+        Backend("int8_plain", "int8, not rotated, no mean", "int8", *_GREENFAST,
                   _on_codes(precision="int8", **_PLAIN)),
-        Contender("quantize_fp8", "quantize fp8", "none", *_GREENFAST, _quantize, attention=False),
-        Contender("copy", "copy", "none", *_TORCH, _copy, attention=False),
-        Contender("fa3", "FA3 FP8", "fp8", *_FA3, _flash_attention_3("fp8"), same_codes=True),
-        Contender("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", _cudnn_fp8),
-        Contender("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _flash_attention_3("bf16")),
-        Contender("sage", "SageAttention 2++, its arithmetic", "int8", *_TORCH, _sage),
-        Contender("torch_flash", "torch flash bf16", "bf16", *_TORCH, _torch(SDPBackend.FLASH_ATTENTION)),
-        Contender("torch_cudnn", "torch cuDNN bf16", "bf16", *_TORCH, _torch(SDPBackend.CUDNN_ATTENTION)),
-        Contender("torch", "torch bf16", "bf16", *_TORCH, _torch()),
+        Backend("quantize_fp8", "quantize fp8", "none", *_GREENFAST, _quantize, attention=False),
+        Backend("copy", "copy", "none", *_TORCH, _copy, attention=False),
+        Backend("fa3", "FA3 FP8", "fp8", *_FA3, _flash_attention_3("fp8"), same_codes=True),
+        Backend("cudnn", "cuDNN FP8", "fp8", "cudnn", "nvidia-cudnn-frontend", _cudnn_fp8),
+        Backend("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _flash_attention_3("bf16")),
+        Backend("sage", "SageAttention 2++, its arithmetic", "int8", *_TORCH, _sage),
+        Backend("torch_flash", "torch flash bf16", "bf16", *_TORCH, _torch(SDPBackend.FLASH_ATTENTION)),
+        Backend("torch_cudnn", "torch cuDNN bf16", "bf16", *_TORCH, _torch(SDPBackend.CUDNN_ATTENTION)),
+        Backend("torch", "torch bf16", "bf16", *_TORCH, _torch()),
     )
 }  # fmt: skip

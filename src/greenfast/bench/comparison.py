@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from greenfast.bench.record_schema import ContenderFacts, Versus
+from greenfast.bench.record_schema import BackendFacts, SpeedupPair
 from greenfast.judge.task import Shape
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchCell:
     """One draw of inputs, and the contenders that compute on it.
 
     sampled: query rows of each head that are compared with the references. series: what varies where errors alone are
@@ -31,7 +31,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ErrorLimits:
     """The largest error, kernel_error and bound_ratio (as in Checked) of a right output; None where none is asked."""
 
     error: float | None = None
@@ -53,15 +53,15 @@ class Comparison:
     name: str
     what: str
     own: tuple[str, ...]
-    versus: tuple[Versus, ...]
-    timed: tuple[Cell, ...]
-    accuracy: tuple[Cell, ...]
+    versus: tuple[SpeedupPair, ...]
+    timed: tuple[BenchCell, ...]
+    accuracy: tuple[BenchCell, ...]
     inputs: Mapping[str, str]
     session: Callable[[int], Any]
     flops: Callable[[Mapping[str, int]], float]
     bytes_moved: Callable[[Mapping[str, int]], int]
-    host: Cell | None = None
-    limits: Limits | None = None
+    host: BenchCell | None = None
+    limits: ErrorLimits | None = None
     kernels: Callable[[], dict[str, tuple[KernelSource, LaunchFacts]]] | None = None
     arch: str = ""
 
@@ -76,12 +76,12 @@ class Comparison:
 class Facts:
     """The contenders of a session with versions, and the versions of what else the times depend on."""
 
-    contenders: list[ContenderFacts]
+    contenders: list[BackendFacts]
     versions: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What a contender's first call left: errors as in ``record.Row``, and the worst element over its rounding bound.
 
     finite: whether every element of the output is. reason: why it is not timed; empty where it can be.
@@ -95,7 +95,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimingResult:
     """Microseconds per call of each replay, and calls per replay, by contender.
 
     changed: contenders whose timed launches left an output that differs from the checked one.

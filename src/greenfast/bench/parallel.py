@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from greenfast.bench.backends import first_line
-from greenfast.bench.parallel_backends import CONTENDERS, LIMITS, Contender, Shards
+from greenfast.bench.parallel_backends import BACKENDS, LIMITS, ParallelBackend, Shards
 from greenfast.bench.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
 from greenfast.bench.parallel_trace import Trace, trace_of
 from greenfast.judge.environment import git_state, package_versions
@@ -38,7 +38,7 @@ _LINKS = (1 << 20, 16 << 20, 128 << 20)
 
 
 @dataclass(frozen=True)
-class Case:
+class ParallelCase:
     """An attention of the whole group: ``rows`` of the sequence, before it is sharded."""
 
     name: str
@@ -55,7 +55,7 @@ class Case:
         whole = 4.0 * self.batch * self.heads * self.rows**2 * self.head_dim
         return whole / 2 if self.causal else whole
 
-    def on(self, size: int) -> Case:
+    def on(self, size: int) -> ParallelCase:
         """The case with rows that ``size`` ranks can share: in chunks of 128, whose codes can travel, or fewer."""
         each = 2 * size * (ROW_BLOCK if self.rows >= 2 * size * ROW_BLOCK else 1)
         return replace(self, rows=max(self.rows // each, 1) * each)
@@ -67,18 +67,18 @@ class Case:
 
 
 CASES = (
-    Case("32k_causal", 32768, True),
-    Case("131k_causal", 131072, True),
-    Case("32k_full", 32768, False),
-    Case("131k_full", 131072, False),
-    Case("32k_causal_gqa8", 32768, True, kv_heads=8),
+    ParallelCase("32k_causal", 32768, True),
+    ParallelCase("131k_causal", 131072, True),
+    ParallelCase("32k_full", 32768, False),
+    ParallelCase("131k_full", 131072, False),
+    ParallelCase("32k_causal_gqa8", 32768, True, kv_heads=8),
 )
 #: For the kernels' arithmetic in PyTorch, on machines without a GPU: whether it works, not how fast.
-CPU_CASES = (Case("1k_causal", 1024, True, 4, 2, 64), Case("1k_full", 1024, False, 4, 2, 64))
+CPU_CASES = (ParallelCase("1k_causal", 1024, True, 4, 2, 64), ParallelCase("1k_full", 1024, False, 4, 2, 64))
 
 
 def run(
-    folder: Path, *, cases: Sequence[Case] = (), rounds: int = 7, contenders: Sequence[str] = tuple(CONTENDERS)
+    folder: Path, *, cases: Sequence[ParallelCase] = (), rounds: int = 7, contenders: Sequence[str] = tuple(BACKENDS)
 ) -> ParallelRecord:
     """Measure in a process that torchrun has started, on its GPU, or with gloo on the CPU where there is none.
 
@@ -109,11 +109,11 @@ def run(
 
 
 def measure(
-    mesh: DeviceMesh, cases: Sequence[Case], rounds: int, contenders: Sequence[str]
+    mesh: DeviceMesh, cases: Sequence[ParallelCase], rounds: int, contenders: Sequence[str]
 ) -> Iterator[ParallelRecord]:
     """The record on the ranks of a mesh after each of these cases; the same on all of them."""
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    missing = {name: CONTENDERS[name].missing(mesh.device_type) for name in contenders}
+    missing = {name: BACKENDS[name].missing(mesh.device_type) for name in contenders}
     record = ParallelRecord(
         device=device,
         ranks=mesh.size(),
@@ -133,13 +133,15 @@ def measure(
         yield record
 
 
-def _case(mesh: DeviceMesh, case: Case, rounds: int, names: Sequence[str]) -> tuple[list[CaseRow], dict[str, str]]:
+def _case(
+    mesh: DeviceMesh, case: ParallelCase, rounds: int, names: Sequence[str]
+) -> tuple[list[CaseRow], dict[str, str]]:
     """The rows of a case, and why other libraries do not compute it."""
     shards, refused = _shards(mesh, case), {}
     ready: dict[str, Callable[[], Tensor]] = {}
     errors, peaks, calls = {}, {}, {}
     for name in names:
-        contender = CONTENDERS[name]
+        contender = BACKENDS[name]
         try:
             call = contender.prepare(mesh, shards)
             errors[name] = _checked(mesh, case, shards, contender, call)
@@ -165,7 +167,14 @@ def _case(mesh: DeviceMesh, case: Case, rounds: int, names: Sequence[str]) -> tu
 
 
 def _row(
-    mesh: DeviceMesh, case: Case, name: str, times: list[float], error: float, peak: int, calls: int, trace: Trace
+    mesh: DeviceMesh,
+    case: ParallelCase,
+    name: str,
+    times: list[float],
+    error: float,
+    peak: int,
+    calls: int,
+    trace: Trace,
 ) -> CaseRow:
     median = statistics.median(times)
     models = {"ring": cost.ring, "ulysses": cost.ulysses}
@@ -189,7 +198,7 @@ def _row(
     )
 
 
-def _shards(mesh: DeviceMesh, case: Case) -> Shards:
+def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
     """This rank's rows of N(0, 1) in bfloat16; keys of each head have a common part, as those of models have."""
     generator = torch.Generator(mesh.device_type).manual_seed(1000 + mesh.get_local_rank())
     rows = case.rows // mesh.size()
@@ -204,7 +213,9 @@ def _shards(mesh: DeviceMesh, case: Case) -> Shards:
     return Shards(normal(case.heads), normal(case.kv_heads), normal(case.kv_heads), case.causal, case.rows)
 
 
-def _checked(mesh: DeviceMesh, case: Case, shards: Shards, contender: Contender, call: Callable[[], Tensor]) -> float:
+def _checked(
+    mesh: DeviceMesh, case: ParallelCase, shards: Shards, contender: ParallelBackend, call: Callable[[], Tensor]
+) -> float:
     """The largest relative error of a rank's sampled rows of its last head. Raises ValueError for a wrong result."""
     out = call()
     if not contender.whole:

@@ -40,7 +40,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Contender:
+class ParallelBackend:
     """prepare: what calls it for a rank. whole: whether its output is the one of the whole sequence."""
 
     name: str
@@ -155,14 +155,14 @@ def _fa3(mesh: DeviceMesh, shards: Shards) -> Call:
     return call
 
 
-CONTENDERS = {
+BACKENDS = {
     c.name: c
     for c in (
-        Contender("torch", "PyTorch, ring by all-gather, cuDNN bf16", "bf16", _torch("allgather")),
-        Contender("torch_alltoall", "PyTorch, ring by all-to-all, cuDNN bf16", "bf16", _torch("alltoall")),
-        Contender("fa3", "FA3 bf16, ring by hand", "bf16", _fa3, needs=_FA3),
-        Contender("ring", "greenfast, ring", "fp8", _greenfast("ring")),
-        Contender("ulysses", "greenfast, exchange by heads", "fp8", _greenfast("ulysses")),
-        Contender("alone", "greenfast, its share of the heads, nothing exchanged", "fp8", _alone, whole=False),
+        ParallelBackend("torch", "PyTorch, ring by all-gather, cuDNN bf16", "bf16", _torch("allgather")),
+        ParallelBackend("torch_alltoall", "PyTorch, ring by all-to-all, cuDNN bf16", "bf16", _torch("alltoall")),
+        ParallelBackend("fa3", "FA3 bf16, ring by hand", "bf16", _fa3, needs=_FA3),
+        ParallelBackend("ring", "greenfast, ring", "fp8", _greenfast("ring")),
+        ParallelBackend("ulysses", "greenfast, exchange by heads", "fp8", _greenfast("ulysses")),
+        ParallelBackend("alone", "greenfast, its share of the heads, nothing exchanged", "fp8", _alone, whole=False),
     )
 }

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from greenfast.bench.ratios import headline, ratios
-from greenfast.bench.record_schema import Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import BackendFacts, Benchmark, Row
 from greenfast.bench.serving_report import panels as serving_panels
 from greenfast.bench.serving_report import rate, short_name
 from greenfast.judge.report import facts, formatting
@@ -92,7 +92,7 @@ def _micros(row: Row) -> float | None:
     return row.median_us
 
 
-def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, str]]:
+def _colors(record: Benchmark, names: set[str]) -> list[tuple[BackendFacts, str]]:
     """The contenders that were timed, each with its colour."""
     own, others = iter(_OWN), {precision: iter(colors) for precision, colors in _OTHERS.items()}
     return [
@@ -103,7 +103,7 @@ def _colors(record: Benchmark, names: set[str]) -> list[tuple[ContenderFacts, st
 
 
 def _draw(
-    axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[ContenderFacts, str]], value: Value,
+    axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[BackendFacts, str]], value: Value,
     found: dict[str, float],
 ) -> None:  # fmt: skip
     shapes = list(dict.fromkeys(row.shape for row in rows))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from greenfast.bench.record_schema import Row, Versus
+from greenfast.bench.record_schema import Row, SpeedupPair
 from greenfast.judge.report import formatting
 
 
-def ratios(rows: Sequence[Row], versus: Versus) -> dict[str, float]:
+def ratios(rows: Sequence[Row], versus: SpeedupPair) -> dict[str, float]:
     """By shape, the time of the fastest rival divided by the time of own: above 1 own is faster.
 
     Without the shapes where own or every rival has no time, and those of other groups.
@@ -28,12 +28,12 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def headline(rows: Sequence[Row], versus: Iterable[Versus]) -> str:
+def headline(rows: Sequence[Row], versus: Iterable[SpeedupPair]) -> str:
     """For each ratio the geometric mean over the grid, or over what was measured of it, and the worst shape."""
     return "; ".join(_headline(rows, one) for one in versus)
 
 
-def _headline(rows: Sequence[Row], versus: Versus) -> str:
+def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
     rows = of_group(rows, versus.group)
     found = ratios(rows, versus)
     if not found:

@@ -9,11 +9,11 @@ import msgspec
 from greenfast.judge.record_schema import Run, Side, TimedKernel
 
 
-class _Data(msgspec.Struct, frozen=True, kw_only=True):
+class _RecordPart(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-class ContenderFacts(_Data, frozen=True, kw_only=True):
+class BackendFacts(_RecordPart, frozen=True, kw_only=True):
     """A library or kernel that takes part; ``missing`` says why it could not, and is empty where it could.
 
     precision: of its products; "none" where it computes none.
@@ -26,7 +26,7 @@ class ContenderFacts(_Data, frozen=True, kw_only=True):
     missing: str = ""
 
 
-class Versus(_Data, frozen=True, kw_only=True):
+class SpeedupPair(_RecordPart, frozen=True, kw_only=True):
     """A ratio to report: the time of the fastest of ``rivals`` over the time of ``own``; above 1 own is faster.
 
     group: what the names of its shapes begin with; empty for all.
@@ -38,7 +38,7 @@ class Versus(_Data, frozen=True, kw_only=True):
     group: str = ""
 
 
-class Row(_Data, frozen=True, kw_only=True):
+class Row(_RecordPart, frozen=True, kw_only=True):
     """One contender on one shape; ``reason`` stands where there is no time.
 
     grid: whether the shape counts for the mean. cache: "warm" where a call's data fit into L2, else "beyond L2".
@@ -67,7 +67,7 @@ class Row(_Data, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class HostRow(_Data, frozen=True, kw_only=True):
+class HostRow(_RecordPart, frozen=True, kw_only=True):
     """Host time of one eager call in microseconds: median and least of ``batches`` batches of ``calls`` calls."""
 
     contender: str
@@ -78,7 +78,7 @@ class HostRow(_Data, frozen=True, kw_only=True):
     calls: int
 
 
-class AccuracyRow(_Data, frozen=True, kw_only=True):
+class AccuracyRow(_RecordPart, frozen=True, kw_only=True):
     """Errors of one contender, as in Row. series: what varies, the ``inputs`` or the ``length``.
 
     sampled: query rows of each head that were compared.
@@ -107,8 +107,8 @@ class Benchmark(Run, frozen=True, kw_only=True, tag_field="kind", tag="benchmark
     comparison: str
     what: str
     own: list[str]
-    versus: list[Versus]
-    contenders: list[ContenderFacts]
+    versus: list[SpeedupPair]
+    contenders: list[BackendFacts]
     rows: list[Row]
     host: list[HostRow] = msgspec.field(default_factory=list)
     accuracy: list[AccuracyRow] = msgspec.field(default_factory=list)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from greenfast.bench.comparison import Checked
+from greenfast.bench.comparison import CheckResult
 from greenfast.bench.inputs import Inputs
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize
@@ -27,15 +27,15 @@ class Reference:
     exact: Tensor
     bound: Tensor
 
-    def check(self, out: Tensor, same_codes: bool) -> Checked:
+    def check(self, out: Tensor, same_codes: bool) -> CheckResult:
         """Errors of a whole output, float32 (heads, length, head_dim); same_codes: whether it is of the codes."""
         heads = torch.arange(len(self.rows), device=out.device).unsqueeze(1)
         found = out[heads, self.rows].double()
         error, finite = float((found - self.full).norm() / self.full.norm()), bool(torch.isfinite(out).all())
         if not same_codes:
-            return Checked(error, finite=finite)
+            return CheckResult(error, finite=finite)
         off = (found - self.exact).abs()
-        return Checked(error, float(off.norm() / self.exact.norm()), float((off / self.bound).max()), finite)
+        return CheckResult(error, float(off.norm() / self.exact.norm()), float((off / self.bound).max()), finite)
 
 
 def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:

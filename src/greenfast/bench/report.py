@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from greenfast.bench.ratios import by_shape, geometric_mean, headline, ratios
-from greenfast.bench.record_schema import AccuracyRow, Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import AccuracyRow, BackendFacts, Benchmark, Row
 from greenfast.bench.serving_report import serving_tables
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.markdown import document, gates, provenance, resources
@@ -183,7 +183,7 @@ def _label(record: Benchmark, name: str) -> str:
     return next((c.label for c in record.contenders if c.name == name), name)
 
 
-def _columns(record: Benchmark, rows: Sequence[Row]) -> list[ContenderFacts]:
+def _columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
     """The contenders of these rows that compute a whole attention, or have a reason why they do not."""
     names = {row.contender for row in rows if row.tflops is not None or row.reason}
     return [c for c in record.contenders if c.name in names]

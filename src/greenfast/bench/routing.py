@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from greenfast.bench.attention import attention_bytes, flops, sdpa_kernels
-from greenfast.bench.comparison import Cell, Comparison, Limits
+from greenfast.bench.comparison import BenchCell, Comparison, ErrorLimits
 from greenfast.bench.inputs import INPUTS
 from greenfast.bench.ratios import by_shape, geometric_mean
-from greenfast.bench.record_schema import Benchmark, Versus
-from greenfast.bench.session import Session
+from greenfast.bench.record_schema import Benchmark, SpeedupPair
+from greenfast.bench.session import BenchSession
 from greenfast.judge.task import Shape
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.ops.routing_rules import FA3, TORCH
@@ -63,30 +63,30 @@ def _shape(d: int, group: int, b: int, s: int, kv: int, causal: int) -> Shape:
 
 def routing() -> Comparison:
     """greenfast.sdpa, PyTorch's attention as it is called by default and FlashAttention-3, on many shapes."""
-    cells = tuple(Cell(shape, _CONTENDERS, sampled=16, grid=True) for shape in shapes())
+    cells = tuple(BenchCell(shape, _CONTENDERS, sampled=16, grid=True) for shape in shapes())
     return Comparison(
         name="routing",
         what="greenfast.sdpa and PyTorch's attention, by shape",
         own=_OWN,
         versus=tuple(
-            Versus(own=f"sdpa_{p}", rivals=list(rivals), title=f"sdpa {p} / {name}")
+            SpeedupPair(own=f"sdpa_{p}", rivals=list(rivals), title=f"sdpa {p} / {name}")
             for name, rivals in (("torch", ["torch"]), ("best bf16", ["torch", "fa3_bf16"]))
             for p in PRECISIONS
         ),
         timed=cells,
         accuracy=(),
         inputs={"normal": INPUTS["normal"]},
-        session=Session,
+        session=BenchSession,
         flops=flops,
         bytes_moved=attention_bytes,
-        limits=Limits(error=_LIMIT),
+        limits=ErrorLimits(error=_LIMIT),
         kernels=lambda: sdpa_kernels(cells),
         arch="sm_90a",
     )
 
 
 @dataclass(frozen=True)
-class Point:
+class RoutingPoint:
     """A measured shape as the rules see it, and the times of 16-bit attention over greenfast's by precision.
 
     reuse: queries that read one key, all heads of a group counted. work: billions of operations. full: whether its
@@ -101,12 +101,12 @@ class Point:
     gains: dict[str, float]
 
 
-def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Point]]:
+def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[RoutingPoint]]:
     """The measured shapes by head dim and whether there is a causal mask; those without a time are left out.
 
     against: one of RIVALS; for FA3 only shapes on which FlashAttention-3 was timed.
     """
-    found: dict[tuple[int, bool], list[Point]] = {}
+    found: dict[tuple[int, bool], list[RoutingPoint]] = {}
     for shape, rows in by_shape(record.rows).items():
         times = {name: row.median_us for name, row in rows.items() if row.median_us is not None}
         rivals = [times[name] for name in RIVALS[against] if name in times]
@@ -116,7 +116,7 @@ def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Point
         dims = next(iter(rows.values())).dims
         reuse, keys = dims["S"] * dims["H"] // dims.get("HK", dims["H"]), dims.get("KV", dims["S"])
         full = dims["B"] * dims["H"] * -(-dims["S"] // _TILE) >= _FULL
-        point = Point(shape, reuse, keys, flops(dims) / 1e9, full, gains)
+        point = RoutingPoint(shape, reuse, keys, flops(dims) / 1e9, full, gains)
         found.setdefault((dims["D"], bool(dims.get("CAUSAL"))), []).append(point)
     return found
 
@@ -142,7 +142,7 @@ def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
     return found
 
 
-def _rule(of: Sequence[Point], precision: str) -> dict[str, Any]:
+def _rule(of: Sequence[RoutingPoint], precision: str) -> dict[str, Any]:
     """The least reuse, keys and work of calls to take, and what they gain.
 
     held_out: the least gain of shapes that the rule made without them takes; None where there are none.

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from greenfast.bench.comparison import Cell, Checked, Comparison, Facts, Limits, Timed
+from greenfast.bench.comparison import BenchCell, CheckResult, Comparison, ErrorLimits, Facts, TimingResult
 from greenfast.bench.plot import save_benchmark_plot
 from greenfast.bench.ratios import headline
 from greenfast.bench.record_io import timed_kernels
@@ -35,7 +35,7 @@ _TIMEOUT_S = 180.0
 _MOST_CRASHES = 2
 
 
-class Watcher(ProgressListener, Protocol):
+class BenchListener(ProgressListener, Protocol):
     """Callbacks that follow a comparison's progress."""
 
     def cell(self, rows: Sequence[Row]) -> None:
@@ -43,18 +43,18 @@ class Watcher(ProgressListener, Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchResult:
     """A record, and the folder that holds it with its report."""
 
     record: Benchmark
     folder: Path
 
 
-class _Contest:
+class _WorkerSession:
     """A session in a worker that is replaced when a contender breaks it, and the contenders left out since."""
 
     def __init__(
-        self, comparison: Comparison, start: Callable[[], Worker], limits: Limits, side: BuiltSide | None
+        self, comparison: Comparison, start: Callable[[], Worker], limits: ErrorLimits, side: BuiltSide | None
     ) -> None:
         self._comparison, self._start, self.limits, self._side = comparison, start, limits, side
         self._crashes: dict[str, list[str]] = {}
@@ -66,20 +66,20 @@ class _Contest:
     def close(self) -> None:
         self._worker.close()
 
-    def checked(self, cell: Cell) -> dict[str, Checked]:
+    def checked(self, cell: BenchCell) -> dict[str, CheckResult]:
         """Open a cell, add its contenders and judge greenfast's; one that ends the process is left out with the reason.
 
         Raises WrongResultError where an output of greenfast's is not finite or, before a timing, not right.
         """
         name = cell.shape.name
         kernel = self._side.executable(name).steps[0] if self._side else None
-        broken: dict[str, Checked] = {}
+        broken: dict[str, CheckResult] = {}
         while True:
             self._worker.call("open", cell, kernel)
             try:
                 found = {name: broken.get(name) or self._add(name, cell) for name in cell.contenders}
             except _BrokenError as e:
-                broken[e.contender] = Checked(reason=e.reason)
+                broken[e.contender] = CheckResult(reason=e.reason)
                 self._crashes.setdefault(e.contender, []).append(e.reason)
                 self._worker.close()
                 self._worker = self._start()
@@ -89,19 +89,19 @@ class _Contest:
                     self._judge(own, cell, found[own])
             return found
 
-    def _add(self, name: str, cell: Cell) -> Checked:
+    def _add(self, name: str, cell: BenchCell) -> CheckResult:
         crashes = self._crashes.get(name, [])
         if self._missing[name] or len(crashes) >= _MOST_CRASHES:
-            return Checked(reason=self._missing[name] or f"left out after {len(crashes)} crashes: {crashes[-1]}")
+            return CheckResult(reason=self._missing[name] or f"left out after {len(crashes)} crashes: {crashes[-1]}")
         try:
-            found: Checked = self._worker.call("add", name, not cell.series)
+            found: CheckResult = self._worker.call("add", name, not cell.series)
         except WorkerError as e:
             if name in self._comparison.own:
                 raise
             raise _BrokenError(name, " ".join(str(e).split())[:240]) from e
         return found
 
-    def _judge(self, name: str, cell: Cell, found: Checked) -> None:
+    def _judge(self, name: str, cell: BenchCell, found: CheckResult) -> None:
         where = f"{name} on {cell.shape.name} ({', '.join(f'{k}={v}' for k, v in cell.shape.dims.items())})"
         if found.reason:
             raise MachineError(f"{where}: {found.reason}")
@@ -117,9 +117,9 @@ class _Contest:
             if limit is not None and not (value is not None and value <= limit):  # NaN is not
                 raise WrongResultError(f"{where}: {what} {value}, at most {limit} is right; nothing was timed")
 
-    def timed(self, cell: Cell, rounds: int | None) -> Timed:
+    def timed(self, cell: BenchCell, rounds: int | None) -> TimingResult:
         """Time what was added. Raises WrongResultError where greenfast's timed launches left other bits."""
-        found: Timed = self._worker.call("time", rounds)
+        found: TimingResult = self._worker.call("time", rounds)
         changed = [name for name in found.changed if name in self._comparison.own]
         if changed:
             raise WrongResultError(
@@ -127,7 +127,7 @@ class _Contest:
             )
         return found
 
-    def host(self, cell: Cell) -> list[HostRow]:
+    def host(self, cell: BenchCell) -> list[HostRow]:
         """Host time of eager calls."""
         found: list[HostRow] = self._worker.call("host", cell)
         return found
@@ -141,9 +141,9 @@ class _BrokenError(Exception):
 
 
 def compare(
-    comparison: Comparison, request: Request, variant: Variant | None, watcher: Watcher, *,
+    comparison: Comparison, request: Request, variant: Variant | None, watcher: BenchListener, *,
     shapes: Sequence[str] | None = None, grid: bool = False, rounds: int | None = None,
-) -> Outcome:  # fmt: skip
+) -> BenchResult:  # fmt: skip
     """Measure, and write record and report.
 
     variant: the task's own kernel, where it takes part. shapes: by name; grid: its shapes; else all, and errors
@@ -164,7 +164,7 @@ def compare(
     limits = comparison.limits or _kernel_limits(request, run.variants[CANDIDATE])
     side = _built(run) if variant else None
     timeout_s = max(request.timeout_s, _TIMEOUT_S)
-    contest = _Contest(
+    contest = _WorkerSession(
         comparison, lambda: Worker(ordinal, timeout_s=timeout_s, make_session=comparison.session), limits, side
     )
     steps = len(cells) + len(accuracy)
@@ -191,10 +191,10 @@ def compare(
         if plot:
             save_benchmark_plot(record, work / plot)
         (work / REPORT).write_text(benchmark_report(record, plot=plot), encoding="utf-8")
-        return Outcome(record, publish())
+        return BenchResult(record, publish())
 
 
-def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> list[Cell]:
+def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> list[BenchCell]:
     """The timed cells that are asked for. Raises UsageError for unknown ones."""
     known = {cell.shape.name: cell for cell in comparison.timed}
     if names is None:
@@ -207,11 +207,11 @@ def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> l
     return [known[name] for name in names]
 
 
-def _kernel_limits(request: Request, variant: Variant) -> Limits:
+def _kernel_limits(request: Request, variant: Variant) -> ErrorLimits:
     """The gate of the task's own kernel."""
     config = request.task.config
     gate = find_rung(config, variant).kernel_error or config.gates(request.format).kernel_error
-    return Limits(kernel_error=gate.relative_error, bound_ratio=gate.bound_factor)
+    return ErrorLimits(kernel_error=gate.relative_error, bound_ratio=gate.bound_factor)
 
 
 def _built(run: GateRun) -> BuiltSide:
@@ -224,7 +224,7 @@ def _built(run: GateRun) -> BuiltSide:
 
 
 def _measure(
-    contest: _Contest, comparison: Comparison, cell: Cell, rounds: int | None, request: Request
+    contest: _WorkerSession, comparison: Comparison, cell: BenchCell, rounds: int | None, request: Request
 ) -> list[Row]:  # fmt: skip
     """A row per contender. Raises WrongResultError unless greenfast is right, before the timing and after it."""
     checked = contest.checked(cell)
@@ -258,7 +258,7 @@ def _measure(
     return rows
 
 
-def _accuracy_row(cell: Cell, name: str, found: Checked) -> AccuracyRow:
+def _accuracy_row(cell: BenchCell, name: str, found: CheckResult) -> AccuracyRow:
     assert cell.series
     return AccuracyRow(
         series=cell.series,
@@ -272,7 +272,7 @@ def _accuracy_row(cell: Cell, name: str, found: Checked) -> AccuracyRow:
     )
 
 
-def _correct(comparison: Comparison, rows: Sequence[Row], limits: Limits) -> GateResult:
+def _correct(comparison: Comparison, rows: Sequence[Row], limits: ErrorLimits) -> GateResult:
     """The gate that a run passes which gets to its end, with the largest error of greenfast's."""
     own = [row for row in rows if row.contender in comparison.own]
     if limits.kernel_error is None:
@@ -286,7 +286,7 @@ def _correct(comparison: Comparison, rows: Sequence[Row], limits: Limits) -> Gat
 
 
 def _record(
-    comparison: Comparison, run: GateRun, contest: _Contest, *, rows: list[Row], host: list[HostRow],
+    comparison: Comparison, run: GateRun, contest: _WorkerSession, *, rows: list[Row], host: list[HostRow],
     accuracy: list[AccuracyRow],
 ) -> Benchmark:  # fmt: skip
     facts, side = run.facts(), run.side(CANDIDATE, []) if run.sides else None

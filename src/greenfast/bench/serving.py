@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from greenfast.bench.backends import KERNEL
-from greenfast.bench.comparison import Cell, Comparison, Limits
-from greenfast.bench.record_schema import Versus
-from greenfast.bench.serving_backends import CONTENDERS
-from greenfast.bench.serving_cases import GROUPS, Case, bytes_moved, cases, flops, host_case
+from greenfast.bench.comparison import BenchCell, Comparison, ErrorLimits
+from greenfast.bench.record_schema import SpeedupPair
+from greenfast.bench.serving_backends import BACKENDS
+from greenfast.bench.serving_cases import GROUPS, ServingCase, bytes_moved, cases, flops, host_case
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession
 
@@ -38,9 +38,9 @@ def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library:
     return Comparison(
         name="serving",
         what="attention over a paged FP8 cache",
-        own=tuple(name for name, c in CONTENDERS.items() if c.own and c.attention),
+        own=tuple(name for name, c in BACKENDS.items() if c.own and c.attention),
         versus=tuple(
-            Versus(own=KERNEL, rivals=list(rivals), title=f"{group}: greenfast / {label}", group=f"{group}_")
+            SpeedupPair(own=KERNEL, rivals=list(rivals), title=f"{group}: greenfast / {label}", group=f"{group}_")
             for group in ("decode", "prefill")
             if group in groups
             for rivals, label in ((_FP8, "FA3 FP8"), (_FP8 + _BF16, "best FA3"))
@@ -52,14 +52,14 @@ def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library:
         flops=flops,
         bytes_moved=bytes_moved,
         host=_cell(host) if host else None,
-        limits=Limits(error=_LIMIT),
+        limits=ErrorLimits(error=_LIMIT),
         kernels=partial(timed_launches, measured),
         arch="sm_90a",
     )
 
 
-def _cell(case: Case) -> Cell:
+def _cell(case: ServingCase) -> BenchCell:
     names = _CONTENDERS[case.group]
     if case.token_scales:
         names = (names[0], "token_scales", *names[1:])
-    return Cell(case.shape, names, grid=case.group in ("decode", "prefill"))
+    return BenchCell(case.shape, names, grid=case.group in ("decode", "prefill"))

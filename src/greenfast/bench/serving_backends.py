@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from greenfast.bench.backends import KERNEL, Contender, Ready
+from greenfast.bench.backends import KERNEL, Backend, Ready
 from greenfast.bench.serving_cases import PAGE
 from greenfast.bench.serving_inputs import EPS, FP8, AppendInputs, PagedInputs
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -264,30 +264,30 @@ _LIBRARY = ("torch", VLLM)
 _FA3 = (package_module(), _PACKAGES[package_module()])
 _TORCH = ("torch", "torch")
 #: By name.
-CONTENDERS = {
+BACKENDS = {
     c.name: c
     for c in (
-        Contender(KERNEL, "greenfast FP8", "fp8", *_OWN, _greenfast),
-        Contender("token_scales", "greenfast FP8, a scale per token", "fp8", *_OWN, _token_scales),
-        Contender("varlen", "greenfast FP8 on bf16, quantization included", "fp8", *_OWN, _varlen),
-        Contender("plan", "greenfast's plan", "none", *_OWN, _make_plan, attention=False),
-        Contender("append", "append", "none", *_OWN, _append),
-        Contender("kvcache", "flash_attn_with_kvcache, planned", "fp8", *_OWN, _with_kvcache(True)),
-        Contender("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", *_OWN, _with_kvcache(False)),
-        Contender(
+        Backend(KERNEL, "greenfast FP8", "fp8", *_OWN, _greenfast),
+        Backend("token_scales", "greenfast FP8, a scale per token", "fp8", *_OWN, _token_scales),
+        Backend("varlen", "greenfast FP8 on bf16, quantization included", "fp8", *_OWN, _varlen),
+        Backend("plan", "greenfast's plan", "none", *_OWN, _make_plan, attention=False),
+        Backend("append", "append", "none", *_OWN, _append),
+        Backend("kvcache", "flash_attn_with_kvcache, planned", "fp8", *_OWN, _with_kvcache(True)),
+        Backend("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", *_OWN, _with_kvcache(False)),
+        Backend(
             "kvcache_appending", "flash_attn_with_kvcache, planned, with k and v", "fp8", *_OWN, _appending_kvcache
         ),
-        Contender("varlen_decode", "flash_attn_varlen_func without a cache", "fp8", *_OWN, _varlen_of_decode),
-        Contender("append_last", "append_kv", "none", *_OWN, _append_last, attention=False),
-        Contender("plan_update", "ServingPlan.update", "none", *_OWN, _update_plan, attention=False),
-        Contender("vllm_fa3", "FA3 FP8 (vLLM)", "fp8", *_LIBRARY, _vllm("fp8")),
-        Contender("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", *_LIBRARY, _vllm("bf16")),
-        Contender("vllm_fa3_plan", "FA3's plan (vLLM)", "none", *_LIBRARY, _vllm_plan, attention=False),
-        Contender("fa3", "FA3 FP8", "fp8", *_FA3, _package("fp8")),
-        Contender("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _package("bf16")),
-        Contender("copy", "copy", "none", *_TORCH, _copy, attention=False),
-        Contender("read_sum", "sum", "none", *_TORCH, _reads(torch.sum), attention=False),
-        Contender("read_max", "maximum", "none", *_TORCH, _reads(torch.max), attention=False),
-        Contender("read_norm", "norm", "none", *_TORCH, _reads(torch.linalg.vector_norm), attention=False),
+        Backend("varlen_decode", "flash_attn_varlen_func without a cache", "fp8", *_OWN, _varlen_of_decode),
+        Backend("append_last", "append_kv", "none", *_OWN, _append_last, attention=False),
+        Backend("plan_update", "ServingPlan.update", "none", *_OWN, _update_plan, attention=False),
+        Backend("vllm_fa3", "FA3 FP8 (vLLM)", "fp8", *_LIBRARY, _vllm("fp8")),
+        Backend("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", *_LIBRARY, _vllm("bf16")),
+        Backend("vllm_fa3_plan", "FA3's plan (vLLM)", "none", *_LIBRARY, _vllm_plan, attention=False),
+        Backend("fa3", "FA3 FP8", "fp8", *_FA3, _package("fp8")),
+        Backend("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _package("bf16")),
+        Backend("copy", "copy", "none", *_TORCH, _copy, attention=False),
+        Backend("read_sum", "sum", "none", *_TORCH, _reads(torch.sum), attention=False),
+        Backend("read_max", "maximum", "none", *_TORCH, _reads(torch.max), attention=False),
+        Backend("read_norm", "norm", "none", *_TORCH, _reads(torch.linalg.vector_norm), attention=False),
     )
 }  # fmt: skip

@@ -43,7 +43,7 @@ _APPEND_HEADS = (32, 8, 128)
 
 
 @dataclass(frozen=True)
-class Case:
+class ServingCase:
     """A shape with the keys of each of its sequences; ``token_scales``: whether these are compared too."""
 
     shape: Shape
@@ -68,7 +68,7 @@ def _named(group: str, heads: tuple[int, int, int], what: str) -> str:
     return f"{group}_{h}x{hk}_d{d}_{what}"
 
 
-def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[Case]:
+def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[ServingCase]:
     """The cases of these groups, without the host's. quick: a third of them.
 
     Raises UsageError for unknown groups.
@@ -82,31 +82,31 @@ def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[Case]:
             for b, s in batches:
                 if not quick or (b, s) in _QUICK:
                     shape = Shape(name=_named("decode", heads, f"{b}x{s}"), dims=_dims(heads, (s,) * b, "one"))
-                    found.append(Case(shape, (s,) * b, (b, s) in _TOKEN_SCALES and heads[1] == 8))
+                    found.append(ServingCase(shape, (s,) * b, (b, s) in _TOKEN_SCALES and heads[1] == 8))
         for heads in ((32, 8, 128), (64, 8, 64)):
             shape = Shape(name=_named("decode", heads, "skewed"), dims=_dims(heads, _SKEWED, "one"))
-            found.append(Case(shape, _SKEWED, heads[2] == 128))
+            found.append(ServingCase(shape, _SKEWED, heads[2] == 128))
     if "prefill" in groups:
         for heads in _PREFILL_HEADS:
             for name, lengths in _PREFILL.items():
                 if not quick or name in ("4x4096", "ragged"):
                     shape = Shape(name=_named("prefill", heads, name), dims=_dims(heads, lengths, "all"))
-                    found.append(Case(shape, lengths))
+                    found.append(ServingCase(shape, lengths))
     if "append" in groups:
         h, hk, d = _APPEND_HEADS
         for tokens in _APPENDED:
             for norm in (0, 1):
                 dims = {"TOKENS": tokens, "H": h, "HK": hk, "D": d} | ({"NORM": 1} if norm else {})
-                found.append(Case(Shape(name=f"append_{tokens}{'_norm' * norm}", dims=dims)))
+                found.append(ServingCase(Shape(name=f"append_{tokens}{'_norm' * norm}", dims=dims)))
     if {"decode", "append"} & set(groups):
-        found.append(Case(Shape(name="read_1GiB", dims={"BYTES": 2**30})))
+        found.append(ServingCase(Shape(name="read_1GiB", dims={"BYTES": 2**30})))
     return found
 
 
-def host_case() -> Case:
+def host_case() -> ServingCase:
     """A batch whose eager calls cost the host more than the GPU."""
     lengths = (1024,) * 8
-    return Case(Shape(name="host", dims=_dims(_APPEND_HEADS, lengths, "one")), lengths)
+    return ServingCase(Shape(name="host", dims=_dims(_APPEND_HEADS, lengths, "one")), lengths)
 
 
 def lengths_of(name: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from greenfast.bench.comparison import Checked
+from greenfast.bench.comparison import CheckResult
 from greenfast.bench.serving_cases import PAGE, copies, lengths_of
 from greenfast.judge.task import Shape
 from greenfast.numerics.serving import grouped_values, quantize_rows, rows_of_pages
@@ -170,7 +170,7 @@ class PagedReference:
                 rows.append(((first + at).unsqueeze(1) * inputs.heads + mine).flatten())
         return cls(torch.cat(rows), torch.cat(right))
 
-    def check(self, out: Tensor, same_codes: bool) -> Checked:
+    def check(self, out: Tensor, same_codes: bool) -> CheckResult:
         """Errors of a whole output, float32 (tokens * heads, head_dim)."""
         return _checked(out[self.rows].double(), self.right, bool(torch.isfinite(out).all()))
 
@@ -181,8 +181,8 @@ def _some(count: int, most: int, generator: torch.Generator) -> list[int]:
     return sorted({0, count - 1, *drawn[: max(0, most - 2)]})
 
 
-def _checked(found: Tensor, right: Tensor, finite: bool) -> Checked:
-    return Checked(float((found - right).norm() / right.norm()), finite=finite)
+def _checked(found: Tensor, right: Tensor, finite: bool) -> CheckResult:
+    return CheckResult(float((found - right).norm() / right.norm()), finite=finite)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class AppendReference:
 
     inputs: AppendInputs
 
-    def check(self, out: Tensor, same_codes: bool) -> Checked:
+    def check(self, out: Tensor, same_codes: bool) -> CheckResult:
         """out: float32 (tokens * heads, head_dim), right after the append."""
         found = self.inputs.kept(out)
         return _checked(found, self.inputs.right(), bool(torch.isfinite(found).all() & torch.isfinite(out).all()))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from greenfast.bench.serving_cases import PAGE, Case, copies
+from greenfast.bench.serving_cases import PAGE, ServingCase, copies
 from greenfast.bench.serving_inputs import EPS, ROPE_POSITIONS
 from greenfast.device.identity import launch_facts
 from greenfast.ops.launch_plans import Step
@@ -28,7 +28,7 @@ STEPS = {
 }
 
 
-def timed_launches(cases: Sequence[Case]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
+def timed_launches(cases: Sequence[ServingCase]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Every kernel that the cases time with its launch, by its step and shape. Needs no GPU."""
     return {
         f"{name}, {case.shape.name}": (step.source, launch_facts(step.source, step.launch, case.shape.dims))
@@ -37,7 +37,7 @@ def timed_launches(cases: Sequence[Case]) -> dict[str, tuple[KernelSource, Launc
     }
 
 
-def _steps(case: Case) -> Iterator[tuple[str, Step]]:
+def _steps(case: ServingCase) -> Iterator[tuple[str, Step]]:
     dims = case.shape.dims
     if "TOKENS" in dims:
         yield "append", _append(dims, dims["TOKENS"], dims["H"], PAGE)
@@ -60,7 +60,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _attention(case: Case, cache: KVPages, table_entries: int) -> tuple[Step, ...]:
+def _attention(case: ServingCase, cache: KVPages, table_entries: int) -> tuple[Step, ...]:
     dims = case.shape.dims
     prefill = "SQUARES" in dims
     lengths = [_empty(dims["B"] + more, dtype=torch.int32) for more in (1, 0)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from greenfast.bench.ratios import by_shape, of_group, ratios
-from greenfast.bench.record_schema import Benchmark, ContenderFacts, Row
+from greenfast.bench.record_schema import BackendFacts, Benchmark, Row
 from greenfast.bench.serving_cases import append_bytes, kv_bytes
 from greenfast.judge.report import formatting
 
@@ -15,7 +15,7 @@ _ITEM = {"fp8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True)
-class Table:
+class ServingTable:
     """title: what the numbers are. right: how many of the last columns are numbers."""
 
     title: str
@@ -32,7 +32,7 @@ def serving_tables(record: Benchmark) -> list[str]:
     ]
 
 
-def tables(record: Benchmark) -> list[Table]:
+def tables(record: Benchmark) -> list[ServingTable]:
     """The tables of decode, prefill and append, without what was not measured."""
     found = (_decode(record), _prefill(record), _append(record))
     return [one for one in found if one.rows]
@@ -74,7 +74,7 @@ def panels(record: Benchmark) -> list[tuple[str, list[Row]]]:
     return list(found.items())
 
 
-def _columns(record: Benchmark, rows: Sequence[Row]) -> list[ContenderFacts]:
+def _columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
     """The contenders that were timed on one of these rows with a rate."""
     names = {row.contender for row in rows if rate(record, row) is not None}
     return [c for c in record.contenders if c.name in names]
@@ -105,7 +105,7 @@ def _speedups(found: Sequence[Mapping[str, float]], shape: str) -> list[str]:
     return [formatting.speedup(one[shape]) if shape in one else formatting.NONE for one in found]
 
 
-def _decode(record: Benchmark) -> Table:
+def _decode(record: Benchmark) -> ServingTable:
     rows, read = of_group(record.rows, "decode_"), read_rate(record)
     shown = _columns(record, rows)
     plans = [c for c in record.contenders if c.name in ("plan", "vllm_fa3_plan") and not c.missing]
@@ -130,10 +130,10 @@ def _decode(record: Benchmark) -> Table:
         "Decode, one query token for each sequence: µs (TB/s of the K and V attended to), caches beyond L2, pages of "
         f"64 tokens in random order; plans are made before the calls and stand apart{of}"
     )
-    return Table(title, ("heads q:kv, head dim", "sequences x keys", *header), lines, len(header))
+    return ServingTable(title, ("heads q:kv, head dim", "sequences x keys", *header), lines, len(header))
 
 
-def _prefill(record: Benchmark) -> Table:
+def _prefill(record: Benchmark) -> ServingTable:
     rows = of_group(record.rows, "prefill_")
     shown = _columns(record, rows)
     titles, found = _ratio_columns(record, "prefill_")
@@ -148,10 +148,10 @@ def _prefill(record: Benchmark) -> Table:
         "Prefill, causal: TFLOP/s, half of the square counted; greenfast over a paged cache that holds the codes, and "
         "on bfloat16; FlashAttention-3 over K and V in rows, in FP8 over codes of Q, K and V"
     )
-    return Table(title, ("heads q:kv, head dim", "sequences x tokens", *header), lines, len(header))
+    return ServingTable(title, ("heads q:kv, head dim", "sequences x tokens", *header), lines, len(header))
 
 
-def _append(record: Benchmark) -> Table:
+def _append(record: Benchmark) -> ServingTable:
     lines = []
     for cells in by_shape(of_group(record.rows, "append_")).values():
         row, copy = cells.get("append"), cells.get("copy")
@@ -166,4 +166,4 @@ def _append(record: Benchmark) -> Table:
         "Append: Q, K and V in bfloat16 to Q, and to codes and scales in the pages; and a copy that moves as many "
         "bytes. 64 tokens lie in L2"
     )
-    return Table(title, ("heads q:kv, head dim", "tokens", "with", *header), lines, len(header))
+    return ServingTable(title, ("heads q:kv, head dim", "tokens", "with", *header), lines, len(header))

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import torch
 
-from greenfast.bench.backends import Contender, first_line
-from greenfast.bench.comparison import Cell, Facts
+from greenfast.bench.backends import Backend, first_line
+from greenfast.bench.comparison import BenchCell, Facts
 from greenfast.bench.record_schema import HostRow
-from greenfast.bench.serving_backends import CONTENDERS, VLLM
-from greenfast.bench.serving_cases import Case, append_bytes
+from greenfast.bench.serving_backends import BACKENDS, VLLM
+from greenfast.bench.serving_cases import ServingCase, append_bytes
 from greenfast.bench.serving_inputs import append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
-from greenfast.bench.session import Session
+from greenfast.bench.session import BenchSession
 from greenfast.kernels.serving.attention import TARGET
 from greenfast.ops.warmup import warm
 
@@ -28,13 +28,13 @@ _NO_LIBRARY = (
 )
 
 
-class ServingSession(Session):
+class ServingSession(BenchSession):
     """As Session. fa3_library: vLLM's FlashAttention-3, a file; empty for none. cases: that are to come."""
 
-    contenders: Mapping[str, Contender] = CONTENDERS
+    contenders: Mapping[str, Backend] = BACKENDS
     device = "cuda"
 
-    def __init__(self, ordinal: int, fa3_library: str = "", cases: Sequence[Case] = ()) -> None:
+    def __init__(self, ordinal: int, fa3_library: str = "", cases: Sequence[ServingCase] = ()) -> None:
         super().__init__(ordinal)
         self._version, self._missing = load_library(fa3_library)
         self._cases = cases
@@ -50,7 +50,7 @@ class ServingSession(Session):
             return contender
         return msgspec.structs.replace(contender, version=self._version, missing=self._missing)
 
-    def _draw(self, cell: Cell) -> tuple[Any, Any]:
+    def _draw(self, cell: BenchCell) -> tuple[Any, Any]:
         dims = cell.shape.dims
         if "BYTES" in dims:
             return torch.zeros(dims["BYTES"] // 4, device=self.device), None
@@ -60,7 +60,7 @@ class ServingSession(Session):
             inputs = paged_inputs(cell.shape, cell.seed, self.device)
         return inputs, inputs.reference
 
-    def host(self, cell: Cell) -> list[HostRow]:
+    def host(self, cell: BenchCell) -> list[HostRow]:
         """As Session, without the contenders that are missing here."""
         found = self.facts(cell.contenders).contenders
         return super().host(replace(cell, contenders=tuple(c.name for c in found if not c.missing)))

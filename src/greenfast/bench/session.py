@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.bench.backends import CONTENDERS, Contender, Ready, first_line
-from greenfast.bench.comparison import Cell, Checked, Facts, Timed
+from greenfast.bench.backends import BACKENDS, Backend, Ready, first_line
+from greenfast.bench.comparison import BenchCell, CheckResult, Facts, TimingResult
 from greenfast.bench.graphs import Captured, call_us, capture, order, queue_interleaved, rounds_for
 from greenfast.bench.inputs import Inputs, make_inputs
 from greenfast.bench.record_schema import HostRow
@@ -50,14 +50,14 @@ class _Entry:
     checked: Tensor | None
 
 
-class Session:
+class BenchSession:
     """Contenders on one GPU, a cell at a time. Every method is called through a worker.
 
     Raises MachineError for a GPU that is not there, and for a torch that cannot use it.
     contenders: by name, those that it knows.
     """
 
-    contenders: Mapping[str, Contender] = CONTENDERS
+    contenders: Mapping[str, Backend] = BACKENDS
 
     def __init__(self, ordinal: int) -> None:
         if not torch.cuda.is_available():
@@ -81,13 +81,13 @@ class Session:
         versions = {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
         return Facts([self.contenders[name].describe() for name in names], versions)
 
-    def open(self, cell: Cell, kernel: tuple[KernelImage, Launch] | None) -> None:
+    def open(self, cell: BenchCell, kernel: tuple[KernelImage, Launch] | None) -> None:
         """Draw the inputs of a cell and compute its references. kernel: the task's own, where it takes part."""
         self.close()
         self._inputs, self._reference = self._draw(cell)
         self._kernel = kernel
 
-    def _draw(self, cell: Cell) -> tuple[Any, Any]:
+    def _draw(self, cell: BenchCell) -> tuple[Any, Any]:
         """The inputs of a cell, and what checks an output; None where none is checked."""
         inputs = make_inputs(cell.shape.dims, cell.seed, cell.inputs, "cuda")
         codes = any(self.contenders[name].same_codes for name in cell.contenders)
@@ -100,7 +100,7 @@ class Session:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def add(self, name: str, timed: bool) -> Checked:
+    def add(self, name: str, timed: bool) -> CheckResult:
         """Bind a contender, check its output, and capture it for ``time`` where it is to be timed.
 
         What a library raises before the capture, and a wrong output of it, is a reason in the result. Any other error
@@ -114,8 +114,8 @@ class Session:
         except Exception as e:  # whatever a library raises for a shape that it does not take
             reason = first_line(e)
             torch.cuda.synchronize()  # raises where the context is broken
-            return Checked(reason=reason)
-        found = Checked(finite=True)
+            return CheckResult(reason=reason)
+        found = CheckResult(finite=True)
         if first is not None:
             found = self._checked(first * ready.unit, contender)
             wrong = "" if contender.own else _how_wrong(found, timed)
@@ -125,11 +125,11 @@ class Session:
             self._entries[name] = _Entry(ready, capture(ready.call, ready.copies), first)
         return found
 
-    def _checked(self, out: Tensor, contender: Contender) -> Checked:
-        found: Checked = self._reference.check(out, contender.same_codes)
+    def _checked(self, out: Tensor, contender: Backend) -> CheckResult:
+        found: CheckResult = self._reference.check(out, contender.same_codes)
         return found
 
-    def time(self, rounds: int | None) -> Timed:
+    def time(self, rounds: int | None) -> TimingResult:
         """Replay every graph once per round; None takes as many rounds as the replays' durations ask for."""
         captured = {name: entry.captured for name, entry in self._entries.items()}
         count = rounds or rounds_for([c.replay_us for c in captured.values()])
@@ -141,9 +141,9 @@ class Session:
         torch.cuda.synchronize()
         calls = {name: c.calls for name, c in captured.items()}
         changed = [name for name, entry in self._entries.items() if _has_changed(entry, self.contenders[name].own)]
-        return Timed(call_us(marks, calls), calls, changed, clocks)
+        return TimingResult(call_us(marks, calls), calls, changed, clocks)
 
-    def host(self, cell: Cell) -> list[HostRow]:
+    def host(self, cell: BenchCell) -> list[HostRow]:
         """Host time of eager calls, in batches that are interleaved; the GPU is waited for between them.
 
         A library that refuses the cell has no row.
@@ -242,7 +242,7 @@ def _has_changed(entry: _Entry, own: bool) -> bool:
     return not bool((found - entry.checked).norm() <= _CHANGED * entry.checked.norm())  # NaN is not
 
 
-def _how_wrong(found: Checked, timed: bool) -> str:
+def _how_wrong(found: CheckResult, timed: bool) -> str:
     """What is wrong with a library's output; empty where nothing is. An error is a finding where it is not timed."""
     if not found.finite:
         return "not every element is finite"

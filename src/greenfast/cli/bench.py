@@ -13,9 +13,9 @@ from rich.text import Text
 from greenfast.bench.comparison import Comparison
 from greenfast.bench.ratios import headline, ratios
 from greenfast.bench.record_io import operator_comparison, routing_comparison, serving_comparison
-from greenfast.bench.record_schema import Row, Versus
+from greenfast.bench.record_schema import Row, SpeedupPair
 from greenfast.bench.report import clocks_line, console_table, reasons
-from greenfast.bench.runner import Outcome, compare
+from greenfast.bench.runner import BenchResult, compare
 from greenfast.bench.serving_report import tables
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
 from greenfast.cli.page import check_page, write_page
@@ -92,7 +92,7 @@ def _kernel(args: argparse.Namespace) -> int:
 class ComparisonConsole(GateConsole):
     """A GateConsole that also prints each shape once it has been timed, as a run takes a minute."""
 
-    def __init__(self, versus: Sequence[Versus], *, to_stderr: bool) -> None:
+    def __init__(self, versus: Sequence[SpeedupPair], *, to_stderr: bool) -> None:
         super().__init__(to_stderr=to_stderr)
         self._versus = versus
 
@@ -161,7 +161,7 @@ def _parallel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(outcome: Outcome) -> None:
+def _show(outcome: BenchResult) -> None:
     record = outcome.record
     if record.comparison == "serving":
         for one in tables(record):

@@ -20,7 +20,7 @@ Verb: TypeAlias = Callable[[argparse.Namespace], int]
 _EXIT_INTERNAL = 3
 
 
-def for_ci(verb: Verb) -> Verb:
+def write_ci_outputs(verb: Verb) -> Verb:
     """A verb that checks its files before it runs, and says in them why it ended without a verdict.
 
     A JUnit file of an earlier run is removed first, so that it does not pass for this run's where this one is killed.
@@ -47,7 +47,7 @@ def for_ci(verb: Verb) -> Verb:
     return checked
 
 
-def with_verdict(args: argparse.Namespace, record: Record, code: int) -> int:
+def write_verdict(args: argparse.Namespace, record: Record, code: int) -> int:
     """Write the files of a run that was judged, where they are asked for; returns the exit code."""
     if args.junit is not None:
         write_whole(args.junit, junit(record, code))

@@ -19,7 +19,7 @@ from greenfast.cli.console import show, status
 from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
-from greenfast.evolve.proposal import Evaluation, Insight, best_of
+from greenfast.evolve.proposal import Evaluation, Insight, select_best
 from greenfast.evolve.proposers import make_proposer, with_whole_paths
 from greenfast.evolve.report import write_report
 from greenfast.evolve.run_folder import INSIGHTS, choose_gpus, of_another_version, resumed, search, start
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     0: a winner passed the whole validation, or the search ended where there is no GPU. 1: no finalist passed.
     """
     folder, manifest = _resumed(args) if args.resume else _started(args)
-    watcher = Watcher(to_stderr=args.json)
+    watcher = SearchConsole(to_stderr=args.json)
     watcher.line(f"run {folder}")
     if args.resume and (other := of_another_version(manifest)):
         watcher.line(other)
@@ -136,7 +136,7 @@ def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:
     return read_space(path), path.parent
 
 
-class Watcher:
+class SearchConsole:
     """Shows a search: a line of progress, and a line for each batch."""
 
     def __init__(self, *, to_stderr: bool) -> None:
@@ -181,7 +181,7 @@ class Watcher:
 
 def best_in_words(state: State) -> str:
     """The best so far, as a time, or as an estimate that says so."""
-    best, baseline = best_of(state.history), state.baseline
+    best, baseline = select_best(state.history), state.baseline
     if best is None or best.fitness is None:
         return "none"
     if best.fitness_kind == "seconds":
@@ -192,7 +192,7 @@ def best_in_words(state: State) -> str:
 
 def summary(folder: Path, manifest: Manifest, state: State) -> dict[str, Any]:
     """What a run came to, as data."""
-    best, winner = best_of(state.history), state.winner
+    best, winner = select_best(state.history), state.winner
     return {
         "run": str(folder),
         "ended": state.ended,
@@ -217,7 +217,7 @@ def _show(folder: Path, manifest: Manifest, state: State) -> None:
             show(Text(f"  - {reason}"))
     show(f"\nended: {state.ended}")
     show(f"best: {best_in_words(state)}")
-    if best_of(state.history) is None and state.history:
+    if select_best(state.history) is None and state.history:
         reasons = Counter((e.stage, e.feedback.partition("\n")[0]) for e in state.history if not e.valid)
         for (stage, why), count in reasons.most_common(3):
             show(Text(f"  {count} ended at {stage}: {why}"))

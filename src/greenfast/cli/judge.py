@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from greenfast.cli.ci import for_ci, with_verdict
+from greenfast.cli.ci import write_ci_outputs, write_verdict
 from greenfast.cli.console import OPEN, UNCHECKED, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
@@ -19,7 +19,7 @@ from greenfast.judge.tasks import find_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
 
-@for_ci
+@write_ci_outputs
 def run(args: argparse.Namespace) -> int:
     """Judge the solution; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require or ["all"])
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         write_traces(args.traces, outcome.record, task.folder)
     show_outcome(outcome, args.json, note)
     partial = (chosen or args.exam_seed is not None) and is_partial(request)
-    return with_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
+    return write_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
 
 
 def exit_code(record: Record, required: set[str], partial: bool) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from greenfast.cli.ci import for_ci, with_verdict
+from greenfast.cli.ci import write_ci_outputs, write_verdict
 from greenfast.cli.console import GateConsole, decision_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
@@ -23,7 +23,7 @@ from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
 
 
-@for_ci
+@write_ci_outputs
 def run(args: argparse.Namespace) -> int:
     """Judge the candidate; prints each gate when it ends, then the verdict and where the artifacts are."""
     required = required_gates(args.require)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = judged(args, request, baseline, candidate, kept)
     show_outcome(outcome, args.json, note)
     code = decision_code(outcome.record.decision, outcome.record.gates, required)
-    return with_verdict(args, outcome.record, code)
+    return write_verdict(args, outcome.record, code)
 
 
 def at_measured_target(request: Request, kept: Sequence[Kept], baseline: str, candidate: str) -> tuple[Request, str]:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from greenfast.device import cache, toolchain
-from greenfast.device.nvrtc import Output
+from greenfast.device.nvrtc import CompilerOutput
 from greenfast.device.tool_process import ToolError, memory_for, run_tool
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
@@ -54,19 +54,19 @@ def _release(tool: Path) -> tuple[str, tuple[int, int]]:
     return version[1], (major - 4, minor - 1 if major == 12 and minor > 5 else minor)
 
 
-def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> tuple[Output, bool]:
+def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> tuple[CompilerOutput, bool]:
     """The machine code of a PTX text, and whether it came from the cache; empty without an assembler.
 
     name: the source's, for messages. Raises CompileError with the assembler's messages.
     """
     tool = _tool_for(ptx)
     if tool is None:
-        return Output("no assembler", b"", ptx, ""), False
+        return CompilerOutput("no assembler", b"", ptx, ""), False
     named = "\0".join((compiler(ptx), *options(target), ptx))
     key = b"ptxas2:" + hashlib.sha256(named.encode()).digest()
     parts = cache.load(key) if use_cache else None
     if parts is not None and len(parts) == 2:
-        return Output("assembled", parts[0], ptx, parts[1].decode()), True
+        return CompilerOutput("assembled", parts[0], ptx, parts[1].decode()), True
     with tempfile.TemporaryDirectory(prefix="greenfast-ptxas-") as temporary:
         folder = Path(temporary).resolve()
         source, cubin = folder / "source.ptx", folder / "kernel.cubin"
@@ -87,7 +87,7 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
         if done.exit_code != 0 or not cubin.is_file() or cubin.is_symlink():
             lines = [line for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
             raise CompileError(f"{name} does not assemble for {target.name}:\n" + "\n".join(lines[:20]))
-        output = Output("assembled", cubin.read_bytes(), ptx, log)
+        output = CompilerOutput("assembled", cubin.read_bytes(), ptx, log)
     if use_cache:
         cache.store(key, [output.cubin, log.encode()])
     return output, False

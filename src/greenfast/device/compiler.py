@@ -126,7 +126,7 @@ def compile_kernel(
     )
 
 
-def _resources(source: KernelSource, output: nvrtc.Output) -> Resources:
+def _resources(source: KernelSource, output: nvrtc.CompilerOutput) -> Resources:
     if source.language == "cubin":
         image = read_cubin(output.cubin, source.name)
         found = cubin_resources(output.cubin, image, source.entry, source.dynamic_smem_bytes)
@@ -201,7 +201,7 @@ def _hash(source: KernelSource, given: bytes) -> str:
 
 def _build(
     source: KernelSource, given: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
-) -> tuple[nvrtc.Output, bool]:
+) -> tuple[nvrtc.CompilerOutput, bool]:
     """The compiler's output for a source, and whether it came from the cache. given: as ``_given`` found it."""
     if "\0" in source.source:
         line = source.source[: source.source.index("\0")].count("\n") + 1
@@ -215,7 +215,7 @@ def _build(
             raise CompileError(
                 f"{source.name}: machine code for sm_{made_for[0]}{made_for[1]} does not run on {target.name}"
             )
-        return nvrtc.Output("read", source.binary, "", ""), False
+        return nvrtc.CompilerOutput("read", source.binary, "", ""), False
     if not use_cache:
         return _run_nvrtc(source, given, target, isolated, assemble), False
     key: bytes = make_program_cache_key(
@@ -233,7 +233,7 @@ def _build(
         cubin, ptx, log = parts
         texts = _name_folders(ptx.decode(), log.decode(), folders)
         if texts is not None:
-            return nvrtc.Output("NVRTC_SUCCESS", cubin, *texts), True
+            return nvrtc.CompilerOutput("NVRTC_SUCCESS", cubin, *texts), True
     output = _run_nvrtc(source, given, target, isolated, assemble)
     numbered = _number_folders(output.ptx, output.log, folders, source.name)
     cache.store(key, [output.cubin, *(text.encode() for text in numbered)])
@@ -279,7 +279,9 @@ def _name_folders(ptx: str, log: str, folders: Sequence[str]) -> tuple[str, str]
         return None
 
 
-def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool) -> nvrtc.Output:
+def _run_nvrtc(
+    source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool
+) -> nvrtc.CompilerOutput:
     library = toolchain.nvrtc_library()
     _require_fixed_clock(source, library)
     folders = tuple(str(folder.resolve()) for folder in source.include_dirs)
@@ -314,7 +316,7 @@ def _run_nvrtc(source: KernelSource, given: bytes, target: Target, isolated: boo
         raise CompileError(f"{what}: the compiler needs more than the {COMPILER_BYTES >> 20} MiB that it may use")
     if output.status != "NVRTC_SUCCESS":
         raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
-    return nvrtc.Output(output.status, output.cubin, ptx, log)
+    return nvrtc.CompilerOutput(output.status, output.cubin, ptx, log)
 
 
 def _nvrtc_version() -> str:

@@ -55,7 +55,7 @@ class _Process:
         """Whether it runs and was not inherited through a fork, after which its pipes belong to the parent."""
         return self._owner == os.getpid() and self._child.poll() is None
 
-    def run(self, job: nvrtc.Job) -> nvrtc.Output:
+    def run(self, job: nvrtc.Job) -> nvrtc.CompilerOutput:
         """As nvrtc.run. Raises CompilerCrashError if the process ends; after any other exception it is unusable."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -68,7 +68,7 @@ class _Process:
             answer = self._answer()
         except (EOFError, OSError, pickle.UnpicklingError):
             raise CompilerCrashError(_ending(self._child.wait())) from None
-        if not isinstance(answer, nvrtc.Output):
+        if not isinstance(answer, nvrtc.CompilerOutput):
             raise RuntimeError(answer)
         return answer
 
@@ -96,7 +96,7 @@ class _Compiler:
         self._process: _Process | None = None
         self._can_start = True
 
-    def run(self, job: nvrtc.Job) -> nvrtc.Output:
+    def run(self, job: nvrtc.Job) -> nvrtc.CompilerOutput:
         with self._lock:
             if self._process is None or not self._process.usable:
                 self._process = self._start()
@@ -131,7 +131,7 @@ _COMPILER = _Compiler()
 atexit.register(_COMPILER.close)
 
 
-def run(job: nvrtc.Job) -> nvrtc.Output:
+def run(job: nvrtc.Job) -> nvrtc.CompilerOutput:
     """As nvrtc.run, in the separate process, or in this one if none can be started.
 
     Raises CompilerCrashError if the compiler crashes, and RuntimeError as nvrtc.run does. Threads wait for each other.

@@ -16,7 +16,7 @@ _SECTION_SYMBOL = 3
 
 
 @dataclass(frozen=True)
-class Section:
+class ElfSection:
     """One section.
 
     data: its bytes; empty for NOBITS, whose ``size`` counts zeros. applies_to: for a relocation section, the index of
@@ -34,7 +34,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Symbol:
+class ElfSymbol:
     """A name for bytes of a section, from ``value`` on; ``is_section`` if it stands for the section itself."""
 
     name: str
@@ -45,7 +45,7 @@ class Symbol:
 
 
 @dataclass(frozen=True)
-class Relocation:
+class ElfRelocation:
     """An address to fill in when the image is loaded: ``symbol`` plus ``addend``, at ``offset``."""
 
     offset: int
@@ -88,7 +88,7 @@ class Image:
         start, length = headers[names][4:6]
         strings = data[start : start + length]
         self.sections = [
-            Section(
+            ElfSection(
                 name=_text(strings, name),
                 kind=kind,
                 flags=flags,
@@ -101,7 +101,7 @@ class Image:
             for name, kind, flags, _, offset, size, link, info, alignment, _ in headers
         ]
         self.symbols = [symbol for s in self.sections if s.kind == _SYMTAB for symbol in self._symbols(s)]
-        self._relocations: dict[int, list[Relocation]] = {}
+        self._relocations: dict[int, list[ElfRelocation]] = {}
         for s in self.sections:
             if s.kind in (_RELA, _REL):
                 self._relocations.setdefault(s.applies_to, []).extend(self._relocations_in(s))
@@ -112,11 +112,11 @@ class Image:
         """The index of the section with this name."""
         return next((i for i, section in enumerate(self.sections) if section.name == name), None)
 
-    def relocations(self, section: int) -> list[Relocation]:
+    def relocations(self, section: int) -> list[ElfRelocation]:
         """The relocations of a section, by offset."""
         return self._relocations.get(section, [])
 
-    def _relocations_in(self, table: Section) -> Iterator[Relocation]:
+    def _relocations_in(self, table: ElfSection) -> Iterator[ElfRelocation]:
         if table.applies_to >= len(self.sections):
             raise ImageError(f"section {table.name!r} patches section {table.applies_to}, which does not exist")
         target = self.sections[table.applies_to]
@@ -126,19 +126,19 @@ class Image:
             addend = row[2] if table.kind == _RELA else _signed(target.data, at)
             if at > target.size:
                 raise ImageError(f"section {table.name!r} has an address at {at} of {target.size} bytes")
-            yield Relocation(at, info & 0xFFFFFFFF, info >> 32, addend)
+            yield ElfRelocation(at, info & 0xFFFFFFFF, info >> 32, addend)
 
-    def _symbols(self, table: Section) -> Iterator[Symbol]:
+    def _symbols(self, table: ElfSection) -> Iterator[ElfSymbol]:
         if table.link >= len(self.sections):
             raise ImageError(f"section {table.name!r} names section {table.link}, which does not exist")
         strings = self.sections[table.link].data
         for name, info, _, section, value, size in _rows("<IBBHQQ", table):
             if max(value, size) > _MOST_BYTES:
                 raise ImageError(f"a symbol of {size} bytes at {value}")
-            yield Symbol(_text(strings, name), section, value, size, info & 15 == _SECTION_SYMBOL)
+            yield ElfSymbol(_text(strings, name), section, value, size, info & 15 == _SECTION_SYMBOL)
 
 
-def _rows(form: str, table: Section) -> Iterator[tuple[int, ...]]:
+def _rows(form: str, table: ElfSection) -> Iterator[tuple[int, ...]]:
     size = struct.calcsize(form)
     if len(table.data) % size:
         raise ImageError(f"section {table.name!r} has {len(table.data)} bytes, no multiple of {size}")

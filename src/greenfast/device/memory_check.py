@@ -68,7 +68,7 @@ def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, cas
 
 
 @dataclass
-class _Pages:
+class _GuardedMemory:
     """A buffer on pages of its own.
 
     image: what the pages hold before the program runs. pointer, nbytes: of the buffer. changes: whether the program may
@@ -108,7 +108,7 @@ class _GuardedCase:
     def __init__(self, gpu: Gpu, executable: Executable, case: Case, ordinal: int, at_end: bool, fill: int) -> None:
         self._gpu, self._executable, self._case = gpu, executable, case
         self._ordinal, self._at_end, self._fill = ordinal, at_end, fill
-        self._pages: dict[str, _Pages] = {}
+        self._pages: dict[str, _GuardedMemory] = {}
         self._left: dict[str, NDArray[np.uint8]] = {}
 
     def __enter__(self) -> _GuardedCase:
@@ -140,7 +140,7 @@ class _GuardedCase:
             contents[name] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return contents
 
-    def _map(self, name: str, content: NDArray[np.uint8]) -> _Pages:
+    def _map(self, name: str, content: NDArray[np.uint8]) -> _GuardedMemory:
         changes = name not in self._case.inputs or name in self._case.outputs
         try:
             memory = PhysicalMemory(content.nbytes, self._ordinal)
@@ -157,7 +157,7 @@ class _GuardedCase:
         offset = room - room % ALIGNMENT if self._at_end else 0
         image = np.full(memory.nbytes, self._fill, np.uint8)
         image[offset : offset + content.nbytes] = content
-        return _Pages(memory, own, kernels, image, kernels.pointer + offset, content.nbytes, changes)
+        return _GuardedMemory(memory, own, kernels, image, kernels.pointer + offset, content.nbytes, changes)
 
     def run(self, instruments: Instruments) -> dict[str, Array]:
         """Fill all memory, launch once, wait, and return the outputs."""

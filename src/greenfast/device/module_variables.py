@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from greenfast.device.elf import UNDEFINED, Image, ImageError, Section, Symbol
-from greenfast.device.readonly_globals import never_written
+from greenfast.device.elf import UNDEFINED, ElfSection, ElfSymbol, Image, ImageError
+from greenfast.device.readonly_globals import find_readonly_globals
 from greenfast.spec.errors import DamagedCodeError
 
 _GLOBAL = (".nv.global", ".nv.global.init")
@@ -45,10 +45,10 @@ def read_only_variables(cubin: bytes, ptx: str) -> tuple[str, ...]:
     """
     _, found = _module_variables(cubin)
     names = {v.name for _, variables in found for v in variables}
-    return tuple(sorted(never_written(ptx, names))) if names else ()
+    return tuple(sorted(find_readonly_globals(ptx, names))) if names else ()
 
 
-def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[Section, list[Symbol]]]]:
+def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[ElfSection, list[ElfSymbol]]]]:
     """The image of a cubin, and its sections of variables with those that they hold."""
     try:
         image = Image(cubin)
@@ -58,13 +58,13 @@ def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[Section, list[Sym
     return image, [(section, _variables(image, n, section)) for n, section in sections]
 
 
-def _variables(image: Image, index: int, section: Section) -> list[Symbol]:
+def _variables(image: Image, index: int, section: ElfSection) -> list[ElfSymbol]:
     """The variables of a section by address, none of them twice."""
     found = {(s.value, s.size): s for s in image.symbols if s.section == index and not s.is_section and s.size}
     return [found[key] for key in sorted(found)]
 
 
-def _padding(section: Section, variables: list[Symbol]) -> int:
+def _padding(section: ElfSection, variables: list[ElfSymbol]) -> int:
     """Bytes between variables that alignment explains; a section without variables is all content."""
     if not variables:
         return 0

@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Output:
+class CompilerOutput:
     """The result of one run. status: NVRTC's name for it. cubin: empty unless that is NVRTC_SUCCESS.
 
     log and ptx: also present if the run failed; ptx is empty if the compiler did not get that far, and is from the same
@@ -50,7 +50,7 @@ class Output:
     log: str
 
 
-def run(job: Job) -> Output:
+def run(job: Job) -> CompilerOutput:
     """Compile in this process, at the fixed time of ``fix_clock`` where that works.
 
     Raises RuntimeError if NVRTC cannot create a program from the source.
@@ -64,7 +64,7 @@ def run(job: Job) -> Output:
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         succeeded = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-        return Output(
+        return CompilerOutput(
             status.name,
             _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program) if succeeded else b"",
             _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program),
@@ -103,7 +103,7 @@ def serve() -> None:
     fix_clock(toolchain.nvrtc_library())  # the library is loaded before a job is confined
     nvrtc.nvrtcVersion()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answer: Output | str | None = None
+    answer: CompilerOutput | str | None = None
     while True:
         try:
             pickle.dump(answer, answers)
@@ -114,14 +114,14 @@ def serve() -> None:
         answer = _answer(job) if job.readable is None else _confined(job)
 
 
-def _answer(job: Job) -> Output | str:
+def _answer(job: Job) -> CompilerOutput | str:
     try:
         return run(job)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
 
 
-def _confined(job: Job) -> Output | str:
+def _confined(job: Job) -> CompilerOutput | str:
     """The answer of a copy of this process that reads the job's folders alone; ends by a signal as that one does."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -138,7 +138,7 @@ def _confined(job: Job) -> Output | str:
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         os.kill(os.getpid(), os.WTERMSIG(status))
-    answer: Output | str = pickle.loads(data)
+    answer: CompilerOutput | str = pickle.loads(data)
     return answer
 
 

@@ -51,11 +51,11 @@ _READERS = {"vprintf", "__assertfail"}
 _RENAMES = re.compile(r"\.(?:alias|reg)\b[^;]*")
 
 
-def never_written(ptx: str, names: Iterable[str]) -> set[str]:
+def find_readonly_globals(ptx: str, names: Iterable[str]) -> set[str]:
     """The ones of ``names`` that are variables of the module and that none of its code can write."""
     # most: nothing refers to them
     alone = set() if "/*" in ptx else {name for name in names if _only_declared(ptx, name)}
-    module = _Module(set(names) - alone)
+    module = _AddressFlow(set(names) - alone)
     if module.names:
         text = _COMMENTS.sub(" ", ptx)
         while (joined := _LIST.sub(r"(\1)", text)) != text:
@@ -119,7 +119,7 @@ class _Statement:
 
 
 @dataclass
-class _Module:
+class _AddressFlow:
     """names: the variables asked for. held: the ones whose addresses a variable's initial value holds.
 
     local: the addresses that are stored in local memory. local_in_parts: whether anything writes part of an address

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.halving import Race, race
+from greenfast.evolve.halving import HalvingResult, race
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.pools import ProcessPool
 from greenfast.evolve.proposal import Candidate
@@ -29,20 +29,20 @@ from greenfast.spec.facts import DeviceInfo
 #: Seconds that Ray may take to start an actor again.
 _RESTART_S = 30.0
 #: A race and the seconds that it took.
-Ran = tuple[Race, float]
+Ran = tuple[HalvingResult, float]
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class GpuName(msgspec.Struct, frozen=True):
     """One of the GPUs of a search. name: its number, on Ray with its machine. kind: what is the same of all of them."""
 
     name: str
     kind: str
 
 
-class Racers(Protocol):
+class GpuWorkers(Protocol):
     """Whoever races."""
 
-    gpus: Sequence[Gpu]
+    gpus: Sequence[GpuName]
 
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
         """Begin a race on ``gpus[place]``; what is returned waits for it, and raises WorkerError for a lost GPU."""
@@ -51,9 +51,9 @@ class Racers(Protocol):
         """End the processes."""
 
 
-def gpus_here(numbers: Sequence[int], timeout_s: float) -> list[Gpu]:
+def describe_local_gpus(numbers: Sequence[int], timeout_s: float) -> list[GpuName]:
     """GPUs of this machine. Raises UsageError where they are of several kinds, MachineError as ``device_info``."""
-    gpus = [Gpu(str(n), _kind(device_info(n, timeout_s))) for n in numbers]
+    gpus = [GpuName(str(n), _kind(device_info(n, timeout_s))) for n in numbers]
     _check_kinds(gpus)
     return gpus
 
@@ -62,24 +62,24 @@ def _kind(info: DeviceInfo | None) -> str:
     return f"{info.name} ({info.sm_count} multiprocessors)" if info is not None else ""
 
 
-def _check_kinds(gpus: Sequence[Gpu]) -> None:
+def _check_kinds(gpus: Sequence[GpuName]) -> None:
     """Which tiling is fastest depends on the kind, so speedups of two kinds cannot be ranked."""
     if len({gpu.kind for gpu in gpus}) > 1:
         found = ", ".join(f"{gpu.name} is an {gpu.kind}" for gpu in gpus)
         raise UsageError(f"a search races on GPUs of one kind, and these are of several: {found}")
 
 
-class Racer:
+class GpuWorker:
     """One GPU's process."""
 
     def __init__(self, make: Callable[[], Stages]) -> None:
         """make: called with the first race, so that what it raises is that race's."""
         self._stages = functools.cache(make)
 
-    def gpu(self) -> Gpu:
+    def gpu(self) -> GpuName:
         """Its GPU, of a cluster."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        return Gpu(f"{os.uname().nodename}/{seen}", _kind(self._stages().raced.device))
+        return GpuName(f"{os.uname().nodename}/{seen}", _kind(self._stages().raced.device))
 
     def race(self, candidates: Sequence[Candidate], seed: int) -> Ran:
         """A race, as ``race`` makes it."""
@@ -87,13 +87,13 @@ class Racer:
         return race(stages, candidates, seed), time.perf_counter() - start
 
 
-_racer: Racer | None = None
+_racer: GpuWorker | None = None
 
 
 def _begin(make: Callable[[], Stages]) -> None:
     """In a new process."""
     global _racer
-    _racer = Racer(make)
+    _racer = GpuWorker(make)
 
 
 def _race(candidates: Sequence[Candidate], seed: int) -> Ran:
@@ -101,10 +101,10 @@ def _race(candidates: Sequence[Candidate], seed: int) -> Ran:
     return _racer.race(candidates, seed)
 
 
-class OnGpus:
+class LocalGpuWorkers:
     """GPUs of this machine."""
 
-    def __init__(self, gpus: Sequence[Gpu], make: Callable[[int], Stages]) -> None:
+    def __init__(self, gpus: Sequence[GpuName], make: Callable[[int], Stages]) -> None:
         """make: of a GPU's number its stages; called in its process."""
         self.gpus = gpus
         self._make = make
@@ -135,17 +135,17 @@ class OnGpus:
             self._pools.popitem()[1].close()
 
 
-class OnRayGpus:
+class RayGpuWorkers:
     """GPUs of a Ray cluster that this process is connected to: an actor for each, which sees no other one."""
 
     def __init__(self, make: Callable[[int], Stages]) -> None:
         """make: of a GPU's number its stages. Raises UsageError where the GPUs are of several kinds."""
         self._ray: Any = importlib.import_module("ray")
         # no CPU: those are the other workers'. A race is not repeated on the same GPU.
-        actor = self._ray.remote(num_cpus=0, num_gpus=1, max_restarts=-1, max_task_retries=0)(Racer)
+        actor = self._ray.remote(num_cpus=0, num_gpus=1, max_restarts=-1, max_task_retries=0)(GpuWorker)
         count = int(self._ray.cluster_resources().get("GPU", 0))
         self._actors = [actor.remote(functools.partial(make, 0)) for _ in range(count)]
-        self.gpus: Sequence[Gpu] = self._ray.get([one.gpu.remote() for one in self._actors])
+        self.gpus: Sequence[GpuName] = self._ray.get([one.gpu.remote() for one in self._actors])
         _check_kinds(self.gpus)
         self._ended: set[int] = set()
 
@@ -182,7 +182,7 @@ class OnRayGpus:
             self._ray.kill(actor)
 
 
-def make_racers(workers: str, manifest: Manifest, folder: Path, numbers: Sequence[int]) -> Racers | None:
+def make_gpu_workers(workers: str, manifest: Manifest, folder: Path, numbers: Sequence[int]) -> GpuWorkers | None:
     """Who races where there is more than one GPU, else None: then the search's own process does.
 
     numbers: of this machine's GPUs. With ``--device all`` and workers on Ray, which is connected, the cluster's GPUs.
@@ -190,8 +190,8 @@ def make_racers(workers: str, manifest: Manifest, folder: Path, numbers: Sequenc
     """
     make = functools.partial(Stages, manifest, folder)
     if numbers and manifest.device == "all" and workers.startswith("ray:"):
-        racers = OnRayGpus(make)
+        racers = RayGpuWorkers(make)
         if len(racers.gpus) > 1:
             return racers
         racers.close()
-    return OnGpus(gpus_here(numbers, manifest.timeout_s), make) if len(numbers) > 1 else None
+    return LocalGpuWorkers(describe_local_gpus(numbers, manifest.timeout_s), make) if len(numbers) > 1 else None

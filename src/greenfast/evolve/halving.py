@@ -17,7 +17,7 @@ import numpy as np
 
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.evolve.proposal import Candidate
-from greenfast.evolve.stages import Found, Stages
+from greenfast.evolve.stages import StageResult, Stages
 from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.timing.floor import floor_of
@@ -29,7 +29,7 @@ _MOST_ROUNDS = 4
 _BASELINE = "baseline"
 
 
-class Raced(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateTiming(msgspec.Struct, frozen=True, kw_only=True):
     """What a race found of one candidate.
 
     speedup: the baseline's time over its own, of paired blocks, the geometric mean over shapes. rounds: that it ran.
@@ -43,10 +43,10 @@ class Raced(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = "race"
 
 
-class Race(msgspec.Struct, frozen=True, kw_only=True):
+class HalvingResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a race found: of the candidates in the order in which they were given, and of the baseline by shape."""
 
-    raced: list[Raced]
+    raced: list[CandidateTiming]
     baseline_us: dict[str, float] = {}
     clocks: dict[str, float] = {}
 
@@ -63,13 +63,13 @@ class _Runner:
 
 def race(
     stages: Stages, candidates: Sequence[Candidate], seed: int, progress: Callable[[str], None] = lambda text: None
-) -> Race:
+) -> HalvingResult:
     """Check each candidate on the GPU, and time those that are right. seed: of the orders.
 
     Raises MachineError where the baseline does not run.
     """
     runners: dict[str, _Runner] = {}
-    wrong: dict[str, Raced] = {}
+    wrong: dict[str, CandidateTiming] = {}
     for n, candidate in enumerate((None, *candidates)):
         label = str(n - 1) if n else _BASELINE
         progress(f"CORRECTNESS on the GPU: {n} of {len(candidates)}")
@@ -90,10 +90,10 @@ def race(
         except _LostError as e:
             if e.label == _BASELINE:
                 raise WorkerError(f"the baseline does not run on the GPU: {e}") from e
-            wrong[e.label] = Raced(why=str(e))
+            wrong[e.label] = CandidateTiming(why=str(e))
             del runners[e.label]
     timed = {label: _timed(runner, runners[_BASELINE]) for label, runner in runners.items() if label != _BASELINE}
-    return Race(
+    return HalvingResult(
         raced=[timed.get(str(n)) or wrong[str(n)] for n in range(len(candidates))],
         baseline_us=_medians(runners[_BASELINE]),
         clocks=clocks,
@@ -108,8 +108,8 @@ class _LostError(Exception):
         self.label = label
 
 
-def _wrong(found: Found) -> Raced:
-    return Raced(why=found.feedback, stage=found.stage)
+def _wrong(found: StageResult) -> CandidateTiming:
+    return CandidateTiming(why=found.feedback, stage=found.stage)
 
 
 def _rounds(
@@ -127,7 +127,7 @@ def _rounds(
             seeds = timed_seeds(request.seeds)
             cases = [problem.make_case(shape.dims, seed, fmt) for seed in seeds]
             for label, runner in runners.items():
-                with _blamed(label):
+                with attribute_crash_to(label):
                     started = worker.prepare(
                         f"{label}/{shape.name}", runner.side.executable(shape.name), cases, _WARMUP, rng.getrandbits(63)
                     )
@@ -159,7 +159,7 @@ def _rounds(
 
 def _block(worker: Worker, label: str, shape: str, rng: random.Random, clocks: dict[str, float]) -> float:
     """The median of one block in microseconds."""
-    with _blamed(label):
+    with attribute_crash_to(label):
         block = worker.time(
             f"{label}/{shape}", drawn_warmup(3, rng), _LAUNCHES + rng.randint(-3, 3), False, rng.getrandbits(63)
         )
@@ -171,7 +171,7 @@ def _block(worker: Worker, label: str, shape: str, rng: random.Random, clocks: d
     return statistics.median(block.samples_us)
 
 
-class _blamed:  # noqa: N801
+class attribute_crash_to:  # noqa: N801
     """Names the one whose launch ended the process."""
 
     def __init__(self, label: str) -> None:
@@ -201,5 +201,5 @@ def _medians(runner: _Runner) -> dict[str, float]:
     }
 
 
-def _timed(runner: _Runner, baseline: _Runner) -> Raced:
-    return Raced(speedup=round(_speedup(runner, baseline), 5), rounds=runner.rounds, us=_medians(runner))
+def _timed(runner: _Runner, baseline: _Runner) -> CandidateTiming:
+    return CandidateTiming(speedup=round(_speedup(runner, baseline), 5), rounds=runner.rounds, us=_medians(runner))

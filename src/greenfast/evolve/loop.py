@@ -19,10 +19,10 @@ import msgspec
 
 from greenfast.evolve.event_log import Log
 from greenfast.evolve.finals import Verdict, judged
-from greenfast.evolve.gpu_workers import Gpu, Racers
-from greenfast.evolve.halving import Race, race
+from greenfast.evolve.gpu_workers import GpuName, GpuWorkers
+from greenfast.evolve.halving import HalvingResult, race
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.multi_gpu import Heats, Result, result_of
+from greenfast.evolve.multi_gpu import CandidateResult, MultiGpuHalving, describe_timing
 from greenfast.evolve.outcomes import duplicate, insight_of, joined, repeated, without_costs
 from greenfast.evolve.proposal import (
     Candidate,
@@ -31,9 +31,9 @@ from greenfast.evolve.proposal import (
     Insight,
     Proposer,
     ProposerError,
-    best_of,
+    select_best,
 )
-from greenfast.evolve.stages import Found, Stages
+from greenfast.evolve.stages import StageResult, Stages
 from greenfast.evolve.workers import Workers, job
 from greenfast.judge.request import ProgressListener
 from greenfast.spec.errors import UsageError
@@ -46,7 +46,7 @@ STALE_BATCHES = 8
 CONTROL = 0.1
 
 
-class Watcher(ProgressListener, Protocol):
+class SearchListener(ProgressListener, Protocol):
     """Whoever watches a search."""
 
     def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:
@@ -60,7 +60,7 @@ class Watcher(ProgressListener, Protocol):
 class State:
     """What a run knows so far. ended: why it does not go on; empty before. gpus: that races spread over, if several."""
 
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[GpuName] = field(default_factory=list)
     baseline: Evaluation | None = None
     baseline_us: float = 0.0
     history: list[Evaluation] = field(default_factory=list)
@@ -87,14 +87,14 @@ class State:
         return max(passed, key=lambda pair: pair[1].low, default=None)
 
 
-def elites(history: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
+def build_archive(history: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
     """The best of each cell of behaviour, best first: busiest pipe, shared memory by doublings, registers by 32."""
     cells: dict[tuple[str, int, int], list[Evaluation]] = {}
     for e in history:
         if e.valid and e.fitness is not None and e.behaviour is not None:
             b = e.behaviour
             cells.setdefault((b.pipe, b.smem_bytes.bit_length(), b.registers // 32), []).append(e)
-    best = [found for members in cells.values() if (found := best_of(members)) is not None]
+    best = [found for members in cells.values() if (found := select_best(members)) is not None]
     return tuple(sorted(best, key=lambda e: (e.fitness_kind != "seconds", e.fitness or math.inf)))
 
 
@@ -108,9 +108,9 @@ class Search:
         proposer: Proposer,
         stages: Stages,
         workers: Workers,
-        watcher: Watcher,
+        watcher: SearchListener,
         insights: Sequence[Insight] = (),
-        racers: Racers | None = None,
+        racers: GpuWorkers | None = None,
     ) -> None:
         """insights: measured ones of before, which proposers are told. racers: where there are several GPUs."""
         self._racers = racers
@@ -140,7 +140,7 @@ class Search:
             )
         gpus = [] if self._racers is None or log.replaying else list(self._racers.gpus)
         if gpus or log.next_is("gpus", ()):
-            state.gpus = msgspec.convert(log.once("gpus", (), lambda: gpus), list[Gpu])
+            state.gpus = msgspec.convert(log.once("gpus", (), lambda: gpus), list[GpuName])
         exam_seed = random.Random(f"{manifest.seed} exam").randrange(10**7, 10**8)
         state.baseline = self._baseline(log, exam_seed)
         stale = 0
@@ -197,10 +197,10 @@ class Search:
             behaviour=built.behaviour,
         )
 
-    def _found(self, log: Log, what: str, at: tuple[int, ...], candidate: Candidate | None, *call: Any) -> Found:
+    def _found(self, log: Log, what: str, at: tuple[int, ...], candidate: Candidate | None, *call: Any) -> StageResult:
         method, *more = call
         data = log.once(what, at, lambda: next(iter(self._workers.results([job(method, candidate, *more)]))))
-        return msgspec.convert(data, Found)
+        return msgspec.convert(data, StageResult)
 
     def _batch(self, log: Log, number: int, exam_seed: int) -> list[Evaluation]:
         state, manifest = self.state, self.manifest
@@ -250,7 +250,7 @@ class Search:
             seed=random.Random(f"{self.manifest.seed} {number}").getrandbits(53),
             baseline=state.baseline,
             history=tuple(state.history),
-            elites=elites(state.history),
+            archive=build_archive(state.history),
             insights=tuple(i for i in state.insights if i.record),
             evaluations_left=left,
             gpu_seconds_left=None if budget.gpu_seconds is None else max(0.0, budget.gpu_seconds - state.gpu_seconds),
@@ -273,21 +273,21 @@ class Search:
 
     def _all(
         self, log: Log, what: str, number: int, candidates: Sequence[Candidate], which: Iterable[int], *more: Any
-    ) -> dict[int, Found]:
+    ) -> dict[int, StageResult]:
         """A stage for several candidates, of which the first ones may be in the log."""
         which = list(which)
         places = [(number, n) for n in which]
         jobs = [job(what, candidates[n], *more) for n in which[log.pending(what, places) :]]
         results = iter(self._workers.results(jobs))
-        found: dict[int, Found] = {}
+        found: dict[int, StageResult] = {}
         for n, at in zip(which, places, strict=True):
             self._watcher.say(f"batch {number + 1}: {what} {len(found) + 1} of {len(which)}")
-            found[n] = msgspec.convert(log.once(what, at, lambda: next(results)), Found)
+            found[n] = msgspec.convert(log.once(what, at, lambda: next(results)), StageResult)
         return found
 
     def _race(
-        self, log: Log, number: int, candidates: Sequence[Candidate], found: dict[int, Found], right: list[int]
-    ) -> tuple[dict[int, Result], set[int]]:
+        self, log: Log, number: int, candidates: Sequence[Candidate], found: dict[int, StageResult], right: list[int]
+    ) -> tuple[dict[int, CandidateResult], set[int]]:
         """What the race found, and who was cut by the screen before it."""
         kept = right
         if self.manifest.screen < 1 and len(right) > 1:
@@ -300,7 +300,7 @@ class Search:
         if not kept:
             return {}, cut
         if self.state.gpus:
-            heats = Heats(log, self.state.gpus, self._racers, self.manifest.seed, self._watcher.say)
+            heats = MultiGpuHalving(log, self.state.gpus, self._racers, self.manifest.seed, self._watcher.say)
             results, baseline_us = heats.run(number, candidates, kept)
             self.state.baseline_us = self.state.baseline_us or sum(baseline_us.values())
             return results, cut
@@ -308,15 +308,22 @@ class Search:
         if self._stages.gpu is None and not log.next_is(*event[:2]):
             return {}, cut
         seed = random.Random(f"{self.manifest.seed} race {number}").getrandbits(53)
-        run: Callable[[], Race] = lambda: race(  # noqa: E731
+        run: Callable[[], HalvingResult] = lambda: race(  # noqa: E731
             self._stages, [candidates[n] for n in kept], seed, self._watcher.say
         )
-        found_race = msgspec.convert(log.once("raced", (number,), run, on_gpu=True), Race)
+        found_race = msgspec.convert(log.once("raced", (number,), run, on_gpu=True), HalvingResult)
         self.state.baseline_us = self.state.baseline_us or sum(found_race.baseline_us.values())
-        return {n: result_of(raced, event) for n, raced in zip(kept, found_race.raced, strict=True)}, cut
+        return {n: describe_timing(raced, event) for n, raced in zip(kept, found_race.raced, strict=True)}, cut
 
     def _evaluation(
-        self, log: Log, batch: int, n: int, candidate: Candidate, f: Found, raced: Result | None, cut: bool
+        self,
+        log: Log,
+        batch: int,
+        n: int,
+        candidate: Candidate,
+        f: StageResult,
+        raced: CandidateResult | None,
+        cut: bool,
     ) -> Evaluation:
         """All that was found out about one candidate."""
         costs = [log.cost_of(what, (batch, n)) for what in ("built", "emulated")]

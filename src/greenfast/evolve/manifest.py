@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True):
+class SearchBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What a run may use. evaluations: candidates that are built and are no duplicates. seconds: of GPUs, of time."""
 
     evaluations: Count = 64
@@ -45,7 +45,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     space_folder: str
     proposer: str
     options: dict[str, str] = {}
-    budget: Budget = Budget()
+    budget: SearchBudget = SearchBudget()
     baseline: str = ""
     shapes: list[str] = []
     small: list[str] = []
@@ -104,7 +104,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 
 
-def read_budget(text: str) -> Budget:
+def read_budget(text: str) -> SearchBudget:
     """``gpu=12m,evals=256,time=1h``, each part optional. Raises UsageError for anything else."""
     found: dict[str, float | int] = {}
     for part in filter(None, text.split(",")):
@@ -121,6 +121,6 @@ def read_budget(text: str) -> Budget:
             raise UsageError(f"--budget: {name} is given twice")
         found[key] = amount
     try:
-        return msgspec.convert(found, Budget)
+        return msgspec.convert(found, SearchBudget)
     except msgspec.ValidationError as e:
         raise UsageError(f"--budget {text!r}: {e}") from None

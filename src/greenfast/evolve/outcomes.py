@@ -6,10 +6,10 @@ import msgspec
 
 from greenfast.evolve.proposal import Candidate, Evaluation, Insight
 from greenfast.evolve.space import Space
-from greenfast.evolve.stages import Found
+from greenfast.evolve.stages import StageResult
 
 
-def joined(built: Found, later: Found) -> Found:
+def joined(built: StageResult, later: StageResult) -> StageResult:
     """What two stages found of one kernel."""
     behaviour = built.behaviour
     if behaviour is not None and later.behaviour is not None:

@@ -60,7 +60,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
-class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """How a kernel behaves; an archive's cells are made of it.
 
     pipe: the one that the counts say is busiest; empty where nothing was counted. smem_bytes: static and dynamic, of a
@@ -87,7 +87,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     valid: bool
     fitness: float | None = None
     fitness_kind: FitnessKind = ""
-    behaviour: Behaviour | None = None
+    behaviour: Descriptor | None = None
     feedback: str = ""
     cost_seconds: float = 0.0
     gpu_seconds: float = 0.0
@@ -106,7 +106,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a proposer is told.
 
     task: what is to be computed, and on what, in words. baseline: what has to be beaten. history: all that were
-    evaluated, oldest first. elites: the best of each cell of behaviour, best first. wanted: how many candidates;
+    evaluated, oldest first. archive: the best of each cell, best first. wanted: how many candidates;
     more are cut off. seed: of this batch. evaluations_left, gpu_seconds_left: of the budget; None for no limit.
     """
 
@@ -116,7 +116,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     baseline: Evaluation | None = None
     history: tuple[Evaluation, ...] = ()
-    elites: tuple[Evaluation, ...] = ()
+    archive: tuple[Evaluation, ...] = ()
     insights: tuple[Insight, ...] = ()
     evaluations_left: int | None = None
     gpu_seconds_left: float | None = None
@@ -129,7 +129,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> Evaluation | None:
         """The valid evaluation with the least fitness of the best kind that there is, or None."""
-        return best_of(self.history)
+        return select_best(self.history)
 
 
 class Proposer(Protocol):
@@ -145,7 +145,7 @@ class Proposer(Protocol):
         """What became of one batch, in the order of the proposal; also called for past ones when a run is resumed."""
 
 
-def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+def select_best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The valid one with the least fitness, measured ones before estimated ones; None where none has a fitness."""
     found = [e for e in evaluations if e.valid and e.fitness is not None]
     measured = [e for e in found if e.fitness_kind == "seconds"]

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from greenfast.evolve import t4
-from greenfast.evolve.loop import State, elites
+from greenfast.evolve.loop import State, build_archive
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.proposal import Evaluation, best_of
+from greenfast.evolve.proposal import Evaluation, select_best
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.report.webpage.charts import drawing
 from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
@@ -51,7 +51,7 @@ def write_report(folder: Path, manifest: Manifest, state: State) -> None:
         "baseline": manifest.baseline,
         "baseline_us": state.baseline_us,
     }
-    t4.write_t4(folder / RESULTS, t4.results_of(kept, metadata))
+    t4.write_t4(folder / RESULTS, t4.build_results(kept, metadata))
 
 
 def _whole(manifest: Manifest, e: Evaluation) -> Evaluation:
@@ -100,7 +100,7 @@ def _claim(state: State) -> str:
         )
     if state.verdicts:
         return f"None of {len(state.verdicts)} finalists passed the whole validation."
-    best = best_of(state.history)
+    best = select_best(state.history)
     if best is None:
         return "No candidate passed the gates of the search."
     if best.fitness_kind == "estimate":
@@ -138,7 +138,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
         parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "record"), rows))
         parts.append(paragraph("The best of many looks better in its race than it is; what counts is the validation."))
         parts.append(bullets([f"{_shown(manifest, e)}: {'; '.join(v.reasons)}" for e, v in state.verdicts]))
-    best = best_of(state.history)
+    best = select_best(state.history)
     if best is not None and state.baseline is not None:
         mine, theirs = best.behaviour, state.baseline.behaviour
         compared = [
@@ -232,7 +232,7 @@ def _archive(manifest: Manifest, state: State) -> list[Markup]:
             f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' (estimate)'}",
             _shown(manifest, e),
         )
-        for e in elites(state.history)
+        for e in build_archive(state.history)
         if e.behaviour is not None and e.fitness is not None
     ]
     if not rows:
@@ -250,7 +250,7 @@ def _archive(manifest: Manifest, state: State) -> list[Markup]:
 def _lineage(manifest: Manifest, state: State) -> list[Markup]:
     """The ancestors of the best, the best first."""
     by_key = {e.candidate.key: e for e in state.history}
-    at = state.winner[0] if state.winner else best_of(state.history)
+    at = state.winner[0] if state.winner else select_best(state.history)
     lines: list[str] = []
     seen: set[str] = set()
     waiting = [at] if at is not None else []

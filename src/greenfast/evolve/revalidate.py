@@ -22,17 +22,17 @@ from greenfast.judge.request import NullListener
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 
-AGAIN = "again.json"
+REVALIDATION = "again.json"
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredWinner(msgspec.Struct, frozen=True):
     """What a run keeps of its winner, ``winner/winner.json``."""
 
     candidate: Candidate
     verdict: Verdict
 
 
-class Again(msgspec.Struct, frozen=True, kw_only=True):
+class Revalidation(msgspec.Struct, frozen=True, kw_only=True):
     """Both measurements of a winner. inside: whether the new speedup lies in the interval of before."""
 
     run: str
@@ -57,7 +57,7 @@ class Again(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def again(run: Path, out: Path, device: str = "auto") -> Again:
+def again(run: Path, out: Path, device: str = "auto") -> Revalidation:
     """Validate a run's winner anew, its record below ``out``.
 
     Raises UsageError for a folder that is no run or has no winner, MachineError without a GPU, and as ``validate``.
@@ -66,7 +66,7 @@ def again(run: Path, out: Path, device: str = "auto") -> Again:
     kept = run / "winner" / "winner.json"
     if not kept.is_file():
         raise UsageError(f"{run}: this search has no winner, so there is nothing to measure again")
-    first = read_json(kept, Kept, "winner of a search")
+    first = read_json(kept, StoredWinner, "winner of a search")
     gpu = choose_device(device)
     if not isinstance(gpu, int):
         raise MachineError("a winner can be measured again on a GPU only, and there is none")
@@ -75,14 +75,14 @@ def again(run: Path, out: Path, device: str = "auto") -> Again:
     finalists = round((1 - manifest.confidence) / (1 - first.verdict.confidence))
     with Stages(manifest, out, gpu) as stages:
         verdict = judged(stages, first.candidate, finalists, out, NullListener())
-    found = Again(
+    found = Revalidation(
         run=run.name,
         first_created=manifest.created,
         created=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
         before=first.verdict,
         after=verdict,
     )
-    write_whole(out / AGAIN, to_json({**msgspec.to_builtins(found), "inside": found.inside}))
+    write_whole(out / REVALIDATION, to_json({**msgspec.to_builtins(found), "inside": found.inside}))
     return found
 
 

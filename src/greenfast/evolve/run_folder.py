@@ -15,9 +15,9 @@ import msgspec
 from greenfast import __version__
 from greenfast.evolve.event_log import ended
 from greenfast.evolve.finals import keep_winner
-from greenfast.evolve.gpu_workers import gpus_here, make_racers
-from greenfast.evolve.loop import Search, State, Watcher
-from greenfast.evolve.manifest import MANIFEST, Budget, Manifest, read_manifest, write_manifest
+from greenfast.evolve.gpu_workers import describe_local_gpus, make_gpu_workers
+from greenfast.evolve.loop import Search, SearchListener, State
+from greenfast.evolve.manifest import MANIFEST, Manifest, SearchBudget, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
@@ -52,7 +52,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     devices = choose_devices(manifest.device)
     raced = request_of(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
-        gpus_here([int(device) for device in devices], manifest.timeout_s)  # one kind
+        describe_local_gpus([int(device) for device in devices], manifest.timeout_s)  # one kind
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
@@ -114,7 +114,7 @@ def of_another_version(manifest: Manifest) -> str:
     )
 
 
-def resumed(folder: Path, budget: Budget | None) -> Manifest:
+def resumed(folder: Path, budget: SearchBudget | None) -> Manifest:
     """The manifest of a run, with another budget where one is given. Raises UsageError for a folder that is no run."""
     manifest = read_manifest(folder)
     if budget is not None:
@@ -139,7 +139,7 @@ def search(
     manifest: Manifest,
     make_proposer: Callable[[str, dict[str, str]], Proposer],
     workers: str,
-    watcher: Watcher,
+    watcher: SearchListener,
     gpus: Sequence[int],
     insights: Sequence[Insight] = (),
 ) -> State:
@@ -159,7 +159,7 @@ def search(
             )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
-        racers = make_racers(workers, manifest, folder, list(gpus))
+        racers = make_gpu_workers(workers, manifest, folder, list(gpus))
         if racers is not None:
             ends.callback(racers.close)
         run = Search(folder, manifest, proposer, stages, pool, watcher, insights, racers)

@@ -35,7 +35,7 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept / self.best >= ENOUGH and self.in_batches >= ENOUGH
 
 
-def recall(results: t4.Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
+def recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
     """What a screen that keeps the share with the least estimates is worth on a cache.
 
     Every right configuration counts that has the measurements ``time`` and ``estimate``. Raises UsageError where there

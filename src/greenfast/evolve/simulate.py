@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from greenfast.evolve import t4
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation, Proposer, Stage, best_of
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, Proposer, Stage, select_best
 from greenfast.evolve.space import Parameter, Space, Value
 from greenfast.spec.errors import UsageError
 
@@ -30,7 +30,7 @@ class Cache:
     space: their space. evaluations: by setting, its values in the order of the space's parameters.
     """
 
-    def __init__(self, results: t4.Results, name: str = "cache") -> None:
+    def __init__(self, results: t4.T4Results, name: str = "cache") -> None:
         """Raises UsageError where no configuration is right, or they have different parameters."""
         rows = [r for r in results.results if r.invalidity != "constraints"]
         names = list(rows[0].configuration) if rows else []
@@ -43,7 +43,7 @@ class Cache:
             parameters={n: Parameter(values=v) for n, v in values.items()},
             settings=frozenset(self.evaluations),
         )
-        best = best_of(list(self.evaluations.values()))
+        best = select_best(list(self.evaluations.values()))
         if best is None or not best.fitness:
             raise UsageError(f"{name}: none of its {len(rows)} configurations is right and has a time")
         self.best: float = best.fitness
@@ -121,7 +121,7 @@ def median_by_chance(cache: Cache, share: float = 0.99) -> int:
     return drawn
 
 
-def _evaluation(result: t4.Result, names: Sequence[str]) -> Evaluation:
+def _evaluation(result: t4.T4Result, names: Sequence[str]) -> Evaluation:
     figures = {name: value for name, value in result.measured.items() if not isinstance(value, str)}
     right = result.invalidity == "correct" and t4.TIME in figures
     known = t4.SMEM in figures and t4.REGISTERS in figures
@@ -131,7 +131,7 @@ def _evaluation(result: t4.Result, names: Sequence[str]) -> Evaluation:
         valid=right,
         fitness=figures[t4.TIME] / 1e3 if right else None,
         fitness_kind="seconds" if right else "",
-        behaviour=Behaviour(
+        behaviour=Descriptor(
             pipe=str(result.measured.get(t4.PIPE, "")),
             smem_bytes=int(figures[t4.SMEM]),
             registers=int(figures[t4.REGISTERS]),

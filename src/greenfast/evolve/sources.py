@@ -125,7 +125,10 @@ class Sources:
             write_whole(folder / name, text)
         variant = Variant(f"{implementation.variant.name}+{candidate.key[:6]}", implementation.variant.toggles)
         return dataclasses.replace(
-            implementation, variant=variant, rung=None, family=cast(Family, _Moved(implementation.family, folder))
+            implementation,
+            variant=variant,
+            rung=None,
+            family=cast(Family, PatchedFamily(implementation.family, folder)),
         )
 
     def _of_solution(
@@ -193,7 +196,7 @@ class Sources:
         return "".join(parts[0]), "".join(parts[1]), "".join(parts[2])
 
 
-class _Moved:
+class PatchedFamily:
     """A family whose kernels include edited headers."""
 
     def __init__(self, family: Family, folder: Path) -> None:

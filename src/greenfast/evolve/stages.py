@@ -20,7 +20,7 @@ from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
 from greenfast.evolve.estimate import estimate
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.proposal import Behaviour, Candidate, Stage
+from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources
 from greenfast.judge.baseline import load_baseline
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
@@ -38,13 +38,13 @@ _CASE_S = 120.0
 _GATE_STAGES: dict[str, Stage] = {"BUILD": "BUILD", "RESOURCES": "RESOURCES", "CORRECTNESS": "CORRECTNESS"}
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class StageResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a stage found. estimate: seconds by the counts, None where nothing was counted; no speed."""
 
     stage: Stage
     valid: bool
     hash: str = ""
-    behaviour: Behaviour | None = None
+    behaviour: Descriptor | None = None
     estimate: float | None = None
     feedback: str = ""
 
@@ -174,30 +174,30 @@ class Stages:
         """A candidate's; the baseline's for None."""
         return self.baseline() if candidate is None else self.sources.implementation(candidate)
 
-    def built(self, candidate: Candidate | None) -> Found:
+    def built(self, candidate: Candidate | None) -> StageResult:
         """BUILD and RESOURCES, for the shapes that are raced and those that the emulator runs."""
         shapes = {shape.name: shape for shape in (*self._emulated.shapes, *self.raced.shapes)}
         request = dataclasses.replace(self.raced, shapes=list(shapes.values()), ordinal=None, device=None)
         run = self._passed(request, candidate)
-        if isinstance(run, Found):
+        if isinstance(run, StageResult):
             return run
         side, fault = run.built(_role(candidate)), _fault(run.gates, ("BUILD", "RESOURCES"))
         if side is None or fault is not None:
-            return fault or Found(stage="BUILD", valid=False)
+            return fault or StageResult(stage="BUILD", valid=False)
         dims = {shape.name: shape.dims for shape in request.shapes}
         of_race = [side.programs[shape.name] for shape in self.raced.shapes if shape.name in side.programs]
         used = [kernel.resources for program in of_race for kernel in program.kernels]
-        behaviour = Behaviour(
+        behaviour = Descriptor(
             smem_bytes=max((r.smem_bytes for r in used), default=0),
             registers=max((r.registers for r in used), default=0),
         )
-        return Found(stage="RESOURCES", valid=True, hash=identity(side, dims), behaviour=behaviour)
+        return StageResult(stage="RESOURCES", valid=True, hash=identity(side, dims), behaviour=behaviour)
 
-    def emulated(self, candidate: Candidate | None, exam_seed: int) -> Found:
+    def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
         """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
         request = _Searched(**_fields(self._emulated), shared=self._emulator)
         run = self._passed(add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
-        if isinstance(run, Found):
+        if isinstance(run, StageResult):
             return run
         found = _fault(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
         if found is not None:
@@ -206,47 +206,47 @@ class Stages:
         named = {shape: c for shape, c in counts.items() if not shape.startswith(DRAWN)}
         seconds, pipe = estimate(named or counts, self.target, request.format)
         whole = side is not None and len(side.programs) == len(run.request.built_shapes)  # else sums cannot be compared
-        return Found(
+        return StageResult(
             stage="CORRECTNESS",
             valid=True,
             estimate=(seconds or None) if whole else None,
-            behaviour=Behaviour(pipe=pipe),
+            behaviour=Descriptor(pipe=pipe),
         )
 
-    def on_gpu(self, candidate: Candidate | None) -> tuple[Found, BuiltSide | None, dict[tuple[str, int], str]]:
+    def on_gpu(self, candidate: Candidate | None) -> tuple[StageResult, BuiltSide | None, dict[tuple[str, int], str]]:
         """CORRECTNESS on the GPU for all that is timed, the kernels, and the digests of their outputs."""
         request = _Searched(**_fields(self.raced), shared=self._on_gpu)
         run = self._passed(request, candidate)
-        if isinstance(run, Found):
+        if isinstance(run, StageResult):
             return run, None, {}
         found = _fault(run.gates, tuple(_GATE_STAGES))
         if found is not None:
             return found, None, {}
         digests = {(shape, seed): digest for (_, shape, seed), digest in run.correctness.digests.items()}
-        return Found(stage="CORRECTNESS", valid=True), run.built(_role(candidate)), digests
+        return StageResult(stage="CORRECTNESS", valid=True), run.built(_role(candidate)), digests
 
-    def _passed(self, request: Request, candidate: Candidate | None) -> GateRun | Found:
+    def _passed(self, request: Request, candidate: Candidate | None) -> GateRun | StageResult:
         """One pass through the gates; what a candidate's making or its own code raised is a finding."""
         try:
             implementation = self.implementation(candidate)
         except UsageError as e:
             if candidate is None:
                 raise
-            return Found(stage="space", valid=False, feedback=str(e))
+            return StageResult(stage="space", valid=False, feedback=str(e))
         except MachineError:
             raise
         except GreenfastError as e:
-            return Found(stage="BUILD", valid=False, feedback=str(e))
+            return StageResult(stage="BUILD", valid=False, feedback=str(e))
         request = dataclasses.replace(request, task=self._remembering)
         run = GateRun(request, {_role(candidate): implementation}, NullListener())
         try:
             run.until_correct()
         except UsageError as e:  # the family refuses the combination, or a shape
-            return Found(stage="space", valid=False, feedback=str(e))
+            return StageResult(stage="space", valid=False, feedback=str(e))
         except MachineError:
             raise
         except GreenfastError as e:
-            return Found(stage="BUILD", valid=False, feedback=str(e))
+            return StageResult(stage="BUILD", valid=False, feedback=str(e))
         return run
 
 
@@ -280,13 +280,13 @@ def _buffers(argument: Argument | Any) -> list[str]:
     return [name for _, name, _ in argument.pointers] if isinstance(argument, Packed) else []
 
 
-def _fault(gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True) -> Found | None:
+def _fault(gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True) -> StageResult | None:
     """The first of these gates that did not pass; where a GPU asks again, what was left open is let through."""
     for gate in gates:
         if gate.gate in asked and gate.status in ("FAIL", *(["PENDING"] if undecided_too else [])):
             why = "; ".join(gate.reasons) or gate.summary
             said = why if gate.status == "FAIL" else f"could not be decided here: {why}"
-            return Found(stage=_GATE_STAGES[gate.gate], valid=False, feedback=said)
+            return StageResult(stage=_GATE_STAGES[gate.gate], valid=False, feedback=said)
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from greenfast.evolve.proposal import Behaviour, Evaluation
+from greenfast.evolve.proposal import Descriptor, Evaluation
 from greenfast.evolve.space import Value
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
@@ -33,7 +33,7 @@ _STAGES: dict[str, Invalidity] = {
 }
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+class T4Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One figure by name."""
 
     name: str
@@ -41,7 +41,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class T4Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an evaluation took, in milliseconds; runtimes: of single runs of the kernel."""
 
     compilation_time: float | None = None
@@ -53,16 +53,16 @@ class Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     validation: float | None = None
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class T4Result(msgspec.Struct, frozen=True, kw_only=True):
     """What one configuration gave."""
 
     configuration: dict[str, Value]
-    times: Times
+    times: T4Times
     invalidity: Invalidity
     correctness: float
     timestamp: str = ""
     objectives: list[str] = []
-    measurements: list[Measurement] = []
+    measurements: list[T4Measurement] = []
 
     @property
     def measured(self) -> dict[str, float | str]:
@@ -70,35 +70,35 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return {m.name: m.value for m in self.measurements if isinstance(m.value, (int, float, str))}
 
 
-class Results(msgspec.Struct, frozen=True, kw_only=True):
+class T4Results(msgspec.Struct, frozen=True, kw_only=True):
     """A whole file. metadata: of greenfast, what was measured, on what and when; other tools ignore it."""
 
-    results: list[Result]
+    results: list[T4Result]
     schema_version: str = VERSION
     metadata: dict[str, Any] = {}
 
 
-def read_t4(path: Path) -> Results:
+def read_t4(path: Path) -> T4Results:
     """Read a file. Raises UsageError that says what is wrong with it."""
-    found: Results = read_json(path, Results, "T4 file of tuning results")
+    found: T4Results = read_json(path, T4Results, "T4 file of tuning results")
     if not found.results:
         raise UsageError(f"{path}: no results in it")
     return found
 
 
-def write_t4(path: Path, results: Results) -> None:
+def write_t4(path: Path, results: T4Results) -> None:
     """Write a file in one step. Raises MachineError where that cannot be done."""
     write_whole(path, to_json(results))
 
 
-def results_of(evaluations: Iterable[Evaluation], metadata: Mapping[str, Any]) -> Results:
+def build_results(evaluations: Iterable[Evaluation], metadata: Mapping[str, Any]) -> T4Results:
     """Evaluations as results, without edits, which the format has no place for; duplicates are left out."""
     kept = [e for e in evaluations if e.stage != "duplicate" and not e.candidate.edits]
-    return Results(results=[_result(e) for e in kept], metadata=dict(metadata))
+    return T4Results(results=[_result(e) for e in kept], metadata=dict(metadata))
 
 
-def _result(e: Evaluation) -> Result:
-    behaviour = e.behaviour or Behaviour()
+def _result(e: Evaluation) -> T4Result:
+    behaviour = e.behaviour or Descriptor()
     figures: dict[str, float | str | None] = {
         TIME: e.fitness * 1e3 if e.fitness is not None and e.fitness_kind == "seconds" else None,
         ESTIMATE: e.fitness if e.fitness_kind == "estimate" else None,
@@ -106,11 +106,11 @@ def _result(e: Evaluation) -> Result:
         SMEM: behaviour.smem_bytes if e.behaviour else None,
         REGISTERS: behaviour.registers if e.behaviour else None,
     }
-    return Result(
+    return T4Result(
         configuration=e.candidate.parameters,
-        times=Times(framework=e.cost_seconds * 1e3, benchmark=e.gpu_seconds * 1e3),
+        times=T4Times(framework=e.cost_seconds * 1e3, benchmark=e.gpu_seconds * 1e3),
         invalidity="correct" if e.valid else _STAGES.get(e.stage, "runtime"),
         correctness=float(e.valid),
         objectives=[TIME],
-        measurements=[Measurement(name=n, value=v, unit=_UNITS[n]) for n, v in figures.items() if v is not None],
+        measurements=[T4Measurement(name=n, value=v, unit=_UNITS[n]) for n, v in figures.items() if v is not None],
     )

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.pools import ProcessPool
 from greenfast.evolve.proposal import Candidate
-from greenfast.evolve.stages import Found, Stages
+from greenfast.evolve.stages import StageResult, Stages
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 
@@ -34,7 +34,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 class Workers(Protocol):
     """Whoever evaluates."""
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
+    def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """What each job found, in order."""
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Here:
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
+    def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """One after another."""
         for method, arguments in jobs:
             yield getattr(self._stages, method)(*arguments)
@@ -86,9 +86,9 @@ def _start(manifest: Manifest, folder: Path) -> None:
     _stages = Stages(manifest, folder)
 
 
-def _evaluate(method: str, arguments: tuple[Any, ...]) -> Found:
+def _evaluate(method: str, arguments: tuple[Any, ...]) -> StageResult:
     assert _stages is not None
-    found: Found = getattr(_stages, method)(*arguments)
+    found: StageResult = getattr(_stages, method)(*arguments)
     return found
 
 
@@ -101,7 +101,7 @@ class Local:
             os.environ.setdefault(name, "1")
         self._pool = ProcessPool(count, _start, manifest, folder)
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
+    def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """All at once."""
         futures = [self._submit(one) for one in jobs]
         try:
@@ -115,7 +115,7 @@ class Local:
             for future in futures:
                 future.cancel()
 
-    def _submit(self, one: Job) -> Future[Found]:
+    def _submit(self, one: Job) -> Future[StageResult]:
         """One job, in a new pool where a process of this one has ended."""
         try:
             return self._pool.submit(_evaluate, *one)
@@ -125,14 +125,14 @@ class Local:
             self._pool = ProcessPool(count, _start, manifest, folder)
             return self._pool.submit(_evaluate, *one)
 
-    def _again(self, one: Job) -> Found:
+    def _again(self, one: Job) -> StageResult:
         """The pool has ended, perhaps by another job: this one alone, in a new pool, says whose fault it was."""
         try:
             return self._submit(one).result()
         except BrokenProcessPool:
-            return Found(stage="BUILD", valid=False, feedback=_LOST)
+            return StageResult(stage="BUILD", valid=False, feedback=_LOST)
 
-    def _submitted(self, jobs: Sequence[Job], before: Sequence[Future[Found]]) -> list[Future[Found]]:
+    def _submitted(self, jobs: Sequence[Job], before: Sequence[Future[StageResult]]) -> list[Future[StageResult]]:
         """The futures that still have an answer, and the others' jobs in the new pool."""
         answered = [f.done() and not f.cancelled() and f.exception() is None for f in before]
         return [f if done else self._submit(one) for one, f, done in zip(jobs, before, answered, strict=True)]
@@ -158,7 +158,7 @@ class OnRay:
         count = max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._actors = [self._actor.remote(manifest, folder) for _ in range(count)]
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[Found]:
+    def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """All at once, each actor one after another."""
         actors = self._actors
         asked = [actors[n % len(actors)].evaluate.remote(*one) for n, one in enumerate(jobs)]
@@ -166,7 +166,7 @@ class OnRay:
             try:
                 yield self._ray.get(reference)
             except self._ray.exceptions.RayActorError:
-                yield Found(stage="BUILD", valid=False, feedback=_LOST)
+                yield StageResult(stage="BUILD", valid=False, feedback=_LOST)
 
     def close(self) -> None:
         """End the actors."""
@@ -181,7 +181,7 @@ class Evaluator:
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._stages = Stages(manifest, folder)
 
-    def evaluate(self, method: str, arguments: tuple[Any, ...]) -> Found:
+    def evaluate(self, method: str, arguments: tuple[Any, ...]) -> StageResult:
         """What one job found."""
-        found: Found = getattr(self._stages, method)(*arguments)
+        found: StageResult = getattr(self._stages, method)(*arguments)
         return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast.evolve.jsonl import read_lines
-from greenfast.evolve.language.model import Answer, Limits, Model, estimated_tokens, prompt_digest
+from greenfast.evolve.language.model import AnswerLimits, Model, ModelAnswer, estimated_tokens, prompt_digest
 from greenfast.evolve.proposal import ProposerError
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.errors import MachineError
@@ -18,7 +18,7 @@ from greenfast.spec.errors import MachineError
 _POLL = 0.5  # seconds
 
 
-class Mailbox:
+class FileTransport:
     """Prompts as ``NUMBER-DIGEST.prompt.md`` in a folder, answers as ``NUMBER-DIGEST.answer.md`` beside them.
 
     An answer should be moved into the folder whole; one that is still growing is waited for. A prompt that lies there
@@ -30,7 +30,7 @@ class Mailbox:
         check_writable(folder, "mailbox:FOLDER")
         self._folder, self._sleep = folder, sleep
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         """Write the prompt and wait for its answer."""
         asked = self._prompt_file(prompt)
         file = asked.with_name(asked.name.replace(".prompt.md", ".answer.md"))
@@ -45,7 +45,7 @@ class Mailbox:
                     text = file.read_bytes().decode("utf-8", "replace")
                 except OSError as e:
                     raise ProposerError(f"{file}: cannot be read ({e.strerror})") from e
-                return Answer(text=text, tokens=estimated_tokens(prompt, text))
+                return ModelAnswer(text=text, tokens=estimated_tokens(prompt, text))
             if time.monotonic() > end:
                 raise ProposerError(f"{asked}: no {file.name} after {limits.seconds:g} s; write it and resume the run")
             size = found
@@ -61,7 +61,7 @@ class Mailbox:
         return path
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded answer. prompt: its digest; empty where it answers whatever comes next."""
 
     answer: str
@@ -78,18 +78,18 @@ class Replay:
     def __init__(self, file: Path) -> None:
         """Read the file, an Exchange on each line. Raises UsageError that names the line that holds none."""
         self._file = file
-        rows = read_lines(file, Exchange, "recorded answer")
-        self._known: dict[str, deque[Exchange]] = {}
+        rows = read_lines(file, RecordedAnswer, "recorded answer")
+        self._known: dict[str, deque[RecordedAnswer]] = {}
         for row in rows:
             self._known.setdefault(row.prompt, deque()).append(row)
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         """The recorded answer. Raises ProposerError where there is none."""
         rows = self._known.get(prompt_digest(prompt)) or self._known.get("")
         if not rows:
             raise ProposerError(f"{self._file}: no answer to prompt {prompt_digest(prompt)} is left in it")
         row = rows.popleft()
-        return Answer(text=row.answer, tokens=row.tokens or estimated_tokens(prompt, row.answer))
+        return ModelAnswer(text=row.answer, tokens=row.tokens or estimated_tokens(prompt, row.answer))
 
 
 class Recorder:
@@ -100,10 +100,10 @@ class Recorder:
         check_writable(file.parent, "record=FILE")
         self._model, self._file = model, file
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         """The other model's answer."""
         answer = self._model.complete(prompt, limits)
-        row = Exchange(prompt=prompt_digest(prompt), answer=answer.text, tokens=answer.tokens)
+        row = RecordedAnswer(prompt=prompt_digest(prompt), answer=answer.text, tokens=answer.tokens)
         try:
             with self._file.open("ab") as file:
                 file.write(msgspec.json.encode(row) + b"\n")

@@ -11,7 +11,7 @@ import msgspec
 _BYTES = 4
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of one answer. tokens: of its text. seconds: until it has come; what is tried again starts anew."""
 
     tokens: int
@@ -23,7 +23,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return 64 * 1024 + 32 * self.tokens
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ModelAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What came. tokens: of prompt and answer together, as the server counted them, else by ``estimated_tokens``."""
 
     text: str
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Model(Protocol):
     """Whatever completes a prompt."""
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         """The answer. Raises ProposerError where none comes within the limits."""
 
 

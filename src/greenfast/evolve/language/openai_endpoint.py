@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from greenfast.evolve.language.model import Answer, Limits, estimated_tokens
+from greenfast.evolve.language.model import AnswerLimits, ModelAnswer, estimated_tokens
 from greenfast.evolve.proposal import ProposerError
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
@@ -62,7 +62,7 @@ class HttpModel:
             raise UsageError(f"{KEY} holds characters that no header can; give the key alone")
         self._client: Any = httpx2.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
 
-    def complete(self, prompt: str, limits: Limits) -> Answer:
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
         """The first choice of a completion. Raises ProposerError after the last attempt, or at once for other 4xx."""
         wait = _FIRST_WAIT
         for attempt in range(1, _ATTEMPTS + 1):
@@ -83,7 +83,7 @@ class HttpModel:
         """A server may send the key back, and what it sends is shown and kept."""
         return text.replace(self._key, "***") if self._key else text
 
-    def _post(self, prompt: str, limits: Limits) -> bytes:
+    def _post(self, prompt: str, limits: AnswerLimits) -> bytes:
         """The body of a 200. A client's timeout is for each read, so the whole is timed here."""
         body = {"model": self._name, "messages": [{"role": "user", "content": prompt}], "max_tokens": limits.tokens}
         end = time.monotonic() + limits.seconds
@@ -116,12 +116,12 @@ class HttpModel:
         self._fail(f"{said}{hint}")
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     content: str
 
 
 class _Choice(msgspec.Struct):
-    message: _Message
+    message: _ChatMessage
 
 
 class _Usage(msgspec.Struct):
@@ -133,14 +133,14 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def _read(body: bytes, prompt: str) -> Answer:
+def _read(body: bytes, prompt: str) -> ModelAnswer:
     try:
         found = decode(body, _Completion)
         text = found.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as e:
         raise _PassingError(f"no completion: {e}: {body[:_SHOWN].decode('utf-8', 'replace')}") from e
     counted = (found.usage.total_tokens if found.usage else 0) or 0
-    return Answer(text=text, tokens=counted if counted > 0 else estimated_tokens(prompt, text))
+    return ModelAnswer(text=text, tokens=counted if counted > 0 else estimated_tokens(prompt, text))
 
 
 def _seconds(header: str) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation
 from greenfast.evolve.space import Space
 
 #: Name of a strategy -> the sections that it adds to the task and the best so far.
@@ -66,7 +66,7 @@ def _insights(context: Context) -> Iterator[str]:
 
 
 def _elites(context: Context) -> Iterator[str]:
-    for e in context.elites[:_ELITES]:
+    for e in context.archive[:_ELITES]:
         yield f"- {_line(e)}"
 
 
@@ -101,7 +101,7 @@ def _fitness(e: Evaluation) -> str:
     return f"{e.fitness * 1e6:.4g} µs" if e.fitness_kind == "seconds" else f"estimated {e.fitness:.4g}, not measured"
 
 
-def _behaviour(b: Behaviour) -> str:
+def _behaviour(b: Descriptor) -> str:
     busiest = f"{b.pipe} busiest, " if b.pipe else ""
     return f"{busiest}{b.registers} registers, {b.smem_bytes} bytes of shared memory"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from greenfast.evolve.language.file_transport import Mailbox, Recorder, Replay
-from greenfast.evolve.language.model import Limits, Model
+from greenfast.evolve.language.file_transport import FileTransport, Recorder, Replay
+from greenfast.evolve.language.model import AnswerLimits, Model
 from greenfast.evolve.language.openai_endpoint import HttpModel
 from greenfast.evolve.language.prompts import STRATEGIES
 from greenfast.evolve.proposal import Proposer
@@ -89,7 +89,7 @@ def make_model(spec: str, name: str = "") -> Model:
         raise UsageError(f"model {spec!r}: allowed are http:URL (and model_name=NAME), mailbox:FOLDER and replay:FILE")
     if carrier == "http":
         return HttpModel(where, name)
-    return Mailbox(Path(where)) if carrier == "mailbox" else Replay(Path(where))
+    return FileTransport(Path(where)) if carrier == "mailbox" else Replay(Path(where))
 
 
 def _engineer(strategy: str, chosen: Mapping[str, str], log: Callable[[str], None]) -> Proposer:
@@ -98,7 +98,7 @@ def _engineer(strategy: str, chosen: Mapping[str, str], log: Callable[[str], Non
         model = Recorder(model, Path(chosen["record"]))
     default = _TIMEOUTS[chosen["model"].partition(":")[0]]
     seconds = _whole(strategy, chosen, "timeout") if chosen["timeout"] else default
-    limits = Limits(tokens=_whole(strategy, chosen, "answer_tokens"), seconds=seconds)
+    limits = AnswerLimits(tokens=_whole(strategy, chosen, "answer_tokens"), seconds=seconds)
     return EngineerProposer(strategy, model, limits, _whole(strategy, chosen, "tokens"), log)
 
 

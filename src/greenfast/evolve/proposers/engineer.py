@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from greenfast.evolve.language.answers import parse_answer
-from greenfast.evolve.language.model import Limits, Model, estimated_tokens, prompt_digest
+from greenfast.evolve.language.model import AnswerLimits, Model, estimated_tokens, prompt_digest
 from greenfast.evolve.language.prompts import prompt
 from greenfast.evolve.proposal import Candidate, Context, Evaluation, ProposerError
 
@@ -27,7 +27,12 @@ class EngineerProposer:
     """
 
     def __init__(
-        self, strategy: str, model: Model, limits: Limits, budget: int, log: Callable[[str], None] = lambda _: None
+        self,
+        strategy: str,
+        model: Model,
+        limits: AnswerLimits,
+        budget: int,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Nothing is asked yet.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from greenfast.evolve.proposal import Behaviour, Candidate, Context, Evaluation
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation
 from greenfast.evolve.proposers.untried import Point, Untried
 from greenfast.evolve.space import Space
 
@@ -29,9 +29,9 @@ _CROSSED, _TWICE, _NEAR = 0.2, 0.1, 0.5
 _SMEM_STEP, _REGISTER_STEP = 32 * 1024, 32
 
 
-def cell_of(behaviour: Behaviour | None) -> Cell:
+def cell_of(behaviour: Descriptor | None) -> Cell:
     """The cell of a behaviour: its pipe, its shared memory in steps of 32 KiB, its registers in steps of 32."""
-    found = behaviour or Behaviour()
+    found = behaviour or Descriptor()
     return found.pipe, math.ceil(found.smem_bytes / _SMEM_STEP), math.ceil(found.registers / _REGISTER_STEP)
 
 
