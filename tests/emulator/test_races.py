@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.spec.facts import ERROR, FORMAL
 from tests.emulator.kernels import run
 
 X = np.arange(256, dtype=np.float32)
@@ -213,3 +214,56 @@ def test_a_race_is_found_in_every_order(body: str, blocks: int, says: str, seed:
 )
 def test_a_correct_kernel_is_not_accused(body: str, blocks: int, first: float, seed: int) -> None:
     assert result(body, blocks=blocks, seed=seed)[0] == np.float32(first)
+
+
+ESCAPE = 'asm volatile("" :: "l"(&s) : "memory");'
+RELOAD = 'asm volatile("" ::: "memory");'
+# Warp 0 waits for warp 2, so that warp 1 writes between its write and its read.
+MEET = RELOAD + 'if (threadIdx.x / 32 % 2 == 0) asm volatile("bar.sync 1, 64;" ::: "memory");'
+SAME_VALUE = {
+    "warps, shared memory": (
+        f"__shared__ int s; {ESCAPE} if (threadIdx.x < 64) s = 5; {MEET} if (threadIdx.x < 32) y[0] = s;",
+        1,
+    ),
+    "warps, global memory": (f"if (threadIdx.x < 64) z[7] = 5; {MEET} if (threadIdx.x < 32) y[0] = z[7];", 1),
+    "blocks, global memory": (f"if (threadIdx.x == 0) {{ z[7] = 5; {RELOAD} y[blockIdx.x] = z[7]; }}", 2),
+    "threads of a warp": (
+        f"__shared__ int s; {ESCAPE} if (threadIdx.x == 1) s = 7; {RELOAD} if (threadIdx.x == 0) s = 7; {RELOAD} "
+        "if (threadIdx.x == 1) y[1] = s;",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "blocks"), SAME_VALUE.values(), ids=SAME_VALUE.keys())
+def test_a_read_of_the_value_that_both_threads_wrote_is_a_formal_finding(body: str, blocks: int) -> None:
+    with pytest.raises(KernelFaultError, match="both threads wrote the same value") as raised:
+        result(body, blocks=blocks)
+    assert raised.value.level == FORMAL
+
+
+@pytest.mark.parametrize(
+    ("body", "blocks"),
+    [
+        pytest.param(
+            f"__shared__ int s; s = 5; {RELOAD} if (threadIdx.x < 32) s = 6; {RELOAD} y[threadIdx.x] = s;",
+            1,
+            id="two values",
+        ),
+        pytest.param(
+            "__shared__ int s; if (threadIdx.x == 96) s = 0; __syncthreads();"
+            f"if (threadIdx.x < 64) s = 5; {RELOAD} if (threadIdx.x >= 64) y[threadIdx.x] = s;",
+            1,
+            id="a reader that wrote nothing, shared memory",
+        ),
+        pytest.param(
+            f"if (blockIdx.x < 2) z[7] = 5; {RELOAD} if (blockIdx.x == 2) y[threadIdx.x] = z[7];",
+            3,
+            id="a reader that wrote nothing, global memory",
+        ),
+    ],
+)
+def test_a_read_of_a_value_that_depends_on_the_order_is_an_error(body: str, blocks: int) -> None:
+    with pytest.raises(KernelFaultError, match="data race") as raised:
+        result(body, blocks=blocks)
+    assert raised.value.level == ERROR

@@ -7,8 +7,9 @@ import ctypes
 import numpy as np
 import pytest
 
+from greenfast.emulator.grid import run_grid
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Argument, Struct
+from greenfast.spec.kernel import Argument, Launch, Struct
 from tests.emulator.kernels import run
 
 BEFORE = (
@@ -92,3 +93,17 @@ def test_a_half_and_an_array_inside_a_struct_that_is_indexed() -> None:
         before="#include <cuda_fp16.h>\nstruct S { __half h; int v[8]; };",
     )
     assert found.outputs["y"].tolist() == [n * 3 % 8 + 0.5 for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("structs", "message"),
+    [
+        ({"p": Struct((np.int64(1),))}, "the struct for input 'p' has 8 bytes, the input has 16 bytes"),
+        ({"q": Struct((np.int64(1),))}, "structs name 'q'; allowed are the inputs: p"),
+    ],
+)
+def test_a_struct_in_place_of_an_input_has_its_size(structs: dict[str, Struct], message: str) -> None:
+    ptx = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 p) { ret; }"
+    inputs = {"p": np.zeros(16, np.uint8)}
+    with pytest.raises(UsageError, match=message):
+        run_grid(ptx, "k", (1, 1, 1), 0, Launch((1, 1, 1), ("p",)), inputs, {}, structs=structs)

@@ -332,9 +332,17 @@ class _Chain:
             if isinstance(spec, Workspace) and spec.data:
                 memory.bytes_of(name)[:] = np.frombuffer(spec.data, np.uint8)
                 memory.states_of(name)[:] = WRITTEN
+        if missing := structs.keys() - self.inputs.keys():
+            listed = ", ".join(map(repr, sorted(missing)))
+            raise UsageError(f"structs name {listed}; allowed are the inputs: {', '.join(self.inputs) or 'none'}")
         for name, a in self.inputs.items():
-            filled = np.frombuffer(_value(structs[name], memory), np.uint8) if name in structs else a
-            memory.bytes_of(name)[:] = filled.reshape(-1).view(np.uint8)
+            content = _value(structs[name], memory) if name in structs else a.tobytes()
+            if len(content) != a.nbytes:
+                raise UsageError(
+                    f"the struct for input {name!r} has {len(content)} bytes, the input has {a.nbytes} bytes; "
+                    "give an input of the struct's size"
+                )
+            memory.bytes_of(name)[:] = np.frombuffer(content, np.uint8)
             memory.states_of(name)[:] = WRITTEN
         self.symbols: list[dict[str, int]] = []
         for step, names in zip(steps, self.variables, strict=True):

@@ -103,7 +103,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Something wrong with the kernel or with what it left.
 
-    level: error, formal or note. kind: what sort, in words with hyphens. place: the memory that was accessed. file,
+    level: error or formal. kind: what sort, in words with hyphens. place: the memory that was accessed. file,
     line, function: the line to look at first. stack: the innermost line first, with those that it was inlined at or
     called from. What is not known or makes no sense is None or empty.
     """
@@ -124,7 +124,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     """What a run found. ``faults`` say why it is not right, as ``failures`` in words; both empty if it may be right.
 
-    ``failures`` leave out notes, and formal findings if these are only to be reported. A fault that ends the run leaves
+    ``failures`` leave out formal findings if these are only to be reported. A fault that ends the run leaves
     no outputs and no counts.
     """
 

@@ -79,16 +79,16 @@ class LaunchFacts:
     cooperative: bool = False
 
 
-#: Levels of findings. An error is a fault, which ends a run. A formal finding breaks a rule of the PTX ISA, with an
-#: effect that depends on the hardware's timing. A note is no fault.
-ERROR, FORMAL, NOTE = "error", "formal", "note"
+#: Levels of findings. An error ends a run. A formal finding breaks a rule of the PTX ISA; its effect depends on the
+#: timing of the hardware.
+ERROR, FORMAL = "error", "formal"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a run of a kernel found and went on after.
+    """A finding that does not end the run.
 
-    level: FORMAL or NOTE. name: the kind, in words with hyphens. text: with kernel, place and thread. location: the
+    level: FORMAL. name: the kind, in words with hyphens. text: with kernel, place and thread. location: the
     source line as file:line.
     """
 

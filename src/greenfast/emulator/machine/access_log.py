@@ -21,6 +21,7 @@ WORD, WARP = 4, 32
 _PIECE = 16
 _STEPS = {1 << n: np.arange(0, _PIECE, 1 << n) for n in range(5)}
 _SHIFTS = {1 << n: n for n in range(5)}
+_SHIFT = np.uint64(32)
 _VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
 
 
@@ -75,6 +76,27 @@ class Agreeing:
         return found
 
 
+class SilentWrites:
+    """Writes that race with an earlier write of another thread and leave the same value.
+
+    For each place, keep the number of the last such write and the write that set the value. The latter is
+    (access number << 32) + 32 bits that name its thread.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._numbers, self._origins = np.zeros(places, np.uint32), np.zeros(places, np.uint64)
+
+    def put(self, places: Numbers, number: int, before: Numbers) -> None:
+        """Record silent writes; before: the writes that they race with."""
+        repeated = self._numbers[places] == before >> _SHIFT
+        self._origins[places] = np.where(repeated, self._origins[places], before)
+        self._numbers[places] = number
+
+    def origins(self, places: Numbers, writes: Numbers) -> Numbers:
+        """Replace each silent write by the write that set its value."""
+        return np.where(self._numbers[places] == writes >> _SHIFT, self._origins[places], writes)
+
+
 class GlobalRecord:
     """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0.
 
@@ -91,6 +113,10 @@ class GlobalRecord:
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
         #: By unit: of writes, the lanes of a warp that wrote the same.
         self.agreeing: dict[int, Agreeing] = {}
+        #: By unit: unordered writes that left the same value.
+        self.silent: dict[int, SilentWrites] = {}
+        #: By access in which several blocks wrote one value to a place: (place << 32) + block, sorted.
+        self.joint: dict[int, Numbers] = {}
         self.atomics: dict[int, Numbers] = {}  # those that changed something
         #: Atomic, volatile, relaxed, acquire and release accesses, by scope and whether they write; only if ``scoped``.
         self.strong: dict[tuple[int, bool], dict[int, Numbers]] = {}
@@ -144,6 +170,31 @@ class Table:
         self.threads = np.zeros(size // unit, np.int32)
         self.latest = [0] * warps
         self.agreeing: Agreeing | None = None
+        self.silent: SilentWrites | None = None
+
+    def put_silent(self, rows: Numbers, size: int, number: int) -> None:
+        """Record an access that leaves the values of unordered writes; call it before ``put``."""
+        if self.silent is None:
+            self.silent = SilentWrites(len(self.entries))
+        places = self._places(rows, size)
+        self.silent.put(places, number, self._writes(self.entries[places], self.threads[places]))
+
+    def origins(self, rows: Numbers, size: int) -> tuple[Numbers, Numbers]:
+        """Return (elements, units) the numbers and threads of the writes that set the values."""
+        places = self._places(rows, size)
+        numbers, threads = self.entries[places], self.threads[places]
+        if self.silent is not None:
+            writes = self.silent.origins(places, self._writes(numbers, threads))
+            numbers, threads = writes >> _SHIFT, writes.astype(np.uint32).view(np.int32)
+        return numbers.astype(np.int64), threads
+
+    def _places(self, rows: Numbers, size: int) -> Numbers:
+        places: Numbers = (rows * size // self.unit)[:, None] + np.arange(max(1, size // self.unit))
+        return places
+
+    def _writes(self, numbers: Numbers, threads: Numbers) -> Numbers:
+        writes: Numbers = numbers.astype(np.uint64) << _SHIFT | threads.view(np.uint32)
+        return writes
 
     def agree(self, rows: Numbers, size: int, number: int, values: Numbers, threads: Numbers, owners: Numbers) -> None:
         """Note which threads of a write that was put left the value of the last one; owners: of a thread, its block."""
@@ -153,14 +204,14 @@ class Table:
             return
         if self.agreeing is None:
             self.agreeing = Agreeing(len(self.entries))
-        places = (rows[:, None] * units + np.arange(units)).ravel()
+        places = self._places(rows, size).ravel()
         self.agreeing.put(places, number, values.reshape(-1, self.unit), threads.ravel(), owners)
 
     def wrote(self, rows: Numbers, size: int, numbers: Numbers, threads: Numbers, owners: Numbers) -> Numbers:
         """Return where (elements, units) threads are among those that wrote what is there, in the accesses given."""
         if self.agreeing is None:
             return np.zeros(numbers.shape, np.bool_)
-        places = (rows * size // self.unit)[:, None] + np.arange(max(1, size // self.unit))
+        places = self._places(rows, size)
         same: Numbers = owners[threads] == owners[self.by(rows, size) % len(owners)]
         return same & self.agreeing.has(places, numbers, threads % WARP)
 

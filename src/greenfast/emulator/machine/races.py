@@ -18,6 +18,7 @@ from greenfast.emulator.machine.access_log import (
     WORD,
     Agreeing,
     GlobalRecord,
+    SilentWrites,
     Table,
     Tables,
     TrackReads,
@@ -45,6 +46,7 @@ WARP = 32
 #: Reads that are collected before they are recorded.
 _MOST_READS = 256
 _SHIFT = np.uint64(32)
+_NONE = np.zeros(0, np.intp)
 #: A tag's bits of the block; between these and the number are the lane's.
 _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 
@@ -255,11 +257,14 @@ class Races:
         threads = self.threads(len(offsets))
         unit, rows, size = units_of(offsets, size)
         floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
+        silent = np.zeros(len(rows), np.bool_)
         for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
-                self.check_shared(table, rows, size, "write", "write", values)
+                unchanged = self.check_shared(table, rows, size, "write", "write", values)
+                silent[unchanged] |= table.unit == unit
             if values is not None:
-                self._check_within(table, rows, size, mine, "write", "write", values)
+                unchanged = self._check_within(table, rows, size, mine, "write", "write", values)
+                silent[unchanged] |= table.unit == unit
         self.atomics.written(rows, size, values)
         if self.m.products is not None and self.within.alone:
             self._check_products(offsets)
@@ -279,6 +284,8 @@ class Races:
         if self.within.collective and values is not None:
             mine = self.within.together(mine)
         table = self.shared_writes[unit]
+        if silent.any():
+            table.put_silent(rows[silent], size, number)
         table.put(rows, size, number, self.warp, mine)
         if values is not None and not self.within.collective:
             table.agree(rows, size, number, values, mine, self.m.block_of)
@@ -333,53 +340,85 @@ class Races:
 
     def _check_within(
         self, table: Table, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
-    ) -> None:
-        """A fault where an access meets one of another thread of its warp with nothing to synchronize them between."""
+    ) -> Numbers:
+        """Report accesses that are not ordered after one of another thread of the warp.
+
+        Return the elements that leave the value of an unordered write.
+        """
         least = self.within.least(self.warp)
         if table.latest[self.warp] <= least:
-            return
+            return _NONE
         numbers = table.get(rows, size)
         late = (numbers > least) & (self.record.accesses.warps[numbers] == self.warp)
         if not late.any():
-            return
+            return _NONE
         mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
-        bad = late & self.within.apart(numbers, mine, table.by(rows, size))
-        if bad.any() and values is not None:
-            bad &= changes(self.m.shared, rows * size, size, values)[:, None]
-        if what == "read" and bad.any():
+        others = table.by(rows, size)
+        bad = late & self.within.apart(numbers, mine, others)
+        if not bad.any():
+            return _NONE
+        silent = _NONE
+        if values is not None:
+            changed = changes(self.m.shared, rows * size, size, values)[:, None]
+            silent, bad = np.flatnonzero((bad & ~changed).any(axis=1)), bad & changed
+        harmful = bad
+        if what == "read":
             bad &= ~table.wrote(rows, size, numbers, mine, self.m.block_of)
+            first_numbers, first_threads = table.origins(rows, size)
+            harmful = bad & self.within.apart(first_numbers, mine, first_threads)
         if bad.any():
-            row, column = np.argwhere(bad)[0]
+            row, column = np.argwhere(harmful if harmful.any() else bad)[0]
             lane = int(mine[row, column])
-            block = int(self.m.blocks[self.m.block_of[table.by(rows, size)[row, column] % self.m.lanes]])
+            block = int(self.m.blocks[self.m.block_of[others[row, column] % self.m.lanes]])
             place = self.m.shared_place(int(rows[row]) * size)
-            raise self.fault(what, other, int(numbers[row, column]), place, block, lane)
+            self._report(bool(harmful.any()), what, other, int(numbers[row, column]), place, block, lane)
+        return silent
 
-    def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> None:
-        """A fault where an access meets one of other warps that is not known to be complete."""
+    def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> Numbers:
+        """Report accesses that are not ordered after one of another warp.
+
+        Return the elements that leave the value of an unordered write.
+        """
         numbers, m = table.get(rows, size), self.m
         floor = self.ordering.floor[self.warp]
         if int(numbers.max()) <= floor:
-            return
+            return _NONE
         late = np.flatnonzero(numbers > floor)
         late = late[self.record.accesses.warps[numbers.ravel()[late]] != self.warp]
         if not len(late):
-            return
+            return _NONE
         elements, numbers = late // numbers.shape[1], numbers.ravel()[late]
-        blocks = rows[elements] * size // m.shared_stride
-        bad = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
         others = table.by(rows, size).ravel()[late]
-        if not self.within.alone:
-            mine = self.threads(len(rows))[elements]
-            bad = np.where(self.within.abroad(blocks, mine, others), self.within.apart(numbers, mine, others), bad)
-        if bad.any() and values is not None:
-            bad &= changes(m.shared, rows * size, size, values)[elements]
+        bad = self._is_unordered(rows, elements, size, numbers, others)
+        if not bad.any():
+            return _NONE
+        silent = _NONE
+        if values is not None:
+            changed = changes(m.shared, rows * size, size, values)[elements]
+            silent, bad = elements[bad & ~changed], bad & changed
+        harmful = bad
+        if what == "read" and other == "write":
+            first_numbers, first_threads = (a.ravel()[late] for a in table.origins(rows, size))
+            harmful = bad & self._is_unordered(rows, elements, size, first_numbers, first_threads)
         if bad.any():
-            first = int(np.flatnonzero(bad)[0])
+            first = int(np.flatnonzero(harmful if harmful.any() else bad)[0])
             row = int(elements[first])
             lane = self._lane(row, len(rows))
             block = int(m.blocks[m.block_of[others[first] % m.lanes if others[first] >= 0 else lane]])
-            raise self.fault(what, other, int(numbers[first]), m.shared_place(int(rows[row]) * size), block, lane)
+            place = m.shared_place(int(rows[row]) * size)
+            self._report(bool(harmful.any()), what, other, int(numbers[first]), place, block, lane)
+        return silent
+
+    def _is_unordered(
+        self, rows: Numbers, elements: Numbers, size: int, numbers: Numbers, others: Numbers
+    ) -> NDArray[np.bool_]:
+        """Return which of these accesses by other threads to shared memory are not ordered before the current one."""
+        blocks = rows[elements] * size // self.m.shared_stride
+        bad: NDArray[np.bool_] = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
+        if not self.within.alone:
+            mine = self.threads(len(rows))[elements]
+            bad = np.where(self.within.abroad(blocks, mine, others), self.within.apart(numbers, mine, others), bad)
+        return bad
 
     # ---- global memory ----------------------------------------------------------------------------------------------
 
@@ -418,12 +457,15 @@ class Races:
         record.dirty |= owners
         number = self.begin()
         mine = self.tags(number, len(offsets))
-        self.check_global(record.writes, offsets, size, mine, "write", "write", values)
+        unit, places = places_of(offsets, size)
+        silent = self.check_global(record.writes, offsets, size, mine, "write", "write", values)
         self.check_global(record.atomics, offsets, size, mine, "write", "atomic access", values)
         for n in range(2):
             self.check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
-        unit, places = places_of(offsets, size)
         table = record.table(unit)
+        if len(silent):
+            records = record.silent.setdefault(unit, SilentWrites(len(table)))
+            records.put(places[silent], number, table[places[silent]])
         mine = mine[:, None]
         table[places] = mine
         lost = table[places] & _BLOCK != mine & _BLOCK  # another block wrote it in the same access
@@ -431,6 +473,7 @@ class Races:
             return
         if lost.any():
             self._check_together(offsets, values, lost, number)
+            record.joint[number] = np.unique(places.astype(np.uint64) << _SHIFT | mine & _BLOCK)
         if (table[places] != mine).any():  # or another thread of the warp
             agreeing = record.agreeing.setdefault(unit, Agreeing(len(table)))
             threads = np.repeat(self.threads(len(offsets)), places.shape[1])
@@ -477,44 +520,78 @@ class Races:
         other: str,
         values: Any,
         scope: int = 0,
-    ) -> None:
-        """A fault where an access meets one of another warp or block that is not known to be complete.
+    ) -> Numbers:
+        """Report accesses that are not ordered after one of another warp or block.
 
-        scope: how many blocks next to each other may meet; 0: only those of one warp.
+        scope: how many blocks next to each other may meet; 0: only those of one warp. Return the elements that leave
+        the value of an unordered write of as many bytes.
         """
-        m, record = self.m, self.record
+        m, record, silent = self.m, self.record, _NONE
+        compares = values is not None or what == "read"  # no asynchronous copy, nothing atomic
         for unit, table in tables.items():
-            tags = table[offsets[:, None] // unit + np.arange(max(1, size // unit))]
+            places = offsets[:, None] // unit + np.arange(max(1, size // unit))
+            tags = table[places]
             if not tags.any():
                 continue
-            numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _BLOCK).astype(np.int64) - 1
-            own = (mine & _BLOCK).astype(np.int64)[:, None] - 1
-            by = self.record.accesses.warps[numbers]
-            here, first = self._position[own], self._position[blocks]
-            inside = first >= 0
-            known = self.ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
-            if self.ordering.through_memory:  # blocks that ended before these began are not looked at
-                between = np.where(inside, self.ordering.blocks[here, np.where(inside, first, 0)], numbers)
-            else:
-                between = np.zeros(1, np.int64)
-            same = inside & (here // scope == first // scope) if scope else (blocks == own) & (by == self.warp)
-            bad = (numbers > np.where(blocks == own, known, between)) & ~same
-            if values is not None or what == "read":  # no asynchronous copy, nothing atomic
-                lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
-                others = self.warp * m.set_size + here * WARP + lanes
-                threads = self.threads(len(offsets))[:, None]
-                apart = same & self.within.apart(numbers, threads, others)
-                if what == "read" and unit in record.agreeing and apart.any():
-                    places = offsets[:, None] // unit + np.arange(max(1, size // unit))
-                    apart &= ~record.agreeing[unit].has(places, numbers, threads % WARP)
-                bad |= apart
-            if bad.any() and values is not None:
-                bad &= changes(m.memory, offsets, size, values)[:, None]
+            bad = self._is_tag_unordered(tags, mine, scope, compares)
+            if what == "read" and unit in record.agreeing and bad.any():
+                numbers = (tags >> _SHIFT).astype(np.int64)
+                same_warp = (tags & _BLOCK == (mine & _BLOCK)[:, None]) & (record.accesses.warps[numbers] == self.warp)
+                lanes = self.threads(len(offsets))[:, None] % WARP
+                bad &= ~(same_warp & record.agreeing[unit].has(places, numbers, lanes))
+            if not bad.any():
+                continue
+            if values is not None:
+                changed = changes(m.memory, offsets, size, values)[:, None]
+                if unit == places_of(offsets[:1], size)[0]:
+                    silent = np.flatnonzero((bad & ~changed).any(axis=1))
+                bad &= changed
+            harmful = bad
+            if what == "read":
+                first = record.silent[unit].origins(places, tags) if unit in record.silent else tags
+                harmful = bad & self._is_tag_unordered(first, mine, scope, compares)
+                harmful &= ~self._wrote_jointly(places, first, mine)
             if bad.any():
-                row, column = np.argwhere(bad)[0]
+                row, column = np.argwhere(harmful if harmful.any() else bad)[0]
                 place = m.memory.describe(int(offsets[row]))
-                lane = self._lane(int(row), len(offsets))
-                raise self.fault(what, other, int(numbers[row, column]), place, int(blocks[row, column]), lane)
+                lane, tag = self._lane(int(row), len(offsets)), int(tags[row, column])
+                block = (tag & int(_BLOCK)) - 1
+                self._report(bool(harmful.any()), what, other, tag >> 32, place, block, lane)
+        return silent
+
+    def _is_tag_unordered(self, tags: Numbers, mine: Numbers, scope: int, compares: bool) -> NDArray[np.bool_]:
+        """Return which (elements, units) accesses to global memory are not ordered before the current one.
+
+        compares: whether to compare the threads of one warp as well.
+        """
+        m, ordering = self.m, self.ordering
+        numbers, blocks = (tags >> _SHIFT).astype(np.int64), (tags & _BLOCK).astype(np.int64) - 1
+        own = (mine & _BLOCK).astype(np.int64)[:, None] - 1
+        by = self.record.accesses.warps[numbers]
+        here, first = self._position[own], self._position[blocks]
+        inside = first >= 0
+        known = ordering.warps[here, self.warp, np.minimum(by, m.warps - 1)]
+        if ordering.through_memory:  # blocks that ended before these began are not looked at
+            between = np.where(inside, ordering.blocks[here, np.where(inside, first, 0)], numbers)
+        else:
+            between = np.zeros(1, np.int64)
+        same = inside & (here // scope == first // scope) if scope else (blocks == own) & (by == self.warp)
+        bad: NDArray[np.bool_] = (numbers > np.where(blocks == own, known, between)) & ~same
+        if compares:
+            lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
+            others = self.warp * m.set_size + here * WARP + lanes
+            bad |= same & self.within.apart(numbers, self.threads(len(mine))[:, None], others)
+        return bad
+
+    def _wrote_jointly(self, places: Numbers, tags: Numbers, mine: Numbers) -> NDArray[np.bool_]:
+        """Return where the current block is one of several that wrote one value to a place in one access."""
+        joint: NDArray[np.bool_] = np.zeros(places.shape, np.bool_)
+        numbers = tags >> _SHIFT
+        for number in np.unique(numbers).tolist() if self.record.joint else ():
+            if number in self.record.joint:
+                keys = places.astype(np.uint64) << _SHIFT | (mine & _BLOCK)[:, None]
+                joint |= (numbers == np.uint64(number)) & np.isin(keys, self.record.joint[number])
+        return joint
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
         """A fault where blocks write different values to one place in the same access.
@@ -531,6 +608,14 @@ class Races:
     def _lane(self, row: int, count: int) -> int:
         """The thread of an element of the access."""
         return int(self.threads(count)[row])
+
+    def _report(self, harmful: bool, what: str, other: str, number: int, place: str, block: int, lane: int) -> None:
+        """Raise the fault of two unordered accesses. Report a formal finding if all orders give the same value."""
+        fault = self.fault(what, other, number, place, block, lane)
+        if harmful:
+            raise fault
+        reason = fault.reason.removesuffix(", found")
+        self.m.report_formal("same-value-race", f"{reason}; both threads wrote the same value, found", lane)
 
     def fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
