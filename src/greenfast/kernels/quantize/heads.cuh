@@ -1,7 +1,4 @@
-// FP8 and int8 quantization, one scale per head: amax over the head, then the cast.
-//
-// One block per head makes both passes; the second one finds most of a small head in the L2 cache. The quotient by the
-// scale is an IEEE division, so the codes are bit for bit those of the reference.
+// Quantizes to FP8 or int8 with one scale per head: amax over the head, then the cast.
 #pragma once
 
 #include <cuda_fp16.h>

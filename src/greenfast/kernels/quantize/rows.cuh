@@ -1,15 +1,15 @@
-// A tile of 128 rows of K to codes with one scale, or of Q with one for each 16, or with fine scales
-// (common/scale_blocks.cuh): read once.
+// Quantizes a tile of 128 rows of K with one scale, or of Q with a scale per 16 rows, or with fine scales
+// (common/scale_blocks.cuh). Inputs are read once.
 #pragma once
 
 #include "quantize/rows_transform.cuh"
 
 namespace greenfast {
 
-// Keys, spread over a head, by which its mean is estimated: as the median of the means of groups of four.
+// A head's mean is estimated from kMeanKeys keys spread over it, as the median of the means of groups of kMeanGroup.
 constexpr int kMeanKeys = 32, kMeanGroup = 4, kMeanGroups = kMeanKeys / kMeanGroup;
 
-// Sorts by a bitonic network (Batcher, 1968).
+// Bitonic sort (Batcher, 1968), ascending.
 template <int kCount>
 __device__ __forceinline__ void sort(float (&x)[kCount]) {
 #pragma unroll
@@ -33,8 +33,8 @@ struct RowsStorage {
   float group_mean[kMeanGroups][Cfg::kHeadDim];
   float mean[Cfg::kHeadDim];
   float amax[Cfg::kThreads / 32];
-  float amax_of_groups[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
-  float amax_of_rows[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kQueryBlock];
+  float group_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
+  float row_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kQueryBlock];
 };
 
 template <class Cfg>
@@ -46,7 +46,7 @@ struct RowsQuantizer {
   RowsStorage<Cfg>& shared;
   const HeadRows<Cfg> head;
   const Rows rows;
-  const int group;  // of the tile's 16 rows, which this warp has
+  const int group;  // index of this warp's 16 rows in the tile
 
   __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head)
       : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit) {}
@@ -64,13 +64,13 @@ struct RowsQuantizer {
     });
   }
 
-  // What is taken from all keys of the head: a mean of which no single key decides, as an outlier would of a sum, and
-  // which is finite where most keys are. Keys are transformed as they will be; all blocks of a head find the same, one
-  // stores it. from: the head, or kMeanKeys keys that stand for one of which it is a part.
-  __device__ __forceinline__ void find_mean(const HeadRows<Cfg>& from, float* k_mean) const {
+  // Computes the mean that is subtracted from all keys of the head. A median of means is robust: a single outlier
+  // cannot change it much, and it is finite if most keys are. All blocks of a head compute the same; the one with
+  // k_mean stores it. from: the head, or kMeanKeys sampled keys.
+  __device__ __forceinline__ void compute_mean(const HeadRows<Cfg>& from, float* k_mean) const {
     if (group < kMeanKeys / kQueryBlock) {
-      // Lanes of rows i and i + 4 hold a group of four neighbouring samples. A sample lies anywhere in its 32nd of the
-      // keys, so that no period of the keys meets them all.
+      // Lanes of rows i and i + 4 hold a group of four adjacent samples. Each sample is at a different offset in its
+      // 32nd of the keys, so that periodic keys do not bias the mean.
       const int lane_row = Rows::row_of_warp(), first = (group * 4 + lane_row % 4) * kMeanGroup + lane_row / 4 * 2;
       int row[2];
 #pragma unroll
@@ -82,7 +82,7 @@ struct RowsQuantizer {
       Values x;
       read(from, row, x);
 #pragma unroll
-      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups * 4; ++i) {
+      for (int i = 0; i < Rows::kWarpParts * Rows::kGroups * 4; ++i) {
         const int part = i / 16, m = i / 4 % 4, e = i % 4;
         float sum = (x[part][0][m][e] + x[part][1][m][e]) * (1.0f / kMeanGroup);
         sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -94,8 +94,8 @@ struct RowsQuantizer {
       float means[kMeanGroups];
 #pragma unroll
       for (int g = 0; g < kMeanGroups; ++g) {
-        const float one = shared.group_mean[g][threadIdx.x];
-        means[g] = fabsf(one) < CUDART_INF_F ? one : 0.0f;
+        const float sample_mean = shared.group_mean[g][threadIdx.x];
+        means[g] = fabsf(sample_mean) < CUDART_INF_F ? sample_mean : 0.0f;
       }
       sort(means);
       const float mean = 0.5f * means[kMeanGroups / 2 - 1] + 0.5f * means[kMeanGroups / 2];
@@ -105,91 +105,91 @@ struct RowsQuantizer {
     __syncthreads();
   }
 
-  // Tiles `tile` .. `stop` - 1 of K; k_mean: where the mean of `samples` is stored, if it is subtracted.
-  __device__ __forceinline__ void keys(const HeadRows<Cfg>& samples, int tile, int stop, unsigned char* codes,
-                                       float* scales, float* k_mean) const {
+  // Quantizes tiles `tile` .. `stop` - 1 of K. k_mean: output for the mean of `samples`, with kKeyMean.
+  __device__ __forceinline__ void quantize_k(const HeadRows<Cfg>& samples, int tile, int stop, unsigned char* codes,
+                                             float* scales, float* k_mean) const {
     if constexpr (Cfg::kKeyMean) {
-      constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns, and how many times so many in a row
+      constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns per prefetch; prefetches per row
       for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
         head.prefetch(tile * kRowBlock + i / kLines, i % kLines * kLine);
       }
-      find_mean(samples, tile == 0 ? k_mean : nullptr);
+      compute_mean(samples, tile == 0 ? k_mean : nullptr);
     }
     for (; tile < stop; ++tile) {
-      key_tile(tile, codes, scales);
-      if (tile + 1 < stop) __syncthreads();  // all have read what the next tile overwrites
+      quantize_k_tile(tile, codes, scales);
+      if (tile + 1 < stop) __syncthreads();  // all threads have read the shared amax
     }
   }
 
-  __device__ __forceinline__ void key_tile(int tile, unsigned char* codes, float* scales) const {
+  __device__ __forceinline__ void quantize_k_tile(int tile, unsigned char* codes, float* scales) const {
     const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
     read(head, row, x);
     if constexpr (Cfg::kKeyMean) {
 #pragma unroll
-      for (int i = 0; i < Rows::kOwnParts * Rows::kGroups; ++i) {
+      for (int i = 0; i < Rows::kWarpParts * Rows::kGroups; ++i) {
         const int part = i / 4, m = i % 4;
         const float4 mean = *reinterpret_cast<const float4*>(shared.mean + rows.column_of(part, m));
         const float four[4] = {mean.x, mean.y, mean.z, mean.w};
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[part][e / 4][m][e % 4] -= four[e % 4];
       }
-      Rows::clear_behind(x, row, head.length);
+      Rows::zero_rows_from(x, row, head.length);
     }
     float scale;
     if constexpr (Cfg::kFineScales) {
       scale = scale_of_group(x, scales + tile * kKeyGroups);
     } else {
-      scale = Rows::scale_for(over_block<Cfg::kThreads>(shared.amax, Rows::largest(x)));
+      scale = Rows::scale_for(block_max_nan<Cfg::kThreads>(shared.amax, Rows::largest(x)));
       if (threadIdx.x == 0) scales[tile] = scale;
     }
     write(x, {scale, scale}, row, codes);
   }
 
-  // The scale of this thread's group of keys, which both of its rows are in; scales: where those of the tile are stored.
-  // Where a number of the tile is not finite, all are NaN.
+  // Computes the fine scale of this thread's key group; both of its rows are in it. scales: output for the tile. All
+  // groups are NaN if the tile has a non-finite value.
   __device__ __forceinline__ float scale_of_group(const Values& x, float* scales) const {
     const int lane = threadIdx.x % 32, group = lane / 8;
-    float amax = over_quad(Rows::largest(x));
+    float amax = quad_max_nan(Rows::largest(x));
     amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, 4));
-    if (lane % 8 == 0) shared.amax_of_groups[threadIdx.x / 32][group] = amax;
-    const bool unknown = __syncthreads_or(!(amax < CUDART_INF_F));
+    if (lane % 8 == 0) shared.group_amax[threadIdx.x / 32][group] = amax;
+    const bool nonfinite = __syncthreads_or(!(amax < CUDART_INF_F));
 #pragma unroll
-    for (int warp = 0; warp < Cfg::kThreads / 32; ++warp) amax = fmaxf(amax, shared.amax_of_groups[warp][group]);
-    const float scale = unknown ? CUDART_NAN_F : Rows::scale_for(amax);
+    for (int warp = 0; warp < Cfg::kThreads / 32; ++warp) amax = fmaxf(amax, shared.group_amax[warp][group]);
+    const float scale = nonfinite ? CUDART_NAN_F : Rows::scale_for(amax);
     if (threadIdx.x < 32 && lane % 8 == 0) scales[group] = scale;
     return scale;
   }
 
-  // A tile of Q.
-  __device__ __forceinline__ void queries(int tile, unsigned char* codes, float* scales) const {
+  // Quantizes a tile of Q.
+  __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales) const {
     const int block = tile * (kRowBlock / kQueryBlock) + group;
     const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
     read(head, row, x);
     const int warp = threadIdx.x / 32;
     if constexpr (Cfg::kFineScales) {
-      float each[2];
+      float row_scale[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) each[r] = over_quad(Rows::largest(x, r));
+      for (int r = 0; r < 2; ++r) row_scale[r] = quad_max_nan(Rows::largest(x, r));
       if constexpr (Rows::kSplit > 1) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) shared.amax_of_rows[warp][Rows::row_of_warp() + 8 * r] = each[r];
+        for (int r = 0; r < 2; ++r) shared.row_amax[warp][Rows::row_of_warp() + 8 * r] = row_scale[r];
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          each[r] = ptx::max_nan(each[r], shared.amax_of_rows[warp ^ 1][Rows::row_of_warp() + 8 * r]);
+          row_scale[r] = ptx::max_nan(row_scale[r], shared.row_amax[warp ^ 1][Rows::row_of_warp() + 8 * r]);
         }
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        each[r] = Rows::scale_for(each[r]);
-        if (threadIdx.x % 4 == 0 && row[r] < head.length) scales[row[r]] = each[r];
+        row_scale[r] = Rows::scale_for(row_scale[r]);
+        if (threadIdx.x % 4 == 0 && row[r] < head.length) scales[row[r]] = row_scale[r];
       }
-      write(x, each, row, codes);
+      write(x, row_scale, row, codes);
       return;
     }
-    float amax = over_warp(Rows::largest(x));
+    float amax = warp_max_nan(Rows::largest(x));
     if constexpr (Rows::kSplit > 1) {
       shared.amax[warp] = amax;
       __syncthreads();

@@ -1,4 +1,4 @@
-// A row of a head, shared by D / 16 threads, on its way to the cache: loads, QK-norm and RoPE, codes, stores.
+// A row of a head, shared by D / 16 threads: load, QK-norm, RoPE, quantization, store.
 #pragma once
 
 #include "ptx/e4m3.cuh"
@@ -7,19 +7,19 @@
 
 namespace greenfast {
 
-constexpr int kAppendColumns = 16;  // of a row, that a thread holds
+constexpr int kAppendColumns = 16;  // columns per thread
 
 struct AppendInput {
   const void* data;
   long long token_stride, head_stride;  // in elements, multiples of 16 bytes
 };
 
-// Codes and scales of K or V in the cache.
+// The cache of K or V: codes and scales.
 struct AppendPages {
   unsigned char* codes;
-  long long page_stride, slot_stride, head_stride;  // in bytes, multiples of 16; V in groups has no slots
-  float* scale;            // by token, in each page (kv_heads, kPageSize), or given ones of heads
-  long long scale_stride;  // of pages, or of given ones: 1, or 0 for one that all heads share
+  long long page_stride, slot_stride, head_stride;  // in bytes, multiples of 16; slot_stride is unused for grouped V
+  float* scale;            // per token: (kv_heads, kPageSize) in each page; else per head, an input
+  long long scale_stride;  // of pages; or of heads: 1, or 0 if all heads share one
 };
 
 struct AppendParams {
@@ -27,7 +27,7 @@ struct AppendParams {
   void* q_out;  // (tokens, heads, kHeadDim)
   AppendPages k_pages, v_pages;
   const long long* slots;           // (tokens,)
-  long long slot_count;             // of the cache
+  long long slot_count;             // slots of the cache
   const void *q_weight, *k_weight;  // (kHeadDim,)
   float eps;
   const void *cos, *sin;  // (max_position, kRotaryDim / 2)
@@ -37,44 +37,44 @@ struct AppendParams {
   int tokens, heads, kv_heads, chunk;
 };
 
-// amax / 448 and its inverse, both rounded to nearest, as scale_of has the first (quantize/common.cuh): the scales of
-// finite rows lie where neither needs the compiler's slow path, whose calls would cost registers.
+// amax / 448 and its inverse, both rounded to nearest, like scale_of (quantize/common.cuh). In the range of scales of
+// finite rows the compiler's slow path for division, a call that costs registers, is not needed.
 struct RowScale {
   float scale, inverse;
 
   __device__ __forceinline__ explicit RowScale(float amax) : scale(1.0f), inverse(1.0f) {
-    constexpr float kLeast = 1.88079096e-37f;  // 2^-122
+    constexpr float kMinScale = 1.88079096e-37f;  // 2^-122
     if (amax == 0.0f) return;
-    scale = amax < CUDART_INF_F ? fmaxf(divide(amax, 448.0f, 1.0f / 448.0f), kLeast) : CUDART_NAN_F;
+    scale = amax < CUDART_INF_F ? fmaxf(divide(amax, 448.0f, 1.0f / 448.0f), kMinScale) : CUDART_NAN_F;
     inverse = ptx::inverse(scale);
     inverse = __fmaf_rn(__fmaf_rn(-scale, inverse, 1.0f), inverse, inverse);
   }
 };
 
-// Where a token goes.
+// The location of a token in the cache.
 template <class Cfg>
 struct AppendSlot {
   long long page;
-  int place;  // in the page
-  bool kept;  // slots outside the cache are not
+  int slot_in_page;
+  bool in_cache;  // false for slots outside the cache
 
   __device__ __forceinline__ AppendSlot(long long slot, long long slot_count)
       : page(slot / Cfg::kPageSize),
-        place(static_cast<int>(slot % Cfg::kPageSize)),
-        kept(slot >= 0 && slot < slot_count) {}
+        slot_in_page(static_cast<int>(slot % Cfg::kPageSize)),
+        in_cache(slot >= 0 && slot < slot_count) {}
 
   __device__ __forceinline__ unsigned char* row(const AppendPages& pages, int head) const {
-    return pages.codes + page * pages.page_stride + place * pages.slot_stride + head * pages.head_stride;
+    return pages.codes + page * pages.page_stride + slot_in_page * pages.slot_stride + head * pages.head_stride;
   }
   __device__ __forceinline__ float* scale(const AppendPages& pages, int head) const {
-    return pages.scale + page * pages.scale_stride + head * Cfg::kPageSize + place;
+    return pages.scale + page * pages.scale_stride + head * Cfg::kPageSize + slot_in_page;
   }
 };
 
 template <class Cfg>
 struct AppendRow {
-  static constexpr int kLanes = Cfg::kHeadDim / kAppendColumns;  // threads that hold a row
-  static constexpr int kRows = Cfg::kThreads / kLanes;           // at a time
+  static constexpr int kLanes = Cfg::kHeadDim / kAppendColumns;  // threads per row
+  static constexpr int kRows = Cfg::kThreads / kLanes;           // rows per block
   static constexpr int kRotaryLanes = Cfg::kRotaryDim / kAppendColumns;
   static constexpr bool kHalves = Cfg::kRotaryDim > 0 && !Cfg::kInterleaved;
   static_assert(kLanes <= 32 && Cfg::kRotaryDim % kAppendColumns == 0 && Cfg::kRotaryDim <= Cfg::kHeadDim,
@@ -92,7 +92,7 @@ struct AppendRow {
   __device__ __forceinline__ static int lane() { return threadIdx.x % kLanes; }
   __device__ __forceinline__ static int index() { return threadIdx.x / kLanes; }
 
-  // A thread's first and second eight columns: neighbours, or the partners of RoPE's halves.
+  // A thread's first and second eight columns: adjacent, or RoPE partners if the halves are rotated together.
   __device__ __forceinline__ static int low() {
     return kHalves && lane() < kRotaryLanes ? lane() * kVector : lane() * kAppendColumns;
   }
@@ -100,7 +100,7 @@ struct AppendRow {
     return low() + (kHalves && lane() < kRotaryLanes ? Cfg::kRotaryDim / 2 : kVector);
   }
 
-  // Zeros where there is no row.
+  // Loads a thread's columns of a row; zeros if it is not present.
   __device__ __forceinline__ static Loaded load(const In* row, bool present) {
     Loaded x = {};
     if (present) {
@@ -118,7 +118,7 @@ struct AppendRow {
     }
   }
 
-  // Codes of a row with the given scale, or the one that it returns; where that is NaN codes are 0.
+  // Quantizes a row with the given scale, or with its own, which is returned. If the scale is NaN, codes are 0.
   __device__ __forceinline__ static float quantize(const float (&x)[kAppendColumns], const float* given,
                                                    unsigned (&codes)[kAppendColumns / 4]) {
     float scale, inverse;
@@ -144,7 +144,7 @@ struct AppendRow {
     return scale;
   }
 
-  // To a row in global or shared memory.
+  // Stores to a row in global or shared memory.
   __device__ __forceinline__ static void write(const unsigned (&codes)[kAppendColumns / 4], unsigned char* row) {
     if constexpr (kHalves) {
       *reinterpret_cast<uint2*>(row + low()) = make_uint2(codes[0], codes[1]);
@@ -165,7 +165,7 @@ struct AppendRow {
   }
 };
 
-// QK-norm and RoPE of a token's rows. Sums and products are rounded one by one, so that they can be repeated anywhere.
+// QK-norm and RoPE of a token's rows. Each sum and product is rounded separately, for reproducibility on any machine.
 template <class Cfg>
 struct AppendTransform {
   using Row = AppendRow<Cfg>;
@@ -183,24 +183,24 @@ struct AppendTransform {
     if constexpr (kRotates) {
       long long position = -1;
       if (present) position = static_cast<const typename Cfg::Position*>(p.positions)[token];
-      const bool known = position >= 0 && position < p.max_position && Row::lane() < Row::kRotaryLanes;
+      const bool finite_mask = position >= 0 && position < p.max_position && Row::lane() < Row::kRotaryLanes;
       const int column = Row::lane() * kVector;
-      read_angles(p.cos, p.cos_stride, position, column, known, cos);
-      read_angles(p.sin, p.sin_stride, position, column, known, sin);
+      read_angles(p.cos, p.cos_stride, position, column, finite_mask, cos);
+      read_angles(p.sin, p.sin_stride, position, column, finite_mask, sin);
     }
   }
 
-  // NaN where the table has no such row, and in threads whose columns are not rotated.
+  // Loads angles; NaN if the table has no such row, and in threads whose columns are not rotated.
   __device__ __forceinline__ static void read_angles(const void* table, long long stride, long long position,
-                                                     int column, bool known, float (&out)[kVector]) {
+                                                     int column, bool finite_mask, float (&out)[kVector]) {
     using Angles = Pack<typename Cfg::Table, kVector>;
     Angles row;
-    if (known) {
+    if (finite_mask) {
       row =
           *reinterpret_cast<const Angles*>(static_cast<const typename Cfg::Table*>(table) + position * stride + column);
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) out[i] = known ? static_cast<float>(row.values[i]) : CUDART_NAN_F;
+    for (int i = 0; i < kVector; ++i) out[i] = finite_mask ? static_cast<float>(row.values[i]) : CUDART_NAN_F;
   }
 
   __device__ __forceinline__ void apply(float (&x)[kAppendColumns], float eps) const {

@@ -1,24 +1,24 @@
-// Where new tokens go: the slot of each in a paged cache, its position, and the lengths of sequences with them.
+// Computes for new tokens their slots in a paged cache and their positions, and the new sequence lengths.
 #pragma once
 
 namespace greenfast::serving {
 
 struct SlotParams {
-  const int* starts;        // (sequences + 1): the first new token of each sequence
-  const int* before;        // (sequences): keys in the cache, or null for none
-  const int* counted_from;  // (sequences): the position of the first new token, or null for `before`
-  const int* block_table;   // (sequences, entries), or null: then sequence b gets pages starts[b] / page + b and on
-  int* made_table;          // these, (sequences, entries), where block_table is null
-  long long* slots;         // (tokens): -1 for tokens of no sequence, and behind the block table
+  const int* starts;        // (sequences + 1): first new token of each sequence
+  const int* before;        // (sequences): keys in the cache, or null for 0
+  const int* counted_from;  // (sequences): position of the first new token, or null for `before`
+  const int* block_table;   // (sequences, entries), or null: sequence b then gets pages from starts[b] / page + b on
+  int* made_table;          // output: that block table, (sequences, entries), if block_table is null
+  long long* slots;         // (tokens): -1 for tokens of no sequence or beyond the block table
   long long* positions;     // (tokens)
   int* lengths;             // (sequences)
   int sequences, tokens, page, entries;
-  long long table_row;  // a stride
+  long long table_row;  // row stride of block_table
 
-  // The last sequence that begins at or before a token, of those with tokens; the last one for tokens of none.
+  // Binary search for the sequence of a token; the last sequence for tokens of none.
   __device__ __forceinline__ int sequence_of(int token) const {
     int low = 0,
-        high = sequences;  // of starts + 1, those before `low` are at most token, those from `high` on above it
+        high = sequences;  // invariant: starts[low] <= token < starts[high + 1]
     while (low < high) {
       const int middle = (low + high) / 2;
       if (starts[middle + 1] <= token) {
@@ -31,7 +31,7 @@ struct SlotParams {
   }
 };
 
-// Any grid. At least one sequence.
+// Any grid and block. At least one sequence.
 __device__ __forceinline__ void find_slots(const SlotParams& p) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   for (int token = first; token < p.tokens; token += step) {

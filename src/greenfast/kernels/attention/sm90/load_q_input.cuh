@@ -79,9 +79,9 @@ struct QLoadFuseQuant {
     float scale[2];
     if constexpr (Traits::kFineScales) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) scale[r] = Rows::scale_for(over_quad(Rows::largest(x, r)));
+      for (int r = 0; r < 2; ++r) scale[r] = Rows::scale_for(quad_max_nan(Rows::largest(x, r)));
     } else {
-      scale[0] = scale[1] = Rows::scale_for(over_warp(Rows::largest(x)));
+      scale[0] = scale[1] = Rows::scale_for(warp_max_nan(Rows::largest(x)));
     }
     sync_warpgroup(warpgroup);  // all warps have finished reading the previous Q
     Rows().cast(x, scale, [&](int r, int column, const typename Rows::Codes& codes) {
