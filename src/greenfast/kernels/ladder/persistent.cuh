@@ -1,8 +1,8 @@
-// Stage 3B with persistent blocks: as many as the multiprocessors hold, each of which computes every so many-th work,
-// 32 query rows of a head.
+// Stage 3B with persistent blocks: as many as are resident; each computes every gridDim.x-th work item, 32 query rows
+// of a head.
 //
-// While the partial results of one work are combined, the first tiles of K and V and the queries of the next come in:
-// so the stages that these tiles go to are not where the partial results lie.
+// Unlike registers.cuh, the first tiles of K and V and the Q of the next work item are loaded while the partial results
+// are combined. So the stages of these tiles must not overlap with the partial results.
 #pragma once
 
 #include "ladder/registers_steps.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ void attention_persistent(const LadderParams& params,
   using Shape = RegistersShape<Cfg>;
   using Storage = PersistentStorage<Cfg>;
   using Phase = RegistersPhase;
-  constexpr int kSecond = sizeof(Storage::first);  // byte of the second stages
+  constexpr int kSecond = sizeof(Storage::first);  // byte offset of the second stages
   static_assert((kSecond & (kSecond - 1)) == 0, "the places in both stages differ by one bit");
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs from the map");
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ void attention_persistent(const LadderParams& params,
   RegistersWork<Cfg> next_work = work_of(next);
   GroupCopies<Cfg> copies(params, next_work.head_offset, thread.group, shared.first[thread.group]);
 
-  // What a work needs before its first product; nothing here waits for it. Of 128 columns the codes of Q would take
-  // more registers than there are, while O is not yet written.
+  // Loads what a work item needs before its first product, without waiting. At head dim 128 Q would need more registers
+  // than are free before O is written.
   constexpr bool kQAhead = Cfg::kHeadDim == 64;
   RegistersQueries<Cfg> queries;
   const auto begin = [&] {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void attention_persistent(const LadderParams& params,
     copies.fetch(kSecond);
     if constexpr (!kQAhead) queries.load(params, work, thread);
 
-    int stage = 0;  // the byte at which it begins
+    int stage = 0;  // byte offset of the current stage
     const auto ready = [&](int tile, int group, int& k_at, int& v_at) {
       copies.wait(tile, group);
       if (tile > group) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void attention_persistent(const LadderParams& params,
       }
     };
     next += gridDim.x;
-    const auto finish = [&] {  // all stages are free: zeros of tiles beyond the end may have been still under way
+    const auto finish = [&] {  // frees all stages: zero-fills beyond the last tile may be in flight
       ptx::cp_async_wait<0>();
       __syncthreads();
       if (next < works) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void attention_persistent(const LadderParams& params,
         params, work, thread, queries, smem, thread.group * sizeof(shared.first[0]), shared.partial, clock, ready,
         [](int&, int&) {}, finish, [] { __syncthreads(); });
     if (next >= works) break;
-    __syncthreads();  // the partial results have been read
+    __syncthreads();  // until the partial results have been read
   }
   clock.write();
 }

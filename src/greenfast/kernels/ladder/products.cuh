@@ -1,10 +1,10 @@
-// The two matrix products of attention, S = Q K^T and O += P V, on three kinds of arithmetic:
-// scalar FMAs, WMMA fragments, and ldmatrix + mma.sync on swizzled tiles.
+// The two products of attention, S = Q K^T and O += P V, with scalar FMAs, WMMA fragments, or ldmatrix + mma.sync on
+// swizzled tiles.
 //
-// A score policy is made from the Q tile and has compute(k, scores): raw scores of a whole tile into shared memory.
-// An output policy owns O in registers and has rescale(row_scale), accumulate(p, v) and store(tile); prepare(tile) and
-// a barrier come before it is made.
-// All threads of the block call them together; the caller synchronizes before and after.
+// A score policy is constructed from the Q tile and has compute(k, scores), which writes the raw scores of a tile to
+// shared memory. An output policy has O in registers and rescale(row_scale), accumulate(p, v) and store(tile);
+// prepare(tile) and a barrier must precede its construction. All threads of the block call them; the caller
+// synchronizes before and after.
 #pragma once
 
 #include <mma.h>
@@ -37,7 +37,7 @@ struct ScalarScores {
   }
 };
 
-// Each thread owns kHeadDim / kThreadsPerRow neighbouring columns of one row of O.
+// Each thread has kHeadDim / kThreadsPerRow adjacent columns of one row of O.
 template <class Shape>
 struct ScalarOutput {
   static constexpr int kCols = Shape::kHeadDim / Shape::kThreadsPerRow;
@@ -59,8 +59,7 @@ struct ScalarOutput {
       const float weight = __half2float(p[row() * Shape::kPStride + key]);
 #pragma unroll
       for (int c = 0; c < kCols; c += 2) {
-        const float2 b =
-            __half22float2(*reinterpret_cast<const half2*>(v + Shape::KvLayout::offset(key, col() + c)));
+        const float2 b = __half22float2(*reinterpret_cast<const half2*>(v + Shape::KvLayout::offset(key, col() + c)));
         o[c] = fmaf(weight, b.x, o[c]);
         o[c + 1] = fmaf(weight, b.y, o[c + 1]);
       }
@@ -105,7 +104,7 @@ struct WmmaScores {
 
   __device__ __forceinline__ void compute(const half* k, float* scores) const {
     wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::col_major> b;
-    // Two sums over alternate steps: half the length of the chain of dependent matrix instructions.
+    // Two accumulators over alternate k-steps halve the chain of dependent mma instructions.
     Accumulator even, odd;
     wmma::fill_fragment(even, 0.0f);
     wmma::fill_fragment(odd, 0.0f);
@@ -117,8 +116,8 @@ struct WmmaScores {
     }
 #pragma unroll
     for (int i = 0; i < Accumulator::num_elements; ++i) even.x[i] += odd.x[i];
-    wmma::store_matrix_sync(scores + Warp::row() * Shape::kScoreStride + Warp::score_col(), even,
-                            Shape::kScoreStride, wmma::mem_row_major);
+    wmma::store_matrix_sync(scores + Warp::row() * Shape::kScoreStride + Warp::score_col(), even, Shape::kScoreStride,
+                            wmma::mem_row_major);
   }
 };
 
@@ -129,9 +128,9 @@ struct WmmaOutput {
   Accumulator o[Warp::kOutputTiles];
   int element_row[Accumulator::num_elements];
 
-  // The layout of a WMMA accumulator is unspecified. Loading a tile whose elements are their own row numbers tells each
-  // thread the rows that it holds, whatever the layout, and O can then be rescaled in registers.
-  // tile: the score tile, written by prepare; the caller synchronizes between the two, and before it is used otherwise.
+  // The layout of a WMMA accumulator is unspecified. Loading a tile that holds its own row numbers gives each thread
+  // the rows of its elements, so O can be rescaled in registers. tile: the score tile, written by prepare. The caller
+  // synchronizes after prepare, and before the tile's next use.
   static __device__ void prepare(float* tile) {
     for (int i = threadIdx.x; i < Shape::kBlockM * Shape::kBlockN; i += Shape::kThreads) {
       tile[i / Shape::kBlockN * Shape::kScoreStride + i % Shape::kBlockN] = static_cast<float>(i / Shape::kBlockN);
@@ -140,8 +139,7 @@ struct WmmaOutput {
 
   __device__ explicit WmmaOutput(const float* tile) {
     Accumulator rows;
-    wmma::load_matrix_sync(rows, tile + Warp::row() * Shape::kScoreStride, Shape::kScoreStride,
-                           wmma::mem_row_major);
+    wmma::load_matrix_sync(rows, tile + Warp::row() * Shape::kScoreStride, Shape::kScoreStride, wmma::mem_row_major);
 #pragma unroll
     for (int i = 0; i < Accumulator::num_elements; ++i) element_row[i] = static_cast<int>(rows.x[i]);
 #pragma unroll
@@ -202,13 +200,13 @@ struct MmaScores {
   __device__ explicit MmaScores(const half* q) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      ptx::ldmatrix_x4(
-          a[i], q + Shape::QLayout::offset(Warp::row() + Lane::row_major_row(), 16 * i + Lane::row_major_col()));
+      ptx::ldmatrix_x4(a[i],
+                       q + Shape::QLayout::offset(Warp::row() + Lane::row_major_row(), 16 * i + Lane::row_major_col()));
     }
   }
 
   __device__ __forceinline__ void compute(const half* k, float* scores) const {
-    float sums[2][2][4] = {};  // over alternate steps, as in WmmaScores
+    float sums[2][2][4] = {};  // over alternate k-steps, as in WmmaScores
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       unsigned b[4];
@@ -265,8 +263,8 @@ struct MmaOutput {
 #pragma unroll
       for (int t = 0; t < Warp::kOutputTiles; ++t) {
         unsigned b[4];
-        ptx::ldmatrix_x4_trans(b, v + Shape::KvLayout::offset(key + Lane::row_major_row(),
-                                                              Warp::output_col(t) + Lane::row_major_col()));
+        ptx::ldmatrix_x4_trans(
+            b, v + Shape::KvLayout::offset(key + Lane::row_major_row(), Warp::output_col(t) + Lane::row_major_col()));
         ptx::mma_m16n8k16(o[t][0], a, b[0], b[1]);
         ptx::mma_m16n8k16(o[t][1], a, b[2], b[3]);
       }

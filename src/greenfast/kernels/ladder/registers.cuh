@@ -1,10 +1,10 @@
-// Stage 3B of the attention ladder: full fusion. Scores and weights never leave the registers in which they were made.
+// Stage 3B of the attention ladder: full fusion. Unlike staged.cuh, scores and P stay in registers.
 //
-// A block of eight warps computes 32 query rows of one head. Two warps share a key group (every fourth tile of keys),
-// 16 rows each; the four groups do not meet before the end, where shared memory combines their partial results.
-// Codes reach shared memory by cp.async and are dequantized from there straight into operands of mma.m16n8k16: both
-// products may take the head dim in any order, and the orders here give each thread whole vectors of codes.
-// The softmax is online (Milakov and Gimelshein, 2018) in base 2; a base moves only where a weight would outgrow 2^8.
+// A block of eight warps computes 32 query rows of one head. Two warps, with 16 rows each, share a key group (every
+// fourth tile of keys). The four groups combine their partial results in shared memory at the end. K and V are copied
+// by cp.async in 8 bits and dequantized on the way to the operands of mma.m16n8k16. The head dim may be permuted in
+// both products; the order here gives each thread whole vectors of 8-bit values. Online softmax (Milakov and
+// Gimelshein, 2018) in base 2; the base of a row changes only if P would exceed 2^8.
 #pragma once
 
 #include "ladder/registers_steps.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void attention_registers(const LadderParams& params) 
   RegistersQueries<Cfg> queries;
   queries.load(params, work, thread);
 
-  int stage = 0;  // the byte at which it begins
+  int stage = 0;  // byte offset of the current stage
   const auto ready = [&](int tile, int group, int& k_at, int& v_at) {
     copies.wait(tile, group);
     if (tile > group) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void attention_registers(const LadderParams& params) 
       v_at += step;
     }
   };
-  const auto finish = [] {  // the stages may be overwritten: zeros of tiles beyond the end may be still under way
+  const auto finish = [] {  // zero-fills beyond the last tile may be in flight
     ptx::cp_async_wait<0>();
     __syncthreads();
   };

@@ -1,4 +1,4 @@
-// Codes in Stage 3B: where they lie in shared memory, how they come there, and the operands that they become.
+// The 8-bit tiles of Stage 3B: layout in shared memory, copies, and conversion to operands.
 #pragma once
 
 #include "common/formats.cuh"
@@ -9,27 +9,29 @@
 
 namespace greenfast {
 
-// A tile of K or V: rows of codes in pieces of 16, two rows of 64 codes or one of 128 to the 128 bytes of all banks.
-// Pieces trade places so that what eight lanes load together lies in all banks: of K, pieces 0..3 (or 4..7) of rows 2i
-// and 2i + 1; of V, two neighbouring pieces of rows 2t or 2t + 1 for t = 0..3. The two pieces of a sector of global
-// memory stay together and in order: where they do not lie in 32 aligned bytes, cp.async fetches it twice (Stage 3A).
+// A tile of K or V: rows of 16-byte chunks. Two rows of 64 bytes, or one of 128, span the 128 bytes of all banks. The
+// swizzle avoids bank conflicts of the chunks that eight lanes load together: of K, chunks 0..3 (or 4..7) of rows 2i
+// and 2i + 1; of V, two adjacent chunks of rows 2t or 2t + 1 for t = 0..3. The two chunks of a 32-byte sector of global
+// memory stay adjacent and in order: otherwise cp.async fetches the sector twice (Stage 3A).
 template <int kRows, int kCols>
 struct CodeTile {
-  static constexpr int kPieces = kCols / 16;
-  static_assert(kPieces == 4 || kPieces == 8, "rows of 64 or 128 codes");
+  static constexpr int kChunksPerRow = kCols / 16;
+  static_assert(kChunksPerRow == 4 || kChunksPerRow == 8, "rows of 64 or 128 codes");
   alignas(128) unsigned char bytes[kRows * kCols];
 
-  // The byte at which a piece begins. Eight rows further on it is 8 * kCols more; below are the places of the piece of
-  // the row after an even one, and of the fourth piece after one of the first four.
-  static __device__ __forceinline__ int place(int row, int piece) {
-    const int turn = ((row ^ row >> 1) & 1) * 4 + (row >> 1 & 2);
-    return row * kPieces / 8 * 128 + (piece ^ turn) * 16;
+  // The byte offset of a chunk. The same chunk eight rows below is at + 8 * kCols. odd_row: the same chunk of the next
+  // row, for an even row. fourth: the chunk four further on, for one of the first four.
+  static __device__ __forceinline__ int chunk_offset(int row, int chunk) {
+    const int swizzle = ((row ^ row >> 1) & 1) * 4 + (row >> 1 & 2);
+    return row * kChunksPerRow / 8 * 128 + (chunk ^ swizzle) * 16;
   }
-  static __device__ __forceinline__ int odd(int place) { return (place ^ 64) + kPieces / 8 * 128; }
-  static __device__ __forceinline__ int fourth(int place) { return place ^ 64; }
+  static __device__ __forceinline__ int odd_row(int chunk_offset) {
+    return (chunk_offset ^ 64) + kChunksPerRow / 8 * 128;
+  }
+  static __device__ __forceinline__ int fourth(int chunk_offset) { return chunk_offset ^ 64; }
 };
 
-// The shared-memory map: while the keys are walked over, the stages; then the partial results.
+// The shared-memory map: the stages during the main loop, then the partial results.
 template <class Cfg>
 struct RegistersStorage {
   using Shape = RegistersShape<Cfg>;
@@ -46,22 +48,23 @@ struct RegistersStorage {
     Partial partial;
   };
 
-  // Where unit `i` of a row lies, so that neither the threads that write fragments nor those that read rows conflict.
+  // The swizzled offset of float4 unit `i` of a row; free of conflicts for writing fragments and for reading rows.
   static __device__ __forceinline__ int unit(int row, int i) { return row * 64 + (i ^ (i >> 3 | (row & 1) << 1)) * 4; }
 };
 
-// A thread's part in the copies of its key group: of the group's tiles, in their order, one piece of every
-// kRowsPerCopy-th row. Rows beyond the end become zero and are not read; so do whole tiles, and the counts of the waits
+// A thread's part of the copies of its key group: one chunk of every kRowsPerCopy-th row of the group's tiles, in
+// order. Rows beyond the end are zero-filled without a read. So are tiles beyond the end, so that cp.async group counts
 // hold without a branch.
 template <class Cfg>
 struct GroupCopies {
   using Shape = RegistersShape<Cfg>;
   using Tile = typename RegistersStorage<Cfg>::Tile;
   static constexpr int kHeadDim = Shape::kHeadDim, kKeys = Shape::kKeys;
-  static constexpr int kRowsPerCopy = Shape::kGroupThreads / Tile::kPieces;
-  static constexpr int kNext = Shape::kKeyGroups * kKeys;  // rows from one tile of the group to the next
+  static constexpr int kRowsPerCopy = Shape::kGroupThreads / Tile::kChunksPerRow;
+  static constexpr int kNext = Shape::kKeyGroups * kKeys;  // rows between tiles of the group
 
-  const int copy_row = threadIdx.x % Shape::kGroupThreads / Tile::kPieces, copy_piece = threadIdx.x % Tile::kPieces;
+  const int copy_row = threadIdx.x % Shape::kGroupThreads / Tile::kChunksPerRow,
+            copy_chunk = threadIdx.x % Tile::kChunksPerRow;
   unsigned char* copy_to;
   const unsigned char* k_next;
   const unsigned char* v_next;
@@ -70,18 +73,18 @@ struct GroupCopies {
   __device__ __forceinline__ GroupCopies(const LadderParams& p, size_t head_offset, int group,
                                          typename RegistersStorage<Cfg>::Stage& first) {
     begin(p, head_offset, group);
-    copy_to = first.k.bytes + Tile::place(copy_row, copy_piece);
+    copy_to = first.k.bytes + Tile::chunk_offset(copy_row, copy_chunk);
   }
 
-  // Of a head, from the group's first tile on.
+  // Starts at the group's first tile of a head.
   __device__ __forceinline__ void begin(const LadderParams& p, size_t head_offset, int group) {
-    const size_t copy_offset = head_offset + (group * kKeys + copy_row) * kHeadDim + copy_piece * 16;
+    const size_t copy_offset = head_offset + (group * kKeys + copy_row) * kHeadDim + copy_chunk * 16;
     k_next = p.k + copy_offset;
     v_next = p.v + copy_offset;
     rows_left = p.seq_len - group * kKeys - copy_row;
   }
 
-  // The next tile, into the stage that begins `at` bytes after the first.
+  // Copies the next tile to the stage at byte offset `at` from the first.
   __device__ __forceinline__ void fetch(int at) {
 #pragma unroll
     for (int row = 0; row < kKeys; row += kRowsPerCopy) {
@@ -96,9 +99,9 @@ struct GroupCopies {
     rows_left -= kNext;
   }
 
-  // Until both of the group's warps have this tile, and have read the one before.
+  // Waits until both warps of the group have this tile and have read the previous one.
   static __device__ __forceinline__ void wait(int tile, int group) {
-    // Behind branches, as the compiler would move a wait up past the products, or past the loads of Q.
+    // In branches: otherwise the compiler moves the wait ahead of the products or of the loads of Q.
     if (tile == group) {
       ptx::cp_async_wait<Cfg::kStages - 1>();
     } else {
@@ -108,7 +111,7 @@ struct GroupCopies {
   }
 };
 
-// Four codes as the two registers of an operand.
+// Four codes as the two registers of an operand (half).
 template <Format kFormat>
 __device__ __forceinline__ void operand_of(unsigned codes, unsigned& first, unsigned& second) {
   if constexpr (kFormat == Format::kE4M3) {
@@ -121,12 +124,12 @@ __device__ __forceinline__ void operand_of(unsigned codes, unsigned& first, unsi
   }
 }
 
-// Codes of a warp's 16 rows of Q: of a thread those of rows g and g + 8. Thread t owns pieces t and t + 4 of a row of Q
-// and of K: word i of piece t is its part of step i, of piece t + 4 that of step 4 + i.
+// The quantized Q of a warp's 16 rows; a thread has rows g and g + 8. Thread t has chunks t and t + 4 of a row of Q and
+// of K: word i of chunk t belongs to k-step i, of chunk t + 4 to k-step 4 + i.
 template <class Cfg>
 struct RegistersQueries {
   using Shape = RegistersShape<Cfg>;
-  static constexpr int kSteps = Shape::kHeadDim / 16;  // of Q K^T, of 16 columns
+  static constexpr int kSteps = Shape::kHeadDim / 16;  // k-steps of Q K^T, 16 columns each
   alignas(16) unsigned codes[2][kSteps];
 
   __device__ __forceinline__ void load(const LadderParams& p, const RegistersWork<Cfg>& work,
@@ -144,7 +147,7 @@ struct RegistersQueries {
     }
   }
 
-  // As A operands.
+  // Converts it to A operands.
   __device__ __forceinline__ void unpack(unsigned (&q)[kSteps][4]) const {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {

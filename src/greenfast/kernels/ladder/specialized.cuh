@@ -1,8 +1,8 @@
-// Stage 3B with warp specialization: a ninth warp copies the codes of K and V, eight multiply.
+// Stage 3B with warp specialization: a ninth warp (the producer) copies K and V, eight consumer warps compute.
 //
-// The copying warp runs ahead by as many tiles as there are stages. The barriers are mbarriers: cp.async arrives at one
-// when its bytes have landed, so that no thread has to wait on the consumers' behalf, and four groups of keys with two
-// stages each would need 16 named barriers beside the block's own, of 16 in all.
+// The producer runs ahead by the number of stages. It uses mbarriers: cp.async arrives when its bytes have landed, so
+// no thread waits on behalf of the consumers. Named barriers would not suffice: four key groups with two stages need 16
+// of them beside the block's own.
 #pragma once
 
 #include "common/named_barriers.cuh"
@@ -16,8 +16,8 @@ struct SpecializedStorage {
   using Shape = RegistersShape<Cfg>;
   RegistersStorage<Cfg> codes;
   static constexpr int kAllStages = Shape::kKeyGroups * Cfg::kStages;
-  alignas(128) ptx::Mbarrier full[kAllStages];  // the bytes of the 32 copying threads have landed
-  ptx::Mbarrier empty[kAllStages];              // the group's two warps have the codes in registers
+  alignas(128) ptx::Mbarrier full[kAllStages];  // the copies of the producer's 32 threads have landed
+  ptx::Mbarrier empty[kAllStages];              // the group's two warps have the tile in registers
 };
 
 // Grid: (ceil(seq_len / 32), heads). Block: 288 threads. Dynamic shared memory: Cfg::kSmemBytes.
@@ -51,19 +51,19 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
       }
     }
     __syncwarp();
-    // Each lane copies one piece of every kRowsPerCopy-th row. Rows beyond the end become zero and are not read.
-    constexpr int kRowsPerCopy = 32 / Tile::kPieces;
-    const int copy_row = lane / Tile::kPieces, piece = lane % Tile::kPieces;
-    const size_t copy_offset = work.head_offset + static_cast<size_t>(copy_row) * kHeadDim + piece * 16;
+    // Each lane copies one chunk of every kRowsPerCopy-th row. Rows beyond the end are zero-filled without a read.
+    constexpr int kRowsPerCopy = 32 / Tile::kChunksPerRow;
+    const int copy_row = lane / Tile::kChunksPerRow, chunk = lane % Tile::kChunksPerRow;
+    const size_t copy_offset = work.head_offset + static_cast<size_t>(copy_row) * kHeadDim + chunk * 16;
     const unsigned char* k_next = params.k + copy_offset;
     const unsigned char* v_next = params.v + copy_offset;
     int rows_left = params.seq_len - copy_row;
-    const auto fetch = [&](int group, int stage) {  // the next tile
+    const auto fetch = [&](int group, int stage) {  // copies the next tile
       unsigned char* const to = shared.codes.stages[group][stage].k.bytes;
 #pragma unroll
       for (int row = 0; row < kKeys; row += kRowsPerCopy) {
         const int bytes = row < rows_left ? 16 : 0;
-        unsigned char* const at = to + Tile::place(copy_row + row, piece);
+        unsigned char* const at = to + Tile::chunk_offset(copy_row + row, chunk);
         ptx::cp_async_16(at, k_next + row * kHeadDim, bytes);
         ptx::cp_async_16(at + sizeof(Tile), v_next + row * kHeadDim, bytes);
       }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
       v_next += kKeys * kHeadDim;
       rows_left -= kKeys;
     };
-    // The stages are empty at first, and the consumers load Q meanwhile.
+    // Stages are empty at first: no wait. The consumers load Q meanwhile.
     const int first = min(work.tiles, Storage::kAllStages);
 #pragma unroll 1
     for (int tile = 0; tile < first; ++tile) fetch(tile % kGroups, tile / kGroups);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
   queries.load(params, work, thread);
   ptx::barrier_sync(SpecializedBarrier::kBlock, kThreads);  // the mbarriers are initialized
 
-  // Both places change to the other stage by one bit.
+  // Offsets switch between the two stages by one bit.
   static_assert((kStageBytes & (kStageBytes - 1)) == 0, "stages of a power of two");
   int at = 0;
   const auto ready = [&](int tile, int group, int&, int&) {
@@ -106,9 +106,9 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
     k_at ^= kStageBytes;
     v_at ^= kStageBytes;
   };
-  const auto meet = [] { ptx::barrier_sync(SpecializedBarrier::kConsumers, Shape::kThreads); };
+  const auto sync_consumers = [] { ptx::barrier_sync(SpecializedBarrier::kConsumers, Shape::kThreads); };
   attend<Cfg, kHeadDim == 64>(params, work, thread, queries, smem, thread.group * Cfg::kStages * kStageBytes,
-                              shared.codes.partial, clock, ready, release, meet, meet);
+                              shared.codes.partial, clock, ready, release, sync_consumers, sync_consumers);
   clock.write();
 }
 

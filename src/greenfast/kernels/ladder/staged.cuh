@@ -1,9 +1,8 @@
-// The staged attention ladder: one family, one kernel template, a rung per setting of its policies.
+// The staged kernels of the attention ladder: one template, a rung per setting of its policies.
 //
-// Each block computes 32 query rows of one head with four warps and walks over the keys in tiles of 32. K and V tiles
-// are dequantized to half in shared memory; scores and P pass through shared memory; O stays in registers. The softmax
-// is online (Milakov and Gimelshein, 2018) in base 2; scales of Q and K are folded into the score, that of V into the
-// end.
+// Each block of four warps computes 32 query rows of one head and iterates over tiles of 32 keys. K and V are
+// dequantized to half in shared memory; scores and P pass through shared memory; O stays in registers. Online softmax
+// (Milakov and Gimelshein, 2018) in base 2. The scales of Q and K are applied to the scores, that of V at the end.
 #pragma once
 
 #include <math_constants.h>
@@ -18,7 +17,7 @@
 
 namespace greenfast {
 
-// What the cycles of an instrumented build are counted by.
+// Phases that an instrumented build measures.
 enum Phase { kQLoad, kKvPrefetch, kDequantize, kQK, kSoftmax, kPV, kStore, kPhaseCount };
 
 template <class Cfg>
@@ -30,20 +29,20 @@ struct LadderShape {
   static constexpr int kThreadsPerRow = kThreads / kBlockM;
   static constexpr int kStages = 2;
   static constexpr int kScoreStride = kBlockN + 4;
-  // A P tile of its own is padded like every tile; the fused one lies in the rows of the score tile.
+  // A separate P tile is padded like every tile; the fused one overlays the rows of the score tile.
   static constexpr int kPStride = Cfg::kFusedSoftmaxPv ? 2 * kScoreStride : kBlockN + 8;
   using QLayout = PaddedLayout<kHeadDim>;
   using KvLayout = conditional_t<Cfg::kXorSwizzle, XorSwizzledLayout<kHeadDim>, PaddedLayout<kHeadDim>>;
 };
 
-// The shared-memory map. Members that a rung does not use shrink to one 16-byte unit.
+// The shared-memory map. Members that a rung does not use shrink to 16 bytes.
 template <class Cfg>
 struct SharedStorage {
   using Shape = LadderShape<Cfg>;
   static constexpr int kKvElements = Shape::kBlockN * Shape::KvLayout::kStride;
 
   alignas(128) half q[Shape::kBlockM * Shape::QLayout::kStride];
-  alignas(128) half kv[2 * kKvElements];  // K, then V; in the end the fp32 tile of O
+  alignas(128) half kv[2 * kKvElements];  // K, then V; at the end the fp32 tile of O
   alignas(128) float scores[Shape::kBlockM * Shape::kScoreStride];
   alignas(16) half own_p[Cfg::kFusedSoftmaxPv ? 8 : Shape::kBlockM * Shape::kPStride];
   alignas(16) float row_scale[Shape::kBlockM];
@@ -59,14 +58,14 @@ struct SharedStorage {
   }
 };
 
-// One row's running maximum of raw scores, equal in the four threads of the row, and the sum of the weights that this
-// thread has computed; the four sums are added once, at the end.
+// A row's running maximum of raw scores, equal in the row's four threads, and its row sum over this thread's columns.
+// The four sums are added once, at the end.
 struct RowState {
   float max = -CUDART_INF_F;
   float sum = 0.0f;
 };
 
-// The maximum or sum over the kThreadsPerRow neighbouring lanes of a row.
+// Reduces over the adjacent lanes of a row.
 template <int kLanes, class Op>
 __device__ __forceinline__ float reduce_row(float x, Op op) {
 #pragma unroll
@@ -74,14 +73,14 @@ __device__ __forceinline__ float reduce_row(float x, Op op) {
   return x;
 }
 
-// Turns the raw scores of this thread's row into P (half) and updates the row's state; writes the factor by which the
-// row's earlier output must be rescaled. Columns at or beyond `valid_cols` (>= 1) get weight 0. `scale_log2` turns raw
-// scores into exponents of two and is positive, so that the largest raw score is the largest exponent.
+// Computes P (half) from this thread's raw scores and updates the row's state; writes to row_scale the factor for
+// earlier O. Columns from `valid_cols` (>= 1) on get P = 0. scale_log2 must be positive, so that the largest raw score
+// has the largest exponent.
 template <class Shape>
 __device__ __forceinline__ void softmax_tile(const float* scores, half* p, float* row_scale, RowState& state,
                                              float scale_log2, int valid_cols) {
   constexpr int kCols = Shape::kBlockN / Shape::kThreadsPerRow;
-  static_assert(kCols == 8, "a thread reads its scores as two float4 and writes its weights as one uint4");
+  static_assert(kCols == 8, "a thread reads its scores as two float4 and writes its p_half as one uint4");
   const int row = threadIdx.x / Shape::kThreadsPerRow;
   const int col = threadIdx.x % Shape::kThreadsPerRow * kCols;
   const float4* src = reinterpret_cast<const float4*>(scores + row * Shape::kScoreStride + col);
@@ -100,21 +99,21 @@ __device__ __forceinline__ void softmax_tile(const float* scores, half* p, float
   const float new_max =
       fmaxf(state.max, reduce_row<Shape::kThreadsPerRow>(tile_max, [](float a, float b) { return fmaxf(a, b); }));
 
-  // The sum is taken over the rounded weights, so that the weights that multiply V add up to the divisor.
-  alignas(16) half weights[kCols];
+  // The row sum is over the rounded P, so that the P that multiply V add up to the divisor.
+  alignas(16) half p_half[kCols];
   float tile_sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
-    weights[i] = __float2half_rn(ptx::ex2(fmaf(x[i], scale_log2, -new_max * scale_log2)));
-    tile_sum += __half2float(weights[i]);
+    p_half[i] = __float2half_rn(ptx::ex2(fmaf(x[i], scale_log2, -new_max * scale_log2)));
+    tile_sum += __half2float(p_half[i]);
   }
 
   const float rescale = ptx::ex2((state.max - new_max) * scale_log2);  // 0 on the first tile
   state.sum = state.sum * rescale + tile_sum;
   state.max = new_max;
-  // P may lie in the score tile: every lane of the row has read its scores before any writes.
+  // P may overlay the score tile: all lanes of the row read their scores before any lane writes.
   __syncwarp();
-  *reinterpret_cast<uint4*>(p + row * Shape::kPStride + col) = *reinterpret_cast<const uint4*>(weights);
+  *reinterpret_cast<uint4*>(p + row * Shape::kPStride + col) = *reinterpret_cast<const uint4*>(p_half);
   if (col == 0) row_scale[row] = rescale;
 }
 
@@ -148,8 +147,8 @@ __device__ void attention_staged(const LadderParams& params) {
   const unsigned char* v = params.v + head_offset;
   const int tiles = (params.seq_len + Shape::kBlockN - 1) / Shape::kBlockN;
 
-  // cp.async: tiles are fetched two ahead, and a thread dequantizes only chunks that it copied itself. Tiles beyond the
-  // last are zero-filled without a read, so that the loop has no branch and the counts of the waits hold.
+  // cp.async loads tiles two ahead, and a thread dequantizes only chunks that it copied itself. Tiles beyond the last
+  // are zero-filled without a read, so that the loop has no branch and cp.async group counts hold.
   const auto prefetch = [&](int tile) {
     const size_t offset = static_cast<size_t>(tile) * Shape::kBlockN * Shape::kHeadDim;
     const int valid = params.seq_len - tile * Shape::kBlockN;
@@ -162,7 +161,7 @@ __device__ void attention_staged(const LadderParams& params) {
     prefetch(1);
   }
 
-  // Read here, long before their use, so that no thread waits for them.
+  // Read long before their use, to hide the latency.
   const float log2_e = 1.4426950408889634f;
   const float scale_log2 = params.q_scale[head] * params.k_scale[head] * params.softmax_scale * log2_e;
   const float v_scale = params.v_scale[head];
@@ -199,8 +198,8 @@ __device__ void attention_staged(const LadderParams& params) {
     product.compute(shared.k(), shared.scores);
     clock.mark(kQK);
     if constexpr (Cfg::kCpAsync) {
-      // V is first needed in P V, and the next K in the next tile: their dequantization fills the latency of the scores
-      // and of the softmax, and needs no barrier of its own.
+      // Dequantization of V (needed by P V) and of the next K hides the latency of the scores and the softmax, and
+      // needs no extra barrier.
       dequantize_tile<Map, typename Shape::KvLayout>(dequantizer, shared.stage_of(tile, 1), shared.v());
       clock.mark(kDequantize);
       prefetch(tile + 2);

@@ -1,4 +1,4 @@
-// Tiles of half-precision rows in shared memory, and the two ways in which K and V reach them.
+// Tiles of half rows in shared memory, and the two ways to load K and V into them.
 #pragma once
 
 #include "common/formats.cuh"
@@ -6,16 +6,16 @@
 
 namespace greenfast {
 
-// Rows of kCols halves, each row 16 bytes longer than its data: eight rows at one column then lie in eight different
-// groups of four banks, so that the 8x8 loads of a matrix fragment do not conflict.
+// Rows of kCols halves, padded by 16 bytes: eight rows at one column are then in different groups of four banks, so 8x8
+// fragment loads have no bank conflicts.
 template <int kCols>
 struct PaddedLayout {
   static constexpr int kStride = kCols + 8;
   static __device__ __forceinline__ int offset(int row, int col) { return row * kStride + col; }
 };
 
-// Rows of exactly kCols halves whose 16-byte chunks are permuted by the row (USE_XOR_SWIZZLE): as free of conflicts as
-// the padding and without its bytes, but only for loads that address each row by itself (ldmatrix, not WMMA).
+// Rows of kCols halves with 16-byte chunks permuted by row (USE_XOR_SWIZZLE): no bank conflicts and no padding, but
+// only for loads that address each row separately (ldmatrix, not WMMA).
 template <int kCols>
 struct XorSwizzledLayout {
   static_assert(kCols % 64 == 0, "the swizzle permutes eight 16-byte chunks");
@@ -25,7 +25,7 @@ struct XorSwizzledLayout {
   }
 };
 
-// A block's threads split a tile of kRows x kCols codes into 16-byte chunks; chunk i belongs to thread i % kThreads.
+// Divides a tile of kRows x kCols 8-bit values into 16-byte chunks; chunk i belongs to thread i % kThreads.
 template <int kRows, int kCols, int kThreads>
 struct ChunkMap {
   static constexpr int kChunksPerRow = kCols / 16;
@@ -37,7 +37,7 @@ struct ChunkMap {
   static __device__ __forceinline__ int col(int i) { return chunk(i) % kChunksPerRow * 16; }
 };
 
-// Reads the chunks of a tile straight from global memory; rows at or beyond `valid_rows` are not read and give zeros.
+// Loads a tile directly from global memory and dequantizes it. Rows from `valid_rows` on are zeros and not read.
 template <class Map, class Layout, class Dequantizer>
 __device__ __forceinline__ void load_tile_direct(const Dequantizer& dequantizer, const unsigned char* src, int cols,
                                                  int valid_rows, half* tile) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void load_tile_direct(const Dequantizer& dequantizer,
   }
 }
 
-// Starts the copy of a tile's codes into a stage. Each thread copies the chunks that it dequantizes later, so its own
-// cp.async wait is all the synchronization that the stage needs. Rows at or beyond `valid_rows` are zero-filled.
+// Starts the cp.async of a quantized tile to a stage. Each thread copies the chunks that it later dequantizes, so its
+// own cp.async wait is the only synchronization. Rows from `valid_rows` on are zero-filled.
 template <class Map>
 __device__ __forceinline__ void prefetch_tile(const unsigned char* src, int cols, int valid_rows,
                                               unsigned char* stage) {
