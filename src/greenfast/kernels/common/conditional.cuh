@@ -1,4 +1,4 @@
-// The choice between two types. libcu++ has it too, but its <cuda/std/type_traits> makes a compile five times as long.
+// std::conditional_t. The one of libcu++ (<cuda/std/type_traits>) makes a compile five times as long.
 #pragma once
 
 namespace greenfast {

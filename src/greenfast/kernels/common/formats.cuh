@@ -1,5 +1,5 @@
-// The 8-bit codes and their exact conversion to half. Scales are applied elsewhere: every code of either format,
-// as a number, is exact in half (E4M3: |x| <= 448 with 4 significant bits; int8: |x| <= 128).
+// The 8-bit formats and their exact conversion to half. Scales are applied elsewhere. Every value of either format is
+// exact in half (E4M3: |x| <= 448 with 4 significant bits; int8: |x| <= 128).
 #pragma once
 
 #include <cuda_fp16.h>
@@ -38,7 +38,7 @@ struct Codec<Format::kInt8> {
   }
 };
 
-// A number as a code: rounded to nearest even, and at most the format's largest in magnitude.
+// Rounds to nearest even, and saturates at the format's largest magnitude.
 template <Format kFormat>
 __device__ __forceinline__ unsigned char encode(float x) {
   if constexpr (kFormat == Format::kE4M3) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ unsigned char encode(float x) {
   }
 }
 
-// Four numbers as codes, x[0] in the lowest byte.
+// Converts four values, x[0] to the lowest byte.
 template <Format kFormat>
 __device__ __forceinline__ unsigned encode_four(const float (&x)[4]) {
   if constexpr (kFormat == Format::kE4M3) {
@@ -64,13 +64,11 @@ __device__ __forceinline__ unsigned encode_four(const float (&x)[4]) {
 // Dequantization by conversion instructions.
 template <Format kFormat>
 struct ConvertDequantizer {
-  static __device__ __forceinline__ void to_half4(unsigned codes, half2* out) {
-    Codec<kFormat>::to_half4(codes, out);
-  }
+  static __device__ __forceinline__ void to_half4(unsigned codes, half2* out) { Codec<kFormat>::to_half4(codes, out); }
   __device__ explicit ConvertDequantizer(const half*) {}
 };
 
-// Dequantization through a 256-entry table of halves in shared memory (USE_KV_LUT).
+// Dequantization by a 256-entry table of halves in shared memory (USE_KV_LUT).
 template <Format kFormat>
 struct LutDequantizer {
   const half* table;

@@ -1,4 +1,4 @@
-// Which of a block's 16 named barriers is for what, by kernel. Barrier 0 is also the one of __syncthreads().
+// The use of a block's 16 named barriers, by kernel. Barrier 0 is that of __syncthreads().
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -9,8 +9,8 @@ namespace greenfast {
 struct Sm90Barrier {
   enum {
     kBlock,         // __syncthreads()
-    kPingPong,      // and the three after it: the turn of each consumer warpgroup
-    kWarpgroup = 8  // and the three after it: the four warps of a consumer warpgroup
+    kPingPong,      // 4 barriers: ping-pong order of the consumer warpgroups
+    kWarpgroup = 8  // 4 barriers: the warps of a consumer warpgroup
   };
 };
 
@@ -18,14 +18,14 @@ struct Sm90Barrier {
 struct RegistersBarrier {
   enum {
     kBlock,    // __syncthreads()
-    kKeyGroup  // and the three after it: the warps that share a key group's tiles
+    kKeyGroup  // 4 barriers: the warps that share a key group's tiles
   };
 };
 
-// Stage 3B with a warp that copies.
+// Stage 3B with a producer warp.
 struct SpecializedBarrier {
   enum {
-    kConsumers,  // the warps that multiply
+    kConsumers,  // consumer warps
     kBlock       // all warps
   };
 };

@@ -1,13 +1,13 @@
-// How many rows share a scale of blocks.
+// Rows that share a block scale.
 #pragma once
 
 namespace greenfast {
 
-constexpr int kRowBlock = 128;   // of K or V
-constexpr int kQueryBlock = 16;  // of Q: those of a warp
+constexpr int kRowBlock = 128;   // rows of K or V
+constexpr int kQueryBlock = 16;  // rows of Q: those of a warp
 
-// With fine scales a row of Q has one of its own, and of a block of K four groups of keys have: those whose scores one
-// thread holds of a row, 2 g, 2 g + 1 of each 8. So a thread needs no more of them than without.
+// With fine scales each row of Q has a scale, and each of kKeyGroups key groups of a block of K: keys 2 g and 2 g + 1
+// of each 8, whose scores one thread holds. So a thread needs no more scales than without.
 constexpr int kKeyGroups = 4;
 
 }  // namespace greenfast

@@ -1,9 +1,9 @@
-// Counters in global memory by which blocks tell each other what is done (PTX ISA, "red", "ld"; sm_70 and up).
+// Counters in global memory for synchronization between blocks (PTX ISA, "red", "ld"; sm_70 and up).
 #pragma once
 
 namespace greenfast::ptx {
 
-// What this thread knows to be written by then is there for those who find the sum by load_acquire.
+// Adds with release semantics: writes ordered before it are visible to a thread whose load_acquire reads the sum.
 __device__ __forceinline__ void add_release(unsigned* counter, unsigned x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
@@ -14,7 +14,7 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* counter) {
   return x;
 }
 
-// Adds 1, or makes a counter 0 that is `last`.
+// Adds 1; wraps to 0 if the counter is `last`.
 __device__ __forceinline__ void increment(unsigned* counter, unsigned last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
 }

@@ -18,7 +18,7 @@ __device__ __forceinline__ void cp_async_4(void* smem_dst, const void* src) {
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `kPending` of this thread's newest groups are still under way.
+// Waits until at most the newest `kPending` groups of this thread are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,17 +1,16 @@
-// Barriers that cp.async arrives at (PTX ISA, "cp.async.mbarrier.arrive", "mbarrier.test_wait"; sm_80 and up).
+// mbarriers on which cp.async arrives (PTX ISA, "cp.async.mbarrier.arrive", "mbarrier.test_wait"; sm_80 and up).
 #pragma once
 
 #include "ptx/mbarrier.cuh"
 
 namespace greenfast::ptx {
 
-// Arrives, as one of those that the barrier was told to expect, when all of this thread's cp.async so far have landed.
+// Arrives (without increasing the expected count) when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_arrive(Mbarrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier.word)) : "memory");
 }
 
-// As Mbarrier::wait, which puts threads to sleep until the phase ends but is for sm_90 and up; before, they ask again
-// and again.
+// Mbarrier::wait for sm_80 too: before sm_90 there is no suspending try_wait, so threads spin.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   barrier.wait(parity);

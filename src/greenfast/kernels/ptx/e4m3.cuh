@@ -3,7 +3,7 @@
 
 namespace greenfast::ptx {
 
-// Four floats as E4M3, rounded to nearest even and at most 448, x[0] in the lowest byte.
+// Converts four floats to E4M3, round to nearest even, saturating at 448; x[0] in the lowest byte.
 __device__ __forceinline__ unsigned pack_e4m3(const float (&x)[4]) {
   unsigned packed;
   asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
@@ -13,13 +13,13 @@ __device__ __forceinline__ unsigned pack_e4m3(const float (&x)[4]) {
   return packed;
 }
 
-// 2^x of two numbers as halves, on the FMA pipe and as near as E4M3 needs it: relative error 0.37 % on average, 0.9 %
-// at most. low and high are x * kExp2HalfScale + kExp2HalfBias, of x at most 8.81; below -14 the result is 2^-14.
+// 2^x of two numbers as halves on the FMA pipe, with the accuracy that E4M3 needs: relative error 0.37 % on average,
+// 0.9 % at most. low and high are x * kExp2HalfScale + kExp2HalfBias, with x <= 8.81; for x < -14 the result is 2^-14.
 //
-// As an integer, a half is 1024 (x + 15) where its mantissa is linear in x (Schraudolph, 1999). Halves below 2^-13 are
-// integers in units of 2^-24, so the conversion to half rounds 64 (x + 14) to an integer t, and what is negative to 0.
-// What 16 t lacks is 1024 and the bend from the chord to 2^f, f = t / 64 mod 1, which is 1024 c ((f - 1/2)^2 - 1/4)
-// with c = 0.34375: in the same units u^2 + 936, with u = 32 sqrt(c) (f - 1/2).
+// The bits of a half are about 1024 (x + 15), with a mantissa linear in x (Schraudolph, 1999). Halves below 2^-13 are
+// integers in units of 2^-24, so conversion to half rounds 64 (x + 14) to an integer t, and negative numbers to 0. The
+// result is 16 t + 1024 plus the deviation of 2^f from its chord, f = t / 64 mod 1, which is about 1024 c ((f - 1/2)^2
+// - 1/4) with c = 0.34375. In the same units that is u^2 + 936, with u = 32 sqrt(c) (f - 1/2).
 constexpr float kExp2HalfScale = 64.0f / 16777216.0f;
 constexpr float kExp2HalfBias = 14.0f * kExp2HalfScale;
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ unsigned exp2_halves(float low, float high) {
   return halves;
 }
 
-// Two pairs of halves as E4M3.
+// Converts two pairs of halves to E4M3.
 __device__ __forceinline__ unsigned pack_e4m3(unsigned first, unsigned second) {
   unsigned packed;
   asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n\t"
@@ -47,8 +47,8 @@ __device__ __forceinline__ unsigned pack_e4m3(unsigned first, unsigned second) {
   return packed;
 }
 
-// Four codes, lowest byte first, as two registers of two halves. The halves of the word are named rather than shifted
-// out: the conversion can read the upper one where it is.
+// Converts four E4M3 values, lowest byte first, to two registers of two halves. The asm names the 16-bit halves of the
+// word: the conversion can read the upper one without a shift.
 __device__ __forceinline__ void unpack_e4m3(unsigned codes, unsigned& first, unsigned& second) {
   asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
       "cvt.rn.f16x2.e4m3x2 %0, low;\n\tcvt.rn.f16x2.e4m3x2 %1, high;\n\t}"

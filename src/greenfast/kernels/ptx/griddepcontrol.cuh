@@ -1,21 +1,21 @@
-// A grid that begins while the one before it in the stream ends (PTX ISA, "griddepcontrol"; sm_90 and up): the launch
-// of the second has to allow it.
+// Programmatic dependent launch: a grid that starts while the previous one in the stream ends (PTX ISA,
+// "griddepcontrol"; sm_90 and up). The launch attribute of the second grid must allow it.
 #pragma once
 
 namespace greenfast::ptx {
 
-// By each block of the first grid: the next may begin once all blocks have come here or ended.
+// Called by each block of the first grid: the dependent grid may start when all blocks have called it or exited.
 __device__ __forceinline__ void launch_dependent_grids() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// By each thread of the second, before it reads what the first has written: waits until that has ended.
+// Called by each thread of the dependent grid before it reads output of the first: waits until that grid has completed.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A number that the first grid may have written, read by the second behind griddepcontrol_wait: by an ordinary load,
-// which the wait's "memory" keeps there. The compiler may move a non-coherent one (__ldg) in front of it, since that
-// promises that nobody writes the address while the grid runs. An asm volatile load would be right too, but could not
-// be started before the arithmetic that precedes it: at head dim 128 that took 16 % of the attention kernel's time.
+// Loads output of the first grid, after griddepcontrol_wait. An ordinary load: the "memory" clobber of the wait keeps
+// it in place. The compiler may hoist a non-coherent load (__ldg) above the wait, because it implies that nobody writes
+// the address while the grid runs. A volatile asm load would be correct too, but cannot be hoisted above earlier
+// arithmetic: at head dim 128 that cost 16 % of the attention kernel's time.
 __device__ __forceinline__ float load_written(const float* address) { return *address; }
 
 }  // namespace greenfast::ptx

@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier").
+// mbarriers: barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier").
 #pragma once
 
 namespace greenfast::ptx {
@@ -7,8 +7,8 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// A phase of the barrier ends when `arrivals` threads have arrived and all announced bytes have landed. Phases are told
-// apart by their parity: the first has parity 0, and waiting for parity 1 on a fresh barrier returns at once.
+// A phase completes when `arrivals` threads have arrived and all expected bytes have landed. Phases are identified by
+// parity: the first has parity 0. Waiting for parity 1 on a fresh barrier returns at once.
 struct Mbarrier {
   unsigned long long word;
 
@@ -20,13 +20,13 @@ struct Mbarrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word)) : "memory");
   }
 
-  // Arrives, and announces `bytes` that asynchronous copies will add to this phase.
+  // Arrives, and adds `bytes` to the transaction count of this phase.
   __device__ __forceinline__ void arrive_expect(unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)), "r"(bytes)
                  : "memory");
   }
 
-  // Whether the phase of that parity is over.
+  // Whether the phase of that parity has completed.
   __device__ __forceinline__ bool is_over(unsigned parity) {
     unsigned done;
     asm volatile(
@@ -38,7 +38,7 @@ struct Mbarrier {
     return done;
   }
 
-  // Waits until the phase of that parity is over.
+  // Waits until the phase of that parity has completed.
   __device__ __forceinline__ void wait(unsigned parity) {
     unsigned done;
     do {
@@ -52,7 +52,7 @@ struct Mbarrier {
   }
 };
 
-// Makes initialized barriers visible to the asynchronous copies.
+// Makes barrier initialization visible to asynchronous copies.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

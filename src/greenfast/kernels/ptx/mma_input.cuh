@@ -1,4 +1,4 @@
-// What differs between the two 16-bit types of inputs in matrix products.
+// The mma of each 16-bit input type.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,8 @@
 
 namespace greenfast::ptx {
 
-// add: c (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major); set: c = a * b. inverse_power: 2^-exponent twice.
+// add: c (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major); set: c = a * b. inverse_power: 2^-exponent,
+// twice.
 template <class In>
 struct InputMma;
 

@@ -3,7 +3,7 @@
 
 namespace greenfast::ptx {
 
-// Four integers as signed bytes, those out of range as the nearest one, x[0] in the lowest byte.
+// Converts four integers to signed bytes, saturating; x[0] in the lowest byte.
 __device__ __forceinline__ unsigned pack_s8(const int (&x)[4]) {
   unsigned packed;
   asm("{\n\t.reg .b32 high;\n\tcvt.pack.sat.s8.s32.b32 high, %4, %3, 0;\n\t"

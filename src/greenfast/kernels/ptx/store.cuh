@@ -5,13 +5,13 @@
 
 namespace greenfast::ptx {
 
-// 16 bytes at once. Of an ordinary uint4 store the compiler may make four of 4 bytes, where its registers lie apart.
+// Stores 16 bytes at once. The compiler may split an ordinary uint4 store into four if its registers are not adjacent.
 __device__ __forceinline__ void store_16(void* address, const unsigned (&x)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// The same under a condition, without a branch.
+// The same with a predicate, branch-free.
 __device__ __forceinline__ void store_16_if(bool condition, void* address, const unsigned (&x)[4]) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(address),

@@ -1,4 +1,4 @@
-// Copies of tiles between global and shared memory by the copy engine (PTX ISA, "cp.async.bulk.tensor"; sm_90 and up).
+// TMA: tensor copies from global to shared memory (PTX ISA, "cp.async.bulk.tensor"; sm_90 and up).
 #pragma once
 
 #include "ptx/cache_hint.cuh"
@@ -6,7 +6,7 @@
 
 namespace greenfast::ptx {
 
-// CUtensorMap: made by the host, passed by value as a __grid_constant__ parameter.
+// CUtensorMap: encoded by the host, passed by value as a __grid_constant__ parameter.
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
@@ -15,12 +15,13 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// One thread copies the box at (x, y, z) or (x, y, z, w), x innermost, and adds its bytes to the barrier; elements
-// outside are zero.
+// Copies the box at (x, y, z) or (x, y, z, w), x innermost, issued by one thread; completes on the mbarrier. Elements
+// out of bounds are zero-filled.
 __device__ __forceinline__ void tma_load_3d(void* smem_dst, const TensorMap& map, Mbarrier& full, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared_address(smem_dst)),
+      "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 
@@ -28,8 +29,8 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map
                                             int w) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];"
-      ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w)
+      "[%2];" ::"r"(shared_address(smem_dst)),
+      "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
 
@@ -37,13 +38,12 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const TensorMap& map
                                             int w, CacheHint hint) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
-      ::"r"(shared_address(smem_dst)), "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w),
-      "l"(hint.policy)
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(smem_dst)),
+      "l"(&map), "r"(shared_address(&full.word)), "r"(x), "r"(y), "r"(z), "r"(w), "l"(hint.policy)
       : "memory");
 }
 
-// The box into L2 alone.
+// Prefetches the box to L2.
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap& map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x), "r"(y),
                "r"(z), "r"(w)

@@ -1,10 +1,9 @@
-// Attention forward with the FP8 tensor cores of Ada: codes straight into mma.m16n8k32, scores and P in registers. Q
-// and K are E4M3 or int8; V and P are E4M3.
+// Attention forward for Ada (sm_89): mma.m16n8k32 on 8-bit operands, scores and P in registers. Q and K are E4M3 or
+// int8; V and P are E4M3. Unlike the Hopper kernel it has no TMA, no warp specialization, and one scale per head.
 //
-// A block of four warps computes 64 query rows of one head, 16 each, and walks over the keys in tiles of 64 that
-// cp.async fetches one ahead, as in FlashAttention-2 (Dao, 2023). V comes transposed with its keys in the order in
-// which the accumulators of Q K^T are the A operand of P V (sm90/kernel.cuh says which). The softmax is online, in
-// base 2.
+// A block of four warps computes 64 query rows of one head, 16 per warp, and iterates over tiles of 64 keys, which
+// cp.async loads one tile ahead, as in FlashAttention-2 (Dao, 2023). V is transposed and its keys are permuted, so that
+// the accumulators of Q K^T are the A operand of P V (sm90/kernel.cuh). Online softmax in base 2.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,14 +18,14 @@
 namespace greenfast {
 
 struct AdaParams {
-  const unsigned char* q;    // (batch x heads, q_len, head_dim) codes
+  const unsigned char* q;    // (batch x heads, q_len, head_dim), quantized
   const unsigned char* k;    // (batch x kv_heads, kv_len, head_dim)
-  const unsigned char* v_t;  // (batch x kv_heads, head_dim, kv_padded), keys reordered
+  const unsigned char* v_t;  // (batch x kv_heads, head_dim, kv_padded), keys permuted
   const float* q_scale;      // (batch x heads)
   const float* k_scale;      // (batch x kv_heads), as v_scale
   const float* v_scale;
   half* out;         // (batch, heads, q_len, columns), as `rows` says
-  int heads_per_kv;  // query heads that share a head of K and V
+  int heads_per_kv;  // query heads per KV head
   int q_len;
   int kv_len;
   int kv_padded;     // kv_len rounded up to 16
@@ -35,38 +34,40 @@ struct AdaParams {
   OutputRows rows;
 };
 
-// A tile of kRows rows of kRowBytes bytes in pieces of 16, shuffled so that eight rows of one piece lie in all banks.
+// A tile of kRows rows of kRowBytes bytes in 16-byte chunks, swizzled so that eight rows of one chunk have no bank
+// conflicts.
 template <int kRows, int kRowBytes>
 struct AdaTile {
-  static constexpr int kPieces = kRowBytes / 16;
-  static_assert(kPieces >= 4, "rows of 64 bytes or more");
+  static constexpr int kChunks = kRowBytes / 16;
+  static_assert(kChunks >= 4, "rows of 64 bytes or more");
   alignas(128) unsigned char bytes[kRows * kRowBytes];
 
-  __device__ __forceinline__ unsigned char* piece(int row, int i) {
-    // Rows of 64 bytes: two share the 128 bytes of all banks, so every other row moves on.
-    const int turn = kPieces == 4 ? row / 2 % 4 : row % 8;
-    return bytes + row * kRowBytes + (i ^ turn) * 16;
+  __device__ __forceinline__ unsigned char* chunk(int row, int i) {
+    // Two rows of 64 bytes share the 128 bytes of all banks, so the swizzle changes every other row.
+    const int swizzle = kChunks == 4 ? row / 2 % 4 : row % 8;
+    return bytes + row * kRowBytes + (i ^ swizzle) * 16;
   }
 
-  // Starts the copy from `src`, of rows `pitch` bytes apart; pieces at or beyond `rows` or `valid_bytes` become zero.
+  // Starts the cp.async of rows at `src`, `pitch` bytes apart. Chunks from row `rows` or byte `valid_bytes` on are
+  // zero-filled.
   __device__ __forceinline__ void prefetch(const unsigned char* src, size_t pitch, int rows, int valid_bytes) {
-    for (int i = threadIdx.x; i < kRows * kPieces; i += blockDim.x) {
-      const int row = i / kPieces, p = i % kPieces;
+    for (int i = threadIdx.x; i < kRows * kChunks; i += blockDim.x) {
+      const int row = i / kChunks, p = i % kChunks;
       const bool inside = row < rows && p * 16 < valid_bytes;
-      ptx::cp_async_16(piece(row, p), inside ? src + row * pitch + p * 16 : src, inside ? 16 : 0);
+      ptx::cp_async_16(chunk(row, p), inside ? src + row * pitch + p * 16 : src, inside ? 16 : 0);
     }
   }
 
-  // B operands of 16 columns (rows of this tile from `row` on) and 32 steps of k (bytes 32 `step` on): {b0, b1} twice.
+  // Loads B operands of 16 columns (rows of this tile from `row` on) and 32 k (from byte 32 `step` on): {b0, b1} twice.
   __device__ __forceinline__ void operand_b(unsigned (&b)[4], int row, int step) {
     const int lane = threadIdx.x % 32;
-    ptx::ldmatrix_x4(b, piece(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+    ptx::ldmatrix_x4(b, chunk(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
   }
 
-  // The A operand of 16 rows.
+  // Loads the A operand of 16 rows.
   __device__ __forceinline__ void operand_a(unsigned (&a)[4], int row, int step) {
     const int lane = threadIdx.x % 32;
-    ptx::ldmatrix_x4(a, piece(row + lane % 16, step * 2 + lane / 16));
+    ptx::ldmatrix_x4(a, chunk(row + lane % 16, step * 2 + lane / 16));
   }
 };
 
@@ -83,7 +84,8 @@ template <class Cfg>
 __device__ __forceinline__ void attention_ada(const AdaParams& p) {
   constexpr int kHeadDim = Cfg::kHeadDim, kBlock = 64, kSteps = kHeadDim / 32;
   using Score = typename Cfg::Score;  // float of E4M3 codes, int of int8
-  constexpr float kOffset = 8.0f;  // weights are stored times 2^8, of at most 448, so that small ones keep their bits
+  constexpr float kMaxOffset =
+      8.0f;  // P is scaled by 2^8 (E4M3's maximum is 448), so that small values keep their precision
   static_assert(sizeof(AdaStorage<Cfg>) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   extern __shared__ __align__(128) unsigned char smem[];
   AdaStorage<Cfg>& shared = *reinterpret_cast<AdaStorage<Cfg>*>(smem);
@@ -95,11 +97,11 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
   const unsigned char* q = p.q + (static_cast<size_t>(head) * p.q_len + first_row) * kHeadDim;
   const unsigned char* k = p.k + static_cast<size_t>(kv_head) * p.kv_len * kHeadDim;
   const unsigned char* v = p.v_t + static_cast<size_t>(kv_head) * kHeadDim * p.kv_padded;
-  const int last = min(first_row + kBlock, p.q_len);
-  const int keys = max(0, Cfg::kCausal ? min(p.kv_len, last + p.causal_shift) : p.kv_len);
+  const int row_end = min(first_row + kBlock, p.q_len);
+  const int keys = max(0, Cfg::kCausal ? min(p.kv_len, row_end + p.causal_shift) : p.kv_len);
   const int tiles = (keys + kBlock - 1) / kBlock;
-  int end[2];  // of the keys of this thread's rows
-  for (int r = 0; r < 2; ++r) end[r] = Cfg::kCausal ? min(p.kv_len, row + 8 * r + 1 + p.causal_shift) : p.kv_len;
+  int col_limit[2];  // one past the last key of this thread's rows
+  for (int r = 0; r < 2; ++r) col_limit[r] = Cfg::kCausal ? min(p.kv_len, row + 8 * r + 1 + p.causal_shift) : p.kv_len;
 
   const auto prefetch = [&](int tile) {
     const int key = tile * kBlock, s = tile % AdaStorage<Cfg>::kStages;
@@ -114,7 +116,7 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
 
   const float log2_e = 1.4426950408889634f;
   const float scale = p.q_scale[head] * p.k_scale[kv_head] * p.softmax_scale * log2_e;
-  const float scale_log2 = scale < 1.17549435e-38f ? 1.17549435e-38f : scale;  // not 0, which times -inf is NaN
+  const float scale_log2 = scale < 1.17549435e-38f ? 1.17549435e-38f : scale;  // not 0: 0 times -inf is NaN
   unsigned q_operand[kSteps][4];
   float o[kHeadDim / 8][4] = {};
   float max_score[2] = {-CUDART_INF_F, -CUDART_INF_F}, sum[2] = {};
@@ -143,23 +145,23 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
 
     const int first_key = tile * kBlock + lane % 4 * 2;
     float scores[kBlock / 8][4];
-    float top[2] = {max_score[0], max_score[1]}, bias[2], rescale[2];
+    float new_max[2] = {max_score[0], max_score[1]}, bias[2], rescale[2];
 #pragma unroll
     for (int n = 0; n < kBlock / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[n][i] = first_key + 8 * n + i % 2 >= end[i / 2] ? -CUDART_INF_F : static_cast<float>(raw[n][i]);
-        top[i / 2] = fmaxf(top[i / 2], scores[n][i]);
+        scores[n][i] = first_key + 8 * n + i % 2 >= col_limit[i / 2] ? -CUDART_INF_F : static_cast<float>(raw[n][i]);
+        new_max[i / 2] = fmaxf(new_max[i / 2], scores[n][i]);
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-      const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives weights 0
+      new_max[r] = fmaxf(new_max[r], __shfl_xor_sync(0xffffffffu, new_max[r], 1));
+      new_max[r] = fmaxf(new_max[r], __shfl_xor_sync(0xffffffffu, new_max[r], 2));
+      const float base = new_max[r] == -CUDART_INF_F ? 0.0f : new_max[r];  // no key so far: any base gives P = 0
       rescale[r] = ptx::ex2((max_score[r] - base) * scale_log2);
-      bias[r] = fmaf(-base, scale_log2, kOffset);
-      max_score[r] = top[r];
+      bias[r] = fmaf(-base, scale_log2, kMaxOffset);
+      max_score[r] = new_max[r];
       sum[r] *= rescale[r];
     }
 #pragma unroll
@@ -170,24 +172,24 @@ __device__ __forceinline__ void attention_ada(const AdaParams& p) {
 
 #pragma unroll
     for (int t = 0; t < kBlock / 32; ++t) {
-      unsigned weights[4];  // the A operand: row i % 2, columns 16 (i / 2) on
+      unsigned p_frag[4];  // the A operand: row i % 2, columns from 16 (i / 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float w[4];
+        float p_values[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int r = i % 2;
-          w[j] = ptx::ex2(fmaf(scores[4 * t + i / 2 * 2 + j / 2][2 * r + j % 2], scale_log2, bias[r]));
-          sum[r] += w[j];
+          p_values[j] = ptx::ex2(fmaf(scores[4 * t + i / 2 * 2 + j / 2][2 * r + j % 2], scale_log2, bias[r]));
+          sum[r] += p_values[j];
         }
-        weights[i] = ptx::pack_e4m3(w);
+        p_frag[i] = ptx::pack_e4m3(p_values);
       }
 #pragma unroll
       for (int n = 0; n < kHeadDim / 16; ++n) {
         unsigned b[4];
         shared.v[s].operand_b(b, 16 * n, t);
-        ptx::mma_m16n8k32(o[2 * n], weights, b[0], b[1]);
-        ptx::mma_m16n8k32(o[2 * n + 1], weights, b[2], b[3]);
+        ptx::mma_m16n8k32(o[2 * n], p_frag, b[0], b[1]);
+        ptx::mma_m16n8k32(o[2 * n + 1], p_frag, b[2], b[3]);
       }
     }
     __syncthreads();
