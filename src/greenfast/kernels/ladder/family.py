@@ -1,8 +1,8 @@
-"""The staged attention ladder as a kernel family: toggles to CUDA source, shape to launch.
+"""The attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels themselves are in ``kernels/ladder``: ``staged.cuh`` and, for full fusion, ``registers.cuh``,
-``specialized.cuh`` and ``persistent.cuh``; this module renders their configuration, refuses what their static_asserts
-refuse, and plans their shared memory.
+The kernels are in ``kernels/ladder``: ``staged.cuh`` and, for full fusion, ``registers.cuh``, ``specialized.cuh`` and
+``persistent.cuh``. This module renders their configuration, rejects the combinations that their static_asserts reject,
+and plans their shared memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 ENTRY = "fp8_sdpa"
 HEAD_DIMS = (64, 128)
 PHASES = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
-#: Of full fusion, where codes are dequantized inside the products.
+#: Phases of full fusion, where dequantization is part of the products.
 REGISTER_PHASES = ("Q load", "K/V prefetch", "QK^T", "softmax", "P*V", "combine", "store")
-FULL_FUSION = 2  # of USE_FUSED_SOFTMAX_PV
+FULL_FUSION = 2  # value of USE_FUSED_SOFTMAX_PV
 
 _BLOCK_M = _BLOCK_N = 32
-_PERSISTENT_ON = Target("sm_90a")  # persistent blocks fill its multiprocessors; on others some blocks run later
+_PERSISTENT_ON = Target("sm_90a")  # the grid fills its multiprocessors; on smaller GPUs some blocks run later
 _MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 _MEMBERS = {  # toggle -> member of Cfg
@@ -38,15 +38,15 @@ _MEMBERS = {  # toggle -> member of Cfg
     "USE_KV_LUT": "kKvLut",
     "DEBUG_PRINT": "kDebugPrint",
 }
-#: The toggles that decide the kernel.
+#: The toggles that determine the kernel.
 TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
-#: Those that change full fusion, one at a time.
+#: Toggles of full fusion, of which at most one is set.
 _OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One of the ladder's kernels: its header and function, the members of its Cfg that are its own, its launch."""
+    """A kernel of the ladder: its header and function, its specific members of Cfg, and its launch."""
 
     header: str
     members: Mapping[str, bool | int]
@@ -57,7 +57,7 @@ class _Kernel:
 
 
 def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> None:
-    """Raise UsageError for what the kernel's static_asserts would refuse, naming the rule."""
+    """Raise UsageError, naming the rule, for combinations that the kernel's static_asserts reject."""
     if fmt not in _FORMATS:
         raise unknown("format", fmt, _FORMATS)
     missing = [d for d in "BHSD" if d not in dims]
@@ -89,7 +89,7 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
 
 
 def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
-    """The size of the kernel's SharedStorage; the kernel asserts that it is the same."""
+    """Return the size of the kernel's SharedStorage; the kernel asserts that it is equal."""
     q_stride = head_dim + 8
     kv_stride = head_dim if toggles["USE_XOR_SWIZZLE"] else head_dim + 8
     members = [  # (alignment, bytes) in the order of SharedStorage
@@ -110,13 +110,12 @@ def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
 def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
     """Scores and P in shared memory: staged.cuh."""
     members = {member: bool(toggles[name]) for name, member in _MEMBERS.items()}
-    # Shared memory lets no more than three or four blocks on a multiprocessor; without this the compiler aims for more
-    # and spills.
+    # Shared memory limits occupancy to three or four blocks; without min_blocks the compiler aims for more and spills.
     return _Kernel("staged", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES)
 
 
 def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in registers: registers.cuh, or one of the headers that divide its work otherwise."""
+    """Scores and P in registers: registers.cuh, or a header that divides the same work in another way."""
     stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
     members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
     # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
@@ -133,7 +132,7 @@ def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
 
 
 def _fused_blocks(head_dim: int) -> int:
-    """Blocks of full fusion on a multiprocessor: 128 columns take more registers than two of them may have."""
+    """Return the blocks of full fusion per multiprocessor: 1 at head dim 128, which needs more registers."""
     return 2 if head_dim == 64 else 1
 
 
@@ -147,7 +146,7 @@ def kernel(
         f"  static constexpr {type(value).__name__} {member} = {str(value).lower()};"
         for member, value in {**chosen.members, "kPhaseClocks": instrumented}.items()
     ]
-    # Persistent blocks cannot read the number of heads off their grid.
+    # Persistent blocks cannot derive the number of heads from their grid.
     parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
     source = f"""#include "ladder/{chosen.header}.cuh"
 
@@ -178,7 +177,7 @@ extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_block
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-    """One block per 32 query rows and head, or as many as the multiprocessors hold; then the phase counters' buffer."""
+    """Return the launch: one block per 32 query rows and head, or as many as are resident if persistent."""
     heads, row_blocks = dims["B"] * dims["H"], -(-dims["S"] // _BLOCK_M)
     args = (
         *("q", "k", "v", "q_scale", "k_scale", "v_scale", "out"),

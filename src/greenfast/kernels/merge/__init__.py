@@ -1,1 +1,1 @@
-"""Partial results of attention to one."""
+"""Merge partial results of attention."""

@@ -1,4 +1,4 @@
-"""The kernel that merges two partial results of attention, ``kernels/merge/merge.cuh``."""
+"""Render and launch the kernel that merges two partial results of attention, ``kernels/merge/merge.cuh``."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
 
 
 def launch(shape: tuple[int, ...], first: int, a: Stride3, b: Stride3, out: Stride3) -> Launch:
-    """shape: (batch, heads, rows, columns) of ``a`` and ``out``; ``b`` has the rows from ``first`` on. Strides of each.
+    """Return the launch. shape: (batch, heads, rows, columns) of ``a`` and ``out``; ``b`` has the rows from ``first``.
 
-    The log-sum-exps are contiguous (batch, heads, rows), ``lse_out`` another buffer than ``lse_a``.
+    a, b, out: strides in elements. The LSEs are contiguous (batch, heads, rows); ``lse_out`` must not be ``lse_a``.
     """
     batch, heads, rows, columns = shape
     vectors = rows * (columns // _VECTOR)

@@ -1,4 +1,4 @@
-"""The quantization kernel as a family: per-head amax and cast, scalar or vectorized loads."""
+"""Per-head quantization as a kernel family: amax and cast, with scalar or vectorized loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
 def kernel(
     toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> KernelSource:
-    """Render the quantizer; USE_VECTOR_LOADS=1 moves eight elements per access. Raises UsageError as Family says."""
+    """Render the quantizer. USE_VECTOR_LOADS=1: eight elements per access. Raises UsageError as Family documents."""
     if instrumented:
         raise UsageError("the quantizer has no instrumented build; profile it with Nsight Compute")
     if fmt not in _FORMATS:

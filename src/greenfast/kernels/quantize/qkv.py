@@ -1,4 +1,4 @@
-"""The kernel that quantizes Q, K and V for the fast attention kernels, ``kernels/quantize/qkv.cuh``."""
+"""Render and launch the kernel that quantizes Q, K and V for attention, ``kernels/quantize/qkv.cuh``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes
 from greenfast.spec.kernel import KernelSource, Launch
 
 ENTRY = "quantize_qkv"
-#: A head's mean is estimated from MEAN_KEYS keys spread over it, as the median of the means of groups of MEAN_GROUP.
+#: A head's mean is the median of the means of groups of MEAN_GROUP keys, out of MEAN_KEYS keys spread over the head.
 MEAN_KEYS, MEAN_GROUP = 32, 4
-#: Threads of a block, by head dim of the codes: a warp, or two, for each 16 rows of a tile.
+#: Head dim -> threads of a block: one or two warps per 16 rows of a tile.
 _THREADS = {64: 256, 128: 256, 256: 512}
-#: Blocks that a multiprocessor holds, by head dim of the codes: a limit on registers.
+#: Head dim -> blocks per multiprocessor for __launch_bounds__.
 _BLOCKS = {64: 3, 128: 2, 256: 1}
-#: Tiles of K that are many times what a GPU works on at once.
+#: With this number of tiles of K, a block takes several.
 _MANY_TILES = 1024
 
 
 def key_tiles(sizes: Sizes) -> int:
-    """How many tiles of K a block takes: it finds the mean of some keys first, where there are many for several."""
+    """Return the tiles of K per block: several if there are many tiles, because each block computes the mean first."""
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
     return 4 if tiles >= _MANY_TILES else 1
 
 
 def sample_places(length: int) -> list[int]:
-    """Which of ``length`` keys the mean is estimated from: one of each 32nd, so that no period meets them all."""
+    """Return the indices of the sampled keys: one in each 32nd of the keys, at offsets without a period."""
     return [(i * MEAN_KEYS + i * 19 % MEAN_KEYS) * length // MEAN_KEYS**2 for i in range(MEAN_KEYS)]
 
 
@@ -35,10 +35,10 @@ def _tiles(length: int) -> int:
 
 
 def kernel(config: AttentionConfig, sizes: Sizes, *, sampled: bool = False) -> KernelSource:
-    """Render the kernel that quantizes the tensors of an attention, with scales of blocks.
+    """Render the kernel that quantizes the tensors of an attention, with block scales.
 
-    sampled: whether the mean of K is of MEAN_KEYS keys that the launch names: where K is a part of the keys, such as
-    the shard of a GPU, and all parts have to subtract the same.
+    sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
+    all shards must subtract the same mean.
     """
     threads = _THREADS[config.head_dim]
     flags = {
@@ -86,9 +86,9 @@ def launch(
     *,
     sampled: bool = False,
 ) -> Launch:
-    """A block for each work tile; buffers are named as in ``problems.attention``, and k_mean.
+    """Return the launch: one block per work tile. Buffers are named as in ``problems.attention``, and k_mean.
 
-    Q is left out where ``config.quantizes_queries``. strides: of query, key and value; contiguous by default.
+    Q is not quantized if ``config.quantizes_queries``. strides: of query, key and value; contiguous by default.
     sampled: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns), contiguous.
     """
     queries = not config.quantizes_queries

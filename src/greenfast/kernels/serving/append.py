@@ -1,4 +1,4 @@
-"""The kernel that appends new tokens to a paged FP8 cache, ``kernels/serving/append.cuh``."""
+"""Render and launch the kernel that appends new tokens to a paged FP8 cache, ``kernels/serving/append.cuh``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch
 ENTRY = "append_kv"
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIMS = (64, 128, 256)
-#: Columns of a row that a thread holds: RoPE rotates all of them or none.
+#: Columns of a row per thread. RoPE rotates all of them or none.
 COLUMNS = 16
-#: Tokens of V in groups that a block takes.
+#: Tokens of grouped V per block.
 VALUE_TOKENS = 64
 _THREADS = 256
-#: Heads that a block takes one after another: as many as leave _BLOCKS blocks, to keep a GPU busy, and at most _HEADS.
+#: Heads per block, one after another: as many as leave _BLOCKS blocks to fill a GPU, and at most _HEADS.
 _BLOCKS, _HEADS = 1024, 8
 _TYPES = {**CUDA_TYPES, "float32": "float"}
 _POSITIONS = {"int64": "long long", "int32": "int"}
@@ -26,15 +26,15 @@ _POSITIONS = {"int64": "long long", "int32": "int"}
 
 @dataclass(frozen=True, kw_only=True)
 class AppendConfig:
-    """All options of an append. Equal ones make equal kernels.
+    """All options of an append. Equal options give equal kernels.
 
-    dtype: of Q, K and V, and of Q as it is written: "bfloat16" or "float16".
-    value_layout: "grouped", (pages, kv_heads, page_size // 16, head_dim, 16), or "rows", that of K.
-    scales: "token", found for each token and head and written to the cache, or "head", given.
-    queries: whether there are Q to normalize and rotate.
-    norm: dtype of the weights of the QK-norm, "float32", "bfloat16" or "float16"; empty for none.
-    rotary_dim: columns that RoPE rotates, a multiple of 16; 0 for none. interleaved: whether columns 2i and 2i + 1 are
-    rotated together, else i and i + rotary_dim / 2. tables: dtype of cosines and sines. positions: "int64" or "int32".
+    dtype: of Q, K, V and the Q output: "bfloat16" or "float16".
+    value_layout: "grouped", (pages, kv_heads, page_size // 16, head_dim, 16), or "rows", the layout of K.
+    scales: "token": computed per token and head, and written to the cache; "head": an input.
+    queries: whether Q is normalized and rotated too.
+    norm: dtype of the QK-norm weights, "float32", "bfloat16" or "float16"; empty for no norm.
+    rotary_dim: columns that RoPE rotates, a multiple of 16; 0 for no RoPE. interleaved: RoPE pairs are columns 2i and
+    2i + 1, else i and i + rotary_dim / 2. tables: dtype of cosines and sines. positions: "int64" or "int32".
 
     Raises UsageError for values that are not listed here.
     """
@@ -87,12 +87,10 @@ class AppendSizes:
 
 @dataclass(frozen=True)
 class AppendStrides:
-    """Where rows of the tensors lie, in elements; all begin at multiples of 16 bytes, columns are neighbours.
+    """Strides in elements. Rows are aligned to 16 bytes, and columns are contiguous.
 
-    query, key, value: from a token to the next, from a head to the next.
-    key_cache, value_cache: from a page, slot and head to the next; V in groups has 0 for slots.
-    key_scale, value_scale: from a page to the next of scales by token; from a head to the next of given ones, 0 or 1.
-    cos, sin: from a position to the next.
+    query, key, value: (token, head). key_cache, value_cache: (page, slot, head); slot is 0 for grouped V.
+    key_scale, value_scale: of pages for token scales; of heads, 0 or 1, for scales per head. cos, sin: of positions.
     """
 
     query: tuple[int, int]
@@ -161,14 +159,14 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_resident(config)})
 
 
 def _resident(config: AppendConfig) -> int:
-    """Blocks that a multiprocessor holds: a limit on registers, as high as keeps all of a thread's state in them."""
+    """Return the blocks per multiprocessor for __launch_bounds__: as many as need no spills."""
     if config.norm and config.rotary_dim:
         return 2 if config.norm == "float32" or config.scales == "head" else 3
     return 3 if config.norm or config.rotary_dim else 4
 
 
 def chunk_of(config: AppendConfig, sizes: AppendSizes) -> int:
-    """Heads of Q or K that a block takes one after another."""
+    """Return the heads of Q or K per block."""
     rows = _tiles(config, sizes) * (sizes.kv_heads + sizes.heads * config.queries)
     return max(1, min(_HEADS, rows // _BLOCKS))
 
@@ -178,10 +176,10 @@ def _tiles(config: AppendConfig, sizes: AppendSizes) -> int:
 
 
 def launch(config: AppendConfig, sizes: AppendSizes, strides: AppendStrides, eps: float = 1e-6) -> Launch:
-    """The launch for tensors of these sizes, at least one token.
+    """Return the launch for tensors of these sizes, with at least one token.
 
-    Buffers: q, k, v, q_out, k_cache, v_cache, k_scale, v_scale, slot_mapping (int64), and as the configuration asks for
-    them q_weight, k_weight, cos, sin, positions. eps: of the norm.
+    Buffers: q, k, v, q_out, k_cache, v_cache, k_scale, v_scale, slot_mapping (int64), and depending on the
+    configuration q_weight, k_weight, cos, sin, positions. eps: of the norm.
     """
     grouped, chunk = config.value_layout == "grouped", chunk_of(config, sizes)
     q_chunks, kv_chunks = (-(-heads // chunk) for heads in (sizes.heads * config.queries, sizes.kv_heads))

@@ -1,8 +1,7 @@
-"""The serving attention as a family: rows of Q as rows of the products, in tiles of 64 or wide ones, or as columns.
+"""Serving attention as a kernel family: narrow or wide row tiles, or swapped operands (S^T = K Q^T) for decoding.
 
-A shape has B sequences of at most Q queries and S keys, H query heads, HK heads of K and V, and head dim D. It may have
-PAGE tokens of a page (64 where it is left out), VROWS=1 for V in rows, and HEADSCALE=1 for a scale of each head of K
-and V in place of one of each token.
+A shape has B sequences of at most Q queries and S keys, H query heads, HK KV heads, and head dim D. Optional: PAGE
+tokens per page (default 64), VROWS=1 for row-major V, and HEADSCALE=1 for scales per head instead of per token.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import Program, Step, Workspace
 
 FORMATS = ("e4m3",)
-#: As many blocks are launched as are resident on these.
+#: Launches fill this number of multiprocessors.
 MULTIPROCESSORS = attention.TARGET.multiprocessors
 #: Causal, without a window.
 _WINDOW = (-1, 0)
@@ -26,12 +25,12 @@ _MOST_GROUPED = 16
 
 
 def query_lengths(sequences: int, longest: int) -> list[int]:
-    """Queries of each sequence, all at least 1: the first has ``longest``, the others other numbers where they can."""
+    """Return the query lengths of the sequences, each at least 1: ``longest`` first, then varying ones."""
     return [longest - 7 * n % longest for n in range(sequences)]
 
 
 def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
-    """A shape's dimensions with defaults filled in. Raises UsageError for a format or shape without a kernel."""
+    """Return a shape's dimensions with defaults. Raises UsageError for a format or shape without a kernel."""
     if fmt not in FORMATS:
         raise unknown("format", fmt, FORMATS)
     if any(dims.get(name, 0) < 1 for name in _REQUIRED) or dims.keys() - {*_REQUIRED, *_DEFAULTS}:
@@ -49,7 +48,7 @@ def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
 
 
 def sizes_of(dims: Mapping[str, int], fmt: str) -> ServingSizes:
-    """The sizes of a shape: pages for all sequences at their longest and three more. Raises as ``read_dims`` does."""
+    """Return the sizes of a shape, with pages for S keys per sequence and three more. Raises as ``read_dims`` does."""
     d = read_dims(dims, fmt)
     entries = -(-d["S"] // d["PAGE"])
     return ServingSizes(
@@ -78,7 +77,7 @@ def _config(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Se
 
 
 def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False) -> Program:
-    """The plan of the batch and the attention. Raises UsageError as Family says."""
+    """Return the launches of the plan and the attention. Raises UsageError as Family documents."""
     if instrumented:
         raise UsageError("the serving kernels have no phases to count: warpgroups are in different ones at a time")
     config, sizes = _config(toggles, fmt, dims), sizes_of(dims, fmt)

@@ -1,4 +1,4 @@
-"""The kernel that finds where new tokens go in a paged cache, ``kernels/serving/slots.cuh``."""
+"""The kernel that computes the slots of new tokens in a paged cache, ``kernels/serving/slots.cuh``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
 
 
 def launch(sequences: int, tokens: int, page: int, entries: int, table_row: int, optional: frozenset[str]) -> Launch:
-    """The launch for at least one sequence.
+    """Return the launch for at least one sequence.
 
-    Buffers: starts, slots, positions, lengths, and of "before", "counted_from" and "block_table" those in ``optional``;
-    without the last one made_table, whose rows have ``entries`` pages. table_row: stride of block_table.
+    Buffers: starts, slots, positions, lengths, and those of "before", "counted_from" and "block_table" that are in
+    ``optional``; without block_table also made_table, (sequences, entries). table_row: row stride of block_table.
     """
     given = {n: n if n in optional else np.int64(0) for n in ("before", "counted_from", "block_table")}
     made = np.int64(0) if "block_table" in optional else "made_table"
