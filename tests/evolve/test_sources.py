@@ -189,7 +189,7 @@ def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
         ),
         ("greenfast.kernels.none", {}, "family 'greenfast.kernels.none': allowed are"),
         ("greenfast.kernels.attention.config", {}, "allowed are families"),
-        ("greenfast.kernels.attention.tuning_space", {"BLOCK": [1]}, "no toggle of .*tilings is called 'BLOCK'"),
+        ("greenfast.kernels.attention.tuning_space", {"BLOCK": [1]}, "no toggle of .*tuning_space is called 'BLOCK'"),
         (
             "greenfast.kernels.attention.tuning_space",
             {"BLOCK_N": [128]},

@@ -1,9 +1,9 @@
-"""CUDA C++ sources; README.md says which file is for what."""
+"""CUDA C++ sources, and the Python that renders and launches them. README.md lists the files."""
 
 from pathlib import Path
 
 #: The folder that kernels' ``#include "..."`` lines resolve in.
 KERNEL_DIR = Path(__file__).parent
 
-#: The types of CUDA C++ for dtypes of an attention's inputs and outputs.
+#: dtype of an attention's input or output -> CUDA C++ type.
 CUDA_TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}

@@ -1,4 +1,4 @@
-"""The Ada kernel: toggles and shape to CUDA source and launch (``kernels/attention/sm89/kernel.cuh``)."""
+"""Render and launch the Ada attention kernel, ``kernels/attention/sm89/kernel.cuh``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STAGES = 2
 
 
 def refuses(config: AttentionConfig) -> str | None:
-    """What of an attention the kernel does not compute; None where it computes all of it."""
+    """Return the options that the kernel does not support, as a message; None if it supports all of them."""
     if config.head_dim not in HEAD_DIMS:
         return f"the Ada kernel is for head dims {', '.join(map(str, HEAD_DIMS))}"
     lacking = config.beyond("head_dim", "columns", "format", "mask", "key_mean", "rotate")

@@ -1,6 +1,6 @@
-"""What an attention computes: every option in one typed place, and the sizes of the tensors that it is computed on.
+"""The options of an attention, typed, and the sizes and strides of its tensors.
 
-A shape of a task spells an option as a dimension in addition to B, H, S and D, such as CAUSAL=1; see each field below.
+A shape of a task sets an option by a dimension in addition to B, H, S and D, such as CAUSAL=1; see each field below.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument
 
-#: Keys of V^T come in groups of 16, in the order in which a tensor core's accumulators hold 16 columns.
+#: Keys of V^T are permuted in groups of 16, to the order in which mma accumulators hold 16 columns.
 KEY_GROUP = 16
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
-#: Rows that share a scale where Q, or K and V, have scales of blocks.
+#: Rows that share a block scale: of Q, and of K and V.
 QUERY_BLOCK, ROW_BLOCK = 16, 128
-#: Of ROW_BLOCK keys with fine scales, those that share one: keys 2 g and 2 g + 1 of each 8 are of group g.
+#: Fine scales per ROW_BLOCK keys: keys 2 g and 2 g + 1 of each 8 belong to group g.
 KEY_GROUPS = 4
-#: The format of V, and of the softmax's weights, whatever the format of Q and K.
+#: The format of V and P, for any format of Q and K.
 VALUE_FORMAT = "e4m3"
 
 FORMATS = ("e4m3", "int8")
 
 
 class Mask(IntEnum):
-    """Which keys a query attends to; i counts queries from 0."""
+    """The keys that query i, counted from 0, attends to."""
 
     NONE = 0  # all of them
     UPPER_LEFT = 1  # keys 0 .. i
@@ -40,28 +40,28 @@ class Mask(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """All options of an attention, which decide its kernels together with ``Sizes``. Equal ones make equal kernels.
+    """All options of an attention. With ``Sizes`` they determine its kernels; equal options give equal kernels.
 
-    A field's metadata say which dimension of a task's shape sets it: {dimension: {number: value}}.
+    A field's metadata map dimensions of a task's shape to its values: {dimension: {number: value}}.
 
-    head_dim: columns of Q, K and V as the kernels hold them; narrower tensors are padded with zeros.
+    head_dim: columns of Q, K and V in the kernels; narrower tensors are padded with zeros.
     columns: columns of the caller's tensors, a multiple of 8 up to head_dim; 0 stands for head_dim.
     format: "e4m3" or "int8", the number format of Q and K. V has VALUE_FORMAT.
     dtype: "float16" or "bfloat16", the type of the output, and of tensors that a kernel quantizes.
-    mask: which keys a query attends to.
-    log_sum_exp: whether the kernel also writes the natural logarithm of each row's sum of exponentials.
-    rounded_sums: whether that sum is of the weights as they are rounded, which the output is divided by: what a merge
-    with results over other keys needs, and faster. Of rows with few keys it is off by up to 3 %.
-    query_scales, key_scales: "head", one scale for each head of a batch; "block", one for each QUERY_BLOCK rows of Q
-    and each ROW_BLOCK rows of K; or "fine", one for each row of Q and each of KEY_GROUPS groups of ROW_BLOCK rows of K.
-    value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", one for each column of a head.
-    softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0 leaves them as they are.
+    mask: the keys that a query attends to.
+    log_sum_exp: the kernel also writes LSE, the natural logarithm of each row's sum of exponentials.
+    rounded_sums: that sum is of P after its rounding, which the output is divided by. Needed for a merge with results
+    over other keys, and faster. For rows with few keys it is off by up to 3 %.
+    query_scales, key_scales: "head", a scale per head and batch; "block", a scale per QUERY_BLOCK rows of Q and per
+    ROW_BLOCK rows of K; or "fine", a scale per row of Q and for each of KEY_GROUPS groups of ROW_BLOCK rows of K.
+    value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", a scale per column of a head.
+    softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0: no softcap.
     value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
-    quantizes_queries: whether the attention kernel reads Q as the caller has it, and quantizes it in blocks itself.
-    key_mean: whether K is quantized without an estimate of its mean over the keys, which changes no weight.
-    rotate: whether Q and K are multiplied by an orthogonal matrix before they are quantized.
+    quantizes_queries: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
+    key_mean: an estimate of K's mean over the keys is subtracted before quantization, which does not change the softmax.
+    rotate: Q and K are multiplied by an orthogonal matrix before quantization.
 
-    Raises UsageError for values that are not listed here, and for combinations that no kernel could compute.
+    Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
     """
 
     head_dim: int
@@ -95,13 +95,13 @@ class AttentionConfig:
             raise UsageError("fine scales of Q (QBLOCK=1) go with fine scales of K (KBLOCK=32)")
 
     def __str__(self) -> str:
-        """What differs from the defaults, for messages: 'head_dim 64, format e4m3, mask UPPER_LEFT'."""
+        """Return the options that differ from the defaults, as in 'head_dim 64, format e4m3, mask UPPER_LEFT'."""
         chosen = {name: getattr(self, name) for name in ("head_dim", "format", *self.beyond("head_dim", "format"))}
         return ", ".join(f"{name} {value.name if isinstance(value, Mask) else value}" for name, value in chosen.items())
 
     @property
     def exact_sums(self) -> bool:
-        """Whether weights are summed before they are rounded."""
+        """Whether row sums are of P before its rounding."""
         return self.log_sum_exp and not self.rounded_sums
 
     @property
@@ -110,7 +110,7 @@ class AttentionConfig:
         return self.mask != Mask.NONE
 
     def beyond(self, *supported: str) -> list[str]:
-        """Options, by name, that differ from their defaults and are not among ``supported``: a kernel refuses them."""
+        """Return the names of options that differ from their defaults and are not in ``supported``."""
         plain = AttentionConfig(head_dim=self.head_dim)
         names = (f.name for f in fields(self) if f.name not in supported)
         return [name for name in names if getattr(self, name) != getattr(plain, name)]
@@ -118,7 +118,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention: Q is (batch, heads, q_len, ...), K and V are (batch, kv_heads, kv_len, ...)."""
+    """The sizes of an attention: Q is (batch, heads, q_len, ...), K and V are (batch, kv_heads, kv_len, ...)."""
 
     batch: int
     heads: int
@@ -127,19 +127,19 @@ class Sizes:
     kv_len: int
 
     def shift(self, mask: Mask) -> int:
-        """With a mask, query i attends to keys 0 .. i + shift."""
+        """Return the shift of a mask: query i attends to keys 0 .. i + shift."""
         return self.kv_len - self.q_len if mask == Mask.LOWER_RIGHT else 0
 
 
-#: Elements from one batch, head and row of a tensor to the next; columns are neighbours.
+#: Strides of batch, head and row in elements; columns are contiguous.
 Stride3 = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Strides:
-    """Strides of tensors that kernels read or write where the caller has them; None for a contiguous one.
+    """Strides of the caller's tensors; None for a contiguous tensor.
 
-    out: multiples of 8. query, key, value: rows begin at multiples of 16 bytes.
+    out: multiples of 8. query, key, value: rows are aligned to 16 bytes.
     """
 
     query: Stride3 | None = None
@@ -149,28 +149,28 @@ class Strides:
 
 
 def strides_of(heads: int, length: int, columns: int) -> Stride3:
-    """Strides of a contiguous (batch, heads, length, columns)."""
+    """Return the strides of a contiguous (batch, heads, length, columns)."""
     return (heads * length * columns, length * columns, columns)
 
 
 def output_arguments(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
-    """The fields of the kernels' OutputRows: where they write O, (batch, heads, q_len, columns)."""
+    """Return the fields of the kernels' OutputRows, the layout of O, (batch, heads, q_len, columns)."""
     batch, head, row = strides or strides_of(sizes.heads, sizes.q_len, config.columns)
     gap = batch - sizes.heads * head if sizes.batch > 1 else 0
     return (np.int64(gap), np.int64(head), np.int64(row), np.int32(sizes.heads), np.int32(config.columns))
 
 
 def softmax_scale(config: AttentionConfig, scale: float | None) -> np.float32:
-    """What scores are multiplied by: ``scale``, or with None one over the root of head_dim."""
+    """Return the scale of the scores: ``scale``, or 1 / sqrt(head_dim) if it is None."""
     return np.float32(1.0 / math.sqrt(config.head_dim) if scale is None else scale)
 
 
 def padded_keys(kv_len: int) -> int:
-    """The keys of V^T: kv_len rounded up to KEY_GROUP."""
+    """Return the keys of V^T: kv_len rounded up to KEY_GROUP."""
     return -(-kv_len // KEY_GROUP) * KEY_GROUP
 
 
-#: Field -> the dimensions that set it, each with its numbers other than 0 and what they stand for.
+#: Field -> the dimensions that set it, each with its numbers other than 0 and their values.
 _SPELLED = {f.name: f.metadata for f in fields(AttentionConfig) if f.metadata}
 _DIMENSIONS = {key: (0, *numbers) for spelled in _SPELLED.values() for key, numbers in spelled.items()}
 _ALLOWED = {
@@ -181,7 +181,7 @@ _ALLOWED = {
 
 
 def read_dims(dims: Mapping[str, int], fmt: str) -> tuple[AttentionConfig, Sizes]:
-    """The options and sizes of a task's shape in a format.
+    """Return the options and sizes of a task's shape in a format.
 
     dims: B, H, S and D, and perhaps HK heads of K and V (default H), KV keys (default S) and the fields' dimensions.
     Raises UsageError for missing and unknown ones and for such that do not fit together.

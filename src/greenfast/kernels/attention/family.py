@@ -1,4 +1,4 @@
-"""The fast kernels as a family: Hopper's, Ada's, and Stage 2 of the ladder, and which of them a call should take."""
+"""The fast kernels as a family: Hopper's, Ada's, and Stage 2 of the ladder; and the choice between them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kernel(
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-    """The grid and arguments of that kernel."""
+    """Return the grid and arguments of that kernel."""
     if toggles.get("USE_QMMA"):
         return ada.launch(*read_dims(dims, fmt))
     if not toggles["USE_WGMMA"]:
@@ -42,14 +42,14 @@ def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Lau
 
 
 def choose(target: Target, fmt: str, dims: Mapping[str, int]) -> Choice:
-    """The rung that computes a shape fastest on a target, and why. Raises UsageError where none computes it."""
+    """Return the fastest rung for a shape on a target, and the reason. Raises UsageError if there is none."""
     return choose_kernel(target, *read_dims(dims, fmt))
 
 
 def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
-    """The same for an attention.
+    """Return the same for an attention.
 
-    Measured on an H100 (docs/performance-log.md); Ada's kernel has been timed nowhere yet.
+    Measured on an H100 (docs/performance-log.md). The Ada kernel has not been timed on its GPU yet.
     """
     if target.name == hopper.TARGET.name:
         return Choice("hopper", f"wgmma on 8-bit codes; {tiling(config, sizes, target.multiprocessors)[1]}")
@@ -82,7 +82,7 @@ def _stage2_refuses(config: AttentionConfig, sizes: Sizes) -> str | None:
 
 
 def _ladder_dims(fmt: str, dims: Mapping[str, int]) -> dict[str, int]:
-    """The dimensions as the ladder takes them. Raises UsageError for what it does not compute."""
+    """Return the dimensions for the ladder. Raises UsageError for options that it does not support."""
     refused = _stage2_refuses(*read_dims(dims, fmt))
     if refused is not None:
         raise UsageError(f"{refused}; got {dict(dims)}")

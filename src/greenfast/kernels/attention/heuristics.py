@@ -1,4 +1,4 @@
-"""How the Hopper kernel cuts its work: which tiles a shape gets, as planned here or by rules from measurements."""
+"""Tile sizes of the Hopper kernel: chosen by a cost model, or by rules from measurements."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes
 from greenfast.spec.errors import UsageError
 
 HEAD_DIMS = (64, 128, 256)
-ROWS = 64  # of a warpgroup
-_WIDEST = 256  # columns of a product
+ROWS = 64  # query rows of a warpgroup
+_WIDEST = 256  # columns of the widest wgmma
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the Hopper kernel cuts its work.
+    """Tile sizes and pipeline options of the Hopper kernel.
 
-    block_n: keys of a tile. consumers: warpgroups of 64 query rows each that share it. stages: tiles in flight.
-    out_columns: columns of O that one product computes. ping_pong: whether two warpgroups alternate on the tensor
-    cores. polynomials: of 16 exponentials, how many are computed on the FMA pipe. overlap: whether P V of a tile
-    overlaps with the softmax of the next. two_levels: whether the sums over tiles are float32, not the tensor cores'
-    own. row_stages: tiles of a row-major V in flight, which the producer warpgroup transposes; 0 where V comes
-    transposed.
+    block_n: keys of a tile. consumers: consumer warpgroups, of 64 query rows each. stages: of K and of V.
+    out_columns: columns of O per wgmma. ping_pong: warpgroups issue their products in turn. polynomials: of 16
+    exponentials, the number computed on the FMA pipe. overlap: P V of a tile overlaps with the softmax of the next.
+    two_levels: O is summed over tiles in float32, else by the tensor cores. row_stages: stages of row-major V, which
+    the producer warpgroup transposes; 0 if V is transposed.
     """
 
     block_n: int
@@ -48,13 +47,13 @@ class Tiling:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a consumer and of the producer warpgroup; no more than a block starts with."""
+        """Registers per thread of a consumer and of the producer warpgroup; in sum at most those at launch."""
         if self.row_stages:
             return {1: (240, 96), 2: (224, 56)}[self.consumers]
         return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
 
     def smem_bytes(self, config: AttentionConfig) -> int:
-        """The size of the kernel's FlashStorage or RowMajorStorage; the kernel asserts that it is the same."""
+        """Return the size of the kernel's Storage; the kernel asserts that it is equal."""
         head_dim = config.head_dim
         ones = 0 if config.exact_sums or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
@@ -66,7 +65,7 @@ class Tiling:
 
 
 def stages_queries(head_dim: int) -> bool:
-    """Whether rows of an unquantized Q come through the stages of K and V, beside which the widest have no room."""
+    """Whether an unquantized Q is loaded through the stages of K and V, for lack of shared memory."""
     return head_dim == HEAD_DIMS[-1]
 
 
@@ -74,25 +73,25 @@ def _whole_kilobytes(size: int) -> int:
     return -(-size // 1024) * 1024
 
 
-#: Up to this number of keys one level of accumulation has the error of two (docs/performance-log.md). Two levels are
-#: free at head dims 64 and 128; at 256 they take the registers that overlapping P V with the next softmax needs.
+#: Up to this number of keys, accumulation in the tensor cores has the error of float32 (docs/performance-log.md).
+#: Promotion to float32 is free at head dims 64 and 128; at 256 it takes the registers that `overlap` needs.
 ONE_LEVEL_KEYS = 16384
 
-#: Number of warpgroups of a block -> its measured time for its rows, relative to one warpgroup.
+#: Consumer warpgroups of a block -> measured time of a block, relative to one warpgroup.
 _COST = {1: 1.0, 2: 1.42, 4: 2.75}
 
 
 def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
-    """Tiles with one and more warpgroups that were fastest (docs/performance-log.md)."""
+    """Return the fastest tiles for each number of warpgroups (docs/performance-log.md)."""
     causal, head_dim = config.causal, config.head_dim
-    if config.value_layout == "row_major":  # by what fits without spills, not measured yet
+    if config.value_layout == "row_major":  # the largest without spills; not measured yet
         stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
         common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
         two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
         found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
     elif head_dim == 64:
-        # With a scale for each block of V, a tile is a block. With a mask and scales of blocks or the log-sum-exp four
-        # warpgroups spill up to seven registers: they take 0.87 of the time of three, which do not.
+        # With block scales of V, a tile is a block. With a mask and block scales, or LSE, four warpgroups spill up to
+        # seven registers, but take 0.87 of the time of three, which do not spill.
         wide = (
             Tiling(128, 2, 4, 64, True, 12, overlap=True)
             if config.value_scales == "block"
@@ -106,15 +105,16 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:
         found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
-    if config.exact_sums:  # which a polynomial in half would spoil
+    if config.exact_sums:  # exp2 in half is not accurate enough for exact sums
         found = tuple(replace(t, polynomials=0) for t in found)
     return found
 
 
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
-    """The tiles for an attention on a GPU with this number of multiprocessors, and why: planned, or measured faster.
+    """Return the tiles for an attention on a GPU with this number of multiprocessors, and the reason.
 
-    Raises UsageError for a head dim that the kernel does not compute.
+    They come from the cost model, or from a rule if other tiles were measured to be faster.
+    Raises UsageError for a head dim that the kernel does not support.
     """
     chosen, why = planned(config, sizes, multiprocessors)
     rule = _rule(config, sizes.kv_len, chosen)
@@ -124,7 +124,7 @@ def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple
 
 
 def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
-    """The same without measured rules."""
+    """Return the tiles of the cost model, without measured rules, and the reason."""
     if config.head_dim not in HEAD_DIMS:
         allowed = ", ".join(map(str, HEAD_DIMS))
         raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
@@ -133,7 +133,7 @@ def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tupl
     def cost(t: Tiling) -> float:
         heads = sizes.batch * sizes.heads
         waves = -(-sizes.q_len // t.block_m) * heads / multiprocessors
-        # Few waves are as long as whole ones; of many, a last block of few rows costs little.
+        # Few waves are rounded up. With many waves, a partial last block costs little.
         return _COST[t.consumers] * (
             math.ceil(waves) if waves <= 4 else sizes.q_len / t.block_m * heads / multiprocessors
         )
@@ -148,10 +148,10 @@ def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tupl
 
 @dataclass(frozen=True)
 class Rule:
-    """Tiles that were measured to be faster than those planned.
+    """Tiles that were measured to be faster than those of the cost model.
 
-    key: head dim, whether there is a mask, scales of Q, K and V, and the format. keys: from how many on, and before how
-    many. instead_of: the planned tiles. quote: the measurement in words.
+    key: head dim, causal, scales of Q, K and V, and the format. keys: minimum kv_len, and maximum kv_len (exclusive).
+    instead_of: the tiles of the cost model. quote: the measurement in words.
     """
 
     key: tuple[Any, ...]
@@ -163,7 +163,7 @@ class Rule:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """The rules of tilings.json, which scripts/update_results.py makes from benchmarks/hopper_tilings.py's records."""
+    """Load the rules of tilings.json, which scripts/update_results.py makes from records of hopper_tilings.py."""
     found = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
     return tuple(
         Rule(
@@ -193,15 +193,15 @@ def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
 
 @lru_cache(maxsize=1024)
 def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiprocessors: int) -> int:
-    """How many heads the blocks work on at a time: the fewest that divide causal work almost as evenly as any do.
+    """Return the heads that are scheduled together: the fewest whose causal work is balanced almost as well as any.
 
-    Few heads leave K and V in the L2 cache; without a mask all work tiles are equal, and one head at a time will do.
+    Few heads keep K and V in L2. Without a mask all work tiles are equal, and one head is enough.
     """
     if mask == Mask.NONE:
         return 1
     row_blocks, heads = -(-sizes.q_len // block_m), sizes.batch * sizes.heads
     ends = np.minimum(np.arange(row_blocks, 0, -1) * block_m, sizes.q_len) + sizes.shift(mask)
-    # + 1 for entering and leaving a work tile
+    # + 1 for the prologue and epilogue of a work tile
     tiles = np.clip(-(-np.minimum(ends, sizes.kv_len) // block_n), 0, None) + 1.0
     candidates = [2**n for n in range(heads.bit_length()) if 2**n < heads] + [heads]
     evenness = [_evenness(tiles, heads, width, multiprocessors) for width in candidates]
@@ -210,7 +210,7 @@ def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multipro
 
 
 def _evenness(tiles: np.ndarray, heads: int, width: int, multiprocessors: int) -> float:
-    """Mean load of a block over the largest, when work tiles are dealt back and forth, ``width`` heads at a time."""
+    """Return mean / maximum load of a block, for the alternating static schedule of ``width`` heads at a time."""
     groups = [np.repeat(tiles, min(width, heads - first)) for first in range(0, heads, width)]
     loads = np.concatenate(groups)
     rounds = np.zeros((-(-len(loads) // multiprocessors), multiprocessors))

@@ -1,4 +1,4 @@
-"""The Hopper kernel, ``kernels/attention/sm90/``: an attention to CUDA source and launch."""
+"""Render and launch the Hopper attention kernel, ``kernels/attention/sm90/``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def kernel(
 ) -> KernelSource:
     """Render the kernel of an attention.
 
-    multiprocessors: of the GPU, by which tiles are chosen. tiles: to take in place of those.
-    Raises UsageError for what it does not compute.
+    multiprocessors: of the GPU, for the choice of tiles. tiles: overrides that choice.
+    Raises UsageError for options that it does not support.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     smem, (registers, fetching) = tiles.smem_bytes(config), tiles.registers
@@ -125,13 +125,13 @@ def launch(
     blocks_each: int = 1,
     tiles: Tiling | None = None,
 ) -> Launch:
-    """A block per multiprocessor, or per work tile where there are fewer.
+    """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
 
-    scale: of the scores, > 0; by default one over the root of head_dim. strides: of out, and of Q where the
-    kernel quantizes it; tensors are contiguous by default. kept_keys: where K and V hold codes of more keys than
-    kv_len, of which the first are read, how many; their scales are of kv_len keys alone. blocks_each: blocks for each
-    multiprocessor, of which one runs at a time: with several, multiprocessors that another kernel holds for a while
-    leave their share to the others. tiles: of the kernel, where they were given.
+    scale: of the scores, > 0; by default 1 / sqrt(head_dim). strides: of out, and of Q with fused quantization;
+    tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len, of which
+    the first are read; the scales are of kv_len keys. ctas_per_sm: blocks per multiprocessor in the grid, of which one
+    is resident at a time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
+    that the kernel was rendered with, if not the default.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
@@ -174,7 +174,7 @@ def launch(
 
 
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
-    """Q as its caller has it, (batch, heads, q_len, columns) of 16 bits, and its heads."""
+    """Return the arguments of an unquantized Q: a tensor map of (batch, heads, q_len, columns) in 16 bits, and heads."""
     shape = (sizes.batch, sizes.heads, sizes.q_len, config.columns)
     given = strides or strides_of(*shape[1:])
     # A dimension of 1 may have any stride: it is never stepped along.

@@ -1,4 +1,4 @@
-"""The Hopper kernel with tiles that the caller names, for searches; ``family`` takes those of its rules."""
+"""The Hopper kernel with tiles set by toggles, for searches; ``family`` chooses tiles by heuristics and rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAGS = ("ping_pong", "overlap", "two_levels")
 
 
 def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
-    """The tiles that toggles name. Raises UsageError, naming the rule, for those that the kernel refuses."""
+    """Return the tiles that toggles set. Raises UsageError, naming the rule, for tiles that the kernel rejects."""
     fields: dict[str, Any] = {field: toggles[name] for name, field in TOGGLES.items()}
     tiles = Tiling(**{field: bool(value) if field in _FLAGS else value for field, value in fields.items()})
     limit = most_shared(hopper.TARGET)
@@ -58,7 +58,7 @@ def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
 def kernel(
     toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> KernelSource:
-    """Render the kernel. Raises UsageError for tiles or a shape that it does not compute."""
+    """Render the kernel. Raises UsageError for tiles or a shape that it does not support."""
     if instrumented:
         raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
     config, sizes = _read(fmt, dims)
@@ -66,7 +66,7 @@ def kernel(
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
-    """The grid and arguments of that kernel."""
+    """Return the grid and arguments of that kernel."""
     config, sizes = _read(fmt, dims)
     return hopper.launch(config, sizes, tiles=tiles_of(toggles, config))
 
