@@ -88,7 +88,7 @@ class Group:
         """The tilings of the space that the kernel can have, with ``wide`` those that can be fast on a full GPU."""
         config, _ = read_dims(self.dims(B=1, H=1, S=1), self.fmt)
         if self.scales == "block":  # then sdpa has Q quantized in the kernel, which takes shared memory
-            config = replace(config, quantizes_queries=True)
+            config = replace(config, fuse_q_quant=True)
         found = [{name: int(value) for name, value in point.items()} for point in space_of(self.head_dim).listed()]
         return [t for t in found if _allowed(t, config) and (not wide or _can_be_fast(t, self.head_dim))]
 

@@ -114,7 +114,7 @@ def test_queries_that_the_kernel_quantizes(
     monkeypatch.setattr(heuristics, "_COST", {n: 1.0 if n == consumers else 100.0 for n in (1, 2, 4)})
     dims = {**BLOCKS, **dims}
     coded, sizes = read_dims(dims, fmt)
-    config = replace(coded, columns=head_dim, quantizes_queries=True)
+    config = replace(coded, columns=head_dim, fuse_q_quant=True)
     assert heuristics.tiling(config, sizes, 2)[0].consumers == consumers
     case, q, own = with_queries(dims, head_dim, dtype, fmt)
     plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
@@ -154,7 +154,7 @@ def test_rows_of_q_that_are_released_without_a_fence_are_caught(
     dims = {**BLOCKS, "B": 1, "H": 6, "S": 60, "KV": 140, "D": head_dim}
     _, q, own = with_queries(dims, head_dim, torch.float16, "e4m3")
     coded, sizes = read_dims(dims, "e4m3")
-    config = replace(coded, columns=head_dim, quantizes_queries=True)
+    config = replace(coded, columns=head_dim, fuse_q_quant=True)
     plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
     kernel = hopper.kernel(config, sizes, 2)
     run_source(kernel, plan, own)
@@ -182,7 +182,7 @@ def test_measured_tiles_where_the_kernel_quantizes_queries(rule: heuristics.Rule
     keys = max(tiles.block_n * tiles.stages for tiles in (rule.tiles, rule.instead_of)) + 20
     dims = {"B": 1, "H": 1, "S": 140, "KV": keys, "D": head_dim, **BLOCKS} | ({"CAUSAL": 2} if causal else {})
     coded, sizes = read_dims(dims, fmt)
-    config = replace(coded, quantizes_queries=True)
+    config = replace(coded, fuse_q_quant=True)
     case = attention_problem.make_case(dims, 0, fmt)
     q = np.random.default_rng(1).standard_normal((1, 140, head_dim)).astype(np.float16)
     own = Case(case.inputs | {"q": q.view(np.uint16)[None]}, case.outputs)
@@ -341,7 +341,7 @@ def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path
     dims = {"B": 1, "H": 1, "S": 130, "KV": 130, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
     case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims({**dims, "QBLOCK": 16}, "e4m3")
-    config = replace(config, quantizes_queries=True)
+    config = replace(config, fuse_q_quant=True)
     own = Case(case.inputs | {"q": np.full((1, 1, 130, 64), 0x3C00, np.uint16)}, case.outputs)
     source = without(hopper.kernel(config, sizes), "attention/sm90/load_q_input.cuh", old, "", tmp_path)
 

@@ -79,7 +79,7 @@ def test_nothing_is_written_outside(padded: int, head_dim: int, unquantized_quer
     dims = {"B": 2, "H": 2, "S": 150, "D": padded, "KBLOCK": 128, "VBLOCK": 128, "QBLOCK": 16}
     case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims(dims, "e4m3")
-    config = replace(config, columns=head_dim, quantizes_queries=unquantized_queries)
+    config = replace(config, columns=head_dim, fuse_q_quant=unquantized_queries)
     rows = (300 * head_dim, head_dim, 2 * head_dim)
     inputs = dict(case.inputs)
     if unquantized_queries:

@@ -70,11 +70,9 @@ FEW, FEW_INT8 = 128, 16
 )
 def test_no_spills(extras: dict[str, int], fmt: str, head_dim: int, causal: int) -> None:
     dims = {**BIG, "D": head_dim, "CAUSAL": causal, **extras}
-    quantizes_queries = "QUANTIZES_Q" in dims
+    fuse_q_quant = "QUANTIZES_Q" in dims
     config, sizes = read_dims({key: n for key, n in dims.items() if key != "QUANTIZES_Q"}, fmt)
-    compiled = compile_kernel(
-        hopper.kernel(replace(config, quantizes_queries=quantizes_queries), sizes), Target("sm_90a")
-    )
+    compiled = compile_kernel(hopper.kernel(replace(config, fuse_q_quant=fuse_q_quant), sizes), Target("sm_90a"))
     allowed = FEW_INT8 if fmt == "int8" else 0
     if head_dim == 64 and ("KBLOCK" in extras or fmt == "int8"):
         allowed = FEW
@@ -129,7 +127,7 @@ def test_tensor_maps_describe_the_buffers() -> None:
 def test_causal_work_is_distributed_evenly(heads: int, length: int, block_m: int, block_n: int) -> None:
     """Counted as the kernel distributes it (StaticScheduler and WorkTile in attention/scheduler.cuh)."""
     sizes = Sizes(1, heads, heads, length, length)
-    width, blocks = heuristics.heads_at_once(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
+    width, blocks = heuristics.head_swizzle(Mask.UPPER_LEFT, sizes, block_m, block_n, 132), -(-length // block_m)
     loads, seen = np.zeros(132), set()
     for work_tile in range(blocks * heads):
         group, within = divmod(work_tile, blocks * width)
@@ -144,13 +142,13 @@ def test_causal_work_is_distributed_evenly(heads: int, length: int, block_m: int
 
 
 def test_without_a_mask_one_head_at_a_time() -> None:
-    assert heuristics.heads_at_once(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
+    assert heuristics.head_swizzle(Mask.NONE, Sizes(1, 32, 32, 8192, 8192), 256, 128, 132) == 1
 
 
 def test_strides_of_unquantized_queries() -> None:
     """Any strides, also of a dimension of 1; strides that the kernel cannot quantize from are refused."""
     config = AttentionConfig(
-        head_dim=64, columns=40, query_scales="block", key_scales="block", value_scales="block", quantizes_queries=True
+        head_dim=64, columns=40, query_scales="block", key_scales="block", value_scales="block", fuse_q_quant=True
     )
     sizes = Sizes(2, 3, 3, 40, 40)
     plan = hopper.launch(config, sizes, strides=Strides(query=(4800, 40, 120)))
@@ -158,7 +156,7 @@ def test_strides_of_unquantized_queries() -> None:
     assert isinstance(q, TensorMap)
     assert (q.dtype, q.shape, q.strides, q.box) == ("uint16", (2, 3, 40, 40), (9600, 80, 240, 2), (1, 1, 64, 64))
     assert plan.early
-    assert not hopper.launch(replace(config, quantizes_queries=False), sizes).early
+    assert not hopper.launch(replace(config, fuse_q_quant=False), sizes).early
     alone = hopper.launch(config, Sizes(1, 3, 3, 40, 40), strides=Strides(query=(7, 40, 120))).args[0]
     assert isinstance(alone, TensorMap)
     assert alone.strides[0] % 16 == 0

@@ -85,7 +85,7 @@ def test_a_measured_rule(in_kernel: bool, rule: Rule) -> None:
     assert tiling(config, few, MULTIPROCESSORS) == planned(config, few, MULTIPROCESSORS), "below all that was measured"
     exact = replace(config, log_sum_exp=True)
     assert tiling(exact, sizes, MULTIPROCESSORS) == planned(exact, sizes, MULTIPROCESSORS)
-    config = replace(config, quantizes_queries=in_kernel and config.query_scales == "block")
+    config = replace(config, fuse_q_quant=in_kernel and config.query_scales == "block")
     compiled = compile_kernel(hopper.kernel(config, sizes, MULTIPROCESSORS), Target("sm_90a"))
     assert compiled.resources.spill_bytes <= 64
     assert "C75" not in compiled.log, "the assembler serializes the products"

@@ -47,7 +47,7 @@ def kernels_of_a_call(
     """What ``sdpa`` and ``attention`` compile for tensors of these shapes, as the operator plans it."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
     config = sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
-    on_codes = attention_step(replace(config, quantizes_queries=False), sizes_of(q.shape, k.shape), 0.1, HOPPER)
+    on_codes = attention_step(replace(config, fuse_q_quant=False), sizes_of(q.shape, k.shape), 0.1, HOPPER)
     steps = (*sdpa_steps(q, k, k, config, 0.1, HOPPER), on_codes)
     return [step.source for step in steps]
 

@@ -158,7 +158,7 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
         q, k = meta_tensors(dims)
         for precision in PRECISIONS:
             config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
-            kept = replace(config, quantizes_queries=False)
+            kept = replace(config, fuse_q_quant=False)
             steps = {
                 "quantize": cuda.quantize_step(q, k, k, kept),
                 "attention": cuda.attention_step(kept, cuda.sizes_of(q.shape, k.shape), 1.0, target),

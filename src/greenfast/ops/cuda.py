@@ -69,7 +69,7 @@ def sdpa_config(
             f"precision: {FINE!r} has kernels for Hopper GPUs, this is {target.name}; 'int8' runs"
         )
     config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
-    return replace(config, mask=Mask(mask), log_sum_exp=lse, quantizes_queries=blocks)
+    return replace(config, mask=Mask(mask), log_sum_exp=lse, fuse_q_quant=blocks)
 
 
 def sizes_of(query: Shape, key: Shape) -> Sizes:
@@ -92,7 +92,7 @@ def attention_step(
     strides: Strides = Strides(),  # noqa: B008
 ) -> Step:
     """The launch that computes attention on codes of K and V, and on codes of Q or unquantized Q with these strides."""
-    names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
+    names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
     if kernel_for(target, config, sizes).rung == "ada":
         return Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
     size = target.multiprocessors

@@ -97,7 +97,7 @@ def _kernels_of(
     if heads == 1 or heads * q_len <= _MOST_ROWS:
         for masked in causal:
             config = replace(codes, mask=Mask(int(masked)))
-            kept = replace(config, quantizes_queries=False)
+            kept = replace(config, fuse_q_quant=False)
             yield attention_step(kept, sizes_of(query.shape, key.shape), 1.0, target).source
             if codes.key_scales != "head":
                 yield from (step.source for step in sdpa_steps(query, key, key, config, 1.0, target))

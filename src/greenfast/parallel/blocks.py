@@ -97,16 +97,16 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool
+    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries (B, H, S, D), of any strides, over the first ``count`` of the keys.
 
     Returns the output, contiguous and of the queries' dtype, and the natural log-sum-exp of the scores without the
-    mean of the keys, float32 (B, H, S). exact_sums: whether that is of the weights before they are rounded; else of
-    those that the output is divided by, which is what a merge needs.
+    mean of the keys, float32 (B, H, S). sum_unrounded_p: whether that sums P before its rounding; else
+    after it, like the divisor of the output, which a merge needs.
     """
     if query.is_cuda:
-        found: tuple[Tensor, Tensor] = gpu().attend(query, keys, count, precision, causal, scale, exact_sums)
+        found: tuple[Tensor, Tensor] = gpu().attend(query, keys, count, precision, causal, scale, sum_unrounded_p)
         return found
     nothing = query.new_zeros(*keys.key.shape[:2], 0, query.shape[3])
     queries = reference.quantize(query, nothing, nothing, config_of(query.shape[3], query.dtype, precision))

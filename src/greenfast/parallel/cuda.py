@@ -71,7 +71,7 @@ def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffer
 def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: Keys) -> Tensor:
     """``blocks.quantize_keys`` of CUDA tensors."""
     key, value = readable(key), readable(value)
-    config = replace(_config_of(key.shape[3], key.dtype, precision), quantizes_queries=True)  # no Q here
+    config = replace(_config_of(key.shape[3], key.dtype, precision), fuse_q_quant=True)  # no Q here
     mean = into.key_scale.new_empty(*key.shape[:2], into.key.shape[3])
     written = {
         "k_codes": into.key, "v_codes": into.value, "k_scale": into.key_scale, "v_scale": into.value_scale,
@@ -104,12 +104,14 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, exact_sums: bool
+    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
     config = _config_of(head_dim, query.dtype, precision)
-    config = replace(config, mask=Mask(causal), log_sum_exp=True, rounded_sums=not exact_sums, quantizes_queries=True)
+    config = replace(
+        config, mask=Mask(causal), log_sum_exp=True, sum_quantized_p=not sum_unrounded_p, fuse_q_quant=True
+    )
     query = readable(query, by_tma=True)
     blocks = -(-count // ROW_BLOCK)
     out = query.new_empty(query.shape)
@@ -159,9 +161,9 @@ def _attending(
     def step() -> Step:
         size = target.multiprocessors
         launch = hopper.launch(
-            config, sizes, scale, Strides(query=query), size, kept_keys=kept, blocks_each=BLOCKS_EACH
+            config, sizes, scale, Strides(query=query), size, kv_len_allocated=kept, ctas_per_sm=BLOCKS_EACH
         )
-        names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.quantizes_queries else {"q": "q_codes"})
+        names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
         # What lies before it on the stream may be a wait for NCCL, not the quantizer.
         return Step(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 

@@ -50,15 +50,15 @@ class AttentionConfig:
     dtype: "float16" or "bfloat16", the type of the output, and of tensors that a kernel quantizes.
     mask: the keys that a query attends to.
     log_sum_exp: the kernel also writes LSE, the natural logarithm of each row's sum of exponentials.
-    rounded_sums: that sum is of P after its rounding, which the output is divided by. Needed for a merge with results
-    over other keys, and faster. For rows with few keys it is off by up to 3 %.
+    sum_quantized_p: that sum is of P after its rounding, which the output is divided by. Faster, and needed for a merge
+    with results over other keys. For rows with few keys it is off by up to 3 %.
     query_scales, key_scales: "head", a scale per head and batch; "block", a scale per QUERY_BLOCK rows of Q and per
     ROW_BLOCK rows of K; or "fine", a scale per row of Q and for each of KEY_GROUPS groups of ROW_BLOCK rows of K.
     value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", a scale per column of a head.
     softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0: no softcap.
     value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
-    quantizes_queries: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
-    key_mean: an estimate of K's mean over the keys is subtracted before quantization, which does not change the softmax.
+    fuse_q_quant: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
+    key_mean: K is quantized minus an estimate of its mean over the keys, which does not change the softmax.
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
 
     Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
@@ -70,13 +70,13 @@ class AttentionConfig:
     dtype: str = field(default="float16", metadata={"BF16": {1: "bfloat16"}})
     mask: Mask = field(default=Mask.NONE, metadata={"CAUSAL": {1: Mask.UPPER_LEFT, 2: Mask.LOWER_RIGHT}})
     log_sum_exp: bool = field(default=False, metadata={"LSE": {1: True}})
-    rounded_sums: bool = False
+    sum_quantized_p: bool = False
     query_scales: str = field(default="head", metadata={"QBLOCK": {QUERY_BLOCK: "block", 1: "fine"}})
     key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block", ROW_BLOCK // KEY_GROUPS: "fine"}})
     value_scales: str = field(default="head", metadata={"VBLOCK": {ROW_BLOCK: "block"}, "VCHANNEL": {1: "channel"}})
     softcap: float = field(default=0.0, metadata={"SOFTCAP": {30: 30.0, 50: 50.0}})
     value_layout: str = field(default="transposed", metadata={"VROWS": {1: "row_major"}})
-    quantizes_queries: bool = False
+    fuse_q_quant: bool = False
     key_mean: bool = False
     rotate: bool = False
 
@@ -89,8 +89,8 @@ class AttentionConfig:
             raise UsageError(f"columns: {self.columns}; a multiple of 8 up to head_dim {self.head_dim} is needed")
         if self.key_scales == "head" and "block" in (self.query_scales, self.value_scales):
             raise UsageError("scales of blocks of Q or V (QBLOCK, VBLOCK) go with scales of blocks of K (KBLOCK)")
-        if self.rounded_sums and not self.log_sum_exp:
-            raise UsageError("rounded_sums: they are of the log-sum-exp, which is not asked for (log_sum_exp)")
+        if self.sum_quantized_p and not self.log_sum_exp:
+            raise UsageError("sum_quantized_p: it changes the log-sum-exp alone; set log_sum_exp too")
         if (self.query_scales == "fine") != (self.key_scales == "fine"):
             raise UsageError("fine scales of Q (QBLOCK=1) go with fine scales of K (KBLOCK=32)")
 
@@ -100,9 +100,9 @@ class AttentionConfig:
         return ", ".join(f"{name} {value.name if isinstance(value, Mask) else value}" for name, value in chosen.items())
 
     @property
-    def exact_sums(self) -> bool:
+    def sum_unrounded_p(self) -> bool:
         """Whether row sums are of P before its rounding."""
-        return self.log_sum_exp and not self.rounded_sums
+        return self.log_sum_exp and not self.sum_quantized_p
 
     @property
     def causal(self) -> bool:

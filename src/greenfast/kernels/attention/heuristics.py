@@ -55,12 +55,12 @@ class Tiling:
     def smem_bytes(self, config: AttentionConfig) -> int:
         """Return the size of the kernel's Storage; the kernel asserts that it is equal."""
         head_dim = config.head_dim
-        ones = 0 if config.exact_sums or self.out_columns == _WIDEST else 8  # rows after V^T
+        ones = 0 if config.sum_unrounded_p or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         flash = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
         rows = self.row_stages * (self.block_n * head_dim + 16)
         size = _whole_kilobytes(flash + rows) if rows else flash
-        own_rows = config.quantizes_queries and not stages_queries(head_dim)
+        own_rows = config.fuse_q_quant and not stages_queries(head_dim)
         return size + (self.block_m * head_dim * 2 if own_rows else 0)
 
 
@@ -105,7 +105,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:
         found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
-    if config.exact_sums:  # exp2 in half is not accurate enough for exact sums
+    if config.sum_unrounded_p:  # exp2 in half is not accurate enough for exact sums
         found = tuple(replace(t, polynomials=0) for t in found)
     return found
 
@@ -181,7 +181,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
-    if config.value_layout == "row_major" or config.exact_sums or config.softcap:  # not measured
+    if config.value_layout == "row_major" or config.sum_unrounded_p or config.softcap:  # not measured
         return None
     key = (config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales, config.format)
     for rule in rules():
@@ -192,7 +192,7 @@ def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
 
 
 @lru_cache(maxsize=1024)
-def heads_at_once(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiprocessors: int) -> int:
+def head_swizzle(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiprocessors: int) -> int:
     """Return the heads that are scheduled together: the fewest whose causal work is balanced almost as well as any.
 
     Few heads keep K and V in L2. Without a mask all work tiles are equal, and one head is enough.

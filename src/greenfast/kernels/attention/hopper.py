@@ -15,7 +15,7 @@ from greenfast.kernels.attention.config import (
     softmax_scale,
     strides_of,
 )
-from greenfast.kernels.attention.heuristics import ROWS, Tiling, heads_at_once, stages_queries, tiling
+from greenfast.kernels.attention.heuristics import ROWS, Tiling, head_swizzle, stages_queries, tiling
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
@@ -46,9 +46,9 @@ def kernel(
         "PromoteAccum": tiles.two_levels,
         "Causal": config.causal,
         "Lse": config.log_sum_exp,
-        "SumUnroundedP": config.exact_sums,
+        "SumUnroundedP": config.sum_unrounded_p,
         "Int8": config.format == "int8",
-        "QueryBlockScales": config.query_scales == "block" and not config.quantizes_queries,
+        "QueryBlockScales": config.query_scales == "block" and not config.fuse_q_quant,
         "KeyBlockScales": config.key_scales != "head",
         "FineScales": config.key_scales == "fine",
         "ValueBlockScales": config.value_scales == "block",
@@ -63,7 +63,7 @@ def kernel(
     if row_major:
         headers.append("load_v_row_major")
         loaders = ", greenfast::QLoadQuantized, greenfast::VLoadRowMajor"
-    if config.quantizes_queries:
+    if config.fuse_q_quant:
         if row_major or config.query_scales == "head":
             raise UsageError("a Q that the Hopper kernel quantizes: scales of Q and K are per block, V is transposed")
         staged = stages_queries(config.head_dim)
@@ -121,8 +121,8 @@ def launch(
     strides: Strides = Strides(),  # noqa: B008
     multiprocessors: int = TARGET.multiprocessors,
     *,
-    kept_keys: int = 0,
-    blocks_each: int = 1,
+    kv_len_allocated: int = 0,
+    ctas_per_sm: int = 1,
     tiles: Tiling | None = None,
 ) -> Launch:
     """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
@@ -136,7 +136,7 @@ def launch(
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
-    padded, kept = padded_keys(sizes.kv_len), kept_keys or sizes.kv_len
+    padded, kept = padded_keys(sizes.kv_len), kv_len_allocated or sizes.kv_len
     work_tiles = -(-sizes.q_len // tiles.block_m) * heads
 
     def rows(name: str, count: int, length: int, box_rows: int, kept: int) -> TensorMap:
@@ -149,15 +149,15 @@ def launch(
         of_columns = (head_dim * padded_keys(kept), padded_keys(kept), 1)
         v = TensorMap("v_t", "uint8", (kv_heads, head_dim, padded), of_columns, (1, head_dim, _PANEL), _PANEL)
     q: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, ROWS, sizes.q_len),)
-    if config.quantizes_queries:
+    if config.fuse_q_quant:
         q = _queries(config, sizes, strides.query)
     return Launch(
-        grid=(min(multiprocessors * blocks_each, work_tiles), 1, 1),
+        grid=(min(multiprocessors * ctas_per_sm, work_tiles), 1, 1),
         args=(
             *q,
             rows("k", kv_heads, sizes.kv_len, tiles.block_n, kept),
             v,
-            np.int64(0) if config.quantizes_queries else "q_scale",
+            np.int64(0) if config.fuse_q_quant else "q_scale",
             *("k_scale", "v_scale", "out"),
             "lse" if config.log_sum_exp else np.int64(0),
             np.int32(heads),
@@ -165,16 +165,16 @@ def launch(
             np.int32(sizes.q_len),
             np.int32(sizes.kv_len),
             np.int32(sizes.shift(config.mask)),
-            np.int32(heads_at_once(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)),
+            np.int32(head_swizzle(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)),
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
         ),
-        early=config.quantizes_queries,
+        early=config.fuse_q_quant,
     )
 
 
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
-    """Return the arguments of an unquantized Q: a tensor map of (batch, heads, q_len, columns) in 16 bits, and heads."""
+    """Return the arguments of a 16-bit Q: the tensor map of (batch, heads, q_len, columns), and heads."""
     shape = (sizes.batch, sizes.heads, sizes.q_len, config.columns)
     given = strides or strides_of(*shape[1:])
     # A dimension of 1 may have any stride: it is never stepped along.

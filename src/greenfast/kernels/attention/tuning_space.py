@@ -39,7 +39,7 @@ def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
         (not tiles.overlap and not tiles.two_levels, "TWO_LEVELS=0 needs OVERLAP=1"),
         (tiles.ping_pong and tiles.consumers == 1, "PING_PONG=1 needs two or more CONSUMERS"),
         (
-            tiles.polynomials > 0 and (config.exact_sums or tiles.out_columns == 256),
+            tiles.polynomials > 0 and (config.sum_unrounded_p or tiles.out_columns == 256),
             "POLYNOMIALS above 0 exclude OUT_COLUMNS=256 and an exact log-sum-exp",
         ),
         (

@@ -88,10 +88,10 @@ def launch(
 ) -> Launch:
     """Return the launch: one block per work tile. Buffers are named as in ``problems.attention``, and k_mean.
 
-    Q is not quantized if ``config.quantizes_queries``. strides: of query, key and value; contiguous by default.
+    Q is not quantized if ``config.fuse_q_quant``. strides: of query, key and value; contiguous by default.
     sampled: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns), contiguous.
     """
-    queries = not config.quantizes_queries
+    queries = not config.fuse_q_quant
     q_len = sizes.q_len if queries else 0
     kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // key_tiles(sizes))
     blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len)
