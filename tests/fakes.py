@@ -58,7 +58,7 @@ class Call:
     pointers: dict[str, int]
     right: dict[str, Array]
     other_seed: Callable[[], dict[str, Array]]
-    number: int  # among the launches at these addresses
+    number: int  # among the launches at these addresses; of timed ones, among those in this place
     serial: int  # among all launches of the device
     kept: dict[Any, Any]
     memory: HostDriver
@@ -201,9 +201,12 @@ class HostLaunch:
 
     def __init__(self, kernel: HostKernel | HostInstrument, block: object, smem: int, plan: Launch,
                  pointers: Mapping[str, int], stream: int, name: str) -> None:  # fmt: skip
-        self._kernel, self._plan, self._pointers = kernel, plan, pointers
+        self._kernel, self._plan, self._pointers = kernel, plan, dict(pointers)
         self._arguments = list(plan.args)
         self._launches = 0
+
+    def places(self) -> list[tuple[str, HostSlot]]:
+        return [(name, HostSlot(self._pointers, name)) for name in self._pointers]
 
     def write(self, number: int, argument: bytes) -> None:
         self._arguments[number] = argument
@@ -212,8 +215,23 @@ class HostLaunch:
         if isinstance(self._kernel, HostInstrument):
             self._kernel.launch(self._arguments)
         else:
-            self._kernel.launch(self._plan, self._pointers, self._launches)
+            self._kernel.launch(self._plan, dict(self._pointers), self._launches)
         self._launches += 1
+
+
+class HostSlot:
+    """The address of a buffer among the arguments of a launch."""
+
+    def __init__(self, pointers: dict[str, int], name: str) -> None:
+        self._pointers, self._name = pointers, name
+
+    @property
+    def value(self) -> int:
+        return self._pointers[self._name]
+
+    @value.setter
+    def value(self, address: int) -> None:
+        self._pointers[self._name] = address
 
 
 @dataclass
@@ -410,6 +428,7 @@ class InOrder(Executor):
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     """Put the fake device in the place of the GPU of this machine, if it has one."""
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
+    monkeypatch.setattr("greenfast.device.rotating_buffers.SHIFTS", SHIFTS)
     monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)
     for module in ("gpu", "helper_kernels", "rotating_buffers"):
         monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
@@ -446,6 +465,8 @@ def shipped(name: str) -> LoadedTask:
 
 #: Of the fake device. A launch's digest reads what is left of a page: of the driver's 2 MB that was most of the work.
 PAGE = 1 << 14
+#: Of the fake device. It digests and overwrites the memory of all shifts around each launch.
+SHIFTS = 8
 _FEW = {"warmup_iters": 10, "timed_iters": 100}
 
 

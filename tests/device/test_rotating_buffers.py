@@ -16,6 +16,7 @@ from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import (
     PLACES,
+    SHIFTS,
     WRONG_BITS,
     WRONG_FAR,
     WRONG_MEMORY,
@@ -164,7 +165,7 @@ def test_a_program_can_only_read_its_inputs(gpu: OneKernelGpu) -> None:
         if not gpu.memory.refuses_read_only:
             first = pointers["x"] - GUARD_BYTES
             assert not gpu.memory.may_write(first, 4)
-            assert not any(gpu.memory.holds(address, 4) for address in (first - 4, first - (1 << 20)))
+            assert not any(gpu.memory.holds(first - far, 4) for far in (512 * SHIFTS, 1024 * SHIFTS))
         works(pointers, number)
 
     gpu.solution = notes
@@ -177,22 +178,48 @@ def test_a_program_can_only_read_its_inputs(gpu: OneKernelGpu) -> None:
     assert gpu.memory.allocations < before
 
 
-def test_every_launch_draws_a_case_and_a_place(gpu: OneKernelGpu) -> None:
+def test_every_launch_draws_a_case_and_addresses_that_none_had(gpu: OneKernelGpu) -> None:
     """So that what a kernel knows of its addresses says nothing about what lies there."""
-    met = set()
+    cases = set()
 
     def notes(pointers: Mapping[str, int], number: int) -> None:
-        met.add((pointers["x"], float(at(pointers["x"], 1)[0])))
+        cases.add(float(at(pointers["x"], 1)[0]))
         works(pointers, number)
 
     gpu.solution = notes
     found = rotation(gpu)
-    assert len({pointers["x"] for pointers in gpu.seen}) == PLACES
     samples, clocks, wrong = found.time(5, 60, cold=False, seed=1)
     assert samples == pytest.approx([7.0] * 60)
     assert (clocks, wrong) == ({"sm_mhz": 1000.0}, None)
-    assert len(met) == PLACES * len(CASES)
+    assert len(cases) == len(CASES)
     assert len(gpu.seen) == 3 + 65
+    for name in EXECUTABLE.steps[0][1].args:
+        addresses = [pointers[str(name)] for pointers in gpu.seen]
+        assert len(set(addresses)) == len(addresses)
+        assert {address % 16 for address in addresses} == {0}
+    places = found._places
+    assert all(len(place.unused) < SHIFTS for place in places)
+    assert sum(len(place.unused) for place in places) == PLACES * SHIFTS - len(gpu.seen)
+
+
+def test_addresses_come_back_when_all_were_drawn(gpu: OneKernelGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("greenfast.device.rotating_buffers.SHIFTS", 2)
+    assert rotation(gpu).time(0, 20, cold=False, seed=1)[2] is None
+    assert len({pointers["x"] for pointers in gpu.seen}) == PLACES * 2
+
+
+def test_an_address_inside_a_buffer_moves_with_it(gpu: OneKernelGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inside(HostLaunch):
+        def __init__(self, kernel: Any, block: object, smem: int, plan: Launch, pointers: Mapping[str, int],
+                     *rest: Any, **names: Any) -> None:  # fmt: skip
+            moved = {name: address + 16 * (name == "w") for name, address in pointers.items()}
+            super().__init__(kernel, block, smem, plan, moved, *rest, **names)
+
+    monkeypatch.setattr("greenfast.device.gpu.Prepared", Inside)
+    space = {"w": Workspace(32, zeros=True)}
+    found = Rotation(gpu, Instruments(gpu), Executable(EXECUTABLE.steps, space), CASES)  # type: ignore[arg-type]
+    assert found.time(0, 20, cold=False, seed=1)[2] is None
+    assert len({pointers["w"] - pointers["y"] for pointers in gpu.seen}) == 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +235,7 @@ def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: 
     wipe = [f"fill {memory.nbytes} bytes", *([f"fill {inputs.nbytes} bytes"] if inputs else [])]
     assert gpu.memory.refuses_read_only == (inputs is None)
     restore = ["copy"] * (2 if inputs else 1)  # the inputs, and what a launch may change
-    digests = ["digest"] * (2 if inputs else 1)  # of four ranges each
+    digests = ["digest"] * 2  # of four ranges each
     one = [*restore, "fill 16 bytes", *between, "stamp", "launch", "stamp", *digests, *wipe]
     queued = gpu.memory.queued[1 : 2 * len(one) + 2 * len(digests) + 1]  # the first is that of the sums
     assert queued == [*one, *one, *digests, *digests]
@@ -256,9 +283,23 @@ def test_every_launch_is_checked(
     wrong = found.time(0, 20, cold=True, seed=3)[2]
     assert wrong is not None
     assert str(wrong) == f"launch {wrong.number} of 20 {what}"
-    first = next(n for n, pointers in enumerate(gpu.seen[3:]) if pointers in gpu.seen[: 3 + n])
-    assert wrong.number == first + 1
+    assert wrong.number == 1
     assert wrong.case in range(3)
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_memory_for_later_launches_is_checked(gpu: OneKernelGpu, end: str) -> None:
+    found = rotation(gpu)
+    memories = [place.memory for place in found._places]
+
+    def keeps(pointers: Mapping[str, int], number: int) -> None:
+        works(pointers, number)
+        (memory,) = [each for each in memories if 0 <= pointers["w"] - each.pointer < each.nbytes]
+        ctypes.memset(memory.pointer + (0 if end == "first" else memory.nbytes - 1), 1, 1)
+
+    gpu.solution = keeps
+    wrong = found.time(0, 20, cold=True, seed=3)[2]
+    assert str(wrong) == f"launch 1 of 20 {WRONG_MEMORY}"
 
 
 def test_a_workspace_may_hold_anything_after_a_launch(gpu: OneKernelGpu) -> None:
@@ -331,9 +372,12 @@ def test_its_memory_is_given_back(gpu: OneKernelGpu) -> None:
 
 def test_equal_seeds_draw_the_same(gpu: OneKernelGpu) -> None:
     found = rotation(gpu)
+    unused = [list(place.unused) for place in found._places]
     drawn = []
     for seed in (1, 1, 2):
         gpu.seen.clear()
+        for place, shifts in zip(found._places, unused, strict=True):
+            place.unused[:] = shifts
         found.time(0, 20, cold=False, seed=seed)
         drawn.append([pointers["x"] for pointers in gpu.seen])
     assert drawn[0] == drawn[1] != drawn[2]

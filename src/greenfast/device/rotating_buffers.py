@@ -1,9 +1,10 @@
 """A program in rotation over several inputs and addresses, where every timed launch must leave the checked bits.
 
 A kernel could do its work on some launches only: on the first of an input, on every second one, on those after which it
-expects to be looked at. So each launch draws one of the cases and one of three places in memory at random, finds its
-outputs poisoned, and leaves a digest of all that it left, under a key that is drawn for this launch. It finds no result
-of an earlier launch anywhere: what lay in a place is overwritten, and what launches are compared with is veiled.
+expects to be looked at. So each launch draws one of the cases, one of three places in memory, and a shift in that place
+that no launch had. It finds its outputs poisoned. Afterwards a digest is taken of all that it left, under a key that is
+drawn for this launch. It finds no result of an earlier launch in any buffer: places are overwritten, and what launches
+are compared with is veiled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from greenfast.device.bound_launch import Prepared, check
+from greenfast.device.bound_launch import MovableMap, Prepared, check
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.helper_kernels import Instruments, Range
@@ -27,9 +28,12 @@ from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Workspace
 from greenfast.spec.problem import Array, Case, dtype_of
 
-#: Sets of addresses that launches draw from.
+#: Memories that launches draw from.
 PLACES = 3
 _ALIGNMENT = 512  # of each buffer, as an allocation by the driver has it
+#: Each launch has its buffers at one of this many multiples of _ALIGNMENT after the beginning of a place. Of these, no
+#: launch has one that an earlier launch had, until all were drawn.
+SHIFTS = 2048
 _SUMS = 4  # per launch: of its outputs and of the rest, as they were left and as they should be
 
 WRONG_BITS = "left other bits than the checked ones"
@@ -95,6 +99,11 @@ def _up(nbytes: int) -> int:
     return nbytes + -nbytes % _ALIGNMENT
 
 
+def _slack() -> int:
+    """Return how many bytes of a place are for its shifts."""
+    return SHIFTS * _ALIGNMENT
+
+
 class Memory:
     """One allocation on the device, of whole pages. Copies have arrived when a method returns.
 
@@ -147,26 +156,58 @@ class _ReadOnly:
 
 @dataclass(frozen=True)
 class _Place:
-    """One set of addresses, and the program's launches with them.
+    """Memory for the buffers of one launch, and the program's launches with it.
 
-    base: where the layout would begin; ``memory`` begins there, or a guard band before what a launch may change where
-    the inputs are elsewhere. inputs: their memory then.
+    base: where the layout begins without a shift; ``memory`` begins there, or a guard band before what a launch may
+    change if the inputs have their own memory, ``inputs``. slots: where the arguments of the launches hold addresses,
+    each with its value without a shift. unused: the shifts that no launch had, in units of _ALIGNMENT.
     """
 
     memory: Memory
     base: int
     inputs: _ReadOnly | None
     launches: list[Prepared]
+    slots: list[tuple[Any, int]]
+    unused: list[int]
+
+    def draw(self, rng: random.Random) -> _Position:
+        """Draw a shift that no launch had; once all were drawn, all may be drawn again."""
+        if not self.unused:
+            self.unused.extend(range(SHIFTS))
+        return _Position(self, self.unused.pop(rng.randrange(len(self.unused))) * _ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class _Position:
+    """The addresses of one launch: those of a place, ``shift`` bytes further."""
+
+    place: _Place
+    shift: int
+
+    @property
+    def base(self) -> int:
+        """Where the layout begins."""
+        return self.place.base + self.shift
 
     @property
     def of_inputs(self) -> int:
         """Where the judge writes the inputs."""
-        return self.inputs.pointer if self.inputs else self.base
+        return self.place.inputs.pointer + self.shift if self.place.inputs else self.base
 
     @property
     def for_programs(self) -> int:
         """Where the program reads the inputs."""
-        return self.inputs.programs if self.inputs else self.base
+        return self.place.inputs.programs + self.shift if self.place.inputs else self.base
+
+    def write_addresses(self) -> None:
+        """Write the addresses to the arguments of the launches; launches that are queued keep what they had."""
+        for slot, address in self.place.slots:
+            slot.value = address + self.shift
+
+    def queue_launches(self) -> None:
+        """Queue the program's launches, whose arguments hold these addresses."""
+        for launch in self.place.launches:
+            launch()
 
 
 class Rotation:
@@ -192,7 +233,7 @@ class Rotation:
         for name, memory in self._data.items():
             memory.upload(np.frombuffer(self._workspaces[name].data, np.uint8))
         self._places = [self._place(executable) for _ in range(PLACES)]
-        self._poison = self._allocate(_up(GUARD_BYTES + _ALIGNMENT))  # a page: no band is longer
+        self._poison = self._allocate(_slack() + whole_pages(1))  # no band is longer
         self._poison.upload(np.full(self._poison.nbytes, POISON, np.uint8))
         self._sums = self._allocate(0)
         self.outputs: list[dict[str, Array]] = []
@@ -212,7 +253,7 @@ class Rotation:
         if ordinal is None or self._layout.changed <= _up(GUARD_BYTES) or not is_supported(int(ordinal)):
             return None
         try:
-            memory = _ReadOnly(self._layout.changed, int(ordinal))
+            memory = _ReadOnly(self._layout.changed + _slack(), int(ordinal))
         except MachineError:  # some drivers have no read-only mappings
             return None
         self._allocated.append(memory)
@@ -221,27 +262,31 @@ class Rotation:
     def _place(self, executable: Executable) -> _Place:
         layout, inputs = self._layout, self._allocate_inputs()
         elsewhere = layout.changed - _up(GUARD_BYTES) if inputs else 0  # with a guard band in front
-        memory = self._allocate(layout.end - elsewhere)
-        place = _Place(memory, memory.pointer - elsewhere, inputs, [])
+        memory = self._allocate(layout.end - elsewhere + _slack())
+        place = _Place(memory, memory.pointer - elsewhere, inputs, [], [], list(range(SHIFTS)))
         self._queue_wipe(place)
+        start = _Position(place, 0)
         pointers = {
-            name: (place.for_programs if offset < layout.changed else place.base) + offset
+            name: (start.for_programs if offset < layout.changed else start.base) + offset
             for name, offset in layout.offsets.items()
         }
         place.launches.extend(self._gpu.prepare(executable, pointers))
+        for name, slot in (pair for launch in place.launches for pair in launch.places()):
+            if name in pointers:  # an argument may hold an address inside a buffer
+                place.slots.append((slot, pointers[name] if isinstance(slot, MovableMap) else int(slot.value)))
         return place
 
     def _first(self, number: int, case: Case) -> None:
         """Launch a case for the first time and keep what it leaves."""
         image = self._layout.image(case)
         self._before[number].upload(image)
-        place = self._places[number % PLACES]
-        self._queue_restore(number, place)
-        for launch in place.launches:
-            launch()
+        position = self._places[number % PLACES].draw(random.SystemRandom())
+        position.write_addresses()
+        self._queue_restore(number, position)
+        position.queue_launches()
         self._gpu.stream.sync()
-        left = self._left(place)
-        self._queue_wipe(place)
+        left = self._left(position)
+        self._queue_wipe(position.place)
         self._after[number].upload(left[self._layout.changed :])
         self._instruments.veil(self._after[number].pointer, self._after[number].nbytes, self._veil)
         outputs = {}
@@ -253,28 +298,28 @@ class Rotation:
         if self.wrong is None and not np.array_equal(left, image):
             self.wrong = WrongLaunch(1, 1, number, WRONG_MEMORY)
 
-    def _left(self, place: _Place) -> NDArray[np.uint8]:
+    def _left(self, position: _Position) -> NDArray[np.uint8]:
         """The inputs and outputs as a launch left them."""
-        changed, scratch = self._layout.changed, self._layout.scratch
+        changed, scratch, place, shift = self._layout.changed, self._layout.scratch, position.place, position.shift
         if not place.inputs:
-            return place.memory.download(0, scratch)
+            return place.memory.download(shift, shift + scratch)
         left = np.empty(scratch, np.uint8)
-        check(driver.cuMemcpyDtoH(left.ctypes.data, place.of_inputs, changed))
+        check(driver.cuMemcpyDtoH(left.ctypes.data, position.of_inputs, changed))
         start = place.memory.pointer - place.base
-        left[start:] = place.memory.download(0, scratch - start)
+        left[start:] = place.memory.download(shift, shift + scratch - start)
         return left
 
-    def _queue_restore(self, case: int, place: _Place) -> None:
-        """Queue a case's inputs, its outputs before a launch, and what workspaces begin with, in a place."""
+    def _queue_restore(self, case: int, position: _Position) -> None:
+        """Queue a case's inputs, its outputs before a launch, and what workspaces begin with, at a position."""
         before, stream, changed = self._before[case], self._gpu.stream.handle, self._layout.changed
-        parts = [(place.base, 0, self._layout.scratch)]
-        if place.inputs:
-            parts = [(place.of_inputs, 0, changed), (place.base, changed, self._layout.scratch)]
+        parts = [(position.base, 0, self._layout.scratch)]
+        if position.place.inputs:
+            parts = [(position.of_inputs, 0, changed), (position.base, changed, self._layout.scratch)]
         for base, start, end in parts:
             if end > start:
                 check(driver.cuMemcpyDtoDAsync(base + start, before.pointer + start, end - start, stream))
         for name, space in self._workspaces.items():
-            to = place.base + self._layout.offsets[name]
+            to = position.base + self._layout.offsets[name]
             if space.data:
                 check(driver.cuMemcpyDtoDAsync(to, self._data[name].pointer, space.nbytes, stream))
             elif space.zeros and space.nbytes:
@@ -286,12 +331,13 @@ class Rotation:
         for memory in memories:
             check(driver.cuMemsetD8Async(memory.pointer, POISON, memory.nbytes, self._gpu.stream.handle))
 
-    def _bands(self, place: _Place) -> list[tuple[int, int]]:
-        """Start and end of the guard bands of the workspaces, and of a place's memory itself."""
+    def _bands(self, position: _Position) -> list[tuple[int, int]]:
+        """Return start and end in the layout of the workspaces' guard bands and of the memory around the layout."""
         *bands, (start, _) = self._layout.bands()
-        first = place.memory.pointer - place.base
-        in_front = [(first, self._layout.changed)] if place.inputs else []
-        return [*in_front, *bands, (start, first + place.memory.nbytes)]
+        place = position.place
+        first = place.memory.pointer - position.base  # negative if the place begins before the layout
+        in_front = (first, self._layout.changed if place.inputs else 0)
+        return [in_front, *bands, (start, first + place.memory.nbytes)]
 
     def time(
         self, warmup: int, iters: int, *, cold: bool, seed: int
@@ -303,54 +349,55 @@ class Rotation:
         spins; cold: a write over twice the L2 cache - so that events and launch are all queued before the device
         reaches them and no host time is measured. After the second event a digest is taken.
 
-        seed: of the draws of cases, places and keys. Returns the times, the clocks halfway, and the first launch that
-        did not leave what it should, of those before the timed ones too.
+        seed: of the draws of cases, addresses and keys. Returns the times, the clocks halfway, and the first launch
+        that did not leave what it should, of those before the timed ones too.
         """
         drawn = random.Random(seed)
         count = warmup + iters
         launches = [
-            (drawn.randrange(len(self._before)), drawn.randrange(PLACES), drawn.getrandbits(64)) for _ in range(count)
+            (drawn.randrange(len(self._before)), drawn.choice(self._places).draw(drawn), drawn.getrandbits(64))
+            for _ in range(count)
         ]
         self._reserve(count + 1)
         pairs: list[tuple[Any, Any]] = []
         clocks: dict[str, float] = {}
-        for n, (case, place, key) in enumerate(launches):
-            pair = self._queue(n, case, self._places[place], key, cold, spare=count)
+        for n, (case, position, key) in enumerate(launches):
+            pair = self._queue(n, case, position, key, cold, spare=count)
             if n >= warmup:
                 pairs.append(pair)
             if n == warmup + iters // 2:
                 clocks = self._gpu.clocks()
-        for n, (case, _, key) in enumerate(launches):
-            self._queue_expected(n, case, key)
-        wrong = self._first_wrong(launches)
+        for n, (case, position, key) in enumerate(launches):
+            self._queue_expected(n, case, position, key)
+        wrong = self._first_wrong([case for case, _, _ in launches])
         return [(end - start) * 1e3 for start, end in pairs], clocks, wrong
 
-    def _queue(self, number: int, case: int, place: _Place, key: int, cold: bool, spare: int) -> tuple[Any, Any]:
+    def _queue(self, number: int, case: int, position: _Position, key: int, cold: bool, spare: int) -> tuple[Any, Any]:
         """Queue one launch with all that belongs to it; gives its time stamps. spare: a number that no launch has."""
-        layout, instruments, base = self._layout, self._instruments, place.base
-        self._queue_restore(case, place)
+        layout, instruments, base = self._layout, self._instruments, position.base
+        position.write_addresses()
+        self._queue_restore(case, position)
         if not cold:  # at the program's own addresses, which the caches of addresses then hold too
-            read = [Range(place.for_programs, layout.changed, 0, self._sum(spare, 0))]
+            read = [Range(position.for_programs, layout.changed, 0, self._sum(spare, 0))]
             read.append(Range(base + layout.changed, layout.scratch - layout.changed, 0, self._sum(spare, 0)))
             whole = [Range(base, layout.scratch, 0, self._sum(spare, 0))]
-            instruments.digest(read if place.inputs else whole, key)
+            instruments.digest(read if position.place.inputs else whole, key)
         instruments.scrub(key)
         if cold:
             instruments.flush_l2()
         else:
             instruments.spin()
         start = self._gpu.mark()
-        for launch in place.launches:
-            launch()
+        position.queue_launches()
         end = self._gpu.mark()
-        bands = [(base + first, first, last) for first, last in self._bands(place)]
-        instruments.digest(self._ranges(place.of_inputs, base + layout.changed, bands, self._sum(number, 0)), key)
-        self._queue_wipe(place)
+        bands = [(base + first, first, last) for first, last in self._bands(position)]
+        instruments.digest(self._ranges(position.of_inputs, base + layout.changed, bands, self._sum(number, 0)), key)
+        self._queue_wipe(position.place)
         return start, end
 
-    def _queue_expected(self, number: int, case: int, key: int) -> None:
+    def _queue_expected(self, number: int, case: int, position: _Position, key: int) -> None:
         """Queue the digest of what a launch of this case should have left."""
-        bands = [(self._poison.pointer, first, last) for first, last in self._bands(self._places[0])]
+        bands = [(self._poison.pointer, first, last) for first, last in self._bands(position)]
         before, after = self._before[case].pointer, self._after[case].pointer
         self._instruments.digest(self._ranges(before, after, bands, self._sum(number, 2), self._veil), key)
 
@@ -359,11 +406,11 @@ class Rotation:
     ) -> list[Range]:
         """What is digested of a launch, into two sums: its outputs, and all else that it must leave as it was.
 
-        bands: where each guard band of the workspaces is read, and its start and end in the layout. veil: of the
-        outputs.
+        bands: where each guard band is read, and its start and end in the layout, negative in front of it. veil: of
+        the outputs.
         """
         changed, scratch = self._layout.changed, self._layout.scratch
-        rest = [Range(at, last - first, first // 8, sums + 8) for at, first, last in bands]
+        rest = [Range(at, last - first, (first // 8) % 2**64, sums + 8) for at, first, last in bands]
         return [
             Range(outputs, scratch - changed, changed // 8, sums, veil),
             Range(inputs, changed, 0, sums + 8),
@@ -387,17 +434,18 @@ class Rotation:
         self._gpu.stream.sync()
         return self._sums.download(0, launches * _SUMS * 8).view(np.uint64).reshape(launches, _SUMS)
 
-    def _first_wrong(self, launches: Sequence[tuple[int, int, int]]) -> WrongLaunch | None:
-        count = len(launches)
+    def _first_wrong(self, cases: Sequence[int]) -> WrongLaunch | None:
+        """Return the first launch that left what it must not. cases: of the launches, in order."""
+        count = len(cases)
         sums = self._read_sums(count)
         same = sums[:, :2] == sums[:, 2:]
         if not same.all():
             n = int(np.flatnonzero(~same.all(axis=1))[0])
-            return WrongLaunch(n + 1, count, launches[n][0], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
+            return WrongLaunch(n + 1, count, cases[n], WRONG_MEMORY if same[n, 0] else WRONG_BITS)
         if self._digests_of_own() != self._own:
-            return WrongLaunch(count, count, launches[-1][0], WRONG_FAR)
+            return WrongLaunch(count, count, cases[-1], WRONG_FAR)
         if self._gpu.variables(self._executable) != self._variables:
-            return WrongLaunch(count, count, launches[-1][0], WRONG_VARIABLES)
+            return WrongLaunch(count, count, cases[-1], WRONG_VARIABLES)
         return None
 
     def _read_only(self) -> list[Memory]:
