@@ -22,9 +22,9 @@ from typing import Any
 from greenfast.cli.console import show
 from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
-from greenfast.emulator.grid import program_of, run_grid
+from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.state import Lanes, Machine, Operation
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
 from greenfast.judge.report.formatting import table
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target
@@ -43,7 +43,7 @@ class Launched:
         toggles, dims = task.config.variant(name).values, task.config.shape(shape).dims
         source = task.family.kernel(toggles, "e4m3", dims)
         ptx = compile_kernel(source, Target("sm_89")).ptx
-        _, self.program = program_of(ptx, source.entry)
+        _, self.program = load_program(ptx, source.entry)
         case = task.problem.make_case(dims, 0, "e4m3")
         plan = task.family.launch(toggles, "e4m3", dims)
         self.run: Callable[[], Counts] = lambda: (
@@ -68,7 +68,7 @@ def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
     spent: dict[str, float] = defaultdict(float)
 
     def timed(operation: Operation, kind: str) -> Operation:
-        def run(m: Machine, lanes: Lanes) -> None:
+        def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
             start = time.perf_counter()
             operation(m, lanes)
             spent[kind] += time.perf_counter() - start

@@ -18,7 +18,7 @@ from greenfast.emulator.grid import run_grid
 from greenfast.emulator.instructions import formats, fragments
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.forms import FORMS, groups_of, operands_of
-from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch
@@ -167,7 +167,7 @@ def accepted(statement: str) -> bool:
     text = HEAD.replace("STRIDE", "8") + statement + "\n}\n"
     module = parse(text)
     try:
-        Program(inlined(module, module.entry("k")))
+        Program(inline_calls(module, module.entry("k")))
     except UnsupportedError:
         return False
     return True

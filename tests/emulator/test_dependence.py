@@ -8,7 +8,7 @@ import pytest
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.emulator.dependence import find_dependence
-from greenfast.emulator.grid import program_of
+from greenfast.emulator.grid import load_program
 from greenfast.emulator.session import EmulatorSession
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch
@@ -99,7 +99,7 @@ def test_memory_behind_an_address_that_no_run_has_is_reached(bits: str) -> None:
 
 def test_the_end_of_a_buffer_is_no_bits_of_an_address() -> None:
     body = "add.u64 %rd8, %rd1, 128; setp.lt.u64 %p1, %rd4, %rd8; @%p1 add.u32 %r9, %r1, 1;"
-    _, program = program_of(PTX % body, "k")
+    _, program = load_program(PTX % body, "k")
     found = find_dependence(program.function, {("px", 0), ("py", 0)})
     assert found.addresses
     assert found.bits == ()
@@ -118,7 +118,7 @@ def test_what_is_not_compared_is_not_reported() -> None:
 
 def test_only_what_comes_from_a_clock_counts() -> None:
     body = "mov.u32 %r8, %smid; setp.eq.u32 %p1, %r8, 1; setp.eq.u32 %p2, %r1, 1; setp.lt.u64 %p3, %rd4, %rd5;"
-    _, program = program_of(PTX % body, "k")
+    _, program = load_program(PTX % body, "k")
     found = find_dependence(program.function, {("px", 0), ("py", 0)})
     (pc,) = found.comparisons
     assert program.function.code[pc].text.startswith("setp.eq.u32 %p1")

@@ -8,7 +8,7 @@ import pytest
 
 from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
 from greenfast.emulator.ptx.forms import FORMS, fits, groups_of, refusal
-from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.spec.errors import UnsupportedError
@@ -35,7 +35,7 @@ REAL = _ISA.split()
 
 def program(ptx: str) -> Program:
     module = parse(ptx)
-    return Program(inlined(module, module.entry("k")))
+    return Program(inline_calls(module, module.entry("k")))
 
 
 def instances(form: str) -> list[tuple[str, ...]]:

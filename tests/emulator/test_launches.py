@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import GridResult, Step, run_chain
+from greenfast.emulator.grid import GridResult, KernelLaunch, run_chain
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.ops import cuda
 from greenfast.spec.arch import Target
@@ -23,10 +23,10 @@ WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 SHARED = "__shared__ __align__(128) float s[64]; __shared__ u64 bar;"
 
 
-def step(body: str, parameters: str, *args: str, early: bool = False, blocks: int = 2) -> Step:
+def step(body: str, parameters: str, *args: str, early: bool = False, blocks: int = 2) -> KernelLaunch:
     source = f'{PREAMBLE}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), HOPPER, assemble=False)
-    return Step(ptx, "k", (64, 1, 1), 0, Launch((blocks, 1, 1), args, early))
+    return KernelLaunch(ptx, "k", (64, 1, 1), 0, Launch((blocks, 1, 1), args, early))
 
 
 def chain(body: str, *, early: bool = True, seed: int = 0) -> GridResult:
@@ -126,7 +126,7 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
         ]
         plan = replace(plan, args=tuple(args), early=n == 1 and early)
         ptx = to_ptx(source, target, assemble=False)
-        steps.append(Step(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan))
+        steps.append(KernelLaunch(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan))
     outputs = {
         name: OutputSpec(tuple(shape), "uint8" if name.endswith("codes") else "float32")
         for name, shape in cuda.quantized_sizes(q.shape, k.shape, config).items()

@@ -17,7 +17,7 @@ from greenfast.device.executable import Executable
 from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
-from greenfast.emulator.machine.state import Machine
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.gates.sides import build_side, image_of
 from greenfast.judge.task import Shape
@@ -56,15 +56,15 @@ def test_launches_share_scratch_buffers_and_an_output_may_begin_as_zeros() -> No
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_run_leaves_nothing_in_memory(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its registers and what it knows of each byte take much memory, and cycles are looked for seldom."""
-    made: list[weakref.ref[Machine]] = []
+    made: list[weakref.ref[ResidentBlocks]] = []
     memories: list[weakref.ref[GlobalMemory]] = []
 
-    def remember(self: Machine, before: Callable[[Machine], None] = Machine.__post_init__) -> None:
+    def remember(self: ResidentBlocks, before: Callable[[ResidentBlocks], None] = ResidentBlocks.__post_init__) -> None:
         before(self)
         made.append(weakref.ref(self))
         memories.append(weakref.ref(self.memory))
 
-    monkeypatch.setattr(Machine, "__post_init__", remember)
+    monkeypatch.setattr(ResidentBlocks, "__post_init__", remember)
     case = Case({"x": np.zeros(N // 2 if wrong else N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
     gc.collect()
     gc.disable()
@@ -150,7 +150,7 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
 def test_machines_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
     alive = []
-    real = Machine
+    real = ResidentBlocks
 
     def machine(**given: Any) -> Any:
         alive.append(sum(isinstance(x, real) for x in gc.get_objects()))

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from greenfast.emulator.program import Program
-from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.spec.errors import UnsupportedError, UsageError
 from tests.emulator.test_ptx_text import HEAD, run
@@ -306,7 +306,7 @@ def test_a_variable_that_another_module_defines_is_refused_where_it_is_used() ->
 
 def assemble(body: str, before: str = "") -> Program:
     module = parse(f"{HEAD}{before}\n.visible .entry k()\n{{\n{body}\n}}\n")
-    return Program(inlined(module, module.entry("k")))
+    return Program(inline_calls(module, module.entry("k")))
 
 
 VALID = """

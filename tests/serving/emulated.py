@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import Step, run_chain
+from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.kernels.serving import attention as serving
 from greenfast.kernels.serving.config import ServingConfig
 from greenfast.spec.kernel import KernelSource, Launch, Struct, Workspace
@@ -120,7 +120,10 @@ def attentions(
         fields = [f"{x}_{n}" if isinstance(x, str) and x in ("out", "lse") else x for x in params.fields]
         steps.append((kernel[0], replace(kernel[1], args=(Struct(tuple(fields)), *maps))))
     result = run_chain(
-        [Step(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, launch) for k, launch in steps],
+        [
+            KernelLaunch(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, launch)
+            for k, launch in steps
+        ],
         inputs,
         outputs,
         workspaces={

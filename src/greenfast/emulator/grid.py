@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 from greenfast.device.toolchain import include_dirs
 from greenfast.emulator.dependence import find_dependence
-from greenfast.emulator.machine.access_log import GlobalRecord, TrackReads
+from greenfast.emulator.machine.access_log import GlobalRecord, RestartWithReadTracking
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.launch_order import Launches
+from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
-from greenfast.emulator.machine.redundant_loads import Spare
-from greenfast.emulator.machine.state import Geometry, Machine
+from greenfast.emulator.machine.redundant_loads import RedundantLoads
+from greenfast.emulator.machine.state import Geometry, ResidentBlocks
 from greenfast.emulator.machine.tensormap import bind, encode
 from greenfast.emulator.program import Program
-from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Module, Variable
-from greenfast.emulator.ptx.unsupported import own_bug
-from greenfast.emulator.rerun import Beginning, Garbage, in_spite_of, in_spite_of_races
+from greenfast.emulator.ptx.unsupported import internal_error
+from greenfast.emulator.rerun import MemorySnapshot, UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.scheduler import Scheduler
-from greenfast.emulator.variables import initial_value, packed, shared_layout_of
+from greenfast.emulator.variables import initial_value, layout_shared, pack
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
 from greenfast.spec.facts import Finding
@@ -85,7 +85,7 @@ class GridResult:
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelLaunch:
     """A kernel of a PTX text, and how it is launched."""
 
     ptx: str
@@ -96,7 +96,7 @@ class Step:
 
 
 @lru_cache(maxsize=32)
-def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
+def load_program(ptx: str, entry: str) -> tuple[Module, Program]:
     """The parsed module and the kernel's program, in which an unknown instruction raises when it is executed.
 
     Raises UnsupportedError for what cannot be read, and UsageError for an unknown kernel.
@@ -105,7 +105,7 @@ def program_of(ptx: str, entry: str) -> tuple[Module, Program]:
     folders = (*include_dirs(), KERNEL_DIR / "ptx")
     library = [f"{place}/" for folder in folders for place in (folder, folder.resolve())]  # NVRTC follows links
     module = parse(ptx, (*library, "triton/language/"))
-    return module, Program(inlined(module, module.entry(entry)), defer=True)
+    return module, Program(inline_calls(module, module.entry(entry)), defer=True)
 
 
 def run_grid(
@@ -136,7 +136,7 @@ def run_grid(
     outputs = dict(outputs)
     if phases:
         outputs[PHASE_BUFFER] = OutputSpec((math.prod(plan.grid), len(phases)), "int64")
-    step = Step(ptx, entry, block, dynamic_smem_bytes, plan)
+    step = KernelLaunch(ptx, entry, block, dynamic_smem_bytes, plan)
     result = run_chain(
         [step],
         inputs,
@@ -156,7 +156,7 @@ def run_grid(
 
 
 def run_chain(
-    steps: Sequence[Step],
+    steps: Sequence[KernelLaunch],
     inputs: Mapping[str, Array],
     outputs: Mapping[str, OutputSpec],
     *,
@@ -189,12 +189,14 @@ def run_chain(
     result, and go on; without it the first one is raised as a fault.
     """
 
-    def run(garbage: Garbage | Spare | None, around: Surroundings, later: Sequence[int]) -> GridResult:
+    def run(garbage: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around, sample, structs or {})
                 chain.findings = {} if keep_formal else None
-                beginning = Beginning(chain.memory, [place for names in chain.variables for place in names.values()])
+                beginning = MemorySnapshot(
+                    chain.memory, [place for names in chain.variables for place in names.values()]
+                )
                 result = chain.run(seed, outputs, poison, phases)
                 for other in later if always or beginning.left() else ():
                     beginning.restore(WRITTEN if may_read_left else LEFT)
@@ -207,7 +209,7 @@ def run_chain(
                             )
                         raise
                 result.findings = list((chain.findings or {}).values())
-                if isinstance(garbage, Garbage):
+                if isinstance(garbage, UninitFill):
                     garbage.memory = chain.memory.data
                 changed = beginning.changed()
                 result.changed = frozenset(
@@ -217,21 +219,21 @@ def run_chain(
                     if place in changed
                 )
                 return result
-            except TrackReads as found:
+            except RestartWithReadTracking as found:
                 chain.running.tracked |= {found.name}
             except GreenfastError:
                 raise
             except Exception as e:
-                raise own_bug(steps[0].entry, e) from e
+                raise internal_error(steps[0].entry, e) from e
 
     def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
-        def again(garbage: Garbage | Spare | None) -> GridResult:
+        def again(garbage: UninitFill | RedundantLoads | None) -> GridResult:
             return run(garbage, around, later)
 
         try:
             return again(None)
         except KernelFaultError as fault:
-            found = in_spite_of(again) if fault.unwritten else in_spite_of_races(again, fault)
+            found = rerun_with_fills(again) if fault.unwritten else accept_benign_race(again, fault)
             if found is None:
                 raise
             return found
@@ -246,7 +248,7 @@ def run_chain(
 _MOST_FORCED = 6
 
 
-def _explore(steps: Sequence[Step], result: GridResult, attempt: Callable[[Surroundings], GridResult]) -> None:
+def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callable[[Surroundings], GridResult]) -> None:
     """Run in other surroundings, and add to the result what is wrong there.
 
     A trap is not: that is how kernels end a wait that takes too long.
@@ -254,7 +256,7 @@ def _explore(steps: Sequence[Step], result: GridResult, attempt: Callable[[Surro
     forced: list[tuple[Surroundings, str]] = []
     differs = False
     for n, step in enumerate(steps):
-        function = program_of(step.ptx, step.entry)[1].function
+        function = load_program(step.ptx, step.entry)[1].function
         pointers = {
             (parameter.name, offset)
             for parameter, argument in zip(function.params, step.plan.args, strict=False)
@@ -296,11 +298,11 @@ class _Chain:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[KernelLaunch],
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
-        garbage: Garbage | Spare | None,
+        garbage: UninitFill | RedundantLoads | None,
         around: Surroundings,
         sample: int,
         structs: Mapping[str, Struct],
@@ -313,7 +315,7 @@ class _Chain:
         sizes |= {name: spec.nbytes for name, spec in changed.items()}
         self.variables = []
         for n, step in enumerate(steps):
-            module, _ = program_of(step.ptx, step.entry)
+            module, _ = load_program(step.ptx, step.entry)
             held = {v.name: v for v in module.variables.values() if v.space in ("global", "const") and v.size}
             of = f" of launch {n}" if n else ""
             self.variables.append({name: f"variable {name}{of}" for name in held})
@@ -346,7 +348,7 @@ class _Chain:
             memory.states_of(name)[:] = WRITTEN
         self.symbols: list[dict[str, int]] = []
         for step, names in zip(steps, self.variables, strict=True):
-            module, _ = program_of(step.ptx, step.entry)
+            module, _ = load_program(step.ptx, step.entry)
             functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
             self.symbols.append({**functions, **{name: memory.address(place) for name, place in names.items()}})
             for name, place in names.items():  # they begin as zero where they have no initial value
@@ -354,7 +356,7 @@ class _Chain:
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
                 memory.states_of(place)[:] = WRITTEN
-        if isinstance(garbage, Garbage):
+        if isinstance(garbage, UninitFill):
             garbage.fill_outputs(memory)
         self.read_only = self.inputs.keys() - outputs.keys()
         self.input_writes: dict[str, str] = {}
@@ -362,7 +364,7 @@ class _Chain:
     def run(self, seed: int, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
         """Run the launches, one after the other."""
         several = len(self.steps) > 1
-        self.launches = Launches(self.memory, [step.entry for step in self.steps]) if several else None
+        self.launches = LaunchOrder(self.memory, [step.entry for step in self.steps]) if several else None
         self.counts = Counts()
         self.printed: list[str] = []
         self.by_phase: PhaseCounts | None = None
@@ -370,15 +372,15 @@ class _Chain:
             self.launch(n, step, seed, phases)
         return self.result(outputs, poison, phases)
 
-    def launch(self, number: int, step: Step, seed: int, phases: Sequence[str]) -> None:
+    def launch(self, number: int, step: KernelLaunch, seed: int, phases: Sequence[str]) -> None:
         """Run every block of one launch."""
-        module, self.running = program_of(step.ptx, step.entry)
+        module, self.running = load_program(step.ptx, step.entry)
         program, memory, plan = self.running, self.memory, step.plan
         if self.around.forced is not None and self.around.forced[0] == number:
             program = program.forcing(self.around.forced[1])
         function = program.function
-        shared_layout, shared_bytes = shared_layout_of(module, function, step.dynamic_smem_bytes)
-        local_layout, local_bytes = packed([v for v in function.variables.values() if v.space == "local"])
+        shared_layout, shared_bytes = layout_shared(module, function, step.dynamic_smem_bytes)
+        local_layout, local_bytes = pack([v for v in function.variables.values() if v.space == "local"])
         geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
         record = GlobalRecord(memory, self.running.tracked, self.read_only, program.scoped)
         record.input_writes = self.input_writes
@@ -389,7 +391,7 @@ class _Chain:
         with np.errstate(all="ignore"):
             batches = _batches(geometry, per_batch, seed, bool(program.polling))
             for blocks in [sampled_blocks(geometry, self.sample)] if self.sample else batches:
-                machine = Machine(
+                machine = ResidentBlocks(
                     function=function,
                     geometry=geometry,
                     blocks=blocks,
@@ -417,7 +419,7 @@ class _Chain:
                 finally:
                     machine.forget()
 
-    def _run_blocks(self, number: int, machine: Machine, program: Program, seed: int) -> None:
+    def _run_blocks(self, number: int, machine: ResidentBlocks, program: Program, seed: int) -> None:
         """Run blocks of a launch that are resident together."""
         if self.garbage:
             self.garbage.begin(number, machine)
@@ -429,11 +431,11 @@ class _Chain:
         except KernelFaultError as e:
             e.printed = "".join([*self.printed, *machine.output])
             raise
-        except (GreenfastError, TrackReads):
+        except (GreenfastError, RestartWithReadTracking):
             raise
         except Exception as e:
             i = machine.current
-            raise own_bug(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
+            raise internal_error(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
         if self.garbage:
             self.garbage.end(number, machine)
         if self.by_phase:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenfast.device.toolchain import include_dirs
-from greenfast.emulator.ptx.inlining import inlined
+from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Immediate, Instruction, Register, Special, Symbol, Vector
 
@@ -52,7 +52,7 @@ def find_unawaited(ptx: str, entry: str) -> list[Unawaited]:
     if not any(mark in ptx for mark in _MARKS):
         return []
     module = parse(ptx, tuple(f"{folder}/" for folder in include_dirs()))
-    return _Paths(inlined(module, module.entry(entry))).find()
+    return _Paths(inline_calls(module, module.entry(entry))).find()
 
 
 def _channel(i: Instruction) -> int | None:

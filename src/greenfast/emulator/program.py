@@ -27,11 +27,11 @@ from greenfast.emulator.instructions import (
     wgmma,
     wmma,
 )
-from greenfast.emulator.instructions.convergence import meeting_of
+from greenfast.emulator.instructions.convergence import parse_sync_group
 from greenfast.emulator.instructions.printf import call
-from greenfast.emulator.machine.ordering import DEVICE, scope_of
-from greenfast.emulator.machine.progress import endless_branches, is_polled, polling_branches
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.machine.ordering import DEVICE, parse_scope
+from greenfast.emulator.machine.progress import find_endless_branches, find_polling_branches, is_polled
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, lane_indices
 from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Register, Special, Symbol, Vector
@@ -77,8 +77,8 @@ class Program:
         self.operations = [self._build_or_defer(i) if defer else self._build(i) for i in function.code]
         self.joins = set(function.labels.values())
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
-        self.polling = polling_branches(function)
-        self.endless = endless_branches(function)
+        self.polling = find_polling_branches(function)
+        self.endless = find_endless_branches(function)
         #: Whether it reads a clock.
         self.clocked = any(isinstance(o, Special) and o.name in CLOCKS for i in function.code for o in i.operands)
         #: Reads between which and what a thread does next others may write.
@@ -94,7 +94,7 @@ class Program:
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_key(i) for i in function.code]
-        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := meeting_of(i)) is not None}
+        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
 
     def forcing(self, pc: int) -> Program:
         """The same program in which the first result of each thread at a comparison is the opposite one."""
@@ -147,7 +147,7 @@ def _inverted(operation: Operation | None, i: Instruction) -> Operation:
     target = i.operands[0]
     names = [o.name for o in (target.items if isinstance(target, Vector) else (target,)) if isinstance(o, Register)]
 
-    def run(m: Machine, lanes: Lanes) -> NDArray[np.intp] | None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> NDArray[np.intp] | None:
         stay = operation(m, lanes) if operation is not None else None
         if m.compared is None:
             m.compared = np.zeros(m.lanes, np.bool_)
@@ -162,7 +162,7 @@ def _inverted(operation: Operation | None, i: Instruction) -> Operation:
 
 
 def _refusal(why: str) -> Operation:
-    def refuse(m: Machine, lanes: Lanes) -> None:
+    def refuse(m: ResidentBlocks, lanes: ThreadSet) -> None:
         raise UnsupportedError(why)
 
     return refuse
@@ -178,7 +178,7 @@ def _orders(i: Instruction) -> bool:
 def _is_scoped(i: Instruction) -> bool:
     """Whether an access may be to global memory and has the scope of a block or a cluster."""
     shared = any(part.startswith("shared") for part in i.parts)
-    return i.name in ("ld", "st", "atom", "red") and not shared and scope_of(i.parts) < DEVICE
+    return i.name in ("ld", "st", "atom", "red") and not shared and parse_scope(i.parts) < DEVICE
 
 
 def _target(i: Instruction, function: Function) -> int:

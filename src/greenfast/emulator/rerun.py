@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import LEFT, UNWRITTEN, Bytes, GlobalMemory
-from greenfast.emulator.machine.redundant_loads import Spare
+from greenfast.emulator.machine.redundant_loads import RedundantLoads
 from greenfast.spec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from greenfast.emulator.grid import GridResult
-    from greenfast.emulator.machine.state import Machine
+    from greenfast.emulator.machine.state import ResidentBlocks
 
 #: Bytes that are NaN and -1, 0, numbers that are neither (0.75 in float32), and large ones (8e37).
 _FILLS = (0xFF, 0x00, 0x3F, 0x7E)
@@ -27,7 +27,7 @@ _NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "
 
 
 @dataclass
-class Garbage:
+class UninitFill:
     """What reads of memory that nothing has written give: ``fill``, or what is ``found`` in shared and local memory.
 
     found, left: by launch and first block of those that run together, the bytes of shared and of local memory. outputs:
@@ -46,7 +46,7 @@ class Garbage:
         unwritten = memory.state == UNWRITTEN
         memory.data[unwritten] = self.fill if self.outputs is None else self.outputs[unwritten]
 
-    def begin(self, launch: int, machine: Machine) -> None:
+    def begin(self, launch: int, machine: ResidentBlocks) -> None:
         """Fill the memory of blocks before they begin."""
         found = self.found.get((launch, int(machine.blocks[0])))
         for arena, data in zip((machine.shared, machine.local), found or (None, None), strict=True):
@@ -54,12 +54,12 @@ class Garbage:
             if data is not None and data.shape == arena.data.shape:
                 arena.data[:] = data
 
-    def end(self, launch: int, machine: Machine) -> None:
+    def end(self, launch: int, machine: ResidentBlocks) -> None:
         """Keep what the blocks of the first run have left."""
         self.left.setdefault((launch, int(machine.blocks[0])), (machine.shared.data, machine.local.data))
 
 
-class Beginning:
+class MemorySnapshot:
     """What memory holds before the first launch; ``variables``: the allocations that outlive a launch."""
 
     def __init__(self, memory: GlobalMemory, variables: Collection[str]) -> None:
@@ -90,7 +90,7 @@ class Beginning:
             memory.states_of(name)[changed[name]] = changed_state
 
 
-def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
+def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | None:
     """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
 
     Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure. What
@@ -99,20 +99,20 @@ def in_spite_of(run: Callable[[Garbage], GridResult]) -> GridResult | None:
     Threads whose results nobody needs may branch on what they have read. Then counts differ, and more bytes are tried.
     Stores, barriers and the like must be executed by as many threads each time.
     """
-    kinds = [Garbage(fill) for fill in _FILLS]
+    kinds = [UninitFill(fill) for fill in _FILLS]
     try:
         first, *others = [run(garbage) for garbage in kinds]
-        others.append(run(Garbage(0, kinds[0].left, outputs=kinds[0].memory)))
+        others.append(run(UninitFill(0, kinds[0].left, outputs=kinds[0].memory)))
         if not all(_instructions(first) == _instructions(other) for other in others):
-            others += [run(Garbage(fill)) for fill in _MORE_FILLS]
+            others += [run(UninitFill(fill)) for fill in _MORE_FILLS]
     except (KernelFaultError, UnsupportedError):
         return None
     return first if all(_same(first, other, _effects) for other in others) else None
 
 
-def in_spite_of_races(run: Callable[[Spare], GridResult], fault: KernelFaultError) -> GridResult | None:
+def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: KernelFaultError) -> GridResult | None:
     """What a kernel leaves whose data race is one of loads that do not matter (``machine.spare``); else None."""
-    spare, found = Spare(), fault
+    spare, found = RedundantLoads(), fault
     while found.read is not None and spare.add(found.read):
         try:
             first = run(spare)

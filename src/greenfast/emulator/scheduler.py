@@ -16,12 +16,20 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import mbarrier, tma
 from greenfast.emulator.instructions.barriers import NamedBarriers
-from greenfast.emulator.instructions.convergence import Meetings
+from greenfast.emulator.instructions.convergence import SyncGroups
 from greenfast.emulator.instructions.subroutines import jump
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.progress import ENDLESS, PATIENCE, POLL, STRETCH, STRETCH_LIMIT, TURNS, Progress
+from greenfast.emulator.machine.progress import (
+    ENDLESS_WEIGHT,
+    MAX_DIVERGED_INSTRUCTIONS,
+    MAX_FAILED_POLLS,
+    MAX_ITERATIONS,
+    MAX_SILENT_INSTRUCTIONS,
+    POLL_COST,
+    Progress,
+)
 from greenfast.emulator.machine.stale_values import StaleReads
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_indices, selection
+from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_indices, selection
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.emulator.ptx.syntax import Instruction
@@ -40,7 +48,7 @@ EARLY_DELIVERY = 0.25
 class Scheduler:
     """Runs a program on a machine's blocks."""
 
-    def __init__(self, machine: Machine, program: Program, seed: int, order: int = 0) -> None:
+    def __init__(self, machine: ResidentBlocks, program: Program, seed: int, order: int = 0) -> None:
         """Draw the order of the warps from a seed.
 
         order: 0 for the plain one. Others let other warps run after a warp's first atomic, volatile or acquire read, so
@@ -50,13 +58,13 @@ class Scheduler:
         self.code = program.function.code
         self.random = machine.random = random.Random(seed)
         # For each warp: threads by the instruction that they are at, the ones that can run and the ones that must stay.
-        self.fragments: list[dict[int, Lanes]] = []
-        self.staying: list[dict[int, Lanes]] = [{} for _ in range(machine.warps)]
+        self.fragments: list[dict[int, ThreadSet]] = []
+        self.staying: list[dict[int, ThreadSet]] = [{} for _ in range(machine.warps)]
         for n in range(machine.warps):
             every = slice(n * machine.set_size, (n + 1) * machine.set_size)
             self.fragments.append({0: selection(np.flatnonzero(machine.exists[every]) + every.start)})
         self.barriers = NamedBarriers(machine, self.code)
-        self.meetings = Meetings(machine, program.meetings)
+        self.meetings = SyncGroups(machine, program.meetings)
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
         self.polled = set(program.polled) if order else set()
@@ -150,7 +158,7 @@ class Scheduler:
         writes = self.m.memory.writes + self.m.shared.writes
         begin = self.m.executed
         while len(fragments) > len(turning):
-            if self.m.executed - begin > STRETCH:
+            if self.m.executed - begin > MAX_DIVERGED_INSTRUCTIONS:
                 return
             pc = min(fragments.keys() - turning) if turning else min(fragments)
             self.m.races.warp = n
@@ -162,11 +170,11 @@ class Scheduler:
                 turning &= fragments.keys()
                 continue
             turning.add(again)
-            self.spent += POLL
+            self.spent += POLL_COST
             if self.m.memory.writes + self.m.shared.writes != writes:
                 self.in_vain[n] = 0
                 return
-            if self.in_vain[n] < PATIENCE:
+            if self.in_vain[n] < MAX_FAILED_POLLS:
                 self.in_vain[n] += 1
                 return
         if not turning:
@@ -176,7 +184,7 @@ class Scheduler:
         """A fault where a warp has executed too much without an effect that others can see."""
         total, events = self.stretches[n]
         self.stretches[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
-        if self.stretches[n][0] > STRETCH_LIMIT and self.fragments[n]:
+        if self.stretches[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
             lanes = lane_indices(next(iter(self.fragments[n].values())))
             what = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n} (an endless loop?)"
             if self.program.clocked:  # it may wait for a time, which passes slowly here
@@ -202,11 +210,11 @@ class Scheduler:
         self.m.current = load.instruction
         load.land()
 
-    def _put(self, n: int, pc: int, lanes: Lanes) -> None:
+    def _put(self, n: int, pc: int, lanes: ThreadSet) -> None:
         """Add threads at an instruction, joining those that are there already."""
         self._add(self.fragments[n], pc, lanes)
 
-    def _add(self, to: dict[int, Lanes], pc: int, lanes: Lanes) -> None:
+    def _add(self, to: dict[int, ThreadSet], pc: int, lanes: ThreadSet) -> None:
         if pc in to:
             lanes = np.union1d(lane_indices(to[pc]), lane_indices(lanes))
         to[pc] = lanes if isinstance(lanes, slice) else selection(lanes)
@@ -218,7 +226,7 @@ class Scheduler:
             for n in np.unique(here // self.m.set_size):
                 self._put(int(n), int(pc), here[here // self.m.set_size == n])
 
-    def _run_fragment(self, n: int, pc: int, lanes: Lanes) -> int | None:
+    def _run_fragment(self, n: int, pc: int, lanes: ThreadSet) -> int | None:
         """Run threads from an instruction on, until they diverge, wait, end, or come to where others may join them.
 
         Returns where they are when they iterate in a loop and let others run.
@@ -249,7 +257,7 @@ class Scheduler:
                         continue
                     target = targets[pc]
                     turns += target <= pc
-                    turning = target <= pc and (pc in polling or turns > TURNS)
+                    turning = target <= pc and (pc in polling or turns > MAX_ITERATIONS)
                     if every and not turning:
                         pc = target
                         continue
@@ -298,9 +306,9 @@ class Scheduler:
                     if i.name == "bra":
                         target = targets[pc]
                         turns += target <= pc
-                        if target <= pc and (pc in polling or turns > TURNS):
+                        if target <= pc and (pc in polling or turns > MAX_ITERATIONS):
                             self.turned[pc] += 1
-                            if max(turns, self.turned[pc] * ENDLESS) > TURNS and pc in program.endless:
+                            if max(turns, self.turned[pc] * ENDLESS_WEIGHT) > MAX_ITERATIONS and pc in program.endless:
                                 raise m.fault("an endless loop: nothing leads out of it", int(lane_indices(lanes)[0]))
                             self._put(n, target, lanes)
                             return target
@@ -311,14 +319,14 @@ class Scheduler:
                         return None
             pc += 1
 
-    def _part(self, n: int, pc: int, lanes: Lanes, without: Lanes) -> None:
+    def _part(self, n: int, pc: int, lanes: ThreadSet, without: ThreadSet) -> None:
         """Let the ``lanes`` that are not in ``without`` go on."""
         if without is not lanes:
             rest = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
             if len(rest):
                 self._put(n, pc, rest)
 
-    def _count(self, i: Instruction, key: str, lanes: Lanes, size: tuple[int, int]) -> None:
+    def _count(self, i: Instruction, key: str, lanes: ThreadSet, size: tuple[int, int]) -> None:
         """Count an instruction of threads that are ``size`` warps and threads."""
         m, counts = self.m, self.m.counts
         warps, threads = size
@@ -331,14 +339,14 @@ class Scheduler:
             what = f"no end after {INSTRUCTION_LIMIT} instructions, which is too long to emulate"
             raise m.limit(what, int(lane_indices(lanes)[0]))
 
-    def _end(self, lanes: Lanes) -> None:
+    def _end(self, lanes: ThreadSet) -> None:
         """Threads end: barriers and groups of their warp that wait for all others no longer need them."""
         self.ended[lanes] = True
         self.m.races.within.end(lanes)
         self.m.events += 1
         self.barriers.settle()
 
-    def _control(self, i: Instruction, pc: int, lanes: Lanes) -> bool:
+    def _control(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
         """Threads end or come to a barrier; returns whether they do not go on now."""
         if i.name in ("ret", "exit"):
             self._end(lanes)
@@ -424,7 +432,7 @@ class Scheduler:
         return f" for {mbarrier.describe(self.m, int(self.m.awaited[lanes[0]]))}"
 
 
-def _size(lanes: Lanes) -> tuple[int, int]:
+def _size(lanes: ThreadSet) -> tuple[int, int]:
     """How many warps and threads a selection holds; not empty."""
     if isinstance(lanes, slice):
         threads = lanes.stop - lanes.start

@@ -8,7 +8,7 @@ from typing import Any
 
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import Block, RunResult, Started, same_bits
-from greenfast.emulator.grid import GridResult, Step, program_of, run_chain, run_grid
+from greenfast.emulator.grid import GridResult, KernelLaunch, load_program, run_chain, run_grid
 from greenfast.emulator.program import Program
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
@@ -118,7 +118,7 @@ class EmulatorSession:
 def _program(image: KernelImage) -> Program:
     """The program of a kernel. Raises UnsupportedError also for what another compiler took for PTX."""
     try:
-        return program_of(image.ptx, image.entry)[1]
+        return load_program(image.ptx, image.entry)[1]
     except UsageError as e:
         raise UnsupportedError(str(e)) from e
 
@@ -127,5 +127,5 @@ def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
     """Run a case. Raises UnsupportedError as _program does."""
     for image, _ in executable.steps:
         _program(image)
-    steps = [Step(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
+    steps = [KernelLaunch(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
     return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, **how)

@@ -18,7 +18,7 @@ def initial_value(v: Variable, symbols: Mapping[str, int]) -> bytes:
     return bytes(data)
 
 
-def packed(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
+def pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
     """Offsets of variables laid out one after the other, and where the last one ends."""
     layout, end = {}, start
     for v in variables:
@@ -28,10 +28,10 @@ def packed(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int
     return layout, end
 
 
-def shared_layout_of(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
+def layout_shared(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
     """Shared variables: the static ones, then the dynamic array (declared without a size)."""
     shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
-    layout, end = packed([v for v in shared if v.size])
+    layout, end = pack([v for v in shared if v.size])
     dynamic = [v for v in shared if not v.size]
     if dynamic:
         align = max(v.align for v in dynamic)

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from greenfast.device.compiler import compile_kernel, entries, to_ptx
 from greenfast.emulator.arguments import Arguments, check_parameters, read_arguments, read_array
-from greenfast.emulator.grid import GridResult, program_of, run_grid
+from greenfast.emulator.grid import GridResult, load_program, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
-from greenfast.emulator.ptx.unsupported import own_bug
+from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
@@ -327,10 +327,10 @@ def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
 def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
     """The kernel's program. Raises UsageError for PTX that was cut off or edited into what no compiler writes."""
     try:
-        return program_of(ptx, entry)
+        return load_program(ptx, entry)
     except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
         if asked.file.suffix != ".ptx":
-            raise own_bug(entry, e) from e
+            raise internal_error(entry, e) from e
         raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import Step, run_chain
+from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.serving import attention as serving
 from greenfast.kernels.serving.config import ServingConfig
@@ -73,9 +73,9 @@ def made(
     numbers = (np.int32(kv_heads), np.int32(max_tiles), np.int32(parallel_heads), np.int32(MOST))
     result = run_chain(
         [
-            Step(to_ptx(plan, serving.TARGET, assemble=False), plan.entry, plan.block, 0,
+            KernelLaunch(to_ptx(plan, serving.TARGET, assemble=False), plan.entry, plan.block, 0,
                  serving.plan_launch(config, sizes, window, multiprocessors)),
-            Step(to_ptx(_WORKS, serving.TARGET, assemble=False), "works", (1, 1, 1), 0,
+            KernelLaunch(to_ptx(_WORKS, serving.TARGET, assemble=False), "works", (1, 1, 1), 0,
                  Launch((blocks, 1, 1), ("plan", "counts", "found", *numbers))),
         ],
         {

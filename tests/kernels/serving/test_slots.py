@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import Step, run_chain
+from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.kernels.serving import slots
 from greenfast.serving.pages import token_slots
 from greenfast.spec.arch import Target
@@ -34,7 +34,7 @@ def test_slots_are_the_cpus(seed: int) -> None:
         outputs["made_table"] = OutputSpec((batch, entries), "int32")
     launch = slots.launch(batch, tokens, page, entries, entries, optional)
     ptx = to_ptx(slots.KERNEL, Target("sm_90a"), assemble=False)
-    found = run_chain([Step(ptx, slots.ENTRY, slots.KERNEL.block, 0, launch)], given, outputs).outputs
+    found = run_chain([KernelLaunch(ptx, slots.ENTRY, slots.KERNEL.block, 0, launch)], given, outputs).outputs
     tensors = {name: torch.from_numpy(x) for name, x in given.items()}
     before, table, counted = (tensors.get(name) for name in ("before", "block_table", "counted_from"))
     wanted = token_slots(tensors["starts"], before, table, counted, tokens, entries, page)

@@ -21,8 +21,16 @@ from greenfast.emulator.machine.memory import (
     explain_pointer,
     window,
 )
-from greenfast.emulator.machine.ordering import scope_of
-from greenfast.emulator.machine.state import Copy, Lanes, Machine, Operation, Values, lane_count, lane_indices
+from greenfast.emulator.machine.ordering import parse_scope
+from greenfast.emulator.machine.state import (
+    Copy,
+    Operation,
+    ResidentBlocks,
+    ThreadSet,
+    Values,
+    lane_count,
+    lane_indices,
+)
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -46,7 +54,7 @@ def without_policy(i: Instruction, operands: tuple[Operand, ...]) -> tuple[Opera
     return operands[:-1] if "L2:cache_hint" in i.parts else operands
 
 
-def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Offsets]:
+def addresses(operand: Operand, i: Instruction) -> Callable[[ResidentBlocks, ThreadSet], Offsets]:
     """A function that gives every thread's address, as written in the instruction."""
     if not isinstance(operand, Address) or operand.base is None:
         raise unsupported(i, "has an address that is not known")
@@ -55,14 +63,14 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
         symbol = base if offset == 0 else replace(base, offset=base.offset + offset)
         generic = space_of(i) == "generic"
 
-        def of_name(m: Machine, lanes: Lanes) -> Offsets:
+        def of_name(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
             window = BASES.get(window_of(m, symbol.name), 0) if generic else 0
             return np.full(lane_count(lanes), address_of(m, symbol.name) + symbol.offset + window, np.int64)
 
         return of_name
     wide, narrow = reader(base, "u64", i), reader(base, "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> Offsets:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
         if m.register(base.name).dtype.itemsize == 8:
             return np.asarray(wide(m, lanes)).astype(np.int64) + offset
         values = np.asarray(narrow(m, lanes)).astype(np.int64)
@@ -72,11 +80,13 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[Machine, Lanes], Of
 
 
 def by_space(
-    space: str, where: Callable[[Machine, Lanes], Offsets], run: Callable[[Machine, Lanes, Offsets], None]
+    space: str,
+    where: Callable[[ResidentBlocks, ThreadSet], Offsets],
+    run: Callable[[ResidentBlocks, ThreadSet, Offsets], None],
 ) -> Operation:
     """An operation on each thread's address; generic addresses in different spaces are handled one space at a time."""
 
-    def parted(m: Machine, lanes: Lanes) -> None:
+    def parted(m: ResidentBlocks, lanes: ThreadSet) -> None:
         found = where(m, lanes)
         windows = found >> WINDOW_BITS
         if space != "generic" or len(windows) < 2 or (windows == windows[0]).all():
@@ -90,7 +100,7 @@ def by_space(
     return parted
 
 
-def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena, Offsets, str]:
+def locate(m: ResidentBlocks, space: str, found: Offsets, lanes: ThreadSet) -> tuple[Arena, Offsets, str]:
     """The arena of an access, the offsets into it, and the space that it turned out to be in."""
     if space == "generic":
         spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
@@ -123,7 +133,7 @@ def locate(m: Machine, space: str, found: Offsets, lanes: Lanes) -> tuple[Arena,
     return (m.shared if space == "shared" else m.local), found + mine, space
 
 
-def count_access(m: Machine, space: str, store: bool, offsets: Offsets, lanes: Lanes, size: int) -> None:
+def count_access(m: ResidentBlocks, space: str, store: bool, offsets: Offsets, lanes: ThreadSet, size: int) -> None:
     """Count an access of ``size`` bytes per thread by the current instruction."""
     m.counts.access(space, store, offsets, lane_indices(lanes), size, m.current.source)
 
@@ -141,9 +151,9 @@ def load(i: Instruction) -> Operation:
     total = size * len(items)
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
-    strong, scope = not STRONG.isdisjoint(i.parts), scope_of(i.parts)
+    strong, scope = not STRONG.isdisjoint(i.parts), parse_scope(i.parts)
 
-    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         if m.spare is not None and actual == "global" and not strong and m.spare.asks(i):
             found = m.spare.read(m, arena, offsets, total, what, lanes)
@@ -179,9 +189,9 @@ def store(i: Instruction) -> Operation:
     size = dtype_of(kind).itemsize
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
-    strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, scope_of(i.parts)
+    strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, parse_scope(i.parts)
 
-    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         values = np.empty((len(offsets), len(read)), dtype_of(kind))
         for n, r in enumerate(read):
@@ -209,7 +219,7 @@ def _load_param(i: Instruction) -> Operation:
     assert isinstance(source.base, Symbol)
     name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         data = m.params.get(name)
         if data is None:
             raise m.limit("read of a tensor map, whose bytes the emulator does not know", int(lane_indices(lanes)[0]))
@@ -247,14 +257,14 @@ def atomic(i: Instruction) -> Operation:
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
     returns, releases = i.name == "atom", not {"release", "acq_rel"}.isdisjoint(i.parts)
-    scope = scope_of(i.parts)
+    scope = parse_scope(i.parts)
     target, *sources = without_policy(i, i.operands[1:] if returns else i.operands)
     parts = [_items(s) for s in sources]
     read = [[reader(item, kind, i) for item in column] for column in zip(*parts, strict=True)]
     write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
     where, whole = addresses(target, i), len(read) * dtype.itemsize
 
-    def run(m: Machine, lanes: Lanes, at: Offsets) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
         with m.accessing(lanes, actual):
             before = arena.read(offsets, whole, f"{whole}-byte atomic access", True)
@@ -326,7 +336,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
     to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
     given = _source_size(i, size)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = lane_indices(lanes)
         present = np.broadcast_to(given(m, lanes), len(indices))
         values = np.zeros((len(indices), size), np.uint8)
@@ -351,7 +361,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
     return run
 
 
-def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values]:
+def _source_size(i: Instruction, size: int) -> Callable[[ResidentBlocks, ThreadSet], Values]:
     """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
     given = without_policy(i, i.operands)
     if len(given) < 4:
@@ -360,7 +370,7 @@ def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values
     if isinstance(last, Register):
         read, ignore = reader(last, "u32", i), reader(last, "pred", i)
 
-        def count(m: Machine, lanes: Lanes) -> Values:
+        def count(m: ResidentBlocks, lanes: ThreadSet) -> Values:
             if m.register(last.name).dtype == np.bool_:  # the form with a predicate: whether to ignore the source
                 return np.where(ignore(m, lanes), 0, size)
             return read(m, lanes)
@@ -369,7 +379,7 @@ def _source_size(i: Instruction, size: int) -> Callable[[Machine, Lanes], Values
     return reader(last, "u32", i)
 
 
-def _bytes(m: Machine, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
+def _bytes(m: ResidentBlocks, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
     """(threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
     what = f"{count}-byte read"
     if count == size:
@@ -380,22 +390,22 @@ def _bytes(m: Machine, sources: Offsets, size: int, count: int) -> NDArray[np.ui
     return np.concatenate([m.memory.read(sources + n, 1, what) for n in range(count)], axis=1)
 
 
-def _commit(m: Machine, lanes: Lanes) -> None:
+def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
     m.copy_groups[lanes] += 1
 
 
-def _deliver_all(m: Machine, lanes: Lanes) -> None:
+def _deliver_all(m: ResidentBlocks, lanes: ThreadSet) -> None:
     """wait_all: copies that no commit has put into a group count as well."""
     _commit(m, lanes)
     deliver(m, lanes, 0)
 
 
-def deliver(m: Machine, lanes: Lanes, pending: int) -> None:
+def deliver(m: ResidentBlocks, lanes: ThreadSet, pending: int) -> None:
     """Land the copies of these threads in all groups but their newest ``pending`` ones."""
     land(m, lanes, lambda copy: copy.groups < m.copy_groups[copy.lanes] - pending)
 
 
-def land(m: Machine, lanes: Lanes, which: Callable[[Copy], Any]) -> None:
+def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> None:
     """Land the copies of these threads that ``which`` names."""
     waiting = np.zeros(m.lanes, bool)
     waiting[lanes] = True

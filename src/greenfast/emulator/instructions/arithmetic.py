@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.emulator.instructions import floats
 from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, reader, type_of, writer
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -106,7 +106,7 @@ def product24(i: Instruction) -> Operation:
 # ---- carry chains ---------------------------------------------------------------------------------------------------
 
 
-def _carry(m: Machine) -> Values:
+def _carry(m: ResidentBlocks) -> Values:
     """The condition-code register CC.CF of all threads."""
     return m.registers.setdefault("CC.CF", np.zeros(m.lanes, np.bool_))
 
@@ -123,7 +123,7 @@ def carrying(i: Instruction) -> Operation:
     takes, gives, subtracts = i.name.endswith("c"), "cc" in i.parts, i.name.startswith("sub")
     product = _product(i)[0] if i.name.startswith("mad") else None
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         sources: list[Any] = [r(m, lanes) for r in read]
         if product is not None:
             sources = [product(*sources[:2]), sources[2]]
@@ -170,7 +170,7 @@ def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) ->
     first, second = (reader(source, kind, i) for source in sources)
     write = writer(destination, kind, i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         b = np.asarray(second(m, lanes))
         found = function(np.asarray(first(m, lanes)), np.where(b == 0, dtype.type(1), b))
         write(m, lanes, np.where(b == 0, dtype.type(0) if m.seed else ~dtype.type(0), found).astype(dtype))

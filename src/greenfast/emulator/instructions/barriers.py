@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import reader, writer
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -25,7 +25,7 @@ class NamedBarriers:
     them have ended or never were (PTX ISA, "bar"). A barrier without a count needs every thread that has not ended.
     """
 
-    def __init__(self, machine: Machine, code: list[Instruction]) -> None:
+    def __init__(self, machine: ResidentBlocks, code: list[Instruction]) -> None:
         self.m, self.code = machine, code
         size = len(machine.blocks) * BARRIERS
         self.arrived = np.zeros(size, np.int64)
@@ -37,10 +37,10 @@ class NamedBarriers:
         self.votes = np.zeros(machine.lanes, np.bool_)
         self.released: list[NDArray[np.intp]] = []
 
-    def meet(self, i: Instruction, pc: int, lanes: Lanes) -> bool:
+    def meet(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
         """Threads come to a barrier instruction; returns whether they wait there."""
         m = self.m
-        form = _Form(i)
+        form = _BarrierForm(i)
         indices = lane_indices(lanes)
         m.counts.barriers += lane_count(lanes) // WARP
         number = np.broadcast_to(form.number(m, lanes), len(indices)).astype(np.int64)
@@ -166,13 +166,13 @@ class NamedBarriers:
         return dict(zip(at.tolist(), count.tolist(), strict=True))
 
 
-class _Form:
+class _BarrierForm:
     """The operands of a barrier instruction."""
 
     def __init__(self, i: Instruction) -> None:
         operands = list(i.operands)
         self.waits = "arrive" not in i.parts
-        self.vote: Callable[[Machine, Lanes], Any] | None = None
+        self.vote: Callable[[ResidentBlocks, ThreadSet], Any] | None = None
         if "red" in i.parts:
             operands = operands[1:]
             last = operands.pop()
@@ -181,10 +181,10 @@ class _Form:
             self.vote = lambda m, lanes: np.asarray(predicate(m, lanes)) ^ negated
         elif not self.waits and len(operands) < 2:
             raise unsupported(i)
-        self.number: Callable[[Machine, Lanes], Any] = (
+        self.number: Callable[[ResidentBlocks, ThreadSet], Any] = (
             reader(operands[0], "u32", i) if operands else lambda m, lanes: np.uint32(0)
         )
         self.all_threads = len(operands) < 2
-        self.count: Callable[[Machine, Lanes], Any] = (
+        self.count: Callable[[ResidentBlocks, ThreadSet], Any] = (
             reader(operands[1], "u32", i) if len(operands) > 1 else lambda m, lanes: np.uint32(m.geometry.threads)
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, reader, type_of, writer
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -225,7 +225,7 @@ def lop3(i: Instruction) -> Operation:
     read = [reader(o, kind, i) for o, kind in zip(i.operands[1:5], types, strict=True)]
     other, combine = reader(i.operands[5], "pred", i), np.logical_or if "or" in i.parts else np.logical_and
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         result = function(*(r(m, lanes) for r in read))
         flag = combine(result != 0, other(m, lanes))
         write(m, lanes, result)

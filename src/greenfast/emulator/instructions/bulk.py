@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import addresses, count_access
 from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, UNWRITTEN, window
-from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet, lane_indices
 from greenfast.emulator.machine.tensormap import BoundMap, decode, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
 from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
@@ -31,7 +31,7 @@ class Tile:
         self.shared, self.outer, self.unit = shared, outer, unit
 
 
-def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment: int) -> Offsets:
+def _shared_start(m: ResidentBlocks, found: Offsets, lanes: ThreadSet, size: int, alignment: int) -> Offsets:
     """The arena offsets of ``size`` bytes in each thread's block; a fault where they do not lie in it or misaligned."""
     indices = lane_indices(lanes)
     for at in np.flatnonzero(found % alignment):
@@ -43,7 +43,7 @@ def _shared_start(m: Machine, found: Offsets, lanes: Lanes, size: int, alignment
     return found + m.shared_start[indices]
 
 
-def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
+def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
     """Return the tensor map at an address, generic or of the parameters, in a parameter, a variable or a buffer.
 
     A map that a thread of the launch wrote needs a fence.proxy.tensormap before it is used.
@@ -70,7 +70,7 @@ def _map_at(m: Machine, address: int, lane: int) -> BoundMap:
     return tensor
 
 
-def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) -> Tile:
+def _tensor_tile(m: ResidentBlocks, tensor: BoundMap, start: Offsets, corner: Offsets) -> Tile:
     """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
     copies = len(start)
     item = tensor.item
@@ -96,7 +96,7 @@ def _tensor_tile(m: Machine, tensor: BoundMap, start: Offsets, corner: Offsets) 
 
 def tiles_of(
     i: Instruction, shared: Operand, outer: Operand, size: Operand | None
-) -> Callable[[Machine, Lanes], Iterator[tuple[NDArray[np.intp], Tile]]]:
+) -> Callable[[ResidentBlocks, ThreadSet], Iterator[tuple[NDArray[np.intp], Tile]]]:
     """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.
 
     size: of a copy without a tensor map.
@@ -105,7 +105,7 @@ def tiles_of(
     tile = _tensor_tiles(i, outer) if size is None else _plain_tile
     amount = there if size is None else reader(size, "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> Iterator[tuple[NDArray[np.intp], Tile]]:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Iterator[tuple[NDArray[np.intp], Tile]]:
         indices = lane_indices(lanes)
         forms = np.broadcast_to(np.asarray(amount(m, lanes)), len(indices)).astype(np.int64)
         start, outward = here(m, lanes), there(m, lanes)
@@ -116,7 +116,7 @@ def tiles_of(
     return run
 
 
-def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> Tile:
+def _plain_tile(m: ResidentBlocks, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> Tile:
     """Copies of ``length`` bytes."""
     if length % BULK_ALIGNMENT:
         raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
@@ -129,13 +129,15 @@ def _plain_tile(m: Machine, indices: NDArray[np.intp], length: int, start: Offse
     return Tile(start[:, None] + chunks, outward[:, None] + chunks, CHUNK)
 
 
-def _tensor_tiles(i: Instruction, outer: Operand) -> Callable[[Machine, NDArray[np.intp], int, Offsets, Offsets], Tile]:
+def _tensor_tiles(
+    i: Instruction, outer: Operand
+) -> Callable[[ResidentBlocks, NDArray[np.intp], int, Offsets, Offsets], Tile]:
     """A function that gives the tiles of copies through the tensor map at an address."""
     assert isinstance(outer, Address)
     rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
     coordinates = [reader(c, "s32", i) for c in outer.coordinates]
 
-    def tile(m: Machine, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> Tile:
+    def tile(m: ResidentBlocks, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> Tile:
         tensor = _map_at(m, address, int(indices[0]))
         if len(tensor.box) != rank or len(coordinates) != rank:
             what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
@@ -154,13 +156,13 @@ def _tensor_tiles(i: Instruction, outer: Operand) -> Callable[[Machine, NDArray[
     return tile
 
 
-def require_fenced(m: Machine, place: Offsets, what: str) -> None:
+def require_fenced(m: ResidentBlocks, place: Offsets, what: str) -> None:
     """A fault unless what went before through the generic proxy at the places of a bulk access had a proxy fence."""
     source = m.current.source
     if m.proxies is not None and not (source is not None and source.memcpy_async):
         m.proxies.require_fenced(place, np.array([m.races.warp]), what, what == "bulk write")
 
 
-def count_bulk(m: Machine, store: bool, tile: Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:
+def count_bulk(m: ResidentBlocks, store: bool, tile: Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:
     """Count the accesses to global memory."""
     count_access(m, "global", store, tile.outer[inside], owners[inside], tile.unit)

@@ -13,7 +13,7 @@ from greenfast.emulator.instructions.mbarrier import rows_of
 from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
 from greenfast.emulator.machine.in_flight import BulkLoad
 from greenfast.emulator.machine.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
-from greenfast.emulator.machine.state import RANK_BITS, Lanes, Machine, Operation, lane_count, lane_indices
+from greenfast.emulator.machine.state import RANK_BITS, Operation, ResidentBlocks, ThreadSet, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
@@ -23,7 +23,7 @@ def mapa(i: Instruction) -> Operation:
     generic = not any(p.startswith("shared") for p in i.parts)
     read, rank, write = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), writer(i.operands[0], kind, i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         size = m.geometry.cluster_size
         ranks = np.broadcast_to(np.asarray(rank(m, lanes)).astype(np.int64), lane_count(lanes))
         for at in np.flatnonzero(ranks >= size):
@@ -46,7 +46,7 @@ def rank_of(i: Instruction) -> Operation:
     generic = not any(p.startswith("shared") for p in i.parts)
     read, write = reader(i.operands[1], kind, i), writer(i.operands[0], "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         found = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
         named = (found - (SHARED_BASE if generic else 0)) >> RANK_BITS
         own = m.block_of[lanes] % m.geometry.cluster_size
@@ -63,7 +63,7 @@ def barrier(i: Instruction) -> Operation:
     return lambda m, lanes: _arrive(m, lanes, relaxed)
 
 
-def _arrive(m: Machine, lanes: Lanes, relaxed: bool) -> None:
+def _arrive(m: ResidentBlocks, lanes: ThreadSet, relaxed: bool) -> None:
     twice = m.cluster_arrivals[lanes] != m.cluster_waits[lanes]
     if twice.any():
         at = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
@@ -75,7 +75,7 @@ def _arrive(m: Machine, lanes: Lanes, relaxed: bool) -> None:
     _phases(m)
 
 
-def _wait(m: Machine, lanes: Lanes) -> Any:
+def _wait(m: ResidentBlocks, lanes: ThreadSet) -> Any:
     indices, size = lane_indices(lanes), m.geometry.cluster_size
     early = _phases(m)[m.block_of[indices] // size] <= m.cluster_waits[indices]
     m.cluster_waits[indices[~early]] += 1
@@ -91,7 +91,7 @@ def _wait(m: Machine, lanes: Lanes) -> Any:
     return indices[early]
 
 
-def _phases(m: Machine) -> NDArray[np.int64]:
+def _phases(m: ResidentBlocks) -> NDArray[np.int64]:
     """How often each cluster has met; keeps the last access before that: threads leave one after the other."""
     size = m.geometry.cluster_size
     # A thread that has ended counts as one that arrived.
@@ -114,7 +114,7 @@ def store(i: Instruction) -> Operation:
     where, barriers = addresses(i.operands[0], i), rows_of(i.operands[2], i, "shared")
     size = dtype.itemsize * len(items)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = lane_indices(lanes)
         arena, offsets, _ = locate(m, "shared", where(m, lanes), lanes)
         rows = barriers(m, lanes)

@@ -18,7 +18,7 @@ from greenfast.emulator.instructions.operands import (
     writer,
 )
 from greenfast.emulator.instructions.rounding import flush, widen
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -86,7 +86,7 @@ def setp(i: Instruction) -> Operation:
     read = [reader(o, kind, i) for o in i.operands[1:3]]
     combine, third = _combined(i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         both = (result[..., 0], result[..., 1]) if kind.endswith("x2") else (result, ~result)
         if combine and third:  # before a write: the third operand may be one of the results
@@ -111,7 +111,7 @@ def set_value(i: Instruction) -> Operation:
     read = [reader(o, kind, i) for o in i.operands[1:3]]
     combine, third = _combined(i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         if combine and third:
             given = np.asarray(third(m, lanes))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Reader, reader
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, lane_count, lane_indices
+from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 
 #: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
@@ -24,7 +24,7 @@ _ALL = 0xFFFFFFFF
 _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 
 
-class Meeting:
+class SyncGroup:
     """How many warps an instruction needs together, and which threads of a warp (None: all of them).
 
     place: threads at instructions of one place are together; empty for an instruction that is a place by itself.
@@ -34,16 +34,16 @@ class Meeting:
         self.warps, self.mask, self.place = warps, mask, place
 
 
-def meeting_of(i: Instruction) -> Meeting | None:
+def parse_sync_group(i: Instruction) -> SyncGroup | None:
     """What an instruction waits for; None where each thread may execute it alone."""
     if i.name == "wgmma":
-        return Meeting(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
+        return SyncGroup(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
     if i.name in ("bar", "barrier") and "warp" in i.parts:
-        return Meeting(1, _mask(i, 0), "bar.warp.sync")
+        return SyncGroup(1, _mask(i, 0), "bar.warp.sync")
     if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
         return None
     operand = _OF_WARPS[i.name]
-    return Meeting(1, None if operand is None else _mask(i, operand))
+    return SyncGroup(1, None if operand is None else _mask(i, operand))
 
 
 def _mask(i: Instruction, operand: int) -> Reader | None:
@@ -54,17 +54,17 @@ def _mask(i: Instruction, operand: int) -> Reader | None:
     return reader(mask, "u32", i)
 
 
-class Meetings:
+class SyncGroups:
     """The threads at instructions that need others with them."""
 
-    def __init__(self, machine: Machine, meetings: dict[int, Meeting]) -> None:
+    def __init__(self, machine: ResidentBlocks, meetings: dict[int, SyncGroup]) -> None:
         self.m, self.meetings = machine, meetings
         # By place: which threads wait there, for which others, and at which instruction.
         self.gathered: dict[str | int, NDArray[np.bool_]] = {}
         self.masks = np.zeros(machine.lanes, np.uint32)
         self.at = np.zeros(machine.lanes, np.int64)
 
-    def complete(self, pc: int, lanes: Lanes) -> bool:
+    def complete(self, pc: int, lanes: ThreadSet) -> bool:
         """Whether threads that come to an instruction are complete among themselves, each warp as one group."""
         meeting = self.meetings[pc]
         if meeting.warps != 1 or not _whole(lanes):
@@ -73,7 +73,7 @@ class Meetings:
             return True
         return bool((np.asarray(meeting.mask(self.m, lanes)) == _ALL).all())
 
-    def gather(self, pc: int, lanes: Lanes) -> list[NDArray[np.intp]]:
+    def gather(self, pc: int, lanes: ThreadSet) -> list[NDArray[np.intp]]:
         """Threads come to an instruction; returns those that can go on now, in groups with one mask for each warp."""
         meeting = self.meetings[pc]
         place = meeting.place or pc
@@ -152,7 +152,7 @@ class Meetings:
         return found
 
 
-def _whole(lanes: Lanes) -> bool:
+def _whole(lanes: ThreadSet) -> bool:
     """Whether these are all threads of some warps."""
     if isinstance(lanes, slice):
         return True

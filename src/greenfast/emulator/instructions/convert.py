@@ -22,7 +22,7 @@ from greenfast.emulator.instructions.rounding import (
     narrow,
     widen,
 )
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -65,7 +65,7 @@ def convert(i: Instruction) -> Operation:
     function = _conversion(i, to, source)
     read, write = reader(i.operands[1], source, i), writer(i.operands[0], "b32" if to == "tf32" else to, i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         write(m, lanes, function(read(m, lanes)))
 
     return run
@@ -172,7 +172,7 @@ def _integer_to_float(a: Values, to: str, mode: str) -> Values:
     return np.array(flat, np.float64).reshape(a.shape)
 
 
-def _pair(i: Instruction, source: str) -> Callable[[Machine, Lanes], tuple[Values, Values]]:
+def _pair(i: Instruction, source: str) -> Callable[[ResidentBlocks, ThreadSet], tuple[Values, Values]]:
     """The two numbers of a two-operand or packed source: (upper, lower)."""
     if source == "f32":
         upper, lower = (reader(o, "f32", i) for o in i.operands[1:3])
@@ -180,7 +180,7 @@ def _pair(i: Instruction, source: str) -> Callable[[Machine, Lanes], tuple[Value
     if source == "f16x2":
         both = reader(i.operands[1], "b32", i)
 
-        def split(m: Machine, lanes: Lanes) -> tuple[Values, Values]:
+        def split(m: ResidentBlocks, lanes: ThreadSet) -> tuple[Values, Values]:
             bits = np.asarray(both(m, lanes))
             return (
                 (bits >> np.uint32(16)).astype(np.uint16).view(np.float16),
@@ -202,7 +202,7 @@ def _to_eight_bits(i: Instruction, to: str, source: str) -> Operation:
             values = np.where(values < 0, np.zeros_like(values), np.where(values == 0, np.abs(values), values))
         return encode(values, name).astype(np.uint16)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         upper, lower = read(m, lanes)
         write(m, lanes, code(upper) << np.uint16(8) | code(lower))
 
@@ -218,7 +218,7 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
         values = np.where(values <= 0, np.float32(0), values)
     halves = np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint32)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         codes = np.asarray(read(m, lanes))
         write(m, lanes, halves[codes >> np.uint16(8)] << np.uint32(16) | halves[codes & np.uint16(255)])
 
@@ -236,7 +236,7 @@ def _packed(i: Instruction) -> Operation:
     above = reader(i.operands[3], "b32", i) if bits == 8 else None
     write = writer(i.operands[0], "b32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         high, low = (np.clip(r(m, lanes), limits.min, limits.max).astype(np.int64) & ((1 << bits) - 1) for r in read)
         found = high << bits | low
         if above is not None:
@@ -253,7 +253,7 @@ def _to_pair(i: Instruction, to: str, source: str) -> Operation:
     read, write = _pair(i, source), writer(i.operands[0], "b32", i)
     function = _to_float(i, element_of(to), source)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         upper, lower = (np.asarray(function(x)).view(np.uint16).astype(np.uint32) for x in read(m, lanes))
         write(m, lanes, upper << np.uint32(16) | lower)
 

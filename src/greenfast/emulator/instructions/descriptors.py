@@ -24,7 +24,7 @@ class DescriptorError(Exception):
 
 
 @dataclass(frozen=True)
-class Descriptor:
+class MatrixDescriptor:
     """The fields of a descriptor that the matrices of a wgmma share; offsets and the swizzle are in bytes."""
 
     leading: int
@@ -33,10 +33,10 @@ class Descriptor:
     swizzle: int
 
     @staticmethod
-    def parse(bits: int) -> tuple[int, Descriptor]:
+    def parse(bits: int) -> tuple[int, MatrixDescriptor]:
         """The start address in the block's shared memory, and the other fields."""
         address, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        return address, Descriptor(leading, stride, bits >> 49 & 7, _SWIZZLES[bits >> 62])
+        return address, MatrixDescriptor(leading, stride, bits >> 49 & 7, _SWIZZLES[bits >> 62])
 
     def check(self, address: int) -> None:
         """Raise DescriptorError for a base offset.
@@ -58,7 +58,7 @@ class Descriptor:
 
 
 @lru_cache(maxsize=256)
-def _k_major(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
+def _k_major(d: MatrixDescriptor, rows: int, width: int) -> NDArray[np.int64]:
     row, chunk = np.arange(rows)[:, None], np.arange(width // CHUNK)[None, :]
     if d.swizzle:
         return row // _ROWS * d.stride + row % _ROWS * d.swizzle + chunk * CHUNK
@@ -66,7 +66,7 @@ def _k_major(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=256)
-def _transposed(d: Descriptor, rows: int, width: int) -> NDArray[np.int64]:
+def _transposed(d: MatrixDescriptor, rows: int, width: int) -> NDArray[np.int64]:
     k, chunk = np.arange(width // 2)[:, None], np.arange(rows * 2 // CHUNK)[None, :]
     if d.swizzle:
         per_row = d.swizzle // CHUNK

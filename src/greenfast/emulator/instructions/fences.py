@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from greenfast.emulator.instructions.access import addresses
-from greenfast.emulator.machine.ordering import scope_of
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.machine.ordering import parse_scope
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, lane_indices
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.kernel import MAP_BYTES
 
 
-def _nothing(m: Machine, lanes: Lanes) -> None:
+def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
     """Nothing to be done."""
 
 
@@ -24,14 +24,14 @@ def fence(i: Instruction) -> Operation:
     """
     proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
     if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):
-        scope = scope_of(i.parts)
+        scope = parse_scope(i.parts)
         return lambda m, lanes: m.races.fence(lanes, scope)
     if "tensormap:generic" in i.parts and "acquire" in i.parts:
         return _fence_map(i)
     if not proxy and i.parts[0] != "mbarrier_init":
         return _nothing
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         m.mbarriers.show(np.unique(m.block_of[lanes]), len(m.blocks))
         if proxy and m.proxies is not None:
             m.proxies.fence(lanes)
@@ -46,8 +46,8 @@ def _fence_map(i: Instruction) -> Operation:
         raise unsupported(i, f"needs a size of {MAP_BYTES} bytes")
     where = addresses(i.operands[0], i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
-        m.races.fence(lanes, scope_of(i.parts))
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
+        m.races.fence(lanes, parse_scope(i.parts))
         blocks = m.block_of[lanes]
         for address, block in set(zip(where(m, lanes).tolist(), blocks.tolist(), strict=True)):
             m.races.fence_tensormap(address - m.memory.base, [block])
@@ -59,7 +59,7 @@ def grid_order(i: Instruction) -> Operation:
     """griddepcontrol: after a wait, earlier launches are complete for the warps of the waiting threads."""
     waits = "wait" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         if waits:
             m.behind_wait.reshape(-1, WARP)[np.unique(lane_indices(lanes) // WARP)] = True
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.formats import BITS, INTEGERS, decode
 from greenfast.emulator.instructions.operands import Reader, dtype_of, reader, writer
 from greenfast.emulator.instructions.warp import whole_warps
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_count
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_count
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -94,25 +94,25 @@ class Registers:
             raise unsupported(i, "has a fragment that is not a list of registers")
         self.items, self.kind, self.i = operand.items, kind, i
 
-    def reading(self, count: int) -> Callable[[Machine, Lanes], Values]:
+    def reading(self, count: int) -> Callable[[ResidentBlocks, ThreadSet], Values]:
         """A function that gives (warps, 32, count) words, the first of the registers."""
         if len(self.items) < count:
             raise unsupported(self.i, "has another number of registers than its shape")
         read = [reader(r, self.kind, self.i) for r in self.items[:count]]
         return lambda m, lanes: _stacked(m, read, lanes)
 
-    def writing(self) -> Callable[[Machine, Lanes, Values], None]:
+    def writing(self) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
         """A function that writes (warps, 32, words); registers beyond these repeat them from the first."""
         write = [writer(r, self.kind, self.i) for r in self.items]
 
-        def run(m: Machine, lanes: Lanes, words: Values) -> None:
+        def run(m: ResidentBlocks, lanes: ThreadSet, words: Values) -> None:
             for n, w in enumerate(write):
                 w(m, lanes, words[:, :, n % words.shape[2]].reshape(-1))
 
         return run
 
 
-def _stacked(m: Machine, read: Sequence[Reader], lanes: Lanes) -> Values:
+def _stacked(m: ResidentBlocks, read: Sequence[Reader], lanes: ThreadSet) -> Values:
     count = lane_count(lanes)
     columns = [np.broadcast_to(np.asarray(r(m, lanes)), (count,)) for r in read]
     return np.stack(columns, axis=1).reshape(-1, WARP, len(read))
@@ -132,7 +132,7 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
     wide: Any = np.float64 if left_kind == "f64" else np.int64 if integer else np.float32
     differing = bits and "xor" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         whole_warps(m, lanes, "a matrix instruction")
         left = decode(left_rows(read_a(m, lanes), rows), left_kind)
         right = decode(right_rows(read_b(m, lanes), columns), right_kind)
@@ -150,13 +150,13 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
 
 def read_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
-) -> Callable[[Machine, Lanes], Values]:
+) -> Callable[[ResidentBlocks, ThreadSet], Values]:
     """A function that gives the (warps, rows, columns) of a fragment of C."""
     dtype = dtype_of(kind)
     per = 2 if kind == "f16" else 1
     read = Registers(operand, "b64" if kind == "f64" else "b32", i).reading(rows * columns // WARP // per)
 
-    def run(m: Machine, lanes: Lanes) -> Values:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Values:
         held = np.ascontiguousarray(read(m, lanes)).view(dtype)
         return sums_matrix(held, rows, columns)
 
@@ -165,7 +165,7 @@ def read_sums(
 
 def write_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
-) -> Callable[[Machine, Lanes, Values], None]:
+) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
     """A function that writes (warps, rows, columns) to a fragment of D."""
     dtype = dtype_of(kind)
     target = Registers(operand, "b64" if kind == "f64" else "b32", i)
@@ -173,7 +173,7 @@ def write_sums(
         raise unsupported(i, "has another number of registers than its shape")
     write = target.writing()
 
-    def run(m: Machine, lanes: Lanes, matrix: Values) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet, matrix: Values) -> None:
         held = np.ascontiguousarray(sums_held(matrix.astype(dtype, copy=False)))
         write(m, lanes, held.view(np.uint64 if kind == "f64" else np.uint32))
 

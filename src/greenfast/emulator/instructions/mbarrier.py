@@ -18,7 +18,7 @@ from greenfast.emulator.instructions.access import addresses, locate, space_of
 from greenfast.emulator.instructions.operands import reader, writer
 from greenfast.emulator.machine.mbarriers import PENDING, PHASE_SHIFT, MbarrierError, Rows
 from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_count, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Operand
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -28,7 +28,7 @@ _SIZE = 8
 
 
 @contextlib.contextmanager
-def faults(m: Machine, lanes: Lanes) -> Iterator[None]:
+def faults(m: ResidentBlocks, lanes: ThreadSet) -> Iterator[None]:
     """Turn what an mbarrier does not allow into the fault of its thread."""
     try:
         yield
@@ -37,11 +37,11 @@ def faults(m: Machine, lanes: Lanes) -> Iterator[None]:
         raise m.fault(e.reason, lane) from None
 
 
-def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, Lanes], Rows]:
+def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBlocks, ThreadSet], Rows]:
     """A function that gives each thread's mbarrier, by its 8-byte word of shared memory; it must be initialised."""
     where = _words(operand, i, space)
 
-    def run(m: Machine, lanes: Lanes) -> Rows:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Rows:
         rows = where(m, lanes)
         with faults(m, lanes):
             m.mbarriers.require(rows)
@@ -50,10 +50,10 @@ def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, 
     return run
 
 
-def _words(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, Lanes], Rows]:
+def _words(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBlocks, ThreadSet], Rows]:
     where = addresses(operand, i)
 
-    def run(m: Machine, lanes: Lanes) -> Rows:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Rows:
         _, offsets, actual = locate(m, space, where(m, lanes), lanes)
         if actual != "shared":
             raise m.fault("an mbarrier outside of shared memory", int(lane_indices(lanes)[0]))
@@ -67,7 +67,7 @@ def _words(operand: Operand, i: Instruction, space: str) -> Callable[[Machine, L
     return run
 
 
-def _integers(values: Values, lanes: Lanes) -> NDArray[np.int64]:
+def _integers(values: Values, lanes: ThreadSet) -> NDArray[np.int64]:
     return np.broadcast_to(np.asarray(values).astype(np.int64), lane_count(lanes))
 
 
@@ -75,7 +75,7 @@ def init(i: Instruction) -> Operation:
     """mbarrier.init."""
     where, count = _words(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
         with faults(m, lanes):
             m.mbarriers.init(rows, _integers(count(m, lanes), lanes))
@@ -88,7 +88,7 @@ def invalidate(i: Instruction) -> Operation:
     """mbarrier.inval: the memory may be used for something else."""
     where = rows_of(i.operands[0], i, space_of(i))
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
         m.mbarriers.live[rows] = False
         m.shared.state.reshape(-1, _SIZE)[rows] = UNWRITTEN
@@ -101,7 +101,7 @@ def transactions(i: Instruction) -> Operation:
     where, count = rows_of(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
     sign = 1 if i.parts[0] == "expect_tx" else -1
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
         with faults(m, lanes):
             m.mbarriers.expect(rows, sign * _integers(count(m, lanes), lanes))
@@ -120,7 +120,7 @@ def arrive(i: Instruction) -> Operation:
     relaxed = "relaxed" in i.parts
     expects, drops, open_ = "expect_tx" in i.parts, i.parts[0] == "arrive_drop", "noComplete" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
         counts = _integers(np.ones((), np.uint32) if amount is None else amount(m, lanes), lanes)
         state = m.mbarriers.state(rows)
@@ -145,7 +145,7 @@ def wait(i: Instruction) -> Operation:
     phase = reader(i.operands[2], "u32" if parity else "u64", i)
     write = writer(i.operands[0], "pred", i)
 
-    def run(m: Machine, lanes: Lanes) -> Any:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Any:
         rows = where(m, lanes)
         wanted = _integers(phase(m, lanes), lanes)
         if parity and (wanted >> 1).any():
@@ -194,7 +194,7 @@ def mbarrier(i: Instruction) -> Operation:
     return action(i)
 
 
-def describe(m: Machine, row: int) -> str:
+def describe(m: ResidentBlocks, row: int) -> str:
     """An mbarrier by its place, and what it waits for."""
     return f"the mbarrier at {m.shared_place(row * _SIZE)}, {m.mbarriers.describe(row)}"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from greenfast.emulator.instructions.operands import dtype_of, elementwise, reader, type_of, writer
 from greenfast.emulator.machine.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE, window
-from greenfast.emulator.machine.state import Lanes, Machine, Operation
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
@@ -30,7 +30,7 @@ def _pack(i: Instruction, kind: str, destination: Any, source: Vector) -> Operat
     read = [reader(item, part, i) for item in source.items]
     write = writer(destination, f"b{8 * size * len(source.items)}", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         whole: Any = np.uint64(0)
         for n, r in enumerate(read):
             whole = whole | (np.asarray(r(m, lanes)).astype(np.uint64) << np.uint64(8 * size * n))
@@ -44,7 +44,7 @@ def _unpack(i: Instruction, kind: str, destination: Vector, source: Any) -> Oper
     read = reader(source, f"b{8 * dtype_of(kind).itemsize}", i)
     write = [writer(item, f"b{8 * size}", i) for item in destination.items]
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         whole = np.asarray(read(m, lanes)).astype(np.uint64)
         for n, w in enumerate(write):
             w(m, lanes, (whole >> np.uint64(8 * size * n)).astype(dtype_of(f"b{8 * size}")))
@@ -75,7 +75,7 @@ def is_space(i: Instruction) -> Operation:
     space = i.parts[0].split(":")[0]
     read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "pred", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         found = np.atleast_1d(np.asarray(read(m, lanes)))
         write(m, lanes, np.array([window(int(a)) == space for a in found]))
 

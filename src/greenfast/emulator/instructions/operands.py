@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_indices
 from greenfast.emulator.ptx.literals import as_float
 from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.errors import UnsupportedError
 
-Reader: TypeAlias = Callable[[Machine, Lanes], Values]
-Writer: TypeAlias = Callable[[Machine, Lanes, Values], None]
+Reader: TypeAlias = Callable[[ResidentBlocks, ThreadSet], Values]
+Writer: TypeAlias = Callable[[ResidentBlocks, ThreadSet, Values], None]
 Function: TypeAlias = Callable[..., Any]
 
 #: PTX type -> NumPy type. Bit types are unsigned; packed halves are kept as their 32 bits.
@@ -59,7 +59,7 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
         if name == "_":
             raise unsupported(instruction, "reads _, which only takes results,")
 
-        def read(m: Machine, lanes: Lanes) -> Values:
+        def read(m: ResidentBlocks, lanes: ThreadSet) -> Values:
             if m.products is not None and name in m.products.guards:
                 bad = m.products.unreadable(name, lanes)
                 if len(bad):
@@ -110,7 +110,7 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
     if name in CLOCKS:
         return lambda m, lanes: m.clock(name, instruction, lanes).astype(dtype)
 
-    def read(m: Machine, lanes: Lanes) -> Values:
+    def read(m: ResidentBlocks, lanes: ThreadSet) -> Values:
         found = m.specials.get(name)
         if found is None:
             raise unsupported(instruction, f"reads {name}, which is not known to the emulator")
@@ -119,7 +119,7 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
     return read
 
 
-def address_of(m: Machine, symbol: str) -> int:
+def address_of(m: ResidentBlocks, symbol: str) -> int:
     """A variable's address: an offset in its own space, but for global variables, whose address is generic."""
     if symbol in m.shared_layout:
         return m.shared_layout[symbol]
@@ -132,7 +132,7 @@ def address_of(m: Machine, symbol: str) -> int:
     raise UnsupportedError(f"{symbol} has no address that is known to the emulator")
 
 
-def window_of(m: Machine, symbol: str) -> str:
+def window_of(m: ResidentBlocks, symbol: str) -> str:
     """The space whose window a variable's address has to be moved into to be generic; empty for global variables."""
     layouts = {"shared": m.shared_layout, "local": m.local_layout, "param": m.param_layout}
     return next((space for space, layout in layouts.items() if symbol in layout and symbol not in m.symbols), "")
@@ -147,7 +147,7 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
     if name == "_":
         return lambda m, lanes, values: None
 
-    def write(m: Machine, lanes: Lanes, values: Values) -> None:
+    def write(m: ResidentBlocks, lanes: ThreadSet, values: Values) -> None:
         if m.products is not None and name in m.products.guards:
             _guard_write(m, name, lanes)
         register = m.registers.get(name)
@@ -170,7 +170,7 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
     return write
 
 
-def _guard_write(m: Machine, name: str, lanes: Lanes) -> None:
+def _guard_write(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
     """A register that matrix products use is written by another instruction."""
     assert m.products is not None
     bad = m.products.unwritable(name, lanes)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.instructions.access import locate
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -22,7 +22,7 @@ def call(i: Instruction) -> Operation:
     if name == "__assertfail" and vectors:
         what, file, line, function = vectors[0][:4]
 
-        def fails(m: Machine, lanes: Lanes) -> None:
+        def fails(m: ResidentBlocks, lanes: ThreadSet) -> None:
             lane = int(lane_indices(lanes)[0])
             texts = [_text(m, int(_argument(m, n, np.uint64, lanes)[0]), lane) for n in (what, file, function)]
             number = int(_argument(m, line, np.uint32, lanes)[0])
@@ -33,7 +33,7 @@ def call(i: Instruction) -> Operation:
         raise unsupported(i, "calls a function that is not known to the emulator")
     *results, (text, values) = vectors
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         formats, buffers = (_argument(m, n, np.uint64, lanes) for n in (text, values))
         for n, lane in enumerate(lane_indices(lanes)):
             m.output.append(_formatted(m, int(formats[n]), int(buffers[n]), int(lane)))
@@ -45,24 +45,24 @@ def call(i: Instruction) -> Operation:
     return run
 
 
-def _argument(m: Machine, name: str, dtype: Any, lanes: Lanes) -> Values:
+def _argument(m: ResidentBlocks, name: str, dtype: Any, lanes: ThreadSet) -> Values:
     """The threads' values of an argument."""
     size = np.dtype(dtype).itemsize
     data = m.local.read(m.local_layout[name] + m.local_start[lanes], size, "argument of a call")
     return np.asarray(data.view(dtype).reshape(-1))
 
 
-def _text(m: Machine, address: int, lane: int) -> str:
+def _text(m: ResidentBlocks, address: int, lane: int) -> str:
     return _bytes(m, address, 4096, lane).split(b"\0")[0].decode(errors="replace")
 
 
-def _bytes(m: Machine, address: int, size: int, lane: int) -> bytes:
+def _bytes(m: ResidentBlocks, address: int, size: int, lane: int) -> bytes:
     one = np.array([lane])
     arena, offsets, _ = locate(m, "generic", np.array([address], np.int64), one)
     return arena.data[int(offsets[0]) : int(offsets[0]) + size].tobytes()
 
 
-def _formatted(m: Machine, text_at: int, buffer: int, lane: int) -> str:
+def _formatted(m: ResidentBlocks, text_at: int, buffer: int, lane: int) -> str:
     """What one thread prints; arguments lie in the buffer, each aligned to its size."""
     text = _text(m, text_at, lane)
     position = 0

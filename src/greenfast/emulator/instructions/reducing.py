@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
 from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
 from greenfast.emulator.instructions.operands import dtype_of, type_of
-from greenfast.emulator.machine.in_flight import BulkStore, chunks_of, hold
+from greenfast.emulator.machine.in_flight import BulkStore, chunk_indices, hold
 from greenfast.emulator.machine.memory import WRITTEN
 from greenfast.emulator.machine.ordering import DEVICE
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction
 
 
@@ -25,11 +25,11 @@ def reduce(i: Instruction) -> Operation:
     dtype, tiles = dtype_of(kind), tiles_of(i, source, to, size)
     operation = next(p for p in i.parts if p in REDUCTIONS)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
             run_tile(m, indices, tile)
 
-    def run_tile(m: Machine, indices: NDArray[np.intp], tile: Tile) -> None:
+    def run_tile(m: ResidentBlocks, indices: NDArray[np.intp], tile: Tile) -> None:
         owners = np.repeat(indices, tile.outer.shape[1] * tile.unit // dtype.itemsize)
         place = tile.shared.ravel()
         with m.accessing(np.broadcast_to(indices[:, None], tile.outer.shape).ravel(), "shared"):
@@ -38,7 +38,7 @@ def reduce(i: Instruction) -> Operation:
         offsets = (tile.outer.ravel()[:, None] + np.arange(0, tile.unit, dtype.itemsize)).ravel()
         _reduce_at(m, offsets, values, owners, operation, kind)
         count_bulk(m, True, tile, np.broadcast_to(indices[:, None], tile.outer.shape), tile.outer >= 0)
-        chunks = chunks_of(tile.shared)
+        chunks = chunk_indices(tile.shared)
         hold(m.shared, chunks)
         nowhere, nothing = np.full(tile.outer.shape, -1), np.zeros((*tile.outer.shape, tile.unit), np.uint8)
         m.stores.append(BulkStore(indices, m.bulk_groups[indices], chunks, nowhere, nothing, m.current))
@@ -47,7 +47,7 @@ def reduce(i: Instruction) -> Operation:
 
 
 def _reduce_at(
-    m: Machine, offsets: Offsets, values: Values, lanes: NDArray[np.intp], operation: str, kind: str
+    m: ResidentBlocks, offsets: Offsets, values: Values, lanes: NDArray[np.intp], operation: str, kind: str
 ) -> None:
     """Threads, one for each element, apply an operation to elements of global memory, one after the other."""
     size = values.dtype.itemsize

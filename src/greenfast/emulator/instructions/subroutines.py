@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.state import Lanes, Machine, Operation
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
 from greenfast.emulator.ptx.recursion import COPY, JUMPS, KEEP, LEAVE
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
@@ -15,7 +15,7 @@ from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 DEEPEST = 1024
 
 
-def jump(m: Machine, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArray[np.int64]:
+def jump(m: ResidentBlocks, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArray[np.int64]:
     """Where threads go on after a call or a return of a recursive function."""
     if i.name == LEAVE:
         return m.stack.pop(lanes)
@@ -28,7 +28,7 @@ def jump(m: Machine, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArra
     return np.full(len(lanes), m.function.labels[target.name], np.int64)
 
 
-def _places(m: Machine, name: str, size: int, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
+def _places(m: ResidentBlocks, name: str, size: int, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
     """(threads, size) places of the bytes of a variable in local memory."""
     return m.local_start[lanes][:, None] + m.local_layout[name] + np.arange(size)[None, :]
 
@@ -41,7 +41,7 @@ def build(i: Instruction, function: Function) -> Operation | None:
         to, source = (o.name for o in i.operands if isinstance(o, Symbol))
         size = min(function.variables[to].size, function.variables[source].size)
 
-        def copy(m: Machine, lanes: Lanes) -> None:
+        def copy(m: ResidentBlocks, lanes: ThreadSet) -> None:
             indices = _indices(lanes)
             into, out = _places(m, to, size, indices), _places(m, source, size, indices)
             m.local.data[into], m.local.state[into] = m.local.data[out], m.local.state[out]
@@ -49,7 +49,7 @@ def build(i: Instruction, function: Function) -> Operation | None:
         return copy
     frame, keeps = function.frames[i.parts[0]], i.name == KEEP
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = _indices(lanes)
         for depth in np.unique(m.stack.depth[indices]):
             here = indices[m.stack.depth[indices] == depth]
@@ -71,5 +71,5 @@ def _move(slot: NDArray[Any], here: Any, array: NDArray[Any], places: Any, keeps
         array[places] = slot[here]
 
 
-def _indices(lanes: Lanes) -> NDArray[np.intp]:
+def _indices(lanes: ThreadSet) -> NDArray[np.intp]:
     return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes

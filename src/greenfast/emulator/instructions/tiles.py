@@ -14,7 +14,7 @@ from greenfast.emulator.instructions.access import Offsets, addresses, count_acc
 from greenfast.emulator.instructions.operands import reader, type_of, writer
 from greenfast.emulator.instructions.warp import whole_warps
 from greenfast.emulator.machine.memory import Arena
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_count
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_count
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -35,11 +35,11 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 
 def _rows_of(
     i: Instruction, operand: Operand, count: int
-) -> Callable[[Machine, Lanes], tuple[NDArray[np.intp], Arena, Offsets, str]]:
+) -> Callable[[ResidentBlocks, ThreadSet], tuple[NDArray[np.intp], Arena, Offsets, str]]:
     """A function that gives the lanes that name rows (8n to 8n + 7 for tile n), and where these rows lie."""
     where, space = addresses(operand, i), space_of(i)
 
-    def run(m: Machine, lanes: Lanes) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
         rows = whole_warps(m, lanes, i.name)[:, : 8 * count].ravel()
         found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
         arena, offsets, actual = locate(m, space, found, rows)
@@ -56,7 +56,7 @@ def ldmatrix(i: Instruction) -> Operation:
     write = [writer(r, "b32", i) for r in _registers(i.operands[0])]
     where = _rows_of(i, i.operands[1], count)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows, arena, offsets, space = where(m, lanes)
         with m.accessing(rows, space):
             data = arena.read(offsets, _ROW_BYTES, "16-byte matrix row read")
@@ -76,7 +76,7 @@ def stmatrix(i: Instruction) -> Operation:
     read = [reader(r, "b32", i) for r in _registers(i.operands[1])]
     where = _rows_of(i, i.operands[0], count)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows, arena, offsets, space = where(m, lanes)
         tiles = np.stack([_tile(np.broadcast_to(r(m, lanes), lane_count(lanes))) for r in read], axis=1)
         if transposed:
@@ -95,7 +95,7 @@ def movmatrix(i: Instruction) -> Operation:
         raise unsupported(i)
     read, write = reader(i.operands[1], "b32", i), writer(i.operands[0], "b32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         table = whole_warps(m, lanes, "movmatrix")
         write(m, lanes, _words(_tile(np.broadcast_to(read(m, lanes), table.size)).swapaxes(1, 2)))
 

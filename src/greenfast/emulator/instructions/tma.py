@@ -20,9 +20,9 @@ from greenfast.emulator.instructions.bulk import Tile, count_bulk, require_fence
 from greenfast.emulator.instructions.mbarrier import faults, rows_of
 from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.instructions.reducing import reduce
-from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, chunks_of, hold
+from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, chunk_indices, hold
 from greenfast.emulator.machine.memory import CHUNK, IN_FLIGHT, WRITTEN
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, lane_indices
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -62,7 +62,7 @@ def _arrive_when_landed(i: Instruction) -> Operation:
     barrier = rows_of(i.operands[0], i, space_of(i))
     increases = "noinc" not in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices, rows, issued = lane_indices(lanes), barrier(m, lanes), m.copies_issued
         if increases:  # the arrival is one more than the phase expects
             with faults(m, lanes):
@@ -78,7 +78,7 @@ def _arrive_when_landed(i: Instruction) -> Operation:
     return run
 
 
-def _nothing(m: Machine, lanes: Lanes) -> None:
+def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
     """Nothing to be done."""
 
 
@@ -92,11 +92,11 @@ def _load(i: Instruction, tensor: bool) -> Operation:
     barrier = rows_of(rest.pop(0), i, "shared")
     mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
             load(m, indices, tile)
 
-    def load(m: Machine, indices: NDArray[np.intp], tile: Tile) -> None:
+    def load(m: ResidentBlocks, indices: NDArray[np.intp], tile: Tile) -> None:
         rows = barrier(m, indices)
         copies, apart = _targets(m, indices, None if mask is None else mask(m, indices))
         rows = rows[copies] + apart // _BARRIER_BYTES
@@ -135,7 +135,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
     return run
 
 
-def _targets(m: Machine, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def _targets(m: ResidentBlocks, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """The copies that land: of which of the threads, and how many bytes from their own block's shared memory.
 
     masks: the blocks of the cluster that each thread's copy goes to; None: its own.
@@ -157,11 +157,11 @@ def _store(i: Instruction, tensor: bool) -> Operation:
     to, source, *rest = i.operands
     tiles = tiles_of(i, source, to, None if tensor else rest[0])
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
             store(m, indices, tile)
 
-    def store(m: Machine, indices: NDArray[np.intp], tile: Tile) -> None:
+    def store(m: ResidentBlocks, indices: NDArray[np.intp], tile: Tile) -> None:
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
         place = tile.shared.ravel()
         with m.accessing(owners.ravel(), "shared"):
@@ -177,7 +177,7 @@ def _store(i: Instruction, tensor: bool) -> Operation:
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
             m.races.global_write(tile.outer[inside], tile.unit, values[inside.ravel()])
         count_bulk(m, True, tile, owners, inside)
-        chunks = chunks_of(tile.shared)
+        chunks = chunk_indices(tile.shared)
         hold(m.shared, chunks)
         m.stores.append(
             BulkStore(
@@ -193,7 +193,7 @@ def _store(i: Instruction, tensor: bool) -> Operation:
     return run
 
 
-def _require_whole_chunks(m: Machine, tile: Tile, owners: NDArray[np.intp]) -> None:
+def _require_whole_chunks(m: ResidentBlocks, tile: Tile, owners: NDArray[np.intp]) -> None:
     """A fault where a row of the tensor ends within 16 bytes that a store writes a part of.
 
     An H100 writes the whole chunk (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
@@ -206,7 +206,7 @@ def _require_whole_chunks(m: Machine, tile: Tile, owners: NDArray[np.intp]) -> N
         raise m.fault("a tensor store to a row that ends within 16 bytes: a GPU writes those beyond it as well", lane)
 
 
-def _commit(m: Machine, lanes: Lanes) -> None:
+def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
     m.bulk_groups[lanes] += 1
 
 
@@ -217,7 +217,7 @@ def _wait(i: Instruction) -> Operation:
         raise unsupported(i)
     only_read = "read" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> Any:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Any:
         indices = lane_indices(lanes)
         waiting = np.zeros(m.lanes, np.bool_)
         waiting[lanes] = True
@@ -247,7 +247,7 @@ def _wait(i: Instruction) -> Operation:
     return run
 
 
-def finish(m: Machine) -> None:
+def finish(m: ResidentBlocks) -> None:
     """All threads have ended: their stores land. A fault where a copy may still write to a block's shared memory.
 
     That one may still read it is a formal finding: another block may get the memory before the copy has read it.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Function, reader, writer
-from greenfast.emulator.machine.state import Lanes, Machine, Operation, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -49,7 +49,7 @@ def _limits(kind: str, bits: int) -> tuple[int, int]:
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
 
 
-def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[Machine, Lanes], Wide]:
+def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[ResidentBlocks, ThreadSet], Wide]:
     """A function that gives an operand of a scalar instruction: a byte, a half or the word."""
     register, selector = _split(operand)
     read = reader(register, "u32", i)
@@ -102,7 +102,7 @@ def scalar(i: Instruction) -> Operation:
     bits = {"": 32, "b": 8, "h": 16}[merged[:1]]
     at = bits * int(merged[1:] or 0)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         found = operation(a(m, lanes), b(m, lanes))
         if saturates:
             found = np.clip(found, *_limits(out, bits))
@@ -125,7 +125,7 @@ def multiply_add(i: Instruction) -> Operation:
     shift = 7 if "shr7" in i.parts else 15 if "shr15" in i.parts else 0
     saturates = "sat" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         found = (a(m, lanes) * b(m, lanes) + np.asarray(third(m, lanes)).astype(np.int64)) >> shift
         if saturates:
             found = np.clip(found, *_limits(out, 32))
@@ -175,7 +175,7 @@ def several(i: Instruction) -> Operation:
     operation, saturates, sums = _operation(i, name), "sat" in i.parts, "add" in i.parts
     shifts = np.arange(0, 32, bits)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         a, b, c = np.broadcast_arrays(*(np.asarray(r(m, lanes)) for r in read))
         both = [np.concatenate([_parts_of(a, bits, kind), _parts_of(b, bits, kind)], axis=-1) for kind in (left, right)]
         found = operation(both[0][..., pick_a], both[1][..., pick_b])

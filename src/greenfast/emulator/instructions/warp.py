@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Reader, dtype_of, reader, type_of, writer
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_indices
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 
 _LANE = np.arange(WARP)
@@ -26,7 +26,7 @@ _FULL = np.uint32(0xFFFFFFFF)
 _NOBODY = np.uint32(0xFFFFFFFF)
 
 
-def whole_warps(m: Machine, lanes: Lanes, what: str) -> NDArray[np.intp]:
+def whole_warps(m: ResidentBlocks, lanes: ThreadSet, what: str) -> NDArray[np.intp]:
     """(warps, 32) thread indices; a fault where a warp is not complete."""
     indices = lane_indices(lanes)
     complete = len(indices) % WARP == 0
@@ -79,7 +79,7 @@ class _Members:
         return found
 
 
-def _members(m: Machine, lanes: Lanes, mask: Reader) -> _Members:
+def _members(m: ResidentBlocks, lanes: ThreadSet, mask: Reader) -> _Members:
     """The threads that execute and their masks; a fault where a thread is not in its own mask."""
     given = np.asarray(mask(m, lanes))
     every = bool((given == _FULL).all())
@@ -119,7 +119,7 @@ def shuffle(i: Instruction) -> Operation:
     write, write_inside = writer(first, "b32", i), [writer(p, "pred", i) for p in rest]
     read, by, clamp, mask = (reader(o, "u32", i) for o in i.operands[1:5])
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         members = _members(m, lanes, mask)
         values = members.table(read(m, lanes))
         step = members.table(by(m, lanes)).astype(np.int64) & 31
@@ -153,7 +153,7 @@ def vote(i: Instruction) -> Operation:
     read, mask = reader(i.operands[1], "pred", i), reader(i.operands[2], "u32", i)
     write = writer(i.operands[0], "b32" if mode == "ballot" else "pred", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         members = _members(m, lanes, mask)
         yes = members.table(read(m, lanes))
         peers: Any = np.True_ if members.masks is None else members.peers()
@@ -175,7 +175,7 @@ def elect(i: Instruction) -> Operation:
     write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in rest]
     mask = reader(i.operands[1], "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         members = _members(m, lanes, mask)
         leader = members.peers().argmax(axis=2)
         write_lane(m, lanes, members.flat(leader.astype(np.uint32)))
@@ -200,7 +200,7 @@ def reduce(i: Instruction) -> Operation:
     neutral = {"min": limits.max, "max": limits.min, "and": limits.max}.get(name, 0)
     read, write, mask = reader(i.operands[1], kind, i), writer(i.operands[0], kind, i), reader(i.operands[2], "u32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         members = _members(m, lanes, mask)
         values = members.table(read(m, lanes))
         if members.masks is None:
@@ -219,7 +219,7 @@ def match(i: Instruction) -> Operation:
     write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in rest]
     read, mask, every = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), "all" in i.parts
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         members = _members(m, lanes, mask)
         values = members.table(read(m, lanes))
         peers = members.peers()
@@ -238,7 +238,7 @@ def active_mask(i: Instruction) -> Operation:
     """activemask: the threads of the warp that run this together."""
     write = writer(i.operands[0], "b32", i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = lane_indices(lanes)
         masks = np.zeros(m.lanes // WARP, np.uint32)
         np.bitwise_or.at(masks, indices // WARP, np.uint32(1) << (indices % WARP).astype(np.uint32))

@@ -16,12 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.descriptors import Descriptor, DescriptorError
+from greenfast.emulator.instructions.descriptors import DescriptorError, MatrixDescriptor
 from greenfast.emulator.instructions.formats import BITS, decode
 from greenfast.emulator.instructions.operands import cast, dtype_of, reader
-from greenfast.emulator.machine.in_flight import GROUPS, MatrixReads, Products, ProductWaits, chunks_of, hold, release
+from greenfast.emulator.machine.in_flight import (
+    GROUPS,
+    MatrixReads,
+    Products,
+    ProductWaits,
+    chunk_indices,
+    hold,
+    release,
+)
 from greenfast.emulator.machine.memory import CHUNK
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, Values, lane_indices
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_indices
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -31,16 +39,16 @@ _SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 # ---- ordering -------------------------------------------------------------------------------------------------------
 
 
-def _products(m: Machine) -> Products:
+def _products(m: ResidentBlocks) -> Products:
     assert m.products is not None
     return m.products
 
 
-def _fence(m: Machine, lanes: Lanes) -> None:
+def _fence(m: ResidentBlocks, lanes: ThreadSet) -> None:
     _products(m).fences[lanes] += 1
 
 
-def _commit(m: Machine, lanes: Lanes) -> None:
+def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
     p, leads = _products(m), lane_indices(lanes)[::WARP]
     p.committed[lanes] += 1
     p.before[leads // WARP, p.committed[leads] % GROUPS] = m.races.ordering.now
@@ -52,7 +60,7 @@ def _wait(i: Instruction) -> Operation:
     if not isinstance(allowed, Immediate):
         raise unsupported(i)
 
-    def run(m: Machine, lanes: Lanes) -> Any:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> Any:
         p = _products(m)
         indices = lane_indices(lanes)
         reached = p.committed[indices] - allowed.bits
@@ -73,7 +81,7 @@ def _wait(i: Instruction) -> Operation:
     return run
 
 
-def _release(m: Machine, lanes: NDArray[np.intp]) -> None:
+def _release(m: ResidentBlocks, lanes: NDArray[np.intp]) -> None:
     """Release the shared memory of products that a warp has waited for: its warpgroup executes them as one."""
     p = _products(m)
     leads = np.unique(lanes // WARP) * WARP
@@ -124,7 +132,7 @@ def _register_rows(values: list[Values], blocks: int) -> NDArray[np.uint8]:
     return rows.view(np.uint8)
 
 
-class _Form:
+class _WgmmaForm:
     """The parts and operands of a wgmma.mma_async."""
 
     def __init__(self, i: Instruction) -> None:
@@ -182,9 +190,9 @@ def _flag(operand: Operand, i: Instruction) -> int:
 
 def multiply(i: Instruction) -> Operation:
     """wgmma.mma_async."""
-    form = _Form(i)
+    form = _WgmmaForm(i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         p = _products(m)
         indices = lane_indices(lanes)
         blocks = m.block_of[indices[: len(indices) // _WARPS : WARP]]
@@ -218,7 +226,9 @@ def multiply(i: Instruction) -> Operation:
     return run
 
 
-def _accumulate(m: Machine, form: _Form, lanes: Lanes, product: Values, adds: Values, blocks: int) -> None:
+def _accumulate(
+    m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet, product: Values, adds: Values, blocks: int
+) -> None:
     dtype = dtype_of(form.out)
     result: Values = product.astype(dtype)  # sums of 32 products of 8-bit integers are exact in float32
     if adds.any():
@@ -233,7 +243,7 @@ def _accumulate(m: Machine, form: _Form, lanes: Lanes, product: Values, adds: Va
         m.register(name).view(dtype)[lanes] = values
 
 
-def _check_fences(m: Machine, form: _Form, lanes: Lanes) -> None:
+def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None:
     p = _products(m)
     missing = np.flatnonzero(p.fences[lanes] == 0)
     if len(missing):
@@ -245,7 +255,9 @@ def _check_fences(m: Machine, form: _Form, lanes: Lanes) -> None:
             raise m.fault(what, int(lane_indices(lanes)[touched[0]]))
 
 
-def _of_group(m: Machine, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: Lanes, what: str) -> Values:
+def _of_group(
+    m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, what: str
+) -> Values:
     """(blocks,) values of which all threads of a warpgroup must have the same."""
     table = np.broadcast_to(values, len(lane_indices(lanes))).reshape(_WARPS, len(blocks), WARP)
     differ = np.flatnonzero((table != table[:1, :, :1]).ravel())
@@ -255,11 +267,11 @@ def _of_group(m: Machine, i: Instruction, values: Values, blocks: NDArray[np.int
 
 
 def _operand(
-    m: Machine,
+    m: ResidentBlocks,
     i: Instruction,
-    read: Callable[[Machine, Lanes], Values],
+    read: Callable[[ResidentBlocks, ThreadSet], Values],
     blocks: NDArray[np.intp],
-    lanes: Lanes,
+    lanes: ThreadSet,
     rows: int,
     kind: str,
     transposed: bool,
@@ -269,7 +281,7 @@ def _operand(
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
     offsets = np.zeros((len(blocks), 0, 0), np.int64)
     for descriptor in np.unique(bits).tolist():
-        start, layout = Descriptor.parse(descriptor)
+        start, layout = MatrixDescriptor.parse(descriptor)
         mine = np.flatnonzero(bits == descriptor)
         try:
             layout.check(start)
@@ -293,7 +305,7 @@ def _operand(
             group = int(owner[0]) // (m.set_size * _WARPS) * _WARPS + np.arange(_WARPS)
             m.proxies.require_fenced(flat, group, "wgmma operand read", False)
     values = decode(data.reshape(*place.shape[:2], -1), kind)
-    return values.swapaxes(1, 2) if transposed else values, chunks_of(place.reshape(len(blocks), -1))
+    return values.swapaxes(1, 2) if transposed else values, chunk_indices(place.reshape(len(blocks), -1))
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------
@@ -316,7 +328,7 @@ def move(i: Instruction) -> Operation:
     name, origin = target.name, source.name if isinstance(source, Register) else ""
     constant = None if origin else reader(source, i.parts[-1], i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         p = _products(m)
         bad = p.unwritable(name, lanes)
         if len(bad):

@@ -29,7 +29,7 @@ from greenfast.emulator.instructions.fragments import (
 from greenfast.emulator.instructions.operands import dtype_of, reader
 from greenfast.emulator.instructions.warp import whole_warps
 from greenfast.emulator.machine.memory import Arena
-from greenfast.emulator.machine.state import WARP, Lanes, Machine, Operation, lane_count
+from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, lane_count
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand
 
 _LANE = np.arange(WARP)
@@ -69,7 +69,7 @@ class _Tile:
         self.pitch = reader(Immediate(shortest) if stride is None else stride, "s32", i)
         self.space, self.where = space_of(i), addresses(address, i)
 
-    def places(self, m: Machine, lanes: Lanes) -> tuple[Arena, _Places, NDArray[np.intp], str]:
+    def places(self, m: ResidentBlocks, lanes: ThreadSet) -> tuple[Arena, _Places, NDArray[np.intp], str]:
         """The arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
         table = whole_warps(m, lanes, "a WMMA access")
         first = self.where(m, lanes).reshape(-1, WARP)
@@ -92,7 +92,7 @@ class _Tile:
         lanes = across % 8 * 4 + along * self.size // 4 % 4
         return (lead[:, None, None] + lanes).ravel()
 
-    def count(self, m: Machine, space: str, store: bool, offsets: _Places, lead: NDArray[np.intp]) -> None:
+    def count(self, m: ResidentBlocks, space: str, store: bool, offsets: _Places, lead: NDArray[np.intp]) -> None:
         """Count the access of a tile as the hardware's threads make it.
 
         PTX leaves open which thread touches which element. What ptxas makes of it for sm_80 and up: halves are read by
@@ -134,7 +134,7 @@ def _load(i: Instruction) -> Operation:
     else:
         write_matrix = write_sums(i.operands[0], tile.kind, tile.rows, tile.length, i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         arena, offsets, lead, space = tile.places(m, lanes)
         flat = offsets.reshape(-1)
         with m.accessing(tile.threads(lead), space):
@@ -152,7 +152,7 @@ def _store(i: Instruction) -> Operation:
     tile = _Tile(i, i.operands[0], i.operands[2] if len(i.operands) > 2 else None)
     read = read_sums(i.operands[1], tile.kind, tile.rows, tile.length, i)
 
-    def run(m: Machine, lanes: Lanes) -> None:
+    def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         arena, offsets, lead, space = tile.places(m, lanes)
         values = np.ascontiguousarray(read(m, lanes)).reshape(-1, 1).view(np.uint8)
         flat = offsets.reshape(-1)

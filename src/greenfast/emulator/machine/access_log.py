@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import Arena, GlobalMemory
 
 if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import Machine
+    from greenfast.emulator.machine.state import ResidentBlocks
     from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
@@ -25,7 +25,7 @@ _SHIFT = np.uint64(32)
 _VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
 
 
-class TrackReads(Exception):  # noqa: N818 - no error: the run begins again
+class RestartWithReadTracking(Exception):  # noqa: N818 - no error: the run begins again
     """A buffer is written whose reads were not recorded: the grid has to run again, with them."""
 
     def __init__(self, name: str) -> None:
@@ -50,7 +50,7 @@ class Accesses:
         return number
 
 
-class Agreeing:
+class UniformWrites:
     """The lanes of a warp that wrote the same to a place in one access: to each of them it is its own write.
 
     numbers: the access, by place; lanes: a bit for each of them.
@@ -112,7 +112,7 @@ class GlobalRecord:
         self.writes: dict[int, Numbers] = {}
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
         #: By unit: of writes, the lanes of a warp that wrote the same.
-        self.agreeing: dict[int, Agreeing] = {}
+        self.agreeing: dict[int, UniformWrites] = {}
         #: By unit: unordered writes that left the same value.
         self.silent: dict[int, SilentWrites] = {}
         #: By access in which several blocks wrote one value to a place: (place << 32) + block, sorted.
@@ -161,7 +161,7 @@ class GlobalRecord:
         return self.reads[unit]
 
 
-class Table:
+class AccessTable:
     """The number of the last access to each unit of shared memory, and its thread; latest: of each warp to any."""
 
     def __init__(self, unit: int, size: int, warps: int) -> None:
@@ -169,7 +169,7 @@ class Table:
         self.entries = np.zeros(size // unit, np.uint32)
         self.threads = np.zeros(size // unit, np.int32)
         self.latest = [0] * warps
-        self.agreeing: Agreeing | None = None
+        self.agreeing: UniformWrites | None = None
         self.silent: SilentWrites | None = None
 
     def put_silent(self, rows: Numbers, size: int, number: int) -> None:
@@ -203,7 +203,7 @@ class Table:
         if not (self.by(rows, size) != threads).any():
             return
         if self.agreeing is None:
-            self.agreeing = Agreeing(len(self.entries))
+            self.agreeing = UniformWrites(len(self.entries))
         places = self._places(rows, size).ravel()
         self.agreeing.put(places, number, values.reshape(-1, self.unit), threads.ravel(), owners)
 
@@ -244,18 +244,18 @@ class Table:
         return self.entries.view(_VIEWS[4])[quarters].view(np.uint32).reshape(-1, units)
 
 
-class Tables(dict[int, Table]):
+class AccessTables(dict[int, AccessTable]):
     """The tables of a machine's shared memory by unit, each made when it is first needed."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: ResidentBlocks) -> None:
         self._size, self._warps = len(machine.shared.data), machine.warps
 
-    def __missing__(self, unit: int) -> Table:
-        table = self[unit] = Table(unit, self._size, self._warps)
+    def __missing__(self, unit: int) -> AccessTable:
+        table = self[unit] = AccessTable(unit, self._size, self._warps)
         return table
 
 
-def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
+def group_units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
 
     Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
@@ -271,7 +271,7 @@ def units_of(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
     return WORD if size >= WORD else 1, offsets >> _SHIFTS[size], size
 
 
-def threads_of(lanes: slice | Numbers, count: int) -> Numbers:
+def access_threads(lanes: slice | Numbers, count: int) -> Numbers:
     """The thread of each of an access's elements, of which several may be one thread's."""
     found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
     return found if len(found) == count else found[np.arange(count) * len(found) // count]
@@ -288,13 +288,13 @@ def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
     return np.where((table == one[:, :, None]).all(axis=2), one, -1)
 
 
-def places_of(offsets: Numbers, size: int) -> tuple[int, Numbers]:
+def unit_indices(offsets: Numbers, size: int) -> tuple[int, Numbers]:
     """The bytes of a unit, and the (threads, units) of an access."""
     unit = WORD if size >= WORD else 1
     return unit, offsets[:, None] // unit + np.arange(size // unit)
 
 
-def clashes(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator[tuple[int, int]]:
+def find_conflicts(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator[tuple[int, int]]:
     """Of elements that were overwritten in the access that wrote them: the last one there, where its value differs."""
     order = np.lexsort((np.arange(len(offsets)), offsets))
     last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
@@ -304,7 +304,7 @@ def clashes(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator[tuple[
             yield winner, row
 
 
-def changes(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:
+def find_changed(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:
     """Which elements of ``size`` bytes of a write change what is there."""
     before = arena.data[offsets[:, None] + np.arange(size)]
     changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.access_log import Tables, places_of, threads_by_unit, units_of
+from greenfast.emulator.machine.access_log import AccessTables, group_units, threads_by_unit, unit_indices
 from greenfast.emulator.machine.ordering import BLOCK, CLUSTER, DEVICE
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Atomics:
 
     def __init__(self, races: Races) -> None:
         self.races = races
-        self._shared = Tables(races.m)
+        self._shared = AccessTables(races.m)
 
     def meet(self, space: str, offsets: Numbers, size: int, scope: int, lock: bool) -> None:
         """Threads access ``size`` bytes each atomically: a fault for a racing write, unless it may take a lock.
@@ -48,7 +48,7 @@ class Atomics:
             floor = races.ordering.floor[races.warp]
             for table in races.shared_writes.values():
                 if table.newest(races.warp) > floor:
-                    _, rows, whole = units_of(offsets, size)
+                    _, rows, whole = group_units(offsets, size)
                     races.check_shared(table, rows, whole, "atomic access", "write", None)
 
     def check_scopes(self, offsets: Numbers, size: int, scope: int, writes: bool) -> None:
@@ -67,7 +67,7 @@ class Atomics:
                 races.check_global(tables, offsets, size, tags, what, other, None, blocks)
         if writes and scope < DEVICE:
             self._check_lockstep(offsets, scope, number)
-        unit, places = places_of(offsets, size)
+        unit, places = unit_indices(offsets, size)
         tables = races.record.strong.setdefault((scope, writes), {})
         if unit not in tables:
             tables[unit] = np.zeros(len(m.memory.data) // unit, np.uint64)
@@ -89,10 +89,10 @@ class Atomics:
         races = self.races
         number = races.begin()
         if space == "global":
-            unit, places = places_of(offsets, size)
+            unit, places = unit_indices(offsets, size)
             races.record.table(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
         else:
-            unit, rows, whole = units_of(offsets, size)
+            unit, rows, whole = group_units(offsets, size)
             threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
             self._shared[unit].put(rows, whole, number, races.warp, threads)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import CHUNK, WRITTEN, Arena
 from greenfast.emulator.ptx.syntax import Instruction
 
-Lanes = Any  # a slice, or sorted indices
+ThreadSet = Any  # a slice, or sorted indices
 #: Groups of products of a warp whose beginning is known.
 GROUPS = 8
 #: Products after which those that are no chunk's last reader are forgotten.
@@ -87,7 +87,7 @@ def release(shared: Arena, chunks: NDArray[np.int64]) -> None:
     np.subtract.at(shared.readers, chunks.ravel(), 1)
 
 
-def chunks_of(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+def chunk_indices(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """The chunks that offsets into shared memory lie in."""
     return offsets // CHUNK
 
@@ -170,14 +170,14 @@ class Products:
             found = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))
         return found
 
-    def unreadable(self, name: str, lanes: Lanes) -> NDArray[np.intp]:
+    def unreadable(self, name: str, lanes: ThreadSet) -> NDArray[np.intp]:
         """Positions among ``lanes`` of threads whose register a product has yet to write."""
         guard = self.guards.get(name)
         if guard is None:
             return _NONE
         return (guard.writes[lanes] > self.done[lanes]).nonzero()[0]
 
-    def unwritable(self, name: str, lanes: Lanes) -> NDArray[np.intp]:
+    def unwritable(self, name: str, lanes: ThreadSet) -> NDArray[np.intp]:
         """Positions among ``lanes`` of threads whose register a product has yet to write or to read."""
         guard = self.guards.get(name)
         if guard is None:

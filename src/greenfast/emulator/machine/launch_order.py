@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import GlobalMemory
 
 if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import Machine
+    from greenfast.emulator.machine.state import ResidentBlocks
     from greenfast.emulator.ptx.syntax import Instruction
 
 Offsets = NDArray[np.int64]
 
 
-class Launches:
+class LaunchOrder:
     """The launches of a chain. Of each byte of global memory: which launch wrote and which read it last, from 1."""
 
     def __init__(self, memory: GlobalMemory, names: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ class Launches:
         if not self.early:
             self.first = self.number
 
-    def check(self, m: Machine, threads: Offsets, offsets: Offsets, size: int, writes: bool) -> None:
+    def check(self, m: ResidentBlocks, threads: Offsets, offsets: Offsets, size: int, writes: bool) -> None:
         """Note an access. Raises KernelFaultError where an early launch touches what those before it may still use."""
         if self.early:
             found = self.harm(offsets, size, writes, m.behind_wait[threads], m.current)

@@ -29,13 +29,13 @@ EVERYTHING = np.iinfo(np.int64).max
 BLOCK, CLUSTER, DEVICE = 0, 1, 2
 
 
-def scope_of(parts: Sequence[str]) -> int:
+def parse_scope(parts: Sequence[str]) -> int:
     """Return the scope of a strong access or fence; volatile accesses, and such without a scope, have the widest."""
     return BLOCK if "cta" in parts else CLUSTER if "cluster" in parts else DEVICE
 
 
 @dataclass
-class _Place:
+class _SyncWord:
     """A word through which threads synchronize, and what was passed on there.
 
     blocks: to all blocks. clusters: to the blocks of a cluster. warps: to the warps of a block. lanes: by block and
@@ -80,7 +80,7 @@ class Ordering:
         self.fenced = {CLUSTER: np.zeros((count, count), np.int64), DEVICE: np.zeros((count, count), np.int64)}
         #: [block, warp, warp of the block]: what each warp knew at its last fence of any scope.
         self.fenced_warps = np.zeros((count, warps, warps), np.int64)
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._places: dict[tuple[str, int], _SyncWord] = {}
         self._seen: dict[tuple[int, int, str, int], int] = {}
         self._barriers: dict[int, Numbers] = {}
         self._mbarriers: dict[int, Numbers] = {}
@@ -181,7 +181,7 @@ class Ordering:
 
     def publish(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
         """A warp writes to a place; returns up to which of its own accesses it passes on."""
-        place = self._places.setdefault((space, address), _Place())
+        place = self._places.setdefault((space, address), _SyncWord())
         place.version += 1
         if space == "global" and scope >= CLUSTER:
             _join(place.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])

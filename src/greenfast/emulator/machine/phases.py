@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.state import Lanes, Values
+from greenfast.emulator.machine.state import ThreadSet, Values
 from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Special
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array
@@ -49,7 +49,7 @@ class PhaseCounts:
         self._warp = warp
         return self._since.setdefault(warp, Counts())
 
-    def read(self, instruction: Instruction, lanes: Lanes) -> tuple[Values, Counts]:
+    def read(self, instruction: Instruction, lanes: ThreadSet) -> tuple[Values, Counts]:
         """The clock as these threads of the running warp read it, and where its counts go from now on."""
         bit = self._bits[id(instruction)]
         self._ended[bit].add(self._since.pop(self._warp))

@@ -12,27 +12,27 @@ import zlib
 
 import numpy as np
 
-from greenfast.emulator.machine.state import Lanes, Machine, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet, lane_indices
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
 #: Iterations of a loop after which its warp lets others run.
-TURNS = 4096
+MAX_ITERATIONS = 4096
 #: How many iterations one counts as, in a loop that lets other warps run and that no thread leaves.
-ENDLESS = 16
+ENDLESS_WEIGHT = 16
 #: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
-STRETCH_LIMIT = 500_000
+MAX_SILENT_INSTRUCTIONS = 500_000
 #: What an iteration of a loop that lets others run counts as, in instructions: about the time that it takes.
-POLL = 100
+POLL_COST = 100
 #: Instructions after which a warp whose threads keep diverging lets others run.
-STRETCH = 100_000
+MAX_DIVERGED_INSTRUCTIONS = 100_000
 #: Quiet rounds after which a wait counts as endless although a register still changes, such as a count of the tries.
-QUIET_LIMIT = 200_000
+MAX_QUIET_ROUNDS = 200_000
 #: Iterations without success after which a loop lets the other threads of its warp run first.
-PATIENCE = 2
+MAX_FAILED_POLLS = 2
 _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 
 
-def polling_branches(function: Function) -> set[int]:
+def find_polling_branches(function: Function) -> set[int]:
     """The backward branches of loops that read what other threads may write meanwhile."""
     reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
     found = set()
@@ -45,7 +45,7 @@ def polling_branches(function: Function) -> set[int]:
     return found
 
 
-def endless_branches(function: Function) -> set[int]:
+def find_endless_branches(function: Function) -> set[int]:
     """The backward branches of loops without an exit."""
     found = set()
     for pc, i in enumerate(function.code):
@@ -77,7 +77,7 @@ def is_polled(i: Instruction) -> bool:
 class Progress:
     """Whether the blocks of a machine still make progress."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: ResidentBlocks) -> None:
         self.m = machine
         self._state: tuple[int, ...] = ()
         self._rounds = 0
@@ -92,10 +92,10 @@ class Progress:
         self._state, self._rounds = state, 0
         return False
 
-    def stands(self, fragments: list[dict[int, Lanes]]) -> bool:
+    def stands(self, fragments: list[dict[int, ThreadSet]]) -> bool:
         """Whether a quiet round left the registers as an earlier one, or there have been too many."""
         self._rounds += 1
-        if self._rounds > QUIET_LIMIT:
+        if self._rounds > MAX_QUIET_ROUNDS:
             return True
         power = 1 << self._rounds.bit_length() - 1
         if self._rounds - power > 2:  # a longer circle is found by a later power of two
@@ -106,7 +106,7 @@ class Progress:
             return False
         return signature == self._kept
 
-    def _signature(self, fragments: list[dict[int, Lanes]]) -> int:
+    def _signature(self, fragments: list[dict[int, ThreadSet]]) -> int:
         found = 0
         for waiting in fragments:
             for pc in sorted(waiting):

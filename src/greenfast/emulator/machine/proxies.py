@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import CHUNK
 
 if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
     from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
@@ -35,7 +35,7 @@ _NAMES = ("store", "load")
 class Proxies:
     """The generic accesses to a machine's shared memory, by the numbers that races.py gives them."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: ResidentBlocks) -> None:
         self.m, self.races, self.ordering = machine, machine.races, machine.races.ordering
         self._chunks = len(machine.shared.data) // CHUNK
         self._writes = np.zeros(self._chunks, np.uint32)
@@ -71,7 +71,7 @@ class Proxies:
         """A bulk copy has written; no generic write is left there."""
         self._writes[offsets >> _SHIFT] = 0
 
-    def fence(self, lanes: Lanes) -> None:
+    def fence(self, lanes: ThreadSet) -> None:
         """Threads of a warp execute fence.proxy.async."""
         blocks = np.unique(self.m.block_of[lanes])
         self._fences[blocks] = self.ordering.now

@@ -16,29 +16,29 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.access_log import (
     WORD,
-    Agreeing,
+    AccessTable,
+    AccessTables,
     GlobalRecord,
+    RestartWithReadTracking,
     SilentWrites,
-    Table,
-    Tables,
-    TrackReads,
-    changes,
-    clashes,
-    places_of,
+    UniformWrites,
+    access_threads,
+    find_changed,
+    find_conflicts,
+    group_units,
     threads_by_unit,
-    threads_of,
-    units_of,
+    unit_indices,
 )
 from greenfast.emulator.machine.atomics import Atomics
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.ordering import DEVICE, Ordering
 from greenfast.emulator.machine.stale_values import StaleReads
-from greenfast.emulator.machine.warp_sync import Within
+from greenfast.emulator.machine.warp_sync import WarpSync
 from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
     from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
@@ -54,18 +54,18 @@ _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 class Races:
     """The data races of a machine's threads."""
 
-    def __init__(self, machine: Machine, record: GlobalRecord, ordering: Ordering) -> None:
+    def __init__(self, machine: ResidentBlocks, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
-        self.accessing: Lanes = slice(0, 0)  # the threads of the access, in order
+        self.accessing: ThreadSet = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
-        self.shared_writes = Tables(machine)
+        self.shared_writes = AccessTables(machine)
         # Offsets, size, number, threads, and whether the threads of a warp read together.
-        self._new_reads: list[list[tuple[Numbers, int, int, Lanes, bool]]] = [[] for _ in range(machine.warps)]
+        self._new_reads: list[list[tuple[Numbers, int, int, ThreadSet, bool]]] = [[] for _ in range(machine.warps)]
         self._behind_wait: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
-        self._shared_reads = [Tables(machine) for _ in range(machine.warps)]
-        self.within = Within(machine)
+        self._shared_reads = [AccessTables(machine) for _ in range(machine.warps)]
+        self.within = WarpSync(machine)
         self.atomics = Atomics(self)
         #: By mbarrier: the last phase that each block and warp has waited for, and the number of the wait.
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
@@ -112,7 +112,7 @@ class Races:
         """Threads, one group of each warp, are at bar.warp.sync together."""
         self.within.sync_groups(lanes, self.ordering.now)
 
-    def arrive_at(self, rows: Numbers, lanes: Lanes, relaxed: bool = False) -> None:
+    def arrive_at(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
         """Threads arrive at mbarriers; relaxed: without release semantics."""
         if self.m.launches is not None:
             self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
@@ -120,7 +120,7 @@ class Races:
         for row, block, warp, _ in self._each(rows, lanes):
             self.ordering.pass_to(row, block, warp, relaxed)
 
-    def leave(self, rows: Numbers, lanes: Lanes, relaxed: bool = False) -> None:
+    def leave(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
         """Threads have waited for mbarriers; relaxed: without acquire semantics, so they learn at their next fence."""
         if self.m.launches is not None and self._behind_wait:
             self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
@@ -148,7 +148,7 @@ class Races:
                 if waited == phase - 1 and self.ordering.known_at(row, warp) < number:
                     self.laggards.add(warp)
 
-    def _each(self, places: Numbers, lanes: Lanes) -> Iterator[tuple[int, int, int, Numbers]]:
+    def _each(self, places: Numbers, lanes: ThreadSet) -> Iterator[tuple[int, int, int, Numbers]]:
         """The places that threads name, with block and warp, each once, and the positions of these threads."""
         blocks = len(self.m.blocks)
         warps = np.arange(self.m.lanes)[lanes] // WARP
@@ -159,7 +159,7 @@ class Races:
             warp = int(warps[at[0]])
             yield int(places[at[0]]), warp % blocks, warp // blocks, np.sort(at)
 
-    def fence(self, lanes: Lanes, scope: int) -> None:
+    def fence(self, lanes: ThreadSet, scope: int) -> None:
         """Threads execute a fence."""
         for block in np.unique(self.m.block_of[lanes]).tolist() if self._relaxed_waits else ():
             for row, threads in self._relaxed_waits.pop((block, self.warp), ()):
@@ -168,7 +168,7 @@ class Races:
             self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist(), self.warp, scope)
 
     def synchronize(
-        self, space: str, offsets: Numbers, lanes: Lanes, reads: bool, writes: bool, releases: bool, scope: int
+        self, space: str, offsets: Numbers, lanes: ThreadSet, reads: bool, writes: bool, releases: bool, scope: int
     ) -> None:
         """Threads read or write, one by one, in a way that may synchronize them with others."""
         self.accessing = lanes
@@ -241,10 +241,10 @@ class Races:
         floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
         for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
-                _, rows, whole = units_of(offsets, size)
+                _, rows, whole = group_units(offsets, size)
                 self.check_shared(table, rows, whole, "read", "write", None)
             if table.latest[self.warp] > least:
-                unit, rows, whole = units_of(offsets, size)
+                unit, rows, whole = group_units(offsets, size)
                 mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
                 self._check_within(table, rows, whole, mine, "read", "write", None)
         self._new_reads[self.warp].append((offsets, size, number, self.accessing, self.within.collective))
@@ -255,7 +255,7 @@ class Races:
         """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
         number = self.begin()
         threads = self.threads(len(offsets))
-        unit, rows, size = units_of(offsets, size)
+        unit, rows, size = group_units(offsets, size)
         floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
         silent = np.zeros(len(rows), np.bool_)
         for table in self.shared_writes.values():
@@ -319,7 +319,7 @@ class Races:
         """Note accesses to shared memory that threads of one warp began before and have waited for now."""
         warp = int(lanes[0]) // self.m.set_size
         number = self.ordering.now = self.record.accesses.add(instruction, warp)
-        unit, rows, whole = units_of(offsets, size)
+        unit, rows, whole = group_units(offsets, size)
         threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
         table = self.shared_writes if writes else self._shared_reads[warp]
         table[unit].put(rows, whole, number, warp, threads)
@@ -327,19 +327,19 @@ class Races:
     def _record_reads(self, warp: int) -> None:
         """Record what a warp has read since a barrier: most often no warp writes there before the next one."""
         for offsets, size, number, lanes, collective in self._new_reads[warp]:
-            unit, rows, whole = units_of(offsets, size)
+            unit, rows, whole = group_units(offsets, size)
             threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
             if collective:
                 threads = self.within.together(threads)
             self._shared_reads[warp][unit].put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
-    def threads(self, count: int, lanes: Lanes | None = None) -> Numbers:
+    def threads(self, count: int, lanes: ThreadSet | None = None) -> Numbers:
         """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
-        return threads_of(self.accessing if lanes is None else lanes, count)
+        return access_threads(self.accessing if lanes is None else lanes, count)
 
     def _check_within(
-        self, table: Table, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+        self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
     ) -> Numbers:
         """Report accesses that are not ordered after one of another thread of the warp.
 
@@ -359,7 +359,7 @@ class Races:
             return _NONE
         silent = _NONE
         if values is not None:
-            changed = changes(self.m.shared, rows * size, size, values)[:, None]
+            changed = find_changed(self.m.shared, rows * size, size, values)[:, None]
             silent, bad = np.flatnonzero((bad & ~changed).any(axis=1)), bad & changed
         harmful = bad
         if what == "read":
@@ -374,7 +374,7 @@ class Races:
             self._report(bool(harmful.any()), what, other, int(numbers[row, column]), place, block, lane)
         return silent
 
-    def check_shared(self, table: Table, rows: Numbers, size: int, what: str, other: str, values: Any) -> Numbers:
+    def check_shared(self, table: AccessTable, rows: Numbers, size: int, what: str, other: str, values: Any) -> Numbers:
         """Report accesses that are not ordered after one of another warp.
 
         Return the elements that leave the value of an unordered write.
@@ -394,7 +394,7 @@ class Races:
             return _NONE
         silent = _NONE
         if values is not None:
-            changed = changes(m.shared, rows * size, size, values)[elements]
+            changed = find_changed(m.shared, rows * size, size, values)[elements]
             silent, bad = elements[bad & ~changed], bad & changed
         harmful = bad
         if what == "read" and other == "write":
@@ -436,7 +436,7 @@ class Races:
         if "nc" in self.m.current.parts and (found := record.written(offsets, size)) is not None:
             raise self.m.fault(found[1], self._lane(found[0], len(offsets)))
         record.read.update(owners - record.tracked - record.dirty)
-        unit, places = places_of(offsets, size)
+        unit, places = unit_indices(offsets, size)
         mine = mine[:, None]
         last, other = record.readers(unit)
         before = last[places]
@@ -453,11 +453,11 @@ class Races:
         owners = record.memory.owners(offsets)
         self._note_inputs(offsets, owners)
         for owner in (owners & record.read) - record.tracked:
-            raise TrackReads(record.memory.name_of(owner))
+            raise RestartWithReadTracking(record.memory.name_of(owner))
         record.dirty |= owners
         number = self.begin()
         mine = self.tags(number, len(offsets))
-        unit, places = places_of(offsets, size)
+        unit, places = unit_indices(offsets, size)
         silent = self.check_global(record.writes, offsets, size, mine, "write", "write", values)
         self.check_global(record.atomics, offsets, size, mine, "write", "atomic access", values)
         for n in range(2):
@@ -475,7 +475,7 @@ class Races:
             self._check_together(offsets, values, lost, number)
             record.joint[number] = np.unique(places.astype(np.uint64) << _SHIFT | mine & _BLOCK)
         if (table[places] != mine).any():  # or another thread of the warp
-            agreeing = record.agreeing.setdefault(unit, Agreeing(len(table)))
+            agreeing = record.agreeing.setdefault(unit, UniformWrites(len(table)))
             threads = np.repeat(self.threads(len(offsets)), places.shape[1])
             agreeing.put(places.ravel(), number, values.reshape(-1, unit), threads, self.m.block_of)
 
@@ -542,8 +542,8 @@ class Races:
             if not bad.any():
                 continue
             if values is not None:
-                changed = changes(m.memory, offsets, size, values)[:, None]
-                if unit == places_of(offsets[:1], size)[0]:
+                changed = find_changed(m.memory, offsets, size, values)[:, None]
+                if unit == unit_indices(offsets[:1], size)[0]:
                     silent = np.flatnonzero((bad & ~changed).any(axis=1))
                 bad &= changed
             harmful = bad
@@ -598,7 +598,7 @@ class Races:
 
         Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"): not a race.
         """
-        for winner, row in clashes(offsets, values, lost):
+        for winner, row in find_conflicts(offsets, values, lost):
             block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
             place = self.m.memory.describe(int(offsets[row]))
             raise self.fault("write", "write", number, place, block, self._lane(row, len(offsets)))

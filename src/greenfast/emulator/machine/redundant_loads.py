@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.memory import Arena, Bytes
 
 if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
     from greenfast.emulator.ptx.syntax import Instruction
 
 _Numbers = NDArray[np.int64]
 _NOBODY = np.iinfo(np.int64).max
 
 
-class Spare:
+class RedundantLoads:
     """Some loads. Of a block's threads that load an address by them, all but its owner get what must not matter.
 
     fill: the byte that they get. With None all of them get what is there and these loads take no part in races, while
@@ -62,7 +62,7 @@ class Spare:
         """Whether an instruction is one of these loads."""
         return any(i is load for load in self._loads)
 
-    def begin(self, launch: int, machine: Machine) -> None:
+    def begin(self, launch: int, machine: ResidentBlocks) -> None:
         """Before blocks begin."""
         machine.spare = self
         if self.fill is not None:
@@ -80,10 +80,10 @@ class Spare:
 
         machine.memory.on_write = stored
 
-    def end(self, launch: int, machine: Machine) -> None:
+    def end(self, launch: int, machine: ResidentBlocks) -> None:
         """After blocks have ended."""
 
-    def read(self, m: Machine, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: Lanes) -> Bytes:
+    def read(self, m: ResidentBlocks, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: ThreadSet) -> Bytes:
         """Return what threads get from global memory."""
         threads = np.arange(m.lanes)[lanes]
         places, numbers = m.blocks[m.block_of[threads]] * len(arena.data) + offsets, m.thread_of[threads]

@@ -18,7 +18,7 @@ from greenfast.emulator.machine.memory import Bytes
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.races import Races
-    from greenfast.emulator.machine.state import Lanes
+    from greenfast.emulator.machine.state import ThreadSet
 
 Numbers = NDArray[Any]
 
@@ -41,7 +41,7 @@ class StaleReads:
         #: By place, block and warp: the write that its threads have seen.
         self._seen: dict[tuple[str, int, int, int], int] = {}
 
-    def write(self, space: str, offsets: Numbers, before: Bytes, lanes: Lanes) -> None:
+    def write(self, space: str, offsets: Numbers, before: Bytes, lanes: ThreadSet) -> None:
         """Note a write by the latest access; before: (threads, size) what was there."""
         number = self.races.ordering.now
         for offset, lane, old in zip(offsets.tolist(), self._threads(lanes).tolist(), before, strict=True):
@@ -49,7 +49,7 @@ class StaleReads:
             if known is None or known.number != number:
                 self._writes[space, offset] = _Write(number, lane, old.copy())
 
-    def read(self, space: str, offsets: Numbers, values: Bytes, lanes: Lanes, newest: bool = False) -> Bytes:
+    def read(self, space: str, offsets: Numbers, values: Bytes, lanes: ThreadSet, newest: bool = False) -> Bytes:
         """Return what threads read, (threads, size); newest: an atomic operation, which acts on the last value."""
         if not self._writes:
             return values
@@ -80,5 +80,5 @@ class StaleReads:
         here, there = np.array([lane]), np.array([write.lane])
         return not self.races.within.apart(np.array([write.number]), here, there)[0]
 
-    def _threads(self, lanes: Lanes) -> Numbers:
+    def _threads(self, lanes: ThreadSet) -> Numbers:
         return np.arange(self.races.m.lanes)[lanes]

@@ -20,7 +20,7 @@ from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import USUAL, WARPS, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError, Location
 from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, Products
-from greenfast.emulator.machine.launch_order import Launches
+from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.mbarriers import Mbarriers
 from greenfast.emulator.machine.memory import (
     NO_ALLOCATION,
@@ -44,12 +44,12 @@ from greenfast.spec.kernel import MAP_BYTES
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.phases import PhaseCounts
-    from greenfast.emulator.machine.redundant_loads import Spare
+    from greenfast.emulator.machine.redundant_loads import RedundantLoads
 
 #: Which threads an instruction runs for: a slice where they are whole warps next to each other, else sorted indices.
-Lanes: TypeAlias = "slice | NDArray[np.intp]"
+ThreadSet: TypeAlias = "slice | NDArray[np.intp]"
 #: What an instruction does; it returns the threads that have to stay at it until something changes, if there are any.
-Operation: TypeAlias = "Callable[[Machine, Lanes], NDArray[np.intp] | None]"
+Operation: TypeAlias = "Callable[[ResidentBlocks, ThreadSet], NDArray[np.intp] | None]"
 Values: TypeAlias = NDArray[Any]
 
 WARP = 32
@@ -59,17 +59,17 @@ _FULL = np.uint64(0xFFFFFFFF)
 _BITS = {"8": np.uint8, "16": np.uint16, "32": np.uint32, "64": np.uint64, "16x2": np.uint32}
 
 
-def lane_indices(lanes: Lanes) -> NDArray[np.intp]:
+def lane_indices(lanes: ThreadSet) -> NDArray[np.intp]:
     """The indices of the threads of a selection."""
     return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
 
 
-def lane_count(lanes: Lanes) -> int:
+def lane_count(lanes: ThreadSet) -> int:
     """How many threads a selection holds."""
     return int(lanes.stop - lanes.start) if isinstance(lanes, slice) else len(lanes)
 
 
-def selection(indices: NDArray[np.intp]) -> Lanes:
+def selection(indices: NDArray[np.intp]) -> ThreadSet:
     """Threads, by their sorted indices, as what they run for: NumPy is several times faster with a slice."""
     count = len(indices)
     if count and count % WARP == 0:
@@ -137,7 +137,7 @@ def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
 
 
 @dataclass
-class Machine:
+class ResidentBlocks:
     """Some blocks of a grid.
 
     blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
@@ -166,7 +166,7 @@ class Machine:
     dynamic_bytes: int = 0
     workspace: int = 0
     record: GlobalRecord | None = None
-    launches: Launches | None = None
+    launches: LaunchOrder | None = None
     synchronizes: bool = False
     seed: int = 0
     surroundings: Surroundings = USUAL
@@ -239,7 +239,7 @@ class Machine:
         #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
         self.behind_wait = np.zeros(self.lanes, np.bool_)
         #: Loads of which only one thread of a block may use what it gets; None for no such question.
-        self.spare: Spare | None = None
+        self.spare: RedundantLoads | None = None
         self.executed = 0
         self.current: Instruction = self.function.code[0]
         self.specials = self._specials()
@@ -262,7 +262,7 @@ class Machine:
             self.param_memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
             self.param_memory.state[start : start + len(data)] = WRITTEN
 
-    def shared_of(self, found: NDArray[np.int64], lanes: Lanes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def shared_of(self, found: NDArray[np.int64], lanes: ThreadSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Addresses in shared memory as offsets in a block's, and where that block's begins in the arena.
 
         An address that mapa made names the block of the cluster in its bits from RANK_BITS on, counted from 1.
@@ -356,7 +356,7 @@ class Machine:
             raise UsageError(f"PTX: the register {name} is not declared in {self.function.name}")
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
 
-    def clock(self, register: str, instruction: Instruction, lanes: Lanes) -> Values:
+    def clock(self, register: str, instruction: Instruction, lanes: ThreadSet) -> Values:
         """What these threads read from a clock: executed instructions, monotonic and repeatable, and no time.
 
         While phases are counted, what tells them apart (see PhaseCounts).
@@ -411,7 +411,7 @@ class Machine:
         return f"{text} ({describe_element(name, own - start, size, self.function.shapes)})"
 
     @contextlib.contextmanager
-    def accessing(self, lanes: Lanes, space: str) -> Iterator[None]:
+    def accessing(self, lanes: ThreadSet, space: str) -> Iterator[None]:
         """Turn a failed memory access into the fault of its thread; ``lanes``: the threads of the access in order."""
         self.races.accessing = lanes
         try:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from greenfast.emulator.machine.faults import KernelFaultError
-    from greenfast.emulator.machine.state import Lanes, Machine
+    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
     from greenfast.emulator.ptx.syntax import Instruction
 
 WARP = 32
@@ -28,10 +28,10 @@ WARP = 32
 _ENDED = np.iinfo(np.int64).max
 
 
-class Within:
+class WarpSync:
     """What every thread knows of the other threads of its warp, as numbers of accesses."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: ResidentBlocks) -> None:
         self.m = machine
         #: Up to which access a thread knows all accesses of its warp.
         self.whole = np.where(machine.exists, 0, _ENDED)
@@ -66,7 +66,7 @@ class Within:
         what = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
         return self.m.fault(what, lane)
 
-    def learn_all(self, lanes: Lanes, until: Any) -> None:
+    def learn_all(self, lanes: ThreadSet, until: Any) -> None:
         """Let threads know all accesses of their warps up to ``until``, a number or one for each thread."""
         self.whole[lanes] = np.maximum(self.whole[lanes], until)
         self._least.clear()
@@ -103,12 +103,12 @@ class Within:
             self.learn(group, known)
         self.wait(lanes, now)
 
-    def wait(self, lanes: Lanes, now: int) -> None:
+    def wait(self, lanes: ThreadSet, now: int) -> None:
         """Threads of a cluster's block have waited for something."""
         self.synced[lanes] = self._released[lanes] = now
         self._outside_before[lanes] = self._outside
 
-    def let_go(self, lanes: Lanes, now: int) -> None:
+    def let_go(self, lanes: ThreadSet, now: int) -> None:
         """Threads arrive at an mbarrier or at a cluster's barrier."""
         if not self.alone:
             self._released[lanes] = now
@@ -119,7 +119,7 @@ class Within:
         found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
         return found & (others >= 0)
 
-    def end(self, lanes: Lanes) -> None:
+    def end(self, lanes: ThreadSet) -> None:
         """Threads end: what they did is complete for threads that synchronize from now on.
 
         Raises KernelFaultError where a block has ended whose shared memory another one still accessed.

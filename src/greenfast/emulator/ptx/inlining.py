@@ -34,7 +34,7 @@ BUILT_IN = ("vprintf", "__assertfail")
 _MOST = 1_000_000
 
 
-def inlined(module: Module, entry: Function) -> Function:
+def inline_calls(module: Module, entry: Function) -> Function:
     """The kernel with all that it calls in its body.
 
     Raises UnsupportedError for a function that has no body and is not known, and for a recursive one that takes the

@@ -28,7 +28,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """An array as it is declared: bytes of an element, and dimensions."""
 
     item: int
@@ -108,12 +108,12 @@ def _skip_template(text: str, at: int) -> int:
     return at
 
 
-def read_shapes(sources: Iterable[str]) -> dict[str, Shape]:
+def read_shapes(sources: Iterable[str]) -> dict[str, ArrayShape]:
     """Return the arrays with numbers or constants for dimensions that CUDA sources declare, by name.
 
     Names with several declarations that differ are left out; what an array holds is checked by its size later.
     """
-    shapes: dict[str, Shape | None] = {}
+    shapes: dict[str, ArrayShape | None] = {}
     for source in sources:
         text = _COMMENT.sub(" ", source)
         constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
@@ -121,7 +121,7 @@ def read_shapes(sources: Iterable[str]) -> dict[str, Shape]:
             item = max((_BYTES.get(word, 0) for word in re.findall(r"\w+", declaration)), default=0)
             for name, extents in _DECLARATOR.findall(declaration):
                 dims = tuple(_dimension(d, constants) for d in re.findall(r"\[([^\[\]]*)\]", extents))
-                shape = Shape(item, dims)
+                shape = ArrayShape(item, dims)
                 shapes[name] = shape if shapes.get(name, shape) == shape else None
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -138,7 +138,7 @@ def _dimension(text: str, constants: dict[str, int]) -> int:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[terms[2]]
 
 
-def describe_element(symbol: str, offset: int, size: int, shapes: dict[str, Shape]) -> str:
+def describe_element(symbol: str, offset: int, size: int, shapes: dict[str, ArrayShape]) -> str:
     """Return an element of a variable, as ``As[2][0]``; ``As + 128`` if its declaration is not known.
 
     offset: in bytes; one within an element is added. size: of the variable, 0 if it is declared without one.

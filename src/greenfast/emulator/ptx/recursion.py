@@ -37,20 +37,20 @@ def recursive(module: Module) -> set[str]:
 
 
 @dataclass
-class Frame:
+class CallFrame:
     """What belongs to a call of a recursive function: names of its registers, and its variables with their bytes."""
 
     registers: list[str] = field(default_factory=list)
     variables: dict[str, int] = field(default_factory=dict)
 
 
-def frame_of(function: Function, start: int, end: int, name: str) -> Frame:
+def frame_of(function: Function, start: int, end: int, name: str) -> CallFrame:
     """The frame of the function whose code stands from ``start`` to ``end`` of a body.
 
     Raises UnsupportedError where the function takes the address of a variable in its frame, which here is the same in
     every call.
     """
-    frame = Frame()
+    frame = CallFrame()
     registers = set[str]()
     for i in function.code[start:end]:
         for operand in i.operands:
@@ -68,7 +68,7 @@ def frame_of(function: Function, start: int, end: int, name: str) -> Frame:
     return frame
 
 
-def _collect(operand: Operand, registers: set[str], frame: Frame, function: Function) -> None:
+def _collect(operand: Operand, registers: set[str], frame: CallFrame, function: Function) -> None:
     if isinstance(operand, Register):
         registers.add(operand.name)
     elif isinstance(operand, Vector):

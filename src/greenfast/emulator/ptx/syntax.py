@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from greenfast.emulator.ptx.literals import Relocation
-from greenfast.emulator.ptx.names import Shape, demangle
+from greenfast.emulator.ptx.names import ArrayShape, demangle
 from greenfast.spec.errors import UsageError
 
 
@@ -160,7 +160,7 @@ class Function:
     directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
     frames: dict[str, Any] = field(default_factory=dict)  # of recursive functions, see recursion.py
-    shapes: dict[str, Shape] = field(default_factory=dict)  # arrays as the source declares them, where it is known
+    shapes: dict[str, ArrayShape] = field(default_factory=dict)  # arrays as the source declares them, where it is known
 
     def register_kind(self, name: str) -> str | None:
         """The type of a register, b32 and the like; None for one that is not declared."""

@@ -6,7 +6,7 @@ from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.spec.errors import UnsupportedError
 
 
-def own_bug(where: str, error: Exception) -> UnsupportedError:
+def internal_error(where: str, error: Exception) -> UnsupportedError:
     """The error for a failure of the emulator itself, for which the kernel is not to blame; ``where``: what it ran."""
     # NumPy's error for a size beyond any memory is a ValueError.
     large = isinstance(error, MemoryError) or str(error).startswith(("array is too big", "Maximum allowed"))

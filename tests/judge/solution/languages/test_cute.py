@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.grid import Step as Launched
+from greenfast.emulator.grid import KernelLaunch as Launched
 from greenfast.emulator.grid import run_chain
 from greenfast.judge.solution.languages.cute import program
 from greenfast.judge.solution.messages import Buffer

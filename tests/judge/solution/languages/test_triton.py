@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.emulator.grid import Step as Launched
+from greenfast.emulator.grid import KernelLaunch as Launched
 from greenfast.emulator.grid import run_chain
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.languages.compiled import without_folders
