@@ -23,8 +23,9 @@ from greenfast.cli.console import show
 from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import load_program, run_grid
+from greenfast.emulator.machine.blocks import ThreadSet
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.judge.report.formatting import table
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target

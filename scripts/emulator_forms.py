@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from greenfast.emulator.ptx.forms import FORMS, groups_of
+from greenfast.emulator.ptx.forms import FORMS, parse_groups
 
 PAGE = Path(__file__).parents[1] / "docs" / "emulator-instructions.md"
 BEGIN, END = "<!-- forms:begin -->", "<!-- forms:end -->"
@@ -58,7 +58,7 @@ def _alternatives(words: list[str]) -> str:
 def text_of(form: str) -> str:
     """A form as the PTX ISA would write it: {} around optional parts, () around alternatives."""
     parts = []
-    for group in groups_of(form):
+    for group in parse_groups(form):
         words = _alternatives(group.words)
         brackets = ("{", "}") if group.optional else ("(", ")") if ", " in words else ("", "")
         parts.append(words.join(brackets))

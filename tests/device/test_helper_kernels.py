@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.helper_kernels import FIELDS, RANGES, source
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import run_grid
+from greenfast.emulator.result import GridResult
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch, Struct
 from greenfast.spec.problem import OutputSpec

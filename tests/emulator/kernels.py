@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import run_grid
+from greenfast.emulator.result import GridResult
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Argument, KernelSource, Launch

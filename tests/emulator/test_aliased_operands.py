@@ -17,7 +17,7 @@ import pytest
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.instructions import formats, fragments
 from greenfast.emulator.program import Program
-from greenfast.emulator.ptx.forms import FORMS, groups_of, operands_of
+from greenfast.emulator.ptx.forms import FORMS, count_operands, parse_groups
 from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.spec.errors import UnsupportedError
@@ -82,7 +82,7 @@ mad.lo.u64 %x, %t, 320, %x; mad.lo.u64 %z, %t, 64, %z; mad.lo.u64 %y, %t, STRIDE
 
 def written(name: str, form: str) -> Iterator[tuple[str, ...]]:
     """Some ways to write a form: with the first and with the last of its words, without and with what is optional."""
-    groups = groups_of(form)
+    groups = parse_groups(form)
     yield tuple(g.words[0] for g in groups if not g.optional)
     yield tuple(g.words[-1] for g in groups)
 
@@ -137,7 +137,7 @@ def patterns(name: str, parts: tuple[str, ...]) -> tuple[str, ...]:
     if found is None:
         found = PATTERNS.get(name)
     if found is None:
-        least, most = operands_of(name, parts)
+        least, most = count_operands(name, parts)
         found = tuple("D" + " S" * (count - 1) for count in range(least, most + 1))
     return tuple(f"{p} S" for p in found) if "L2:cache_hint" in parts else found
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from greenfast.emulator.program import BUILDERS, CONTROL, NOTHING, REPLACED, Program
-from greenfast.emulator.ptx.forms import FORMS, fits, groups_of, refusal
+from greenfast.emulator.ptx.forms import FORMS, fits, parse_groups, refusal
 from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.recursion import JUMPS
@@ -40,13 +40,13 @@ def program(ptx: str) -> Program:
 
 def instances(form: str) -> list[tuple[str, ...]]:
     """Some ways to write a form: the first and the last of its words, without and with what may be left out."""
-    groups = groups_of(form)
+    groups = parse_groups(form)
     short = tuple(g.words[0] for g in groups if not g.optional)
     return list(dict.fromkeys((short, tuple(g.words[-1] for g in groups), tuple(g.words[0] for g in groups))))
 
 
 def accepts(name: str, parts: tuple[str, ...]) -> bool:
-    return any(fits(parts, groups_of(form)) for form in FORMS[name])
+    return any(fits(parts, parse_groups(form)) for form in FORMS[name])
 
 
 def test_every_opcode_has_forms() -> None:
@@ -55,11 +55,11 @@ def test_every_opcode_has_forms() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_opcode_takes_its_forms_and_nothing_else(name: str) -> None:
-    words = {word for form in FORMS[name] for g in groups_of(form) for word in g.words}
+    words = {word for form in FORMS[name] for g in parse_groups(form) for word in g.words}
     others = [m for m in REAL if m not in words]
     assert len(others) > 100
     # Words that a form may have twice, such as .row.row and .u32.u32.
-    repeated = {w for form in FORMS[name] for w in words if sum(w in g.words for g in groups_of(form)) > 1}
+    repeated = {w for form in FORMS[name] for w in words if sum(w in g.words for g in parse_groups(form)) > 1}
     for form in FORMS[name]:
         for parts in instances(form):
             assert refusal(name, parts) == ""
@@ -69,7 +69,7 @@ def test_an_opcode_takes_its_forms_and_nothing_else(name: str) -> None:
                 assert f".{other.replace(':', '::')}," in refusal(name, (*parts, other))
             for word in set(parts) - repeated:
                 assert refusal(name, (*parts, word))
-        if len(groups_of(form)) > 1:
+        if len(parse_groups(form)) > 1:
             for n in range(len(short := instances(form)[0])):
                 left = (*short[:n], *short[n + 1 :])
                 assert accepts(name, left) or refusal(name, left)

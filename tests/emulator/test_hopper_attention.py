@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from greenfast.emulator.grid import GridResult
+from greenfast.emulator.result import GridResult
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import heuristics, hopper

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.emulator.grid import GridResult
 from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.result import GridResult
 from tests.emulator.hopper import run, tensor_map, wgmma
 
 RNG = np.random.default_rng(4)

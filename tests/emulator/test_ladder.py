@@ -12,7 +12,8 @@ import torch
 
 from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import run_grid
+from greenfast.emulator.result import GridResult
 from greenfast.judge.artifacts import REPORT
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.record_io import read_record

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import GridResult, KernelLaunch, run_chain
+from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.result import GridResult
 from greenfast.ops import cuda
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap

@@ -10,8 +10,9 @@ import pytest
 from greenfast.device.compiler import to_ptx
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.emulator import grid
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.result import GridResult
 from greenfast.emulator.session import EmulatorSession
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch, Packed, Struct, TensorMap

@@ -9,9 +9,10 @@ import pytest
 
 from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
-from greenfast.emulator.grid import GridResult, run_grid
+from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.phases import OUTSIDE
+from greenfast.emulator.result import GridResult
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.report.markdown import report

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from greenfast.emulator import scheduler
-from greenfast.emulator.grid import GridResult
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.result import GridResult
 from tests.emulator.kernels import run
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -210,7 +210,7 @@ def test_blocks_that_are_not_resident_never_come_to_a_barrier_of_the_grid() -> N
     ],
 )
 def test_a_loop_without_end_is_refused(body: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "STRETCH_LIMIT", 200_000)
+    monkeypatch.setattr(scheduler, "MAX_SILENT_INSTRUCTIONS", 200_000)
     start = time.process_time()
     with pytest.raises(KernelFaultError, match=says + ".*k\\.cu:1"):
         launched(body, 64, threads=64)

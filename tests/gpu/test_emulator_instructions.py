@@ -16,7 +16,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.emulator.grid import GridResult
+from greenfast.emulator.result import GridResult
 from greenfast.spec.arch import Target
 from tests.emulator import hopper, kernels
 from tests.emulator import test_calls as calls

@@ -17,8 +17,8 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.device.session import RunResult
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.emulator.grid import GridResult
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.result import GridResult
 from tests.emulator import hopper
 from tests.emulator import test_hopper_copies as copies
 from tests.emulator import test_hopper_instructions as instructions

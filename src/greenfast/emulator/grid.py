@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from greenfast.device.toolchain import include_dirs
 from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.machine.access_log import GlobalRecord, RestartWithReadTracking
+from greenfast.emulator.machine.blocks import Geometry
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError
@@ -22,7 +23,7 @@ from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
-from greenfast.emulator.machine.state import Geometry, ResidentBlocks
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.machine.tensormap import bind, encode
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inline_calls
@@ -30,6 +31,7 @@ from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Module, Variable
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.rerun import MemorySnapshot, UninitFill, accept_benign_race, rerun_with_fills
+from greenfast.emulator.result import GridResult
 from greenfast.emulator.scheduler import Scheduler
 from greenfast.emulator.variables import initial_value, layout_shared, pack
 from greenfast.kernels import KERNEL_DIR
@@ -57,31 +59,6 @@ MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
 #: Blocks of a cluster; more than 8 are an option of the launch on Hopper.
 _MOST_BLOCKS = 16
-
-
-@dataclass
-class GridResult:
-    """What a grid left: output arrays, how many of each output's bytes were never written, counts and printed lines.
-
-    input_writes: of each input that was written and is no output, also with what it held, where it was first.
-    phases: the counts by phase, where they were asked for; they add up to ``counts``. later: what further runs in the
-    same memory left. changed: by launch and name, the variables of modules that then held other values than at first.
-    notes: what the kernel depends on that PTX does not define, and how it was explored. differences: faults and
-    other outputs there.
-    findings: what was found that did not end the run.
-    """
-
-    outputs: dict[str, Array]
-    unwritten: dict[str, int]
-    input_writes: dict[str, str]
-    counts: Counts
-    printed: str = ""
-    phases: dict[str, Counts] = field(default_factory=dict)
-    later: list[GridResult] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    changed: frozenset[tuple[int, str]] = frozenset()
-    notes: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -189,17 +166,17 @@ def run_chain(
     result, and go on; without it the first one is raised as a fault.
     """
 
-    def run(garbage: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
+    def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(steps, inputs, outputs, workspaces or {}, garbage, around, sample, structs or {})
+                chain = _Chain(steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {})
                 chain.findings = {} if keep_formal else None
-                beginning = MemorySnapshot(
+                snapshot = MemorySnapshot(
                     chain.memory, [place for names in chain.variables for place in names.values()]
                 )
                 result = chain.run(seed, outputs, poison, phases)
-                for other in later if always or beginning.left() else ():
-                    beginning.restore(WRITTEN if may_read_left else LEFT)
+                for other in later if always or snapshot.dirty() else ():
+                    snapshot.restore(WRITTEN if may_read_left else LEFT)
                     try:
                         result.later.append(chain.run(other, outputs, poison, ()))
                     except KernelFaultError as e:
@@ -209,9 +186,9 @@ def run_chain(
                             )
                         raise
                 result.findings = list((chain.findings or {}).values())
-                if isinstance(garbage, UninitFill):
-                    garbage.memory = chain.memory.data
-                changed = beginning.changed()
+                if isinstance(fill, UninitFill):
+                    fill.memory = chain.memory.data
+                changed = snapshot.changed()
                 result.changed = frozenset(
                     (n, name)
                     for n, names in enumerate(chain.variables)
@@ -227,8 +204,8 @@ def run_chain(
                 raise internal_error(steps[0].entry, e) from e
 
     def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
-        def again(garbage: UninitFill | RedundantLoads | None) -> GridResult:
-            return run(garbage, around, later)
+        def again(fill: UninitFill | RedundantLoads | None) -> GridResult:
+            return run(fill, around, later)
 
         try:
             return again(None)
@@ -302,12 +279,12 @@ class _Chain:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutputSpec],
         workspaces: Mapping[str, Workspace],
-        garbage: UninitFill | RedundantLoads | None,
+        fill: UninitFill | RedundantLoads | None,
         around: Surroundings,
         sample: int,
         structs: Mapping[str, Struct],
     ) -> None:
-        self.steps, self.garbage, self.around, self.sample = steps, garbage, around, sample
+        self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
@@ -356,8 +333,8 @@ class _Chain:
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
                 memory.states_of(place)[:] = WRITTEN
-        if isinstance(garbage, UninitFill):
-            garbage.fill_outputs(memory)
+        if isinstance(fill, UninitFill):
+            fill.fill_outputs(memory)
         self.read_only = self.inputs.keys() - outputs.keys()
         self.input_writes: dict[str, str] = {}
 
@@ -417,12 +394,14 @@ class _Chain:
                 try:
                     self._run_blocks(number, machine, program, seed)
                 finally:
-                    machine.forget()
+                    machine.release()
 
     def _run_blocks(self, number: int, machine: ResidentBlocks, program: Program, seed: int) -> None:
         """Run blocks of a launch that are resident together."""
-        if self.garbage:
-            self.garbage.begin(number, machine)
+        if self.fill is not None:
+            self.fill.begin(number, machine)
+        if isinstance(self.fill, RedundantLoads):
+            machine.redundant_loads = self.fill
         if self.by_phase:
             self.by_phase.begin(machine.lanes)
         try:
@@ -436,8 +415,8 @@ class _Chain:
         except Exception as e:
             i = machine.current
             raise internal_error(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
-        if self.garbage:
-            self.garbage.end(number, machine)
+        if self.fill is not None:
+            self.fill.end(number, machine)
         if self.by_phase:
             self.by_phase.end()
         self.printed += machine.output

@@ -103,7 +103,7 @@ class _Paths:
         for pc, i in enumerate(code):
             for name in _defined(i):
                 self.definitions.setdefault(name, []).append(pc)
-        uses = Counter(part for i in code if i.guard for part in _parts_of(self._condition(i.guard[0])[0]))
+        uses = Counter(part for i in code if i.guard for part in _split_parts(self._condition(i.guard[0])[0]))
         self.tracked = {key for key, count in uses.items() if count > 1}
         self.drops = self._drops()
         pending = self._reachable_ends()
@@ -280,12 +280,12 @@ class _Paths:
         return False
 
 
-def _parts_of(key: _Key) -> Iterator[_Key]:
+def _split_parts(key: _Key) -> Iterator[_Key]:
     """A condition and those that it is made of."""
     yield key
     if key[0] in ("and", "or"):
         for part, _ in key[1:]:
-            yield from _parts_of(part)
+            yield from _split_parts(part)
 
 
 def _outcome(key: _Key, known: dict[_Key, bool]) -> bool | None:

@@ -29,10 +29,11 @@ from greenfast.emulator.instructions import (
 )
 from greenfast.emulator.instructions.convergence import parse_sync_group
 from greenfast.emulator.instructions.printf import call
+from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.ordering import DEVICE, parse_scope
 from greenfast.emulator.machine.progress import find_endless_branches, find_polling_branches, is_polled
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, lane_indices
-from greenfast.emulator.ptx.forms import operands_of, refusal, vector_of
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
+from greenfast.emulator.ptx.forms import count_operands, parse_vectors, refusal
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Register, Special, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
@@ -94,7 +95,7 @@ class Program:
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_key(i) for i in function.code]
-        self.meetings = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
+        self.sync_groups = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
 
     def forcing(self, pc: int) -> Program:
         """The same program in which the first result of each thread at a comparison is the opposite one."""
@@ -131,11 +132,11 @@ class Program:
 
 def _check_operands(i: Instruction) -> None:
     """Refuse an instruction with more or fewer operands, or elements of a vector, than its form has."""
-    least, most = operands_of(i.name, i.parts)
+    least, most = count_operands(i.name, i.parts)
     if not least <= len(i.operands) <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
         raise unsupported(i, f"has {len(i.operands)} operands in place of {wanted}")
-    which, count = vector_of(i.name, i.parts)
+    which, count = parse_vectors(i.name, i.parts)
     for position in which:
         operand = i.operands[position]
         given = len(operand.items) if isinstance(operand, Vector) else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,9 @@ from numpy.typing import NDArray
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import LEFT, UNWRITTEN, Bytes, GlobalMemory
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
+from greenfast.emulator.machine.state import ResidentBlocks
+from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from greenfast.emulator.grid import GridResult
-    from greenfast.emulator.machine.state import ResidentBlocks
 
 #: Bytes that are NaN and -1, 0, numbers that are neither (0.75 in float32), and large ones (8e37).
 _FILLS = (0xFF, 0x00, 0x3F, 0x7E)
@@ -75,7 +72,7 @@ class MemorySnapshot:
         """The variables that have another value than at first."""
         return {name for name in self._variables if self._changed(name).any()}
 
-    def left(self) -> bool:
+    def dirty(self) -> bool:
         """Whether a variable has another value than at first."""
         return any(self._changed(name).any() for name in self._variables)
 
@@ -111,21 +108,21 @@ def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | No
 
 
 def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: KernelFaultError) -> GridResult | None:
-    """What a kernel leaves whose data race is one of loads that do not matter (``machine.spare``); else None."""
-    spare, found = RedundantLoads(), fault
-    while found.read is not None and spare.add(found.read):
+    """Rerun the kernel with poisoned redundant loads. Return the result if its data race is benign, else None."""
+    loads, found = RedundantLoads(), fault
+    while found.read is not None and loads.add(found.read):
         try:
-            first = run(spare)
+            first = run(loads)
         except KernelFaultError as e:
             found = e
             continue
-        for choose in (spare.choose_writers, spare.choose_lowest):
+        for choose in (loads.choose_writers, loads.choose_lowest):
             choose()
             others = []
             try:
                 for fill in _FILLS:
-                    spare.fill = fill
-                    others.append(run(spare))
+                    loads.fill = fill
+                    others.append(run(loads))
             except KernelFaultError:
                 continue
             if all(_same(first, other) for other in others):

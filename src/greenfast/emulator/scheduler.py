@@ -18,6 +18,7 @@ from greenfast.emulator.instructions import mbarrier, tma
 from greenfast.emulator.instructions.barriers import NamedBarriers
 from greenfast.emulator.instructions.convergence import SyncGroups
 from greenfast.emulator.instructions.subroutines import jump
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices, selection
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.progress import (
     ENDLESS_WEIGHT,
@@ -29,7 +30,7 @@ from greenfast.emulator.machine.progress import (
     Progress,
 )
 from greenfast.emulator.machine.stale_values import StaleReads
-from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_indices, selection
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.program import CONTROL, Program
 from greenfast.emulator.ptx.recursion import JUMPS
 from greenfast.emulator.ptx.syntax import Instruction
@@ -37,9 +38,9 @@ from greenfast.emulator.ptx.syntax import Instruction
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
 #: Rounds in which every wait gave up and nothing changed, after which the kernel is deadlocked.
-FRUITLESS_ROUNDS = 2
+MAX_NO_PROGRESS = 2
 #: How often a warp that is held back runs while nothing else changes, before it is one like the others.
-LAGS = 8
+MAX_LAG_ROUNDS = 8
 #: How often a bulk copy in flight is delivered although something else could run, in every second order of the warps.
 #: In the others, the plain one among them, copies come as late as can be: what does not wait for them shows.
 EARLY_DELIVERY = 0.25
@@ -59,36 +60,36 @@ class Scheduler:
         self.random = machine.random = random.Random(seed)
         # For each warp: threads by the instruction that they are at, the ones that can run and the ones that must stay.
         self.fragments: list[dict[int, ThreadSet]] = []
-        self.staying: list[dict[int, ThreadSet]] = [{} for _ in range(machine.warps)]
+        self.blocked: list[dict[int, ThreadSet]] = [{} for _ in range(machine.warps)]
         for n in range(machine.warps):
-            every = slice(n * machine.set_size, (n + 1) * machine.set_size)
+            every = slice(n * machine.threads_per_warp_slot, (n + 1) * machine.threads_per_warp_slot)
             self.fragments.append({0: selection(np.flatnonzero(machine.exists[every]) + every.start)})
         self.barriers = NamedBarriers(machine, self.code)
-        self.meetings = SyncGroups(machine, program.meetings)
+        self.sync_groups = SyncGroups(machine, program.sync_groups)
         self.progress = Progress(machine)
         machine.memory.compares = machine.shared.compares = bool(program.polling)
         self.polled = set(program.polled) if order else set()
         if any(self.code[pc].name == "ld" for pc in self.polled):
-            machine.races.stale = StaleReads(machine.races)
+            machine.races.stale = StaleReads(machine, machine.races.ordering, machine.races.warp_sync)
         machine.mbarriers.on_complete = machine.races.complete_phases
         #: A warp that runs only when nothing else can go on; -1 for none.
         self.held_back = self._choose_laggard(order) if order else -1
         self._early = EARLY_DELIVERY if order % 2 else 0.0
-        self._lags = 0  # how often that warp has run since anything changed
+        self._lag_rounds = 0  # how often that warp has run since anything changed
         self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
         self.interrupt = False
-        self.in_vain = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
+        self.failed_polls = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
         self.spent = 0  # what iterations of waiting loops cost, in instructions
-        self.turned = Counter[int]()  # how often loops have let others run, by branch
+        self.spin_counts = Counter[int]()  # how often loops have let others run, by branch
         # What each warp has executed with no event meanwhile, and how many events there had been.
-        self.stretches = [(0, -1)] * machine.warps
+        self.silent_runs = [(0, -1)] * machine.warps
         self.ended = machine.ended
 
     def _choose_laggard(self, order: int) -> int:
         """Return a warp to hold back in this order of the warps, -1 for none.
 
-        Those that an earlier run saw may fall behind take turns, one order after the other; else every second order
-        takes any, in kernels whose threads wait for an mbarrier or in a loop.
+        Laggards of earlier runs take turns, one per order. Without laggards, every second order holds back a random
+        warp if the kernel waits for an mbarrier or polls in a loop.
         """
         if self.m.warps == 1 or not (self.program.polling or self.program.waits):
             return -1
@@ -99,41 +100,41 @@ class Scheduler:
 
     def run(self) -> None:
         """Run until all threads have ended. Raises KernelFaultError for what the kernel does wrong."""
-        seen, fruitless = -1, 0
+        seen, no_progress = -1, 0
         while True:
             for lanes in self.barriers.take_released():
-                self._go_on(lanes, self.barriers.at[lanes] + 1)
+                self._resume(lanes, self.barriers.pcs[lanes] + 1)
             if self.m.changes != seen:
-                seen, fruitless = self.m.changes, 0
+                seen, no_progress = self.m.changes, 0
                 self._retry()
             if any(self.fragments):
                 self._round()
-                if not self.progress.quiet() or not any(self.fragments):
-                    self._lags = 0
+                if not self.progress.is_quiet() or not any(self.fragments):
+                    self._lag_rounds = 0
                     if self.m.arriving and self.random.random() < self._early:
                         self._deliver()
                     continue
             if self.ended.all():
                 tma.finish(self.m)
                 return
-            if groups := self.meetings.again():
+            if groups := self.sync_groups.poll():
                 for lanes in groups:
-                    self._together(lanes)
+                    self._run_converged(lanes)
             elif self.m.arriving:
                 self._deliver()
             elif self.held_back >= 0 and self.fragments[self.held_back]:
                 self._run_one(self.held_back)
-                self._lags += 1
-                if self._lags > LAGS:
+                self._lag_rounds += 1
+                if self._lag_rounds > MAX_LAG_ROUNDS:
                     self.held_back = -1
-            elif any(self.staying) and fruitless < FRUITLESS_ROUNDS:
-                fruitless += 1
-                self.m.impatient[:] = True
+            elif any(self.blocked) and no_progress < MAX_NO_PROGRESS:
+                no_progress += 1
+                self.m.timing_out[:] = True
                 self._retry()
                 self._round()
-                self.m.impatient[:] = False
-            elif not any(self.fragments) or self.progress.stands(self.fragments):
-                raise self._stuck()
+                self.m.timing_out[:] = False
+            elif not any(self.fragments) or self.progress.is_stalled(self.fragments):
+                raise self._deadlock()
 
     def _round(self) -> None:
         """Run every warp that can run, in some order."""
@@ -154,55 +155,55 @@ class Scheduler:
 
         After some iterations of such a loop in vain the warp's other threads run first: they may be what it waits for.
         """
-        fragments, turning = self.fragments[n], set[int]()
+        fragments, spinning = self.fragments[n], set[int]()
         writes = self.m.memory.writes + self.m.shared.writes
         begin = self.m.executed
-        while len(fragments) > len(turning):
+        while len(fragments) > len(spinning):
             if self.m.executed - begin > MAX_DIVERGED_INSTRUCTIONS:
                 return
-            pc = min(fragments.keys() - turning) if turning else min(fragments)
+            pc = min(fragments.keys() - spinning) if spinning else min(fragments)
             self.m.races.warp = n
             again = self._run_fragment(n, pc, fragments.pop(pc))
             if self.interrupt:
                 self.interrupt = False
                 return
             if again is None:
-                turning &= fragments.keys()
+                spinning &= fragments.keys()
                 continue
-            turning.add(again)
+            spinning.add(again)
             self.spent += POLL_COST
             if self.m.memory.writes + self.m.shared.writes != writes:
-                self.in_vain[n] = 0
+                self.failed_polls[n] = 0
                 return
-            if self.in_vain[n] < MAX_FAILED_POLLS:
-                self.in_vain[n] += 1
+            if self.failed_polls[n] < MAX_FAILED_POLLS:
+                self.failed_polls[n] += 1
                 return
-        if not turning:
-            self.in_vain[n] = 0
+        if not spinning:
+            self.failed_polls[n] = 0
 
     def _limit(self, n: int, executed: int) -> None:
         """A fault where a warp has executed too much without an effect that others can see."""
-        total, events = self.stretches[n]
-        self.stretches[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
-        if self.stretches[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
+        total, events = self.silent_runs[n]
+        self.silent_runs[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
+        if self.silent_runs[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
             lanes = lane_indices(next(iter(self.fragments[n].values())))
-            what = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n} (an endless loop?)"
+            what = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n} (an endless loop?)"
             if self.program.clocked:  # it may wait for a time, which passes slowly here
-                why = f"no end of a loop after {self.stretches[n][0]} instructions of warp {n}"
+                why = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n}"
                 raise self.m.limit(f"{why}, in a kernel that reads a clock: it may wait for a time", int(lanes[0]))
             raise self.m.fault(what, int(lanes[0]))
 
     def _count_for(self, n: int) -> None:
         """Count what runs now for a warp, where phases are counted."""
         if self.m.phases is not None:
-            self.m.counts = self.m.phases.of_warp(n)
+            self.m.counts = self.m.phases.select_warp(n)
 
     def _retry(self) -> None:
         """Let the threads that have to stay at an instruction try it again."""
-        for n, staying in enumerate(self.staying):
-            for pc, lanes in staying.items():
+        for n, blocked in enumerate(self.blocked):
+            for pc, lanes in blocked.items():
                 self._put(n, pc, lanes)
-            staying.clear()
+            blocked.clear()
 
     def _deliver(self) -> None:
         """Deliver one of the bulk copies in flight."""
@@ -219,12 +220,12 @@ class Scheduler:
             lanes = np.union1d(lane_indices(to[pc]), lane_indices(lanes))
         to[pc] = lanes if isinstance(lanes, slice) else selection(lanes)
 
-    def _go_on(self, lanes: NDArray[np.intp], at: NDArray[np.int64]) -> None:
+    def _resume(self, lanes: NDArray[np.intp], at: NDArray[np.int64]) -> None:
         """Put threads of any warps at the instructions ``at``."""
         for pc in np.unique(at):
             here = lanes[at == pc]
-            for n in np.unique(here // self.m.set_size):
-                self._put(int(n), int(pc), here[here // self.m.set_size == n])
+            for n in np.unique(here // self.m.threads_per_warp_slot):
+                self._put(int(n), int(pc), here[here // self.m.threads_per_warp_slot == n])
 
     def _run_fragment(self, n: int, pc: int, lanes: ThreadSet) -> int | None:
         """Run threads from an instruction on, until they diverge, wait, end, or come to where others may join them.
@@ -233,9 +234,9 @@ class Scheduler:
         """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
-        targets, polling, meetings = program.targets, program.polling, program.meetings
+        targets, polling, sync_groups = program.targets, program.polling, program.sync_groups
         others, every_lane = bool(self.fragments[n]), _size(lanes)
-        start, turns = pc, 0
+        start, iterations = pc, 0
         while True:
             if pc >= len(code):
                 self._end(lanes)
@@ -256,42 +257,42 @@ class Scheduler:
                         pc += 1
                         continue
                     target = targets[pc]
-                    turns += target <= pc
-                    turning = target <= pc and (pc in polling or turns > MAX_ITERATIONS)
-                    if every and not turning:
+                    iterations += target <= pc
+                    spinning = target <= pc and (pc in polling or iterations > MAX_ITERATIONS)
+                    if every and not spinning:
                         pc = target
                         continue
                     indices = lane_indices(lanes)
                     self._put(n, target, indices[chosen])
                     if not every:
                         self._put(n, pc + 1, indices[~chosen])
-                    return target if turning else None
+                    return target if spinning else None
                 if not some:
                     pc += 1
                     continue
                 if not every:
                     active = selection(lane_indices(lanes)[chosen])
                     size = _size(active)
-            meets = pc in meetings
-            if meets and not self.meetings.complete(pc, active):
-                groups = self.meetings.gather(pc, active)
-                self._part(n, pc + 1, lanes, active)
+            meets = pc in sync_groups
+            if meets and not self.sync_groups.complete(pc, active):
+                groups = self.sync_groups.arrive(pc, active)
+                self._split(n, pc + 1, lanes, active)
                 for group in groups:
-                    self._together(group)
+                    self._run_converged(group)
                 return None
             operation = operations[pc]
             if meets and operation is None:
                 m.races.sync_warp(lane_indices(active))
             if operation is not None:
-                m.races.within.collective = meets
+                m.races.warp_sync.collective = meets
                 stay = operation(m, active)
-                m.races.within.collective = False
+                m.races.warp_sync.collective = False
                 if stay is not None and len(stay):
                     passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
                     if len(passed):
                         self._count(i, keys[pc], passed, _size(passed))
-                    self._add(self.staying[n], pc, stay)
-                    self._part(n, pc + 1, lanes, stay)
+                    self._add(self.blocked[n], pc, stay)
+                    self._split(n, pc + 1, lanes, stay)
                     return None
                 self._count(i, keys[pc], active, size)
                 if pc in self.polled and (n, pc) not in self.interrupted:
@@ -305,21 +306,24 @@ class Scheduler:
                 if i.name in CONTROL and not meets:
                     if i.name == "bra":
                         target = targets[pc]
-                        turns += target <= pc
-                        if target <= pc and (pc in polling or turns > MAX_ITERATIONS):
-                            self.turned[pc] += 1
-                            if max(turns, self.turned[pc] * ENDLESS_WEIGHT) > MAX_ITERATIONS and pc in program.endless:
+                        iterations += target <= pc
+                        if target <= pc and (pc in polling or iterations > MAX_ITERATIONS):
+                            self.spin_counts[pc] += 1
+                            if (
+                                max(iterations, self.spin_counts[pc] * ENDLESS_WEIGHT) > MAX_ITERATIONS
+                                and pc in program.endless
+                            ):
                                 raise m.fault("an endless loop: nothing leads out of it", int(lane_indices(lanes)[0]))
                             self._put(n, target, lanes)
                             return target
                         pc = target
                         continue
                     if self._control(i, pc, active):
-                        self._part(n, pc + 1, lanes, active)
+                        self._split(n, pc + 1, lanes, active)
                         return None
             pc += 1
 
-    def _part(self, n: int, pc: int, lanes: ThreadSet, without: ThreadSet) -> None:
+    def _split(self, n: int, pc: int, lanes: ThreadSet, without: ThreadSet) -> None:
         """Let the ``lanes`` that are not in ``without`` go on."""
         if without is not lanes:
             rest = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
@@ -342,9 +346,9 @@ class Scheduler:
     def _end(self, lanes: ThreadSet) -> None:
         """Threads end: barriers and groups of their warp that wait for all others no longer need them."""
         self.ended[lanes] = True
-        self.m.races.within.end(lanes)
+        self.m.races.warp_sync.end(lanes)
         self.m.events += 1
-        self.barriers.settle()
+        self.barriers.release_ended()
 
     def _control(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
         """Threads end or come to a barrier; returns whether they do not go on now."""
@@ -353,42 +357,42 @@ class Scheduler:
             return True
         if i.name in JUMPS:
             indices = lane_indices(lanes)
-            self._go_on(indices, jump(self.m, i, indices, pc))
+            self._resume(indices, jump(self.m, i, indices, pc))
             return True
         if i.name not in ("bar", "barrier"):
             raise self.m.fault(f"{i.name} was executed", int(lane_indices(lanes)[0]))
-        return self.barriers.meet(i, pc, lanes)
+        return self.barriers.arrive(i, pc, lanes)
 
-    def _together(self, lanes: NDArray[np.intp]) -> None:
+    def _run_converged(self, lanes: NDArray[np.intp]) -> None:
         """Run an instruction for threads that needed each other for it, each of them from where it came to it."""
-        pcs = self.meetings.at[lanes]
+        pcs = self.sync_groups.pcs[lanes]
         if self.program.operations[int(pcs[0])] is None:
             self.m.races.sync_warp(lanes)
         for pc in np.unique(pcs).tolist():  # several only where nothing is to be done
-            self._run_together(pc, lanes[pcs == pc])
+            self._run_converged_at(pc, lanes[pcs == pc])
 
-    def _run_together(self, pc: int, lanes: NDArray[np.intp]) -> None:
+    def _run_converged_at(self, pc: int, lanes: NDArray[np.intp]) -> None:
         i, operation = self.code[pc], self.program.operations[pc]
         self.m.current = i
-        width = self.program.meetings[pc].warps * self.m.set_size
+        width = self.program.sync_groups[pc].warps * self.m.threads_per_warp_slot
         for group in np.unique(lanes // width):
             mine = lanes[lanes // width == group]
-            self.m.races.warp = int(mine[0]) // self.m.set_size
+            self.m.races.warp = int(mine[0]) // self.m.threads_per_warp_slot
             whole = selection(mine)
-            self.m.races.within.collective = True
+            self.m.races.warp_sync.collective = True
             stay = operation(self.m, whole) if operation is not None else None
-            self.m.races.within.collective = False
+            self.m.races.warp_sync.collective = False
             if stay is not None and len(stay):
-                for n in np.unique(stay // self.m.set_size):
-                    self._add(self.staying[n], pc, stay[stay // self.m.set_size == n])
+                for n in np.unique(stay // self.m.threads_per_warp_slot):
+                    self._add(self.blocked[n], pc, stay[stay // self.m.threads_per_warp_slot == n])
                 mine = np.setdiff1d(mine, stay, assume_unique=True)
             if len(mine):
                 self._count(i, self.program.keys[pc], mine, _size(mine))
-                self._go_on(mine, np.full(len(mine), pc + 1))
+                self._resume(mine, np.full(len(mine), pc + 1))
 
     # ---- deadlock ---------------------------------------------------------------------------------------------------
 
-    def _stuck(self) -> KernelFaultError:
+    def _deadlock(self) -> KernelFaultError:
         """The fault of a block whose threads wait, or iterate in a loop, for what never comes."""
         m = self.m
         waiting = np.flatnonzero(~self.ended)
@@ -396,18 +400,18 @@ class Scheduler:
         mine = m.block_of == block
         waits, first = [], -1
         for n in range(m.warps):
-            lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.set_size == n) & m.exists)
+            lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.threads_per_warp_slot == n) & m.exists)
             found = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
             notes = dict.fromkeys(found, "")
-            for pc, (count, others) in self.meetings.waits(lanes).items():
+            for pc, (count, others) in self.sync_groups.waits(lanes).items():
                 found[pc], notes[pc] = f"{count} threads", others
-            for pc, staying in self.staying[n].items():
-                here = np.intersect1d(lane_indices(staying), lanes)
+            for pc, blocked in self.blocked[n].items():
+                here = np.intersect1d(lane_indices(blocked), lanes)
                 if len(here):
                     found[pc] = f"{len(here)} threads"
-                    notes[pc] = self._awaited(pc, here)
-            for pc, turning in self.fragments[n].items():
-                here = np.intersect1d(lane_indices(turning), lanes)
+                    notes[pc] = self._describe_wait(pc, here)
+            for pc, spinning in self.fragments[n].items():
+                here = np.intersect1d(lane_indices(spinning), lanes)
                 if len(here):
                     found[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
             for pc in sorted(found):
@@ -418,18 +422,18 @@ class Scheduler:
             gone = int(self.ended[lanes].sum())
             if gone:
                 waits.append(f"{gone} threads of warp {n} have ended")
-        barrier = self.barriers.arrived.any() and not any(self.staying) and not any(self.fragments)
+        barrier = self.barriers.arrived.any() and not any(self.blocked) and not any(self.fragments)
         why = "deadlock, a barrier that not all threads reach" if barrier else "deadlock, nothing can go on"
         begun = len(m.blocks) + int(m.blocks[0])
         if any(self.fragments) and begun < m.geometry.blocks:
             waits.append(f"{m.geometry.blocks - begun} blocks have not begun, {len(m.blocks)} are resident at once")
         return m.fault(f"{why}: " + "; ".join(waits), max(first, 0))
 
-    def _awaited(self, pc: int, lanes: NDArray[np.intp]) -> str:
+    def _describe_wait(self, pc: int, lanes: NDArray[np.intp]) -> str:
         """What threads that have to stay at an instruction wait for."""
         if self.code[pc].name != "mbarrier":
             return ""
-        return f" for {mbarrier.describe(self.m, int(self.m.awaited[lanes[0]]))}"
+        return f" for {mbarrier.describe(self.m, int(self.m.waiting_mbarrier[lanes[0]]))}"
 
 
 def _size(lanes: ThreadSet) -> tuple[int, int]:

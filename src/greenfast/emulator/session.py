@@ -8,8 +8,9 @@ from typing import Any
 
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import Block, RunResult, Started, same_bits
-from greenfast.emulator.grid import GridResult, KernelLaunch, load_program, run_chain, run_grid
+from greenfast.emulator.grid import KernelLaunch, load_program, run_chain, run_grid
 from greenfast.emulator.program import Program
+from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case

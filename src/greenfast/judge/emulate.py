@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from greenfast.device.compiler import compile_kernel, entries, to_ptx
 from greenfast.emulator.arguments import Arguments, check_parameters, read_arguments, read_array
-from greenfast.emulator.grid import GridResult, load_program, run_grid
+from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
 from greenfast.emulator.ptx.unsupported import internal_error
+from greenfast.emulator.result import GridResult
 from greenfast.emulator.session import REPEAT_THREADS
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import floats
-from greenfast.emulator.instructions.operands import address_of, dtype_of, reader, type_of, window_of, writer
+from greenfast.emulator.instructions.operands import load_address, load_window, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.machine.memory import (
     BASES,
     IN_FLIGHT,
@@ -22,15 +23,7 @@ from greenfast.emulator.machine.memory import (
     window,
 )
 from greenfast.emulator.machine.ordering import parse_scope
-from greenfast.emulator.machine.state import (
-    Copy,
-    Operation,
-    ResidentBlocks,
-    ThreadSet,
-    Values,
-    lane_count,
-    lane_indices,
-)
+from greenfast.emulator.machine.state import Copy, Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand, Register, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -40,7 +33,7 @@ Offsets = NDArray[np.int64]
 STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
 
 
-def space_of(i: Instruction) -> str:
+def parse_space(i: Instruction) -> str:
     """The state space of an access; "generic" where the opcode names none."""
     for part in i.parts:
         name = part.split(":")[0]
@@ -61,11 +54,11 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[ResidentBlocks, Thr
     base, offset = operand.base, operand.offset
     if isinstance(base, Symbol):
         symbol = base if offset == 0 else replace(base, offset=base.offset + offset)
-        generic = space_of(i) == "generic"
+        generic = parse_space(i) == "generic"
 
         def of_name(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
-            window = BASES.get(window_of(m, symbol.name), 0) if generic else 0
-            return np.full(lane_count(lanes), address_of(m, symbol.name) + symbol.offset + window, np.int64)
+            window = BASES.get(load_window(m, symbol.name), 0) if generic else 0
+            return np.full(lane_count(lanes), load_address(m, symbol.name) + symbol.offset + window, np.int64)
 
         return of_name
     wide, narrow = reader(base, "u64", i), reader(base, "u32", i)
@@ -119,9 +112,9 @@ def locate(m: ResidentBlocks, space: str, found: Offsets, lanes: ThreadSet) -> t
     if space == "param":
         return m.param_memory, found, space
     if space == "shared":
-        found, mine = m.shared_of(found, lanes)
+        found, mine = m.shared_offsets(found, lanes)
         if m.geometry.cluster_size > 1:
-            m.races.within.reach_out(mine // m.shared_stride, lane_indices(lanes))
+            m.races.warp_sync.record_remote_access(mine // m.shared_stride, lane_indices(lanes))
     else:
         mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes
@@ -140,14 +133,14 @@ def count_access(m: ResidentBlocks, space: str, store: bool, offsets: Offsets, l
 
 def load(i: Instruction) -> Operation:
     """ld: values come back only from bytes that something wrote."""
-    space = space_of(i)
+    space = parse_space(i)
     if space == "param" and isinstance(getattr(i.operands[1], "base", None), Symbol):
         return _load_param(i)
-    kind = type_of(i)
+    kind = parse_type(i)
     destination = i.operands[0]
     items = destination.items if isinstance(destination, Vector) else (destination,)
     write = [writer(item, kind, i) for item in items]
-    size = dtype_of(kind).itemsize
+    size = parse_dtype(kind).itemsize
     total = size * len(items)
     where = addresses(i.operands[1], i)
     what = f"{total}-byte read"
@@ -155,8 +148,8 @@ def load(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
-        if m.spare is not None and actual == "global" and not strong and m.spare.asks(i):
-            found = m.spare.read(m, arena, offsets, total, what, lanes)
+        if m.redundant_loads is not None and actual == "global" and not strong and m.redundant_loads.contains(i):
+            found = m.redundant_loads.read(m, arena, offsets, total, what, lanes)
         else:
             with m.accessing(lanes, actual):
                 found = arena.read(offsets, total, what, strong)
@@ -165,7 +158,7 @@ def load(i: Instruction) -> Operation:
             if m.races.stale is not None:
                 found = m.races.stale.read(actual, offsets, found, lanes)
         count_access(m, actual, False, offsets, lanes, total)
-        values = found.view(dtype_of(kind))
+        values = found.view(parse_dtype(kind))
         for n, w in enumerate(write):
             w(m, lanes, values[:, n])
 
@@ -181,19 +174,19 @@ def peek(arena: Arena, offsets: Offsets, size: int) -> NDArray[np.uint8]:
 
 def store(i: Instruction) -> Operation:
     """st."""
-    space = space_of(i)
-    kind = type_of(i)
+    space = parse_space(i)
+    kind = parse_type(i)
     source = i.operands[1]
     items = source.items if isinstance(source, Vector) else (source,)
     read = [reader(item, kind, i) for item in items]
-    size = dtype_of(kind).itemsize
+    size = parse_dtype(kind).itemsize
     where = addresses(i.operands[0], i)
     what = f"{size * len(items)}-byte write"
     strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, parse_scope(i.parts)
 
     def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
         arena, offsets, actual = locate(m, space, at, lanes)
-        values = np.empty((len(offsets), len(read)), dtype_of(kind))
+        values = np.empty((len(offsets), len(read)), parse_dtype(kind))
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
         watched = strong and actual in ("global", "shared")
@@ -211,13 +204,13 @@ def store(i: Instruction) -> Operation:
 
 
 def _load_param(i: Instruction) -> Operation:
-    kind = type_of(i)
+    kind = parse_type(i)
     destination, source = i.operands
     items = destination.items if isinstance(destination, Vector) else (destination,)
     write = [writer(item, kind, i) for item in items]
     assert isinstance(source, Address)
     assert isinstance(source.base, Symbol)
-    name, offset, dtype = source.base.name, source.offset, dtype_of(kind)
+    name, offset, dtype = source.base.name, source.offset, parse_dtype(kind)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         data = m.params.get(name)
@@ -250,9 +243,9 @@ REDUCTIONS = (*_ATOMIC, "inc", "dec")
 
 def atomic(i: Instruction) -> Operation:
     """atom and red: the threads of a warp go one after the other, in order."""
-    space = space_of(i)
-    kind = type_of(i)
-    dtype = dtype_of(kind)
+    space = parse_space(i)
+    kind = parse_type(i)
+    dtype = parse_dtype(kind)
     operation = next((p for p in i.parts if p in (*_ATOMIC, "exch", "cas", "inc", "dec")), None)
     if operation is None or (kind in ("f16", "bf16", "f16x2", "bf16x2") and operation != "add"):
         raise unsupported(i)
@@ -272,7 +265,7 @@ def atomic(i: Instruction) -> Operation:
         after = atomic_result(operation, kind, actual)
         watched = actual in ("global", "shared")
         if watched:
-            m.races.accessing = lanes
+            m.access_lanes = lanes
             m.races.atomics.meet(actual, offsets, whole, scope, lock=operation in ("cas", "exch"))
             m.races.synchronize(actual, offsets, lanes, returns, True, releases, scope)
             if m.races.stale is not None:
@@ -295,7 +288,7 @@ def atomic(i: Instruction) -> Operation:
                 arena.state[offsets + byte] = WRITTEN
         arena.writes += int(np.count_nonzero(changed))
         if watched and changed.any():
-            m.races.accessing = lane_indices(lanes)[changed]
+            m.access_lanes = lane_indices(lanes)[changed]
             m.races.atomics.record(actual, offsets[changed], whole)
 
     return by_space(space, where, run)
@@ -313,7 +306,7 @@ def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
         return lambda old, limit: limit if old == 0 or old > limit else old - 1
     if operation == "add" and kind in floats.KINDS:
         # The ISA: on global memory atom.add.f32 flushes subnormal inputs and results.
-        return floats.sum_of(kind, ftz=kind == "f32" and space == "global")
+        return floats.build_sum(kind, ftz=kind == "f32" and space == "global")
     function: Callable[..., Any] = _ATOMIC[operation]
     return function
 

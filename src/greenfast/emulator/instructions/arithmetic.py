@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.instructions import floats
-from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, reader, type_of, writer
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.instructions.operands import Function, elementwise, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction
 
 _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -28,7 +29,7 @@ def add_like(function: Function, of_floats: Callable[[Instruction], Operation]) 
             return of_floats(i)
         if "cc" in i.parts:
             return carrying(i)
-        kind = type_of(i)
+        kind = parse_type(i)
         if "sat" in i.parts:
             return elementwise(i, lambda a, b: _saturated(function(np.int64(a), np.int64(b))))
         return elementwise(i, _pairs(function, kind))
@@ -58,9 +59,9 @@ def high_product(a: Values, b: Values) -> Values:
 
 def _product(i: Instruction) -> tuple[Function, str]:
     """The integer product that .lo, .hi or .wide asks for, and the result's type."""
-    kind = type_of(i)
+    kind = parse_type(i)
     if "wide" in i.parts:
-        wide = dtype_of(_WIDE[kind])
+        wide = parse_dtype(_WIDE[kind])
         return lambda a, b: np.asarray(a).astype(wide) * np.asarray(b).astype(wide), _WIDE[kind]
     return high_product if "hi" in i.parts else lambda a, b: a * b, kind
 
@@ -79,7 +80,7 @@ def mad(i: Instruction) -> Operation:
         return floats.multiply_add(i)
     if "cc" in i.parts:
         return carrying(i)
-    kind = type_of(i)
+    kind = parse_type(i)
     function, out = _product(i)
     types = [kind, kind, out]
     if "sat" in i.parts:
@@ -89,7 +90,7 @@ def mad(i: Instruction) -> Operation:
 
 def product24(i: Instruction) -> Operation:
     """mul24 and mad24: of the low 24 bits of the factors bits 47..16 or 31..0 of the product."""
-    dtype = dtype_of(type_of(i))
+    dtype = parse_dtype(parse_type(i))
     wide = np.int64 if dtype.kind == "i" else np.uint64
 
     def function(a: Values, b: Values, c: Values | None = None) -> Values:
@@ -117,8 +118,8 @@ def carrying(i: Instruction) -> Operation:
     The PTX ISA calls what sub.cc leaves a borrow. ptxas makes a + ~b + 1 of it, whose carry is the opposite, and a + ~b
     + carry of subc (SASS of CUDA 13.0: IADD3 and IADD3.X); that shows where a chain mixes additions and subtractions.
     """
-    kind = type_of(i)
-    unsigned = dtype_of(f"u{kind[1:]}")
+    kind = parse_type(i)
+    unsigned = parse_dtype(f"u{kind[1:]}")
     read, write = [reader(o, kind, i) for o in i.operands[1:]], writer(i.operands[0], kind, i)
     takes, gives, subtracts = i.name.endswith("c"), "cc" in i.parts, i.name.startswith("sub")
     product = _product(i)[0] if i.name.startswith("mad") else None
@@ -136,7 +137,7 @@ def carrying(i: Instruction) -> Operation:
         carry = (part < a) | (result < part)
         if gives:
             _carry(m)[lanes] = carry
-        write(m, lanes, result.astype(dtype_of(kind)))
+        write(m, lanes, result.astype(parse_dtype(kind)))
 
     return run
 
@@ -148,7 +149,7 @@ def divide(i: Instruction) -> Operation:
     """div: integers truncate toward zero."""
     if floats.is_float(i):
         return floats.divide(i)
-    signed = dtype_of(type_of(i)).kind == "i"
+    signed = parse_dtype(parse_type(i)).kind == "i"
 
     def quotient(a: Values, b: Values) -> Values:
         result = np.asarray(a // b)
@@ -164,8 +165,8 @@ def remainder(i: Instruction) -> Operation:
 
 def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) -> Operation:
     """An operation that the ISA leaves open for a divisor of 0: all ones, and in other orders than the first 0."""
-    kind = type_of(i)
-    dtype = dtype_of(kind)
+    kind = parse_type(i)
+    dtype = parse_dtype(kind)
     destination, *sources = i.operands
     first, second = (reader(source, kind, i) for source in sources)
     write = writer(destination, kind, i)
@@ -196,7 +197,7 @@ def dot_product(i: Instruction) -> Operation:
         a, b = (np.ascontiguousarray(np.broadcast_to(x, shape)) for x in (a, b))
         left = a.view(f"{signs[0]}{2 if halves else 1}").reshape(*shape, -1).astype(np.int64)
         right = b.view(f"{signs[1]}1").reshape(*shape, 4)[..., used].astype(np.int64)
-        return np.asarray((left * right).sum(axis=-1) + np.asarray(c)).astype(np.int64).astype(dtype_of(out))
+        return np.asarray((left * right).sum(axis=-1) + np.asarray(c)).astype(np.int64).astype(parse_dtype(out))
 
     return elementwise(i, function, types=["b32", "b32", out], out=out)
 
@@ -212,7 +213,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
             return floats.extreme(smaller)(i)
         choose: Function = np.minimum if smaller else np.maximum
         function = (lambda a, b: np.maximum(choose(a, b), 0)) if "relu" in i.parts else choose
-        return elementwise(i, _pairs(function, type_of(i)))
+        return elementwise(i, _pairs(function, parse_type(i)))
 
     return build
 

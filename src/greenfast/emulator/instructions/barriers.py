@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import reader, writer
-from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -31,13 +32,13 @@ class NamedBarriers:
         self.arrived = np.zeros(size, np.int64)
         self.expected = np.zeros(size, np.int64)
         self.all_threads = np.zeros(size, np.bool_)  # came with no count
-        self.came = np.zeros((BARRIERS, machine.lanes), np.bool_)
+        self.present = np.zeros((BARRIERS, machine.lanes), np.bool_)
         self.waiting = np.full(machine.lanes, _NOT_WAITING, np.int64)  # block * BARRIERS + barrier
-        self.at = np.zeros(machine.lanes, np.int64)  # the instruction that a thread waits at
+        self.pcs = np.zeros(machine.lanes, np.int64)  # the instruction that a thread waits at
         self.votes = np.zeros(machine.lanes, np.bool_)
         self.released: list[NDArray[np.intp]] = []
 
-    def meet(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
+    def arrive(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
         """Threads come to a barrier instruction; returns whether they wait there."""
         m = self.m
         form = _BarrierForm(i)
@@ -65,9 +66,9 @@ class NamedBarriers:
             raise m.fault(what, int(indices[at]))
         self.arrived[which] += new
         if int(number.min()) == int(number.max()):
-            self.came[int(number[0]), indices] = True
+            self.present[int(number[0]), indices] = True
         else:
-            self.came[number, indices] = True
+            self.present[number, indices] = True
         over = self.arrived[which] > self.expected[which]
         if over.any():
             at = int(first[over][0])
@@ -75,7 +76,7 @@ class NamedBarriers:
             raise m.fault(what, int(indices[at]))
         if form.waits:
             self.waiting[indices] = keys
-            self.at[indices] = pc
+            self.pcs[indices] = pc
             if form.vote is not None:
                 self.votes[indices] = form.vote(m, lanes)
         else:
@@ -84,7 +85,7 @@ class NamedBarriers:
         m.events += 1
         return form.waits
 
-    def settle(self) -> None:
+    def release_ended(self) -> None:
         """Threads have ended: release barriers that now wait for no other thread."""
         begun = np.flatnonzero(self.arrived)
         if len(begun):
@@ -100,7 +101,7 @@ class NamedBarriers:
         for at in np.flatnonzero(~full):
             block, number = divmod(int(keys[at]), BARRIERS)
             gone = ended[:, block]
-            came = self.came[number].reshape(ended.shape)[:, block]
+            came = self.present[number].reshape(ended.shape)[:, block]
             if self.all_threads[keys[at]]:
                 full[at] = bool((came | gone).all())
             else:
@@ -113,7 +114,7 @@ class NamedBarriers:
             return
         self.arrived[complete] = 0
         self.m.mbarriers.show(complete // BARRIERS, len(self.m.blocks))
-        came = self.came.reshape(BARRIERS, self.m.warps, -1, WARP)
+        came = self.present.reshape(BARRIERS, self.m.warps, -1, WARP)
         came[complete % BARRIERS, :, complete // BARRIERS] = False
         done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last for those that wait nowhere
         done[complete] = True
@@ -126,7 +127,7 @@ class NamedBarriers:
 
     def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
         """A fault where threads of a warp waited at several instructions, unless all of these may diverge."""
-        at = self.at[lanes]
+        at = self.pcs[lanes]
         if not len(at) or (at == at[0]).all():
             return
         warps = lanes // WARP
@@ -142,11 +143,11 @@ class NamedBarriers:
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:
         """Give the threads of bar.red what their barrier's threads voted."""
-        for pc in np.unique(self.at[lanes]):
+        for pc in np.unique(self.pcs[lanes]):
             i = self.code[int(pc)]
             if "red" not in i.parts:
                 continue
-            here = lanes[self.at[lanes] == pc]
+            here = lanes[self.pcs[lanes] == pc]
             _, group = np.unique(self.waiting[here], return_inverse=True)
             yes = np.bincount(group, weights=self.votes[here])[group]
             if "popc" in i.parts:
@@ -162,7 +163,7 @@ class NamedBarriers:
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, int]:
         """How many of these threads wait at which instruction."""
-        at, count = np.unique(self.at[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
+        at, count = np.unique(self.pcs[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
         return dict(zip(at.tolist(), count.tolist(), strict=True))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, reader, type_of, writer
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.instructions.operands import Function, elementwise, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -20,7 +21,7 @@ def bitwise(function: Function) -> Callable[[Instruction], Operation]:
 
 def logical_not(i: Instruction) -> Operation:
     """cnot: 1 for 0, else 0."""
-    dtype = dtype_of(type_of(i))
+    dtype = parse_dtype(parse_type(i))
     return elementwise(i, lambda a: np.asarray(a == 0).astype(dtype))
 
 
@@ -28,9 +29,9 @@ def shift(right: bool) -> Callable[[Instruction], Operation]:
     """shl and shr: amounts beyond the width shift everything out."""
 
     def build(i: Instruction) -> Operation:
-        kind = type_of(i)
-        bits = 8 * dtype_of(kind).itemsize
-        signed = dtype_of(kind).kind == "i"
+        kind = parse_type(i)
+        bits = 8 * parse_dtype(kind).itemsize
+        signed = parse_dtype(kind).kind == "i"
 
         def function(a: Values, b: Values) -> Values:
             amount = np.minimum(b, bits - 1).astype(np.asarray(a).dtype)
@@ -106,23 +107,23 @@ def _amount(values: Values, bits: int) -> Values:
 
 def insert_bits(i: Instruction) -> Operation:
     """bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
-    kind = type_of(i)
-    bits = 8 * dtype_of(kind).itemsize
+    kind = parse_type(i)
+    bits = 8 * parse_dtype(kind).itemsize
 
     def function(a: Values, b: Values, position: Values, length: Values) -> Values:
         p = np.minimum(_amount(position, bits), bits)
         p, outside = np.minimum(p, bits - 1).astype(np.uint64), p == bits
         mask = np.where(outside, np.uint64(0), _low_bits(_amount(length, bits)) << p)
         wide_a, wide_b = np.asarray(a).astype(np.uint64), np.asarray(b).astype(np.uint64)
-        return np.asarray((wide_b & ~mask) | ((wide_a << p) & mask)).astype(dtype_of(kind))
+        return np.asarray((wide_b & ~mask) | ((wide_a << p) & mask)).astype(parse_dtype(kind))
 
     return elementwise(i, function, types=[kind, kind, "u32", "u32"])
 
 
 def extract_bits(i: Instruction) -> Operation:
     """bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with a's."""
-    kind = type_of(i)
-    dtype = dtype_of(kind)
+    kind = parse_type(i)
+    dtype = parse_dtype(kind)
     bits = 8 * dtype.itemsize
     wide = np.int64 if dtype.kind == "i" else np.uint64
 
@@ -154,7 +155,7 @@ def _leading_zeros(a: Values) -> Values:
 
 def find_bit(i: Instruction) -> Operation:
     """bfind: the position of the highest bit that is not the sign's, or with .shiftamt its distance to the top."""
-    dtype = dtype_of(type_of(i))
+    dtype = parse_dtype(parse_type(i))
     bits = 8 * dtype.itemsize
 
     def function(a: Values) -> Values:
@@ -168,7 +169,7 @@ def find_bit(i: Instruction) -> Operation:
 
 def reverse_bits(i: Instruction) -> Operation:
     """brev."""
-    bits = 8 * dtype_of(type_of(i)).itemsize
+    bits = 8 * parse_dtype(parse_type(i)).itemsize
 
     def function(a: Values) -> Values:
         a = np.asarray(a)
@@ -195,14 +196,14 @@ def bit_mask(i: Instruction) -> Operation:
 
 def extend(i: Instruction) -> Operation:
     """szext: the lowest b bits of a, extended by their sign or by zeros."""
-    clamps, dtype = "clamp" in i.parts, dtype_of(type_of(i))
+    clamps, dtype = "clamp" in i.parts, parse_dtype(parse_type(i))
 
     def function(a: Values, b: Values) -> Values:
         count = np.minimum(b, 32) if clamps else np.asarray(b) & 31
         unused = np.minimum(32 - count.astype(np.int64), 31).astype(dtype)
         return np.where(count == 0, 0, (a << unused) >> unused).astype(dtype)
 
-    return elementwise(i, function, types=[type_of(i), "u32"])
+    return elementwise(i, function, types=[parse_type(i), "u32"])
 
 
 def lop3(i: Instruction) -> Operation:

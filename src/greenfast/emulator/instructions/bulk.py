@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import addresses, count_access
 from greenfast.emulator.instructions.operands import reader
+from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.memory import CHUNK, OUTSIDE, PARAM_BASE, UNWRITTEN, window
-from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.machine.tensormap import BoundMap, decode, swizzled
 from greenfast.emulator.ptx.syntax import Address, Instruction, Operand
 from greenfast.spec.kernel import MAP_ALIGNMENT, MAP_BYTES
@@ -94,7 +95,7 @@ def _tensor_tile(m: ResidentBlocks, tensor: BoundMap, start: Offsets, corner: Of
     return Tile(shared, outer, unit)
 
 
-def tiles_of(
+def read_tiles(
     i: Instruction, shared: Operand, outer: Operand, size: Operand | None
 ) -> Callable[[ResidentBlocks, ThreadSet], Iterator[tuple[NDArray[np.intp], Tile]]]:
     """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.

@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions import access
 from greenfast.emulator.instructions.access import addresses, locate
-from greenfast.emulator.instructions.mbarrier import rows_of
-from greenfast.emulator.instructions.operands import dtype_of, reader, type_of, writer
+from greenfast.emulator.instructions.mbarrier import find_mbarriers
+from greenfast.emulator.instructions.operands import parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet, lane_count, lane_indices
 from greenfast.emulator.machine.in_flight import BulkLoad
 from greenfast.emulator.machine.memory import IN_FLIGHT, SHARED_BASE, WRITTEN, window
-from greenfast.emulator.machine.state import RANK_BITS, Operation, ResidentBlocks, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.state import RANK_BITS, Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
 def mapa(i: Instruction) -> Operation:
     """mapa: the address of a variable in the shared memory of a block of the cluster."""
-    kind = type_of(i)
+    kind = parse_type(i)
     generic = not any(p.startswith("shared") for p in i.parts)
     read, rank, write = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), writer(i.operands[0], kind, i)
 
@@ -35,14 +36,14 @@ def mapa(i: Instruction) -> Operation:
             raise m.fault("mapa of a generic address that is not in shared memory", int(lane_indices(lanes)[0]))
         if size > 1:
             found = base + (((ranks + 1) << RANK_BITS) | ((found - base) & ((1 << RANK_BITS) - 1)))
-        write(m, lanes, found.astype(dtype_of(kind)))
+        write(m, lanes, found.astype(parse_dtype(kind)))
 
     return run
 
 
-def rank_of(i: Instruction) -> Operation:
+def read_rank(i: Instruction) -> Operation:
     """getctarank: the block of the cluster that an address belongs to."""
-    kind = type_of(i)
+    kind = parse_type(i)
     generic = not any(p.startswith("shared") for p in i.parts)
     read, write = reader(i.operands[1], kind, i), writer(i.operands[0], "u32", i)
 
@@ -70,7 +71,7 @@ def _arrive(m: ResidentBlocks, lanes: ThreadSet, relaxed: bool) -> None:
         raise m.fault("a second arrival at the cluster barrier with no wait between", at)
     m.cluster_arrivals[lanes] += 1
     m.cluster_relaxed[lanes] = relaxed
-    m.races.within.let_go(lanes, m.races.ordering.now)
+    m.races.warp_sync.arrive(lanes, m.races.ordering.now)
     m.events += 1
     _phases(m)
 
@@ -81,11 +82,11 @@ def _wait(m: ResidentBlocks, lanes: ThreadSet) -> Any:
     m.cluster_waits[indices[~early]] += 1
     m.cluster_met[m.block_of[indices[~early]]] = True
     gone = indices[~early]
-    m.races.within.learn_all(gone, m.cluster_met_at[m.block_of[gone] // size])
-    m.races.within.wait(gone, m.races.ordering.now)
+    m.races.warp_sync.join_all(gone, m.cluster_met_at[m.block_of[gone] // size])
+    m.races.warp_sync.wait(gone, m.races.ordering.now)
     for first in np.unique(m.block_of[indices[~early]] // size) * size:
         blocks = np.arange(first, first + size)
-        m.races.ordering.level_cluster(blocks, int(m.cluster_met_at[first // size]))
+        m.races.ordering.sync_cluster(blocks, int(m.cluster_met_at[first // size]))
         if not m.cluster_relaxed[np.isin(m.block_of, blocks)].any():
             m.mbarriers.show(blocks, len(m.blocks))
     return indices[early]
@@ -107,11 +108,11 @@ def store(i: Instruction) -> Operation:
     """st, also st.async: data that lands in a block's shared memory later, and then counts at an mbarrier there."""
     if "async" not in i.parts:
         return access.store(i)
-    kind = type_of(i)
+    kind = parse_type(i)
     source = i.operands[1]
     items = source.items if isinstance(source, Vector) else (source,)
-    read, dtype = [reader(item, kind, i) for item in items], dtype_of(kind)
-    where, barriers = addresses(i.operands[0], i), rows_of(i.operands[2], i, "shared")
+    read, dtype = [reader(item, kind, i) for item in items], parse_dtype(kind)
+    where, barriers = addresses(i.operands[0], i), find_mbarriers(i.operands[2], i, "shared")
     size = dtype.itemsize * len(items)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -146,4 +147,4 @@ def policy(i: Instruction) -> Operation:
     return lambda m, lanes: write(m, lanes, np.zeros(lane_count(lanes), np.uint64))
 
 
-BUILDERS = {"mapa": mapa, "getctarank": rank_of, "st": store, "createpolicy": policy}
+BUILDERS = {"mapa": mapa, "getctarank": read_rank, "st": store, "createpolicy": policy}

@@ -6,19 +6,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from greenfast.emulator.instructions.floats import KINDS, element_of, halves
+from greenfast.emulator.instructions.floats import KINDS, halves, parse_element
 from greenfast.emulator.instructions.operands import (
     TYPES,
     Function,
     Reader,
-    dtype_of,
     elementwise,
+    parse_dtype,
+    parse_type,
     reader,
-    type_of,
     writer,
 )
 from greenfast.emulator.instructions.rounding import flush, widen
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.machine.blocks import ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -53,12 +54,12 @@ def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
 
 def _comparison(i: Instruction) -> Function:
     """The comparison of setp and set as a function of sources; of packed halves along a separate last axis."""
-    kind = type_of(i)
+    kind = parse_type(i)
     compare = _ordered(i.parts[0], kind in KINDS, i)
     if kind not in KINDS or kind == "f64":
         return compare
-    element = element_of(kind)
-    half = dtype_of(element)
+    element = parse_element(kind)
+    half = parse_dtype(element)
 
     def run(*sources: Values) -> Values:
         if kind.endswith("x2"):
@@ -79,7 +80,7 @@ def _combined(i: Instruction) -> tuple[Function | None, Reader | None]:
 
 def setp(i: Instruction) -> Operation:
     """setp. A second predicate gets the complement, or of packed halves the comparison of the upper ones."""
-    kind = type_of(i)
+    kind = parse_type(i)
     compare = _comparison(i)
     targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
     write = [writer(t, "pred", i) for t in targets]
@@ -100,13 +101,13 @@ def setp(i: Instruction) -> Operation:
 
 def set_value(i: Instruction) -> Operation:
     """set: all ones, or 1.0 in a float, where the comparison is true, else zero; packed halves each for itself."""
-    kind = type_of(i)
+    kind = parse_type(i)
     compare = _comparison(i)
     out = next(p for p in i.parts if p in TYPES)
     packed = kind.endswith("x2")
-    bits = dtype_of("u16" if packed else f"u{8 * dtype_of(out).itemsize}").type
-    yes = bits(_ONES.get(element_of(out), int(~bits(0))))
-    unsigned = "b32" if packed else f"b{8 * dtype_of(out).itemsize}"
+    bits = parse_dtype("u16" if packed else f"u{8 * parse_dtype(out).itemsize}").type
+    yes = bits(_ONES.get(parse_element(out), int(~bits(0))))
+    unsigned = "b32" if packed else f"b{8 * parse_dtype(out).itemsize}"
     write = writer(i.operands[0], unsigned, i)
     read = [reader(o, kind, i) for o in i.operands[1:3]]
     combine, third = _combined(i)
@@ -124,7 +125,7 @@ def set_value(i: Instruction) -> Operation:
 
 def selp(i: Instruction) -> Operation:
     """selp."""
-    kind = type_of(i)
+    kind = parse_type(i)
     return elementwise(i, lambda a, b, p: np.where(p, a, b), types=[kind, kind, "pred"])
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Reader, reader
-from greenfast.emulator.machine.state import WARP, ResidentBlocks, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 
 #: Instructions of a whole warp, and which of their operands names the threads that take part (None: all).
@@ -30,8 +31,8 @@ class SyncGroup:
     place: threads at instructions of one place are together; empty for an instruction that is a place by itself.
     """
 
-    def __init__(self, warps: int, mask: Reader | None, place: str = "") -> None:
-        self.warps, self.mask, self.place = warps, mask, place
+    def __init__(self, warps: int, mask: Reader | None, key: str = "") -> None:
+        self.warps, self.mask, self.key = warps, mask, key
 
 
 def parse_sync_group(i: Instruction) -> SyncGroup | None:
@@ -57,55 +58,55 @@ def _mask(i: Instruction, operand: int) -> Reader | None:
 class SyncGroups:
     """The threads at instructions that need others with them."""
 
-    def __init__(self, machine: ResidentBlocks, meetings: dict[int, SyncGroup]) -> None:
-        self.m, self.meetings = machine, meetings
+    def __init__(self, machine: ResidentBlocks, sync_groups: dict[int, SyncGroup]) -> None:
+        self.m, self.sync_groups = machine, sync_groups
         # By place: which threads wait there, for which others, and at which instruction.
-        self.gathered: dict[str | int, NDArray[np.bool_]] = {}
+        self.arrived: dict[str | int, NDArray[np.bool_]] = {}
         self.masks = np.zeros(machine.lanes, np.uint32)
-        self.at = np.zeros(machine.lanes, np.int64)
+        self.pcs = np.zeros(machine.lanes, np.int64)
 
     def complete(self, pc: int, lanes: ThreadSet) -> bool:
         """Whether threads that come to an instruction are complete among themselves, each warp as one group."""
-        meeting = self.meetings[pc]
-        if meeting.warps != 1 or not _whole(lanes):
+        sync_group = self.sync_groups[pc]
+        if sync_group.warps != 1 or not _whole(lanes):
             return False
-        if meeting.mask is None:
+        if sync_group.mask is None:
             return True
-        return bool((np.asarray(meeting.mask(self.m, lanes)) == _ALL).all())
+        return bool((np.asarray(sync_group.mask(self.m, lanes)) == _ALL).all())
 
-    def gather(self, pc: int, lanes: ThreadSet) -> list[NDArray[np.intp]]:
+    def arrive(self, pc: int, lanes: ThreadSet) -> list[NDArray[np.intp]]:
         """Threads come to an instruction; returns those that can go on now, in groups with one mask for each warp."""
-        meeting = self.meetings[pc]
-        place = meeting.place or pc
-        gathered = self.gathered.get(place)
-        if gathered is None:
-            gathered = self.gathered[place] = np.zeros(self.m.lanes, np.bool_)
-        masks = np.asarray(_ALL, np.uint32) if meeting.mask is None else np.asarray(meeting.mask(self.m, lanes))
+        sync_group = self.sync_groups[pc]
+        key = sync_group.key or pc
+        arrived = self.arrived.get(key)
+        if arrived is None:
+            arrived = self.arrived[key] = np.zeros(self.m.lanes, np.bool_)
+        masks = np.asarray(_ALL, np.uint32) if sync_group.mask is None else np.asarray(sync_group.mask(self.m, lanes))
         indices = lane_indices(lanes)
         absent = np.broadcast_to(masks & _BITS[indices % WARP] == 0, len(indices))
         if absent.any():
             lane = int(indices[absent][0])
             mask = int(np.broadcast_to(masks, len(indices))[absent][0])
             raise self.m.fault(f"a thread that its own membermask {mask:#010x} does not name", lane)
-        gathered[lanes] = True
+        arrived[lanes] = True
         self.masks[lanes] = masks
-        self.at[lanes] = pc
-        return self._take(place)
+        self.pcs[lanes] = pc
+        return self._take(key)
 
-    def again(self) -> list[NDArray[np.intp]]:
+    def poll(self) -> list[NDArray[np.intp]]:
         """Look again at incomplete groups, some of whose threads may have ended; returns the ones that can go on."""
-        return [group for place in list(self.gathered) for group in self._take(place)]
+        return [group for key in list(self.arrived) for group in self._take(key)]
 
-    def _take(self, place: str | int) -> list[NDArray[np.intp]]:
+    def _take(self, key: str | int) -> list[NDArray[np.intp]]:
         """Take the complete groups of a place."""
-        gathered = self.gathered[place]
-        indices = np.flatnonzero(gathered)
+        arrived = self.arrived[key]
+        indices = np.flatnonzero(arrived)
         if not len(indices):
             return []
-        warps = 1 if isinstance(place, str) else self.meetings[place].warps
+        warps = 1 if isinstance(key, str) else self.sync_groups[key].warps
         if warps > 1:
-            go = self._warpgroups(gathered, warps)
-            gathered[go] = False
+            go = self._warpgroups(arrived, warps)
+            arrived[go] = False
             return [go] if len(go) else []
         masks, warp = self.masks[indices], indices // WARP
         groups, of_group = np.unique(warp << 32 | masks, return_inverse=True)
@@ -115,7 +116,7 @@ class SyncGroups:
         needed = (living @ _BITS.astype(np.int64)).astype(np.uint32) & (groups & _ALL).astype(np.uint32)
         complete = (needed & ~present) == 0
         go = complete[of_group]
-        gathered[indices[go]] = False
+        arrived[indices[go]] = False
         # A warp's second group is a call by itself: an operation finds one mask in each warp.
         order = np.zeros(len(groups), np.int64)
         chosen = np.flatnonzero(complete)
@@ -126,26 +127,26 @@ class SyncGroups:
         rank = order[of_group]
         return [indices[go & (rank == n)] for n in np.unique(rank[go])]
 
-    def _warpgroups(self, gathered: NDArray[np.bool_], warps: int) -> NDArray[np.intp]:
+    def _warpgroups(self, arrived: NDArray[np.bool_], warps: int) -> NDArray[np.intp]:
         m = self.m
         groups = m.warps // warps
         if not groups:
             what = f"an instruction of a warpgroup, {warps * WARP} threads, in a block of {m.geometry.threads}"
-            raise m.fault(what, int(np.flatnonzero(gathered)[0]))
-        table = gathered[: groups * warps * m.set_size].reshape(groups, warps, -1, WARP)
+            raise m.fault(what, int(np.flatnonzero(arrived)[0]))
+        table = arrived[: groups * warps * m.threads_per_warp_slot].reshape(groups, warps, -1, WARP)
         complete = np.asarray(table.all(axis=(1, 3)))
         chosen = np.zeros(m.lanes, np.bool_)
         chosen[: table.size] = np.broadcast_to(complete[:, None, :, None], table.shape).ravel()
-        return np.flatnonzero(gathered & chosen)
+        return np.flatnonzero(arrived & chosen)
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
         """By instruction: how many of these threads wait there, and for which others."""
         found: dict[int, tuple[int, str]] = {}
-        for gathered in self.gathered.values():
-            here = lanes[gathered[lanes]]
-            for pc in np.unique(self.at[here]):
-                mine = here[self.at[here] == pc]
-                group = "warpgroup" if self.meetings[int(pc)].warps > 1 else "warp"
+        for arrived in self.arrived.values():
+            here = lanes[arrived[lanes]]
+            for pc in np.unique(self.pcs[here]):
+                mine = here[self.pcs[here] == pc]
+                group = "warpgroup" if self.sync_groups[int(pc)].warps > 1 else "warp"
                 masks: Any = np.unique(self.masks[mine])
                 named = "" if masks.tolist() == [_ALL] else f" in membermask {', '.join(f'{x:#010x}' for x in masks)}"
                 found[int(pc)] = (len(mine), f" for the rest of the {group}{named}")

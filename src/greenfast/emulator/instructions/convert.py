@@ -8,21 +8,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from greenfast.emulator.instructions.floats import KINDS, element_of, rounding
-from greenfast.emulator.instructions.operands import TYPES, Function, dtype_of, reader, writer
+from greenfast.emulator.instructions.floats import KINDS, parse_element, rounding
+from greenfast.emulator.instructions.operands import TYPES, Function, parse_dtype, reader, writer
 from greenfast.emulator.instructions.rounding import (
     FORMATS,
     NAN_BITS,
     bf16_values,
     canonical,
-    double_of,
     flush,
     flush_rounded,
     integer_to_odd,
     narrow,
+    round_to_double,
     widen,
 )
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.machine.blocks import ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -83,10 +84,10 @@ def _conversion(i: Instruction, to: str, source: str) -> Function:
         return _to_float(i, to, source)
     if source in KINDS:
         return _float_to_integer(i, to, source)
-    target = dtype_of(to)
+    target = parse_dtype(to)
     if "sat" not in i.parts:
         return lambda a: np.asarray(a).astype(target)
-    limits, own = np.iinfo(target), np.iinfo(dtype_of(source))
+    limits, own = np.iinfo(target), np.iinfo(parse_dtype(source))
     low, high = max(limits.min, own.min), min(limits.max, own.max)
     return lambda a: np.clip(a, low, high).astype(target)
 
@@ -96,9 +97,9 @@ def _float_to_integer(i: Instruction, to: str, source: str) -> Function:
     mode: Any = next((_TO_INTEGER[p] for p in i.parts if p in _TO_INTEGER), None)
     if mode is None:
         raise unsupported(i)
-    target = dtype_of(to)
+    target = parse_dtype(to)
     limits, bits = np.iinfo(target), 8 * target.itemsize
-    nan = dtype_of(f"u{bits}").type(1 << (bits - 1) if source == "f64" or bits == 64 else 0).astype(target)
+    nan = parse_dtype(f"u{bits}").type(1 << (bits - 1) if source == "f64" or bits == 64 else 0).astype(target)
 
     def function(a: Values) -> Values:
         whole = mode(widen(flush(a, "f32") if "ftz" in i.parts else a, source))
@@ -168,7 +169,7 @@ def _integer_to_float(a: Values, to: str, mode: str) -> Values:
         return narrow(integer_to_odd(a), to, mode)
     if mode == "rn":
         return a.astype(np.float64)
-    flat = [double_of(int(n), mode) for n in a.reshape(-1)]  # at most 64 bits: Python's integers round them right
+    flat = [round_to_double(int(n), mode) for n in a.reshape(-1)]  # at most 64 bits: Python's integers round them right
     return np.array(flat, np.float64).reshape(a.shape)
 
 
@@ -195,7 +196,7 @@ def _to_eight_bits(i: Instruction, to: str, source: str) -> Operation:
     if "satfinite" not in i.parts:
         raise unsupported(i)
     read, write = _pair(i, source), writer(i.operands[0], "b16", i)
-    name, clamps = element_of(to), "relu" in i.parts
+    name, clamps = parse_element(to), "relu" in i.parts
 
     def code(values: Values) -> Values:
         if clamps:
@@ -213,7 +214,7 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
     if to != "f16x2":
         raise unsupported(i)
     read, write = reader(i.operands[1], "b16", i), writer(i.operands[0], "b32", i)
-    values = _TABLES[element_of(source)]
+    values = _TABLES[parse_element(source)]
     if "relu" in i.parts:
         values = np.where(values <= 0, np.float32(0), values)
     halves = np.where(np.isnan(values), NAN_BITS["f16"], values.astype(np.float16).view(np.uint16)).astype(np.uint32)
@@ -228,8 +229,8 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
 def _packed(i: Instruction) -> Operation:
     """cvt.pack: two integers, saturated, into the lowest bits; of bytes a third operand shifted above them."""
     kind = next(p for p in i.parts if p in TYPES)
-    bits = 8 * dtype_of(kind).itemsize
-    limits = np.iinfo(dtype_of(kind))
+    bits = 8 * parse_dtype(kind).itemsize
+    limits = np.iinfo(parse_dtype(kind))
     if len(i.operands) != (3 if bits == 16 else 4):
         raise unsupported(i, "has operands that are not known to the emulator")
     read = [reader(o, "s32", i) for o in i.operands[1:3]]
@@ -251,7 +252,7 @@ def _to_pair(i: Instruction, to: str, source: str) -> Operation:
     if source != "f32":
         raise unsupported(i)
     read, write = _pair(i, source), writer(i.operands[0], "b32", i)
-    function = _to_float(i, element_of(to), source)
+    function = _to_float(i, parse_element(to), source)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         upper, lower = (np.asarray(function(x)).view(np.uint16).astype(np.uint32) for x in read(m, lanes))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from greenfast.emulator.instructions.access import addresses
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices
 from greenfast.emulator.machine.ordering import parse_scope
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.kernel import MAP_BYTES
@@ -61,7 +62,7 @@ def grid_order(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         if waits:
-            m.behind_wait.reshape(-1, WARP)[np.unique(lane_indices(lanes) // WARP)] = True
+            m.after_pdl_wait.reshape(-1, WARP)[np.unique(lane_indices(lanes) // WARP)] = True
 
     return run
 

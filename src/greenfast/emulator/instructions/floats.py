@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.instructions.operands import Function, dtype_of, elementwise, type_of
+from greenfast.emulator.instructions.operands import Function, elementwise, parse_dtype, parse_type
 from greenfast.emulator.instructions.rounding import (
     FORMATS,
     MODES,
@@ -27,7 +27,8 @@ from greenfast.emulator.instructions.rounding import (
     sum_to_odd,
     widen,
 )
-from greenfast.emulator.machine.state import Operation, Values
+from greenfast.emulator.machine.blocks import Values
+from greenfast.emulator.machine.state import Operation
 from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -36,17 +37,17 @@ KINDS = ("f16", "bf16", "f16x2", "bf16x2", "f32", "f64")
 
 def is_float(i: Instruction) -> bool:
     """Whether an instruction's type is a floating-point one."""
-    return type_of(i) in KINDS
+    return parse_type(i) in KINDS
 
 
-def element_of(kind: str) -> str:
+def parse_element(kind: str) -> str:
     """The type of one number of a type that may be packed."""
     return kind.removesuffix("x2")
 
 
 def packed(function: Function, kind: str) -> Function:
     """A function of 16-bit numbers on registers that hold two of them."""
-    half = dtype_of(element_of(kind))
+    half = parse_dtype(parse_element(kind))
 
     def run(*sources: Values) -> Values:
         pairs = halves(sources, half)
@@ -65,7 +66,7 @@ def halves(sources: Sequence[Values], half: Any) -> list[Values]:
 
 def per_number(i: Instruction, function: Function) -> Operation:
     """An operation that applies a function of the numbers' type to each number of the registers."""
-    kind = type_of(i)
+    kind = parse_type(i)
     return elementwise(i, packed(function, kind) if kind.endswith("x2") else function)
 
 
@@ -115,7 +116,7 @@ def arithmetic(
     """
 
     def build(i: Instruction) -> Operation:
-        kind, mode = element_of(type_of(i)), rounding(i)
+        kind, mode = parse_element(parse_type(i)), rounding(i)
         wide: Function = lambda *sources: odd(mode, *(widen(s, kind) for s in sources))  # noqa: E731
         if mode == "rn" and (kind == "f32" or (kind == "f64" and usual is not fused)):
             function = usual
@@ -188,9 +189,9 @@ def divide(i: Instruction) -> Operation:
     return elementwise(i, _finished(i, "f32", quotient))
 
 
-def sum_of(kind: str, ftz: bool) -> Function:
+def build_sum(kind: str, ftz: bool) -> Function:
     """The sum, to the nearest, of numbers of a type that may be packed, as atomic operations form it."""
-    element = element_of(kind)
+    element = parse_element(kind)
 
     def run(a: Values, b: Values) -> Values:
         x, y = (widen(flush(np.asarray(v), element) if ftz else v, element) for v in (a, b))
@@ -221,14 +222,14 @@ def _gross(function: Function) -> Callable[[Instruction], Operation]:
 
 def reciprocal(i: Instruction) -> Operation:
     """rcp."""
-    if "approx" in i.parts and type_of(i) == "f64":
+    if "approx" in i.parts and parse_type(i) == "f64":
         return _gross(lambda a: 1.0 / a)(i)
     return _rounded_reciprocal(i)
 
 
 def reciprocal_root(i: Instruction) -> Operation:
     """rsqrt."""
-    if type_of(i) == "f64" and "ftz" in i.parts:
+    if parse_type(i) == "f64" and "ftz" in i.parts:
         return _gross(lambda a: 1.0 / np.sqrt(a))(i)
     return approximate(lambda a: 1.0 / np.sqrt(a))(i)
 
@@ -237,7 +238,7 @@ def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction],
     """A special function: computed in float64 and rounded once. The hardware's differs within the ISA's bounds."""
 
     def build(i: Instruction) -> Operation:
-        kind = element_of(type_of(i))
+        kind = parse_element(parse_type(i))
         ftz = "ftz" in i.parts
 
         def run(a: Values) -> Values:
@@ -255,19 +256,19 @@ def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction],
 
 
 def _unsigned(kind: str) -> Any:
-    return np.dtype(f"u{dtype_of(kind).itemsize}")
+    return np.dtype(f"u{parse_dtype(kind).itemsize}")
 
 
 def _bit_function(i: Instruction, function: Callable[..., Values]) -> Operation:
     """An operation on the bit patterns of numbers, with .ftz applied to the sources."""
-    kind = element_of(type_of(i))
+    kind = parse_element(parse_type(i))
     bits, ftz = _unsigned(kind), "ftz" in i.parts
 
     def run(*sources: Values) -> Values:
         if ftz:
             sources = tuple(flush(s, kind) for s in sources)
         arrays = [np.asarray(s).view(bits) for s in np.broadcast_arrays(*sources)]
-        return np.asarray(function(*arrays)).astype(bits, copy=False).view(dtype_of(kind))
+        return np.asarray(function(*arrays)).astype(bits, copy=False).view(parse_dtype(kind))
 
     return per_number(i, run)
 
@@ -275,7 +276,7 @@ def _bit_function(i: Instruction, function: Callable[..., Values]) -> Operation:
 def _layout(kind: str) -> tuple[Any, Any]:
     """The sign bit of a kind's bit pattern, and the pattern of infinity."""
     unsigned, form = _unsigned(kind).type, FORMATS[kind]
-    sign = unsigned(1 << (8 * dtype_of(kind).itemsize - 1))
+    sign = unsigned(1 << (8 * parse_dtype(kind).itemsize - 1))
     return sign, sign - unsigned(1 << (form.precision - 1))
 
 
@@ -286,7 +287,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
     """
 
     def build(i: Instruction) -> Operation:
-        kind = element_of(type_of(i))
+        kind = parse_element(parse_type(i))
         sign, infinity = _layout(kind)
         nan, any_nan = _unsigned(kind).type(NAN_BITS[kind]), "NaN" in i.parts
 
@@ -304,7 +305,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
 
         if kind not in ("f32", "f64") or not {"NaN", "ftz", "abs"}.isdisjoint(i.parts):
             return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
-        usual, bits, dtype = np.fmin if smaller else np.fmax, _unsigned(kind), dtype_of(kind)
+        usual, bits, dtype = np.fmin if smaller else np.fmax, _unsigned(kind), parse_dtype(kind)
 
         def numbers(a: Values, b: Values) -> Values:
             """NumPy's, where signs of zero and NaN do not decide; it takes a quarter of the time."""
@@ -322,7 +323,7 @@ def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction]
     """neg and abs. The ISA leaves their NaN open: ptxas makes additions of them, and narrow ones give canonical NaN."""
 
     def build(i: Instruction) -> Operation:
-        kind = element_of(type_of(i))
+        kind = parse_element(parse_type(i))
         sign, infinity = _layout(kind)
         nan = _unsigned(kind).type(NAN_BITS[kind])
 
@@ -341,13 +342,13 @@ absolute = _signed(lambda a, sign: a & ~sign)
 
 def copysign(i: Instruction) -> Operation:
     """copysign: the sign of a on b."""
-    sign, _ = _layout(type_of(i))
+    sign, _ = _layout(parse_type(i))
     return _bit_function(i, lambda a, b: (a & sign) | (b & ~sign))
 
 
 def testp(i: Instruction) -> Operation:
     """testp: whether a number is of a class; zeros count as normal."""
-    kind = type_of(i)
+    kind = parse_type(i)
     tiny = FORMATS[kind].smallest_normal
     classes: dict[str, Function] = {
         "finite": np.isfinite,

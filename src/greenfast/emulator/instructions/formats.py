@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.convert import E4M3_VALUES, E5M2_VALUES
 from greenfast.emulator.instructions.rounding import bf16_values
-from greenfast.emulator.machine.state import Values
+from greenfast.emulator.machine.blocks import Values
 
 #: Bits of an element, by format.
 BITS = {"f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}

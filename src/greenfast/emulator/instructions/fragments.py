@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.formats import BITS, INTEGERS, decode
-from greenfast.emulator.instructions.operands import Reader, dtype_of, reader, writer
+from greenfast.emulator.instructions.operands import Reader, parse_dtype, reader, writer
 from greenfast.emulator.instructions.warp import whole_warps
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_count
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_count
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
 _GROUPS, _MEMBERS = 8, 4  # lanes of a warp: number of groups, and of members of a group
 
 
-def shape_of(i: Instruction) -> tuple[int, int, int]:
+def parse_shape(i: Instruction) -> tuple[int, int, int]:
     """M, N and K of a product or tile."""
     for part in i.parts:
         found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
@@ -41,7 +42,7 @@ def register_type(kind: str) -> str:
 
 def registers(rows: int, k: int, kind: str) -> int:
     """How many registers hold a fragment of A (of B with ``rows`` columns)."""
-    bits = 8 * int(dtype_of(register_type(kind)).itemsize)
+    bits = 8 * int(parse_dtype(register_type(kind)).itemsize)
     return rows // _GROUPS * k * BITS[kind] // (_MEMBERS * bits)
 
 
@@ -54,7 +55,7 @@ def left_rows(words: Values, rows: int) -> NDArray[np.uint8]:
 
 def left_words(data: NDArray[np.uint8], kind: str) -> Values:
     """The inverse of ``left_rows``."""
-    words = np.ascontiguousarray(data).view(dtype_of(register_type(kind)))
+    words = np.ascontiguousarray(data).view(parse_dtype(register_type(kind)))
     table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 3, 1)
     return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
 
@@ -68,7 +69,7 @@ def right_rows(words: Values, columns: int) -> NDArray[np.uint8]:
 
 def right_words(data: NDArray[np.uint8], kind: str) -> Values:
     """The inverse of ``right_rows``."""
-    words = np.ascontiguousarray(data).view(dtype_of(register_type(kind)))
+    words = np.ascontiguousarray(data).view(parse_dtype(register_type(kind)))
     table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 1, 3)
     return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
 
@@ -120,7 +121,7 @@ def _stacked(m: ResidentBlocks, read: Sequence[Reader], lanes: ThreadSet) -> Val
 
 def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kinds: Sequence[str]) -> Operation:
     """d = a * b + c; ``kinds``: the types of D, A, B and C."""
-    rows, columns, k = shape_of(i)
+    rows, columns, k = parse_shape(i)
     out, left_kind, right_kind, addend = kinds
     if BITS[left_kind] != BITS[right_kind]:
         raise unsupported(i)
@@ -152,7 +153,7 @@ def read_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
 ) -> Callable[[ResidentBlocks, ThreadSet], Values]:
     """A function that gives the (warps, rows, columns) of a fragment of C."""
-    dtype = dtype_of(kind)
+    dtype = parse_dtype(kind)
     per = 2 if kind == "f16" else 1
     read = Registers(operand, "b64" if kind == "f64" else "b32", i).reading(rows * columns // WARP // per)
 
@@ -167,7 +168,7 @@ def write_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
 ) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
     """A function that writes (warps, rows, columns) to a fragment of D."""
-    dtype = dtype_of(kind)
+    dtype = parse_dtype(kind)
     target = Registers(operand, "b64" if kind == "f64" else "b32", i)
     if len(target.items) != rows * columns // WARP // (2 if kind == "f16" else 1):
         raise unsupported(i, "has another number of registers than its shape")
@@ -187,7 +188,7 @@ def mma(i: Instruction) -> Operation:
     if len(fragments) != 4 or len(i.operands) != 4:
         raise unsupported(i, "has no four fragments")
     d, a, b, c = fragments
-    m, n, k = shape_of(i)
+    m, n, k = parse_shape(i)
     if (len(a.items), len(b.items)) != (registers(m, k, kinds[1]), registers(n, k, kinds[2])):
         raise unsupported(i, "has another number of registers than its shape")
     return product(i, d, a, b, c, kinds)

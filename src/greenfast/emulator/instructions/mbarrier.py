@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.access import addresses, locate, space_of
+from greenfast.emulator.instructions.access import addresses, locate, parse_space
 from greenfast.emulator.instructions.operands import reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_count, lane_indices
 from greenfast.emulator.machine.mbarriers import PENDING, PHASE_SHIFT, MbarrierError, Rows
 from greenfast.emulator.machine.memory import BARRIER, UNWRITTEN
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_count, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -37,7 +38,7 @@ def faults(m: ResidentBlocks, lanes: ThreadSet) -> Iterator[None]:
         raise m.fault(e.reason, lane) from None
 
 
-def rows_of(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBlocks, ThreadSet], Rows]:
+def find_mbarriers(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBlocks, ThreadSet], Rows]:
     """A function that gives each thread's mbarrier, by its 8-byte word of shared memory; it must be initialised."""
     where = _words(operand, i, space)
 
@@ -73,7 +74,7 @@ def _integers(values: Values, lanes: ThreadSet) -> NDArray[np.int64]:
 
 def init(i: Instruction) -> Operation:
     """mbarrier.init."""
-    where, count = _words(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
+    where, count = _words(i.operands[0], i, parse_space(i)), reader(i.operands[1], "u32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
@@ -86,7 +87,7 @@ def init(i: Instruction) -> Operation:
 
 def invalidate(i: Instruction) -> Operation:
     """mbarrier.inval: the memory may be used for something else."""
-    where = rows_of(i.operands[0], i, space_of(i))
+    where = find_mbarriers(i.operands[0], i, parse_space(i))
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows = where(m, lanes)
@@ -98,7 +99,7 @@ def invalidate(i: Instruction) -> Operation:
 
 def transactions(i: Instruction) -> Operation:
     """mbarrier.expect_tx and mbarrier.complete_tx."""
-    where, count = rows_of(i.operands[0], i, space_of(i)), reader(i.operands[1], "u32", i)
+    where, count = find_mbarriers(i.operands[0], i, parse_space(i)), reader(i.operands[1], "u32", i)
     sign = 1 if i.parts[0] == "expect_tx" else -1
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -114,7 +115,7 @@ def arrive(i: Instruction) -> Operation:
     operands = list(i.operands)
     # A remote arrival returns no state, and may be written without a place for one.
     token = operands.pop(0) if not hasattr(operands[0], "offset") else None
-    where = rows_of(operands[0], i, space_of(i))
+    where = find_mbarriers(operands[0], i, parse_space(i))
     amount = reader(operands[1], "u32", i) if len(operands) > 1 else None
     write = writer(token, "b64", i) if token is not None else None
     relaxed = "relaxed" in i.parts
@@ -140,7 +141,7 @@ def arrive(i: Instruction) -> Operation:
 
 def wait(i: Instruction) -> Operation:
     """mbarrier.try_wait and test_wait, for a parity or for the state that an arrival returned."""
-    where = rows_of(i.operands[1], i, space_of(i))
+    where = find_mbarriers(i.operands[1], i, parse_space(i))
     parity, relaxed = "parity" in i.parts, "relaxed" in i.parts
     phase = reader(i.operands[2], "u32" if parity else "u64", i)
     write = writer(i.operands[0], "pred", i)
@@ -158,10 +159,10 @@ def wait(i: Instruction) -> Operation:
             write(m, lanes, done)
             return None
         indices = lane_indices(lanes)
-        goes_on = done | m.impatient[indices]
-        m.impatient[indices] = False
+        goes_on = done | m.timing_out[indices]
+        m.timing_out[indices] = False
         write(m, indices[goes_on], done[goes_on])
-        m.awaited[indices] = rows
+        m.waiting_mbarrier[indices] = rows
         return indices[~goes_on]
 
     return run

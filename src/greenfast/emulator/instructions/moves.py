@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.emulator.instructions.operands import dtype_of, elementwise, reader, type_of, writer
+from greenfast.emulator.instructions.operands import elementwise, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import ThreadSet
 from greenfast.emulator.machine.memory import LOCAL_BASE, PARAM_BASE, SHARED_BASE, window
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
 def move(i: Instruction) -> Operation:
     """mov, also packing {a, b} into one register and unpacking it, and taking a variable's address."""
-    kind = type_of(i)
+    kind = parse_type(i)
     destination, source = i.operands
     if isinstance(source, Vector):
         return _pack(i, kind, destination, source)
@@ -25,7 +26,7 @@ def move(i: Instruction) -> Operation:
 
 
 def _pack(i: Instruction, kind: str, destination: Any, source: Vector) -> Operation:
-    size = dtype_of(kind).itemsize // len(source.items)
+    size = parse_dtype(kind).itemsize // len(source.items)
     part = f"b{8 * size}"
     read = [reader(item, part, i) for item in source.items]
     write = writer(destination, f"b{8 * size * len(source.items)}", i)
@@ -34,20 +35,20 @@ def _pack(i: Instruction, kind: str, destination: Any, source: Vector) -> Operat
         whole: Any = np.uint64(0)
         for n, r in enumerate(read):
             whole = whole | (np.asarray(r(m, lanes)).astype(np.uint64) << np.uint64(8 * size * n))
-        write(m, lanes, np.asarray(whole).astype(dtype_of(f"b{8 * size * len(read)}")))
+        write(m, lanes, np.asarray(whole).astype(parse_dtype(f"b{8 * size * len(read)}")))
 
     return run
 
 
 def _unpack(i: Instruction, kind: str, destination: Vector, source: Any) -> Operation:
-    size = dtype_of(kind).itemsize // len(destination.items)
-    read = reader(source, f"b{8 * dtype_of(kind).itemsize}", i)
+    size = parse_dtype(kind).itemsize // len(destination.items)
+    read = reader(source, f"b{8 * parse_dtype(kind).itemsize}", i)
     write = [writer(item, f"b{8 * size}", i) for item in destination.items]
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         whole = np.asarray(read(m, lanes)).astype(np.uint64)
         for n, w in enumerate(write):
-            w(m, lanes, (whole >> np.uint64(8 * size * n)).astype(dtype_of(f"b{8 * size}")))
+            w(m, lanes, (whole >> np.uint64(8 * size * n)).astype(parse_dtype(f"b{8 * size}")))
 
     return run
 
@@ -57,12 +58,12 @@ def cvta(i: Instruction) -> Operation:
     from_generic = "to" in i.parts
     space = next(name for p in i.parts if (name := p.split(":")[0]) in ("global", "shared", "local", "const", "param"))
     base = _WINDOWS.get(space, 0)
-    kind = type_of(i)
+    kind = parse_type(i)
     offset = np.uint64(base)
     return elementwise(
         i,
         lambda a: (np.asarray(a).astype(np.uint64) + (np.uint64(0) - offset if from_generic else offset)).astype(
-            dtype_of(kind)
+            parse_dtype(kind)
         ),
     )
 

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.literals import as_float
 from greenfast.emulator.ptx.syntax import CLOCKS, Immediate, Instruction, Operand, Register, Special, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
@@ -27,12 +28,12 @@ TYPES: dict[str, Any] = {
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def dtype_of(name: str) -> Any:
+def parse_dtype(name: str) -> Any:
     """The NumPy type of a PTX type."""
     return np.dtype(TYPES[name])
 
 
-def type_of(instruction: Instruction) -> str:
+def parse_type(instruction: Instruction) -> str:
     """The last type among an opcode's parts."""
     for part in reversed(instruction.parts):
         if part in TYPES:
@@ -53,7 +54,7 @@ def cast(values: Values, dtype: Any) -> Values:
 
 def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader:
     """A function that reads an operand as a PTX type, for some threads; a constant gives one value for all of them."""
-    dtype = dtype_of(type_name)
+    dtype = parse_dtype(type_name)
     if isinstance(operand, Register):
         name = operand.name
         if name == "_":
@@ -83,7 +84,7 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
         if symbol.startswith("!"):
             negated = symbol[1:]
             return lambda m, lanes: ~m.register(negated)[lanes]
-        return lambda m, lanes: np.asarray(address_of(m, symbol) + offset, dtype=np.uint64).astype(dtype)
+        return lambda m, lanes: np.asarray(load_address(m, symbol) + offset, dtype=np.uint64).astype(dtype)
     raise unsupported(instruction, "has an operand that is not known")
 
 
@@ -119,7 +120,7 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
     return read
 
 
-def address_of(m: ResidentBlocks, symbol: str) -> int:
+def load_address(m: ResidentBlocks, symbol: str) -> int:
     """A variable's address: an offset in its own space, but for global variables, whose address is generic."""
     if symbol in m.shared_layout:
         return m.shared_layout[symbol]
@@ -132,7 +133,7 @@ def address_of(m: ResidentBlocks, symbol: str) -> int:
     raise UnsupportedError(f"{symbol} has no address that is known to the emulator")
 
 
-def window_of(m: ResidentBlocks, symbol: str) -> str:
+def load_window(m: ResidentBlocks, symbol: str) -> str:
     """The space whose window a variable's address has to be moved into to be generic; empty for global variables."""
     layouts = {"shared": m.shared_layout, "local": m.local_layout, "param": m.param_layout}
     return next((space for space, layout in layouts.items() if symbol in layout and symbol not in m.symbols), "")
@@ -142,7 +143,7 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
     """A function that writes values of a PTX type to a register; a wider register is extended by the type's sign."""
     if not isinstance(operand, Register):
         raise unsupported(instruction, "writes to something that is not a register")
-    dtype = dtype_of(type_name)
+    dtype = parse_dtype(type_name)
     name = operand.name
     if name == "_":
         return lambda m, lanes, values: None
@@ -184,7 +185,7 @@ def elementwise(
     instruction: Instruction, function: Function, types: list[str] | None = None, out: str = ""
 ) -> Operation:
     """An operation that writes function(sources) to its first operand; ``types``: of the sources, ``out``: its own."""
-    kind = type_of(instruction)
+    kind = parse_type(instruction)
     destination, *sources = instruction.operands
     types = types or [kind] * len(sources)
     if len(types) != len(sources):

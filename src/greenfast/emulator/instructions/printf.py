@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from greenfast.emulator.instructions.access import locate
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.blocks import ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 

@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.access import REDUCTIONS, atomic_result
-from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, require_fenced, tiles_of
-from greenfast.emulator.instructions.operands import dtype_of, type_of
+from greenfast.emulator.instructions.bulk import Offsets, Tile, count_bulk, read_tiles, require_fenced
+from greenfast.emulator.instructions.operands import parse_dtype, parse_type
+from greenfast.emulator.machine.blocks import ThreadSet, Values
 from greenfast.emulator.machine.in_flight import BulkStore, chunk_indices, hold
 from greenfast.emulator.machine.memory import WRITTEN
 from greenfast.emulator.machine.ordering import DEVICE
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction
 
 
@@ -21,8 +22,8 @@ def reduce(i: Instruction) -> Operation:
     They happen here when they are issued; the source is held as a store's is.
     """
     to, source, size, *_ = i.operands
-    kind = type_of(i)
-    dtype, tiles = dtype_of(kind), tiles_of(i, source, to, size)
+    kind = parse_type(i)
+    dtype, tiles = parse_dtype(kind), read_tiles(i, source, to, size)
     operation = next(p for p in i.parts if p in REDUCTIONS)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -65,5 +66,5 @@ def _reduce_at(
             m.memory.state[offsets + byte] = WRITTEN
     m.memory.writes += int(np.count_nonzero(changed))
     if changed.any():
-        m.races.accessing = lanes[changed]
+        m.access_lanes = lanes[changed]
         m.races.atomics.record("global", offsets[changed], size)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.state import Values
+from greenfast.emulator.machine.blocks import Values
 
 Wide = NDArray[np.float64]
 
@@ -201,7 +201,7 @@ def integer_to_odd(values: Values) -> Wide:
 # ---- float64 results, from exact rational numbers -------------------------------------------------------------------
 
 
-def double_of(exact: Fraction | int, mode: str) -> float:
+def round_to_double(exact: Fraction | int, mode: str) -> float:
     """The float64 that a rational number rounds to; 0 becomes +0."""
     try:
         near = exact.numerator / exact.denominator  # Python rounds this to the nearest, ties to even
@@ -232,7 +232,7 @@ def doubles(special: Callable[..., Wide], exact: Callable[..., Fraction], mode: 
                 except ZeroDivisionError:
                     continue
                 if value != 0:
-                    flat[n] = double_of(value, mode)
+                    flat[n] = round_to_double(value, mode)
         return result
 
     return run

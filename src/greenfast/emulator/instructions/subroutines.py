@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet
+from greenfast.emulator.machine.blocks import ThreadSet
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.recursion import COPY, JUMPS, KEEP, LEAVE
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.access import Offsets, addresses, count_access, locate, space_of
-from greenfast.emulator.instructions.operands import reader, type_of, writer
+from greenfast.emulator.instructions.access import Offsets, addresses, count_access, locate, parse_space
+from greenfast.emulator.instructions.operands import parse_type, reader, writer
 from greenfast.emulator.instructions.warp import whole_warps
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_count
 from greenfast.emulator.machine.memory import Arena
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_count
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -24,7 +25,7 @@ _ROW_BYTES = 16
 def _count(i: Instruction) -> int:
     """How many tiles a load or store moves."""
     count = next((p for p in i.parts if p in ("x1", "x2", "x4")), None)
-    if count is None or "m8n8" not in i.parts or type_of(i) != "b16":
+    if count is None or "m8n8" not in i.parts or parse_type(i) != "b16":
         raise unsupported(i)
     return int(count[1:])
 
@@ -33,11 +34,11 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
-def _rows_of(
+def _read_rows(
     i: Instruction, operand: Operand, count: int
 ) -> Callable[[ResidentBlocks, ThreadSet], tuple[NDArray[np.intp], Arena, Offsets, str]]:
     """A function that gives the lanes that name rows (8n to 8n + 7 for tile n), and where these rows lie."""
-    where, space = addresses(operand, i), space_of(i)
+    where, space = addresses(operand, i), parse_space(i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
         rows = whole_warps(m, lanes, i.name)[:, : 8 * count].ravel()
@@ -54,7 +55,7 @@ def ldmatrix(i: Instruction) -> Operation:
     """ldmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
     write = [writer(r, "b32", i) for r in _registers(i.operands[0])]
-    where = _rows_of(i, i.operands[1], count)
+    where = _read_rows(i, i.operands[1], count)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows, arena, offsets, space = where(m, lanes)
@@ -74,7 +75,7 @@ def stmatrix(i: Instruction) -> Operation:
     """stmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
     read = [reader(r, "b32", i) for r in _registers(i.operands[1])]
-    where = _rows_of(i, i.operands[0], count)
+    where = _read_rows(i, i.operands[0], count)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         rows, arena, offsets, space = where(m, lanes)
@@ -91,7 +92,7 @@ def stmatrix(i: Instruction) -> Operation:
 
 def movmatrix(i: Instruction) -> Operation:
     """movmatrix.trans: transpose one tile between the registers of a warp."""
-    if "trans" not in i.parts or "m8n8" not in i.parts or type_of(i) != "b16":
+    if "trans" not in i.parts or "m8n8" not in i.parts or parse_type(i) != "b16":
         raise unsupported(i)
     read, write = reader(i.operands[1], "b32", i), writer(i.operands[0], "b32", i)
 

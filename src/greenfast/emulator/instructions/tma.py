@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.access import asynchronous_copy, land, space_of
-from greenfast.emulator.instructions.bulk import Tile, count_bulk, require_fenced, tiles_of
-from greenfast.emulator.instructions.mbarrier import faults, rows_of
+from greenfast.emulator.instructions.access import asynchronous_copy, land, parse_space
+from greenfast.emulator.instructions.bulk import Tile, count_bulk, read_tiles, require_fenced
+from greenfast.emulator.instructions.mbarrier import faults, find_mbarriers
 from greenfast.emulator.instructions.operands import reader
 from greenfast.emulator.instructions.reducing import reduce
+from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore, chunk_indices, hold
 from greenfast.emulator.machine.memory import CHUNK, IN_FLIGHT, WRITTEN
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -59,7 +60,7 @@ def copy(i: Instruction) -> Operation:
 
 def _arrive_when_landed(i: Instruction) -> Operation:
     """cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
-    barrier = rows_of(i.operands[0], i, space_of(i))
+    barrier = find_mbarriers(i.operands[0], i, parse_space(i))
     increases = "noinc" not in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -88,8 +89,8 @@ def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
 def _load(i: Instruction, tensor: bool) -> Operation:
     to, source, *rest = i.operands
     size = None if tensor else rest.pop(0)
-    tiles = tiles_of(i, to, source, size)
-    barrier = rows_of(rest.pop(0), i, "shared")
+    tiles = read_tiles(i, to, source, size)
+    barrier = find_mbarriers(rest.pop(0), i, "shared")
     mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -155,7 +156,7 @@ def _targets(m: ResidentBlocks, indices: NDArray[np.intp], masks: Any) -> tuple[
 
 def _store(i: Instruction, tensor: bool) -> Operation:
     to, source, *rest = i.operands
-    tiles = tiles_of(i, source, to, None if tensor else rest[0])
+    tiles = read_tiles(i, source, to, None if tensor else rest[0])
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
@@ -225,10 +226,10 @@ def _wait(i: Instruction) -> Operation:
         first = np.zeros(m.lanes, np.bool_)
         for s, which in zip(m.stores, covered, strict=True):
             first[s.lanes[which & (s.reading | ~s.landed)]] = True
-        first &= ~m.yielded
+        first &= ~m.has_yielded
         stay = indices[first[indices]]
         if len(stay):
-            m.yielded[stay] = True
+            m.has_yielded[stay] = True
             m.events += 1
             waiting[stay] = False
         for s, which in zip(m.stores, covered, strict=True):
@@ -241,7 +242,7 @@ def _wait(i: Instruction) -> Operation:
             if not only_read:
                 s.land(m.memory, now)
         m.stores = [s for s in m.stores if s.reading.any() or not s.landed.all()]
-        m.yielded[waiting] = False
+        m.has_yielded[waiting] = False
         return stay
 
     return run

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import Function, reader, writer
-from greenfast.emulator.machine.state import Operation, ResidentBlocks, ThreadSet, Values
+from greenfast.emulator.machine.blocks import ThreadSet, Values
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -134,7 +135,7 @@ def multiply_add(i: Instruction) -> Operation:
     return run
 
 
-def _parts_of(words: Values, bits: int, kind: str) -> Wide:
+def _split_parts(words: Values, bits: int, kind: str) -> Wide:
     """(..., halves or bytes) of registers."""
     shifts = np.arange(0, 32, bits)
     return _signed(np.asarray(words).astype(np.int64)[..., None] >> shifts, bits, kind)
@@ -177,7 +178,10 @@ def several(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         a, b, c = np.broadcast_arrays(*(np.asarray(r(m, lanes)) for r in read))
-        both = [np.concatenate([_parts_of(a, bits, kind), _parts_of(b, bits, kind)], axis=-1) for kind in (left, right)]
+        both = [
+            np.concatenate([_split_parts(a, bits, kind), _split_parts(b, bits, kind)], axis=-1)
+            for kind in (left, right)
+        ]
         found = operation(both[0][..., pick_a], both[1][..., pick_b])
         if saturates:
             found = np.clip(found, *_limits(out, bits))
@@ -185,7 +189,7 @@ def several(i: Instruction) -> Operation:
             total = np.where(kept, found, 0).sum(axis=-1) + c.astype(np.int64)
         else:
             low = (1 << bits) - 1
-            total = (np.where(kept, found & low, _parts_of(c, bits, "u32")) << shifts).sum(axis=-1)
+            total = (np.where(kept, found & low, _split_parts(c, bits, "u32")) << shifts).sum(axis=-1)
         write(m, lanes, (total & 0xFFFF_FFFF).astype(np.uint32))
 
     return run

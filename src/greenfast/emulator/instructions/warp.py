@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.operands import Reader, dtype_of, reader, type_of, writer
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_indices
+from greenfast.emulator.instructions.operands import Reader, parse_dtype, parse_type, reader, writer
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Operand, Vector
 
 _LANE = np.arange(WARP)
@@ -193,10 +194,10 @@ _REDUCTIONS: dict[str, Any] = {
 
 def reduce(i: Instruction) -> Operation:
     """redux.sync over the threads of a group."""
-    kind = type_of(i)
+    kind = parse_type(i)
     name = next(p for p in i.parts if p in _REDUCTIONS)
     function = _REDUCTIONS[name]
-    limits = np.iinfo(dtype_of(kind))
+    limits = np.iinfo(parse_dtype(kind))
     neutral = {"min": limits.max, "max": limits.min, "and": limits.max}.get(name, 0)
     read, write, mask = reader(i.operands[1], kind, i), writer(i.operands[0], kind, i), reader(i.operands[2], "u32", i)
 
@@ -214,7 +215,7 @@ def reduce(i: Instruction) -> Operation:
 
 def match(i: Instruction) -> Operation:
     """match.sync: which threads of a group hold the same value (any), or all of them if all do (all)."""
-    kind = type_of(i)
+    kind = parse_type(i)
     first, *rest = _targets(i.operands[0])
     write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in rest]
     read, mask, every = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), "all" in i.parts

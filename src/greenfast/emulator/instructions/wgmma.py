@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.descriptors import DescriptorError, MatrixDescriptor
 from greenfast.emulator.instructions.formats import BITS, decode
-from greenfast.emulator.instructions.operands import cast, dtype_of, reader
+from greenfast.emulator.instructions.operands import cast, parse_dtype, reader
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, Values, lane_indices
 from greenfast.emulator.machine.in_flight import (
     GROUPS,
     MatrixReads,
@@ -29,7 +30,7 @@ from greenfast.emulator.machine.in_flight import (
     release,
 )
 from greenfast.emulator.machine.memory import CHUNK
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, Values, lane_indices
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand, Register, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
@@ -64,13 +65,13 @@ def _wait(i: Instruction) -> Operation:
         p = _products(m)
         indices = lane_indices(lanes)
         reached = p.committed[indices] - allowed.bits
-        early = (reached > p.done[indices]) & ~m.yielded[indices]
+        early = (reached > p.done[indices]) & ~m.has_yielded[indices]
         stay, go = indices[early], indices[~early]
         if len(stay):
-            m.yielded[stay] = True
+            m.has_yielded[stay] = True
             m.events += 1
         if len(go):
-            m.yielded[go] = False
+            m.has_yielded[go] = False
             p.done[go] = np.maximum(p.done[go], reached[~early])
             _release(m, go)
             leads = go[::WARP]
@@ -85,7 +86,7 @@ def _release(m: ResidentBlocks, lanes: NDArray[np.intp]) -> None:
     """Release the shared memory of products that a warp has waited for: its warpgroup executes them as one."""
     p = _products(m)
     leads = np.unique(lanes // WARP) * WARP
-    warps, blocks = leads // m.set_size, m.block_of[leads]
+    warps, blocks = leads // m.threads_per_warp_slot, m.block_of[leads]
     done = np.full((m.warps, len(m.blocks)), -1, np.int64)
     done[warps, blocks] = p.done[leads]
     number, kept = m.races.begin(), []
@@ -198,7 +199,7 @@ def multiply(i: Instruction) -> Operation:
         blocks = m.block_of[indices[: len(indices) // _WARPS : WARP]]
         _check_fences(m, form, lanes)
         flag = np.broadcast_to(np.asarray(form.accumulates(m, lanes)), len(indices))
-        adds = _of_group(m, i, flag, blocks, lanes, "scale-d")
+        adds = _read_uniform(m, i, flag, blocks, lanes, "scale-d")
         used: list[NDArray[np.int64]] = []
         if form.a_registers:
             left = decode(_register_rows([r(m, lanes) for r in form.read_a], len(blocks)), form.a)
@@ -218,7 +219,7 @@ def multiply(i: Instruction) -> Operation:
         every = np.concatenate(used, axis=1)
         hold(m.shared, every)
         groups = group.reshape(_WARPS, len(blocks), WARP)[:, :, 0]
-        warpgroup = int(indices[0]) // (m.set_size * _WARPS)
+        warpgroup = int(indices[0]) // (m.threads_per_warp_slot * _WARPS)
         waited = ProductWaits(m.current, blocks, np.zeros(groups.shape, np.int64))
         reads = MatrixReads(blocks, every, groups, np.ones(len(blocks), np.bool_), warpgroup, waited)
         p.add(reads, len(m.shared.data) // CHUNK)
@@ -229,7 +230,7 @@ def multiply(i: Instruction) -> Operation:
 def _accumulate(
     m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet, product: Values, adds: Values, blocks: int
 ) -> None:
-    dtype = dtype_of(form.out)
+    dtype = parse_dtype(form.out)
     result: Values = product.astype(dtype)  # sums of 32 products of 8-bit integers are exact in float32
     if adds.any():
         held = _fragment([cast(m.register(name)[lanes], dtype) for name in form.d], blocks)
@@ -255,7 +256,7 @@ def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None
             raise m.fault(what, int(lane_indices(lanes)[touched[0]]))
 
 
-def _of_group(
+def _read_uniform(
     m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, what: str
 ) -> Values:
     """(blocks,) values of which all threads of a warpgroup must have the same."""
@@ -277,7 +278,7 @@ def _operand(
     transposed: bool,
 ) -> tuple[Values, NDArray[np.int64]]:
     """(blocks, rows, K) values of an operand in shared memory, and the (blocks, chunks) of memory that hold it."""
-    bits = _of_group(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
+    bits = _read_uniform(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
     offsets = np.zeros((len(blocks), 0, 0), np.int64)
     for descriptor in np.unique(bits).tolist():
@@ -302,7 +303,7 @@ def _operand(
         # No race is looked for: it is held until a wait covers it.
         data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True, asynchronous=True)
         if m.proxies is not None:
-            group = int(owner[0]) // (m.set_size * _WARPS) * _WARPS + np.arange(_WARPS)
+            group = int(owner[0]) // (m.threads_per_warp_slot * _WARPS) * _WARPS + np.arange(_WARPS)
             m.proxies.require_fenced(flat, group, "wgmma operand read", False)
     values = decode(data.reshape(*place.shape[:2], -1), kind)
     return values.swapaxes(1, 2) if transposed else values, chunk_indices(place.reshape(len(blocks), -1))
@@ -324,7 +325,7 @@ def move(i: Instruction) -> Operation:
     """
     target, source = i.operands
     assert isinstance(target, Register)
-    kind = "pred" if i.parts[-1] == "pred" else f"b{8 * dtype_of(i.parts[-1]).itemsize}"
+    kind = "pred" if i.parts[-1] == "pred" else f"b{8 * parse_dtype(i.parts[-1]).itemsize}"
     name, origin = target.name, source.name if isinstance(source, Register) else ""
     constant = None if origin else reader(source, i.parts[-1], i)
 
@@ -334,7 +335,7 @@ def move(i: Instruction) -> Operation:
         if len(bad):
             why = "write to a register that a wgmma in flight uses, before a wgmma.wait_group that covers it"
             raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
-        values = cast(m.register(origin)[lanes], dtype_of(kind)) if constant is None else constant(m, lanes)
+        values = cast(m.register(origin)[lanes], parse_dtype(kind)) if constant is None else constant(m, lanes)
         register = m.register(name)
         if register.dtype != np.bool_ and values.dtype.itemsize == register.dtype.itemsize:
             values = values.view(register.dtype)

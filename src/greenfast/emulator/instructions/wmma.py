@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.emulator.instructions.access import addresses, count_access, locate, space_of
+from greenfast.emulator.instructions.access import addresses, count_access, locate, parse_space
 from greenfast.emulator.instructions.formats import BITS
 from greenfast.emulator.instructions.fragments import (
     Registers,
     left_words,
+    parse_shape,
     product,
     read_sums,
     register_type,
     registers,
     right_words,
-    shape_of,
     sums_held,
     write_sums,
 )
-from greenfast.emulator.instructions.operands import dtype_of, reader
+from greenfast.emulator.instructions.operands import parse_dtype, reader
 from greenfast.emulator.instructions.warp import whole_warps
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count
 from greenfast.emulator.machine.memory import Arena
-from greenfast.emulator.machine.state import WARP, Operation, ResidentBlocks, ThreadSet, lane_count
+from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Immediate, Instruction, Operand
 
 _LANE = np.arange(WARP)
@@ -58,7 +59,7 @@ class _Tile:
         self.i = i
         self.which = i.parts[1]
         self.kind = next(p for p in reversed(i.parts) if p in BITS or p in ("f32", "s32"))
-        m, n, k = shape_of(i)
+        m, n, k = parse_shape(i)
         self.rows, self.length = {"a": (m, k), "b": (n, k)}.get(self.which, (m, n))
         bits = BITS.get(self.kind, 32)
         self.per_unit = max(1, 8 // bits)
@@ -67,7 +68,7 @@ class _Tile:
         self.across = (i.parts[4] == "row") == (self.which == "b")
         shortest = self.rows if self.across else self.length
         self.pitch = reader(Immediate(shortest) if stride is None else stride, "s32", i)
-        self.space, self.where = space_of(i), addresses(address, i)
+        self.space, self.where = parse_space(i), addresses(address, i)
 
     def places(self, m: ResidentBlocks, lanes: ThreadSet) -> tuple[Arena, _Places, NDArray[np.intp], str]:
         """The arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
@@ -143,7 +144,7 @@ def _load(i: Instruction) -> Operation:
         if tile.which in "ab":
             write(m, lanes, to_words(data.reshape(len(lead), tile.rows, -1), tile.kind))
         else:
-            write_matrix(m, lanes, data.view(dtype_of(tile.kind)).reshape(len(lead), tile.rows, tile.length))
+            write_matrix(m, lanes, data.view(parse_dtype(tile.kind)).reshape(len(lead), tile.rows, tile.length))
 
     return run
 

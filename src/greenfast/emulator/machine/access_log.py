@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.machine.memory import Arena, GlobalMemory
-
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import ResidentBlocks
-    from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
 #: Units of accesses: words, and for narrower ones bytes.
@@ -247,8 +244,9 @@ class AccessTable:
 class AccessTables(dict[int, AccessTable]):
     """The tables of a machine's shared memory by unit, each made when it is first needed."""
 
-    def __init__(self, machine: ResidentBlocks) -> None:
-        self._size, self._warps = len(machine.shared.data), machine.warps
+    def __init__(self, size: int, warps: int) -> None:
+        super().__init__()
+        self._size, self._warps = size, warps
 
     def __missing__(self, unit: int) -> AccessTable:
         table = self[unit] = AccessTable(unit, self._size, self._warps)

@@ -38,13 +38,13 @@ class Surroundings:
         start, rate = self.ticks.get(register, (0, 1))
         return start + rate * executed
 
-    def multiprocessor_of(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
+    def place_blocks(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
         """%smid of blocks. Nothing promises that each multiprocessor gets a block: every second one gets none."""
         count = self.multiprocessors
         place = block % (count // 2) * 2
         return count - 2 - place if self.turned else place + 1
 
-    def warp_slot_of(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
+    def place_warps(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
         """%warpid of warps that usually are in these places."""
         return WARPS - 1 - slot if self.turned else slot
 

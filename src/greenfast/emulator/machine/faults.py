@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from greenfast.emulator.ptx.syntax import Instruction, SourceLine
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import ERROR
-
-if TYPE_CHECKING:
-    from greenfast.emulator.ptx.syntax import Instruction, SourceLine
 
 
 @dataclass(frozen=True)

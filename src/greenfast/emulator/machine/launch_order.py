@@ -8,16 +8,13 @@ there while the kernel runs, must not read it even after the wait: the compiler 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.machine.memory import GlobalMemory
-
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import ResidentBlocks
-    from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.syntax import Instruction
 
 Offsets = NDArray[np.int64]
 
@@ -41,13 +38,17 @@ class LaunchOrder:
         if not self.early:
             self.first = self.number
 
-    def check(self, m: ResidentBlocks, threads: Offsets, offsets: Offsets, size: int, writes: bool) -> None:
-        """Note an access. Raises KernelFaultError where an early launch touches what those before it may still use."""
-        if self.early:
-            found = self.harm(offsets, size, writes, m.behind_wait[threads], m.current)
-            if found is not None:
-                raise m.fault(found[1], int(threads[found[0]]))
-        self.touch(offsets, size, writes)
+    def record(
+        self, offsets: Offsets, size: int, writes: bool, waited: NDArray[np.bool_], by: Instruction
+    ) -> tuple[int, str] | None:
+        """Record an access; ``waited``: the threads that are past a griddepcontrol.wait.
+
+        Return the first element that an early launch must not touch yet, and the reason.
+        """
+        violation = self.harm(offsets, size, writes, waited, by) if self.early else None
+        if violation is None:
+            self.touch(offsets, size, writes)
+        return violation
 
     def touch(self, offsets: Offsets, size: int, writes: bool) -> None:
         """Note an access to ``size`` bytes each."""

@@ -72,7 +72,7 @@ class Ordering:
         #: [block, warp, writes or reads, warp of the block]: which of these writes and reads a proxy fence came after.
         self.proxied = self._clocks[:, :, 1:] if proxies else None
         #: For each warp number, what every block's warp knows at least of all others.
-        self.floor = [EVERYTHING if warps == 1 else 0] * warps
+        self.min_clock = [EVERYTHING if warps == 1 else 0] * warps
         self.now = 0
         count = blocks if through_memory else 0
         #: [block, block]; by scope of the fence, as it was at each block's last one.
@@ -80,18 +80,18 @@ class Ordering:
         self.fenced = {CLUSTER: np.zeros((count, count), np.int64), DEVICE: np.zeros((count, count), np.int64)}
         #: [block, warp, warp of the block]: what each warp knew at its last fence of any scope.
         self.fenced_warps = np.zeros((count, warps, warps), np.int64)
-        self._places: dict[tuple[str, int], _SyncWord] = {}
+        self._words: dict[tuple[str, int], _SyncWord] = {}
         self._seen: dict[tuple[int, int, str, int], int] = {}
         self._barriers: dict[int, Numbers] = {}
         self._mbarriers: dict[int, Numbers] = {}
 
-    def of(self, block: int, warp: int) -> Numbers:
+    def snapshot(self, block: int, warp: int) -> Numbers:
         """(clocks, warps) what a warp passes on to others of its block."""
         known: Numbers = self._clocks[block, warp].copy()
         known[0, warp] = self.now  # in place of everything
         return known
 
-    def learn(self, block: int, warp: int, known: Numbers) -> None:
+    def join(self, block: int, warp: int, known: Numbers) -> None:
         """A warp takes up what others of its block knew."""
         mine = self._clocks[block, warp]
         np.maximum(mine, known, out=mine)
@@ -102,44 +102,44 @@ class Ordering:
             known = np.minimum(self.warps[blocks, warps], np.asarray(until)[..., None])[..., None, :]
             self.proxied[blocks, warps, kinds] = np.maximum(self.proxied[blocks, warps, kinds], known)
 
-    def level(self, warps: NDArray[np.intp]) -> None:
+    def update_min(self, warps: NDArray[np.intp]) -> None:
         """Recompute what these warps know at least."""
         count = self.warps.shape[1]
         for warp in warps.tolist():
-            self.floor[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING
+            self.min_clock[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING
 
     # ---- barriers of a block ----------------------------------------------------------------------------------------
 
     def arrive(self, keys: list[int], blocks: list[int], warp: int) -> None:
         """A warp of some blocks comes to barriers and does not wait there; ``keys``: one barrier in each block."""
         for key, block in zip(keys, blocks, strict=True):
-            known = self.of(block, warp)
+            known = self.snapshot(block, warp)
             before = self._barriers.get(key)
             self._barriers[key] = known if before is None else np.maximum(before, known)
 
-    def release(self, waiting: dict[int, tuple[int, list[int]]]) -> None:
+    def complete_barriers(self, waiting: dict[int, tuple[int, list[int]]]) -> None:
         """Barriers are complete; ``waiting``: by barrier, the block and the warps that wait there."""
         for key, (block, warps) in waiting.items():
             known = self._barriers.pop(key, np.zeros(1, np.int64))
             for warp in warps:
-                known = np.maximum(known, self.of(block, warp))
+                known = np.maximum(known, self.snapshot(block, warp))
             for warp in warps:
-                self.learn(block, warp, known)
-        self.level(np.unique([warp for _, warps in waiting.values() for warp in warps]))
+                self.join(block, warp, known)
+        self.update_min(np.unique([warp for _, warps in waiting.values() for warp in warps]))
 
-    def level_blocks(self, blocks: NDArray[np.int64]) -> None:
+    def sync_blocks(self, blocks: NDArray[np.int64]) -> None:
         """All warps of some blocks leave a barrier that all of them came to."""
         own = np.arange(self.warps.shape[1])
         if self.proxied is not None:
             self.proxied[blocks] = self.proxied[blocks].max(axis=1, keepdims=True)
         self.warps[blocks] = self.now
         self.warps[blocks[:, None], own, own] = EVERYTHING
-        self.level(own)
+        self.update_min(own)
 
-    def level_cluster(self, blocks: NDArray[np.int64], until: int) -> None:
+    def sync_cluster(self, blocks: NDArray[np.int64], until: int) -> None:
         """Warps of a cluster's blocks leave a barrier that all of them came to after the access ``until``."""
         self.warps[blocks] = np.maximum(self.warps[blocks], until)
-        self.level(np.arange(self.warps.shape[1]))
+        self.update_min(np.arange(self.warps.shape[1]))
         if self.through_memory:
             self.blocks[blocks] = self.blocks[blocks].max(axis=0)
             among = np.ix_(blocks, blocks)
@@ -147,25 +147,25 @@ class Ordering:
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
-    def pass_to(self, row: int, block: int, warp: int, relaxed: bool = False) -> None:
+    def release(self, row: int, block: int, warp: int, relaxed: bool = False) -> None:
         """A warp arrives at an mbarrier; relaxed: it passes on what it knew at its last fence."""
-        known = self.of(block, warp)
+        known = self.snapshot(block, warp)
         if relaxed:
             known[0] = self.fenced_warps[block, warp] if self.through_memory else 0
         before = self._mbarriers.get(row)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 
-    def known_at(self, row: int, warp: int) -> int:
+    def arrived_clock(self, row: int, warp: int) -> int:
         """Return up to which access of a warp those that have arrived at an mbarrier know."""
         known = self._mbarriers.get(row)
         return 0 if known is None else int(known[0, warp])
 
-    def take_from(self, row: int, block: int, warp: int) -> int:
+    def acquire(self, row: int, block: int, warp: int) -> int:
         """A warp has waited for an mbarrier; returns up to which of its own accesses those that arrived knew."""
         known = self._mbarriers.get(row)
         if known is None:
             return 0
-        self.learn(block, warp, known)
+        self.join(block, warp, known)
         return int(known[0, warp])
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -173,21 +173,21 @@ class Ordering:
     def fence(self, blocks: list[int], warp: int, scope: int) -> None:
         """A warp of some blocks executes a fence."""
         for block in blocks:
-            self.fenced_warps[block, warp] = self.of(block, warp)[0]
+            self.fenced_warps[block, warp] = self.snapshot(block, warp)[0]
             for at_least, fenced in self.fenced.items():
                 if scope >= at_least:
                     fenced[block] = self.blocks[block]
                     fenced[block, block] = self.now
 
-    def publish(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
+    def store_release(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
         """A warp writes to a place; returns up to which of its own accesses it passes on."""
-        place = self._places.setdefault((space, address), _SyncWord())
+        place = self._words.setdefault((space, address), _SyncWord())
         place.version += 1
         if space == "global" and scope >= CLUSTER:
             _join(place.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])
         if space == "global" and scope >= DEVICE:
             place.blocks = np.maximum(place.blocks, self.fenced[DEVICE][block])
-        known = self.of(block, warp)
+        known = self.snapshot(block, warp)
         known[0] = self.fenced_warps[block, warp]
         _join(place.warps, block, known)
         foreign = known[0].copy()
@@ -195,13 +195,13 @@ class Ordering:
         _join(place.foreign, block, foreign)
         return own
 
-    def publish_lanes(self, space: str, address: int, block: int, warp: int, known: Numbers) -> None:
+    def store_release_lanes(self, space: str, address: int, block: int, warp: int, known: Numbers) -> None:
         """Threads of a warp write to a place; known: (32,) what they pass on of the lanes of their warp."""
-        _join(self._places[space, address].lanes, (block, warp), known)
+        _join(self._words[space, address].lanes, (block, warp), known)
 
-    def observe(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
+    def load_acquire(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
         """A warp reads a place."""
-        place = self._places.get((space, address))
+        place = self._words.get((space, address))
         if place is None:
             return
         key = (block, warp, space, address)
@@ -215,11 +215,11 @@ class Ordering:
         if space == "global" and scope >= DEVICE:
             np.maximum(mine, place.blocks, out=mine)
         if block in place.warps:
-            self.learn(block, warp, place.warps[block])
+            self.join(block, warp, place.warps[block])
 
-    def observe_lanes(self, space: str, address: int, block: int, warp: int) -> Numbers | None:
+    def load_acquire_lanes(self, space: str, address: int, block: int, warp: int) -> Numbers | None:
         """Return (32,) what a thread that reads a place learns of the lanes of its warp."""
-        place = self._places.get((space, address))
+        place = self._words.get((space, address))
         if place is None or block not in place.foreign:
             return None
         others = place.foreign[block][warp]

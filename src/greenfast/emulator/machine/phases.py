@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from greenfast.emulator.machine.blocks import ThreadSet, Values
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.state import ThreadSet, Values
 from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Special
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array
@@ -44,7 +44,7 @@ class PhaseCounts:
         self._since = {}
         self._clocks = np.zeros(threads, np.uint64)
 
-    def of_warp(self, warp: int) -> Counts:
+    def select_warp(self, warp: int) -> Counts:
         """What the warp of that number has executed since it last read the clock, in all blocks; it runs now."""
         self._warp = warp
         return self._since.setdefault(warp, Counts())
@@ -54,7 +54,7 @@ class PhaseCounts:
         bit = self._bits[id(instruction)]
         self._ended[bit].add(self._since.pop(self._warp))
         self._clocks[lanes] |= np.uint64(1 << bit)
-        return self._clocks[lanes], self.of_warp(self._warp)
+        return self._clocks[lanes], self.select_warp(self._warp)
 
     def end(self) -> None:
         """End the blocks that began last."""

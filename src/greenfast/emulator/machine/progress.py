@@ -12,7 +12,8 @@ import zlib
 
 import numpy as np
 
-from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet, lane_indices
+from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
+from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
 #: Iterations of a loop after which its warp lets others run.
@@ -81,9 +82,9 @@ class Progress:
         self.m = machine
         self._state: tuple[int, ...] = ()
         self._rounds = 0
-        self._kept = 0
+        self._signature_at_power = 0
 
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether nothing but registers has changed since the last call."""
         m = self.m
         state = (m.memory.writes, m.shared.writes, m.changes)
@@ -92,7 +93,7 @@ class Progress:
         self._state, self._rounds = state, 0
         return False
 
-    def stands(self, fragments: list[dict[int, ThreadSet]]) -> bool:
+    def is_stalled(self, fragments: list[dict[int, ThreadSet]]) -> bool:
         """Whether a quiet round left the registers as an earlier one, or there have been too many."""
         self._rounds += 1
         if self._rounds > MAX_QUIET_ROUNDS:
@@ -102,9 +103,9 @@ class Progress:
             return False
         signature = self._signature(fragments)
         if self._rounds == power:
-            self._kept = signature
+            self._signature_at_power = signature
             return False
-        return signature == self._kept
+        return signature == self._signature_at_power
 
     def _signature(self, fragments: list[dict[int, ThreadSet]]) -> int:
         found = 0

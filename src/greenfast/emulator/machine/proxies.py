@@ -13,16 +13,15 @@ threads of its warp. In a cluster of several blocks it counts for its whole bloc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.blocks import BlockState, ThreadSet
 from greenfast.emulator.machine.memory import CHUNK
-
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
-    from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.machine.races import Races
+from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
 #: Of a chunk.
@@ -35,8 +34,8 @@ _NAMES = ("store", "load")
 class Proxies:
     """The generic accesses to a machine's shared memory, by the numbers that races.py gives them."""
 
-    def __init__(self, machine: ResidentBlocks) -> None:
-        self.m, self.races, self.ordering = machine, machine.races, machine.races.ordering
+    def __init__(self, machine: BlockState, races: Races) -> None:
+        self.m, self.races, self.ordering = machine, races, races.ordering
         self._chunks = len(machine.shared.data) // CHUNK
         self._writes = np.zeros(self._chunks, np.uint32)
         self._reads: dict[int, Numbers] = {}
@@ -59,7 +58,7 @@ class Proxies:
 
     def landed(self, offsets: Numbers, lanes: Numbers, instruction: Instruction) -> None:
         """Copies by cp.async, which is generic, have come for threads of a warp."""
-        warp = int(lanes[0]) // self.m.set_size
+        warp = int(lanes[0]) // self.m.threads_per_warp_slot
         self.ordering.now = self.races.record.accesses.add(instruction, warp)
         self._write(offsets, warp, self.ordering.now)
 
@@ -79,7 +78,7 @@ class Proxies:
 
     def multiplied(self, lanes: Numbers, until: Numbers) -> None:
         """Warps, a thread of each, have waited for products; until: the last access before each one's was committed."""
-        self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.set_size, until, _READS)
+        self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.threads_per_warp_slot, until, _READS)
 
     def require_fenced(self, offsets: Numbers, warps: Numbers, what: str, writes: bool) -> None:
         """A fault where a generic access to what warps now access asynchronously had no fence since.

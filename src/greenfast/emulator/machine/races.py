@@ -9,7 +9,7 @@ warp's last read; in global memory the two blocks that read it last, and only in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,24 +29,22 @@ from greenfast.emulator.machine.access_log import (
     threads_by_unit,
     unit_indices,
 )
-from greenfast.emulator.machine.atomics import Atomics
+from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import CHUNK
-from greenfast.emulator.machine.ordering import DEVICE, Ordering
+from greenfast.emulator.machine.ordering import BLOCK, CLUSTER, DEVICE, Ordering
 from greenfast.emulator.machine.stale_values import StaleReads
 from greenfast.emulator.machine.warp_sync import WarpSync
+from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.spec.kernel import MAP_BYTES
 
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
-    from greenfast.emulator.ptx.syntax import Instruction
-
 Numbers = NDArray[Any]
-WARP = 32
 #: Reads that are collected before they are recorded.
 _MOST_READS = 256
 _SHIFT = np.uint64(32)
 _NONE = np.zeros(0, np.intp)
+_SCOPES = {BLOCK: "block-scope", CLUSTER: "cluster-scope", DEVICE: "device-scope"}
+_KINDS = {False: "atomic or volatile read", True: "atomic or volatile write"}
 #: A tag's bits of the block; between these and the number are the lane's.
 _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 
@@ -54,18 +52,17 @@ _LANE, _BLOCK = np.uint64(27), np.uint64((1 << 27) - 1)
 class Races:
     """The data races of a machine's threads."""
 
-    def __init__(self, machine: ResidentBlocks, record: GlobalRecord, ordering: Ordering) -> None:
+    def __init__(self, machine: BlockState, record: GlobalRecord, ordering: Ordering) -> None:
         self.m, self.record, self.ordering = machine, record, ordering
         self.warp = 0
-        self.accessing: ThreadSet = slice(0, 0)  # the threads of the access, in order
         self._position = np.full(machine.geometry.blocks, -1, np.int64)  # of a block of the grid among these
         self._position[machine.blocks] = np.arange(len(machine.blocks))
-        self.shared_writes = AccessTables(machine)
+        self.shared_writes = AccessTables(len(machine.shared.data), machine.warps)
         # Offsets, size, number, threads, and whether the threads of a warp read together.
         self._new_reads: list[list[tuple[Numbers, int, int, ThreadSet, bool]]] = [[] for _ in range(machine.warps)]
-        self._behind_wait: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
-        self._shared_reads = [AccessTables(machine) for _ in range(machine.warps)]
-        self.within = WarpSync(machine)
+        self._pdl_mbarriers: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
+        self._shared_reads = [AccessTables(len(machine.shared.data), machine.warps) for _ in range(machine.warps)]
+        self.warp_sync = WarpSync(machine)
         self.atomics = Atomics(self)
         #: By mbarrier: the last phase that each block and warp has waited for, and the number of the wait.
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
@@ -88,43 +85,43 @@ class Races:
         """Barriers are complete, of ``per_block`` in each block; waiting: threads that leave the barriers ``of``."""
         m = self.m
         if m.launches is not None:
-            behind = np.unique(of[m.behind_wait[waiting]])
-            m.behind_wait[waiting[np.isin(of, behind)]] = True
+            behind = np.unique(of[m.after_pdl_wait[waiting]])
+            m.after_pdl_wait[waiting[np.isin(of, behind)]] = True
         living = np.bincount(m.block_of[~m.ended], minlength=len(m.blocks))
         left = np.bincount(of // per_block, minlength=len(m.blocks))
         whole = np.unique(keys // per_block)
         whole = whole[(left[whole] == living[whole]) & (living[whole] > 0)]
-        self.within.learn_all(waiting, self.ordering.now)
-        self.within.wait(waiting, self.ordering.now)
-        self.ordering.level_blocks(whole)
+        self.warp_sync.join_all(waiting, self.ordering.now)
+        self.warp_sync.wait(waiting, self.ordering.now)
+        self.ordering.sync_blocks(whole)
         if len(whole) == len(m.blocks):  # every earlier read is ordered before all that follows
             for reads in self._new_reads:
                 reads.clear()
         rest = ~np.isin(of // per_block, whole)
         if rest.any():
-            pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.set_size)
+            pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.threads_per_warp_slot)
             found: dict[int, tuple[int, list[int]]] = {}
             for key, warp in zip((pairs // m.warps).tolist(), (pairs % m.warps).tolist(), strict=True):
                 found.setdefault(key, (key // per_block, []))[1].append(warp)
-            self.ordering.release(found)
+            self.ordering.complete_barriers(found)
 
     def sync_warp(self, lanes: Numbers) -> None:
         """Threads, one group of each warp, are at bar.warp.sync together."""
-        self.within.sync_groups(lanes, self.ordering.now)
+        self.warp_sync.sync_groups(lanes, self.ordering.now)
 
     def arrive_at(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
         """Threads arrive at mbarriers; relaxed: without release semantics."""
         if self.m.launches is not None:
-            self._behind_wait.update(rows[self.m.behind_wait[lanes]].tolist())
-        self.within.let_go(lanes, self.ordering.now)
+            self._pdl_mbarriers.update(rows[self.m.after_pdl_wait[lanes]].tolist())
+        self.warp_sync.arrive(lanes, self.ordering.now)
         for row, block, warp, _ in self._each(rows, lanes):
-            self.ordering.pass_to(row, block, warp, relaxed)
+            self.ordering.release(row, block, warp, relaxed)
 
     def leave(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
         """Threads have waited for mbarriers; relaxed: without acquire semantics, so they learn at their next fence."""
-        if self.m.launches is not None and self._behind_wait:
-            self.m.behind_wait[lanes] |= np.isin(rows, list(self._behind_wait))
-        self.within.wait(lanes, self.ordering.now)
+        if self.m.launches is not None and self._pdl_mbarriers:
+            self.m.after_pdl_wait[lanes] |= np.isin(rows, list(self._pdl_mbarriers))
+        self.warp_sync.wait(lanes, self.ordering.now)
         number, warps = self.begin(), set()
         for row, block, warp, at in self._each(rows, lanes):
             self._waits.setdefault(row, {})[block, warp] = int(self.m.mbarriers.phase[row]) - 1, number
@@ -133,8 +130,8 @@ class Races:
             if relaxed:
                 self._relaxed_waits.setdefault((block, warp), []).append((row, threads))
                 continue
-            self.within.learn_all(threads, self.ordering.take_from(row, block, warp))
-        self.ordering.level(np.array(sorted(warps), np.intp))
+            self.warp_sync.join_all(threads, self.ordering.acquire(row, block, warp))
+        self.ordering.update_min(np.array(sorted(warps), np.intp))
 
     def complete_phases(self, rows: Numbers) -> None:
         """Note the warps that may still wait for the phase before the one that completes now, of some mbarriers.
@@ -145,7 +142,7 @@ class Races:
         for row in rows.tolist():
             phase = int(self.m.mbarriers.phase[row])
             for (_, warp), (waited, number) in self._waits.get(row, {}).items():
-                if waited == phase - 1 and self.ordering.known_at(row, warp) < number:
+                if waited == phase - 1 and self.ordering.arrived_clock(row, warp) < number:
                     self.laggards.add(warp)
 
     def _each(self, places: Numbers, lanes: ThreadSet) -> Iterator[tuple[int, int, int, Numbers]]:
@@ -163,7 +160,7 @@ class Races:
         """Threads execute a fence."""
         for block in np.unique(self.m.block_of[lanes]).tolist() if self._relaxed_waits else ():
             for row, threads in self._relaxed_waits.pop((block, self.warp), ()):
-                self.within.learn_all(threads, self.ordering.take_from(row, block, self.warp))
+                self.warp_sync.join_all(threads, self.ordering.acquire(row, block, self.warp))
         if self.ordering.through_memory:
             self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist(), self.warp, scope)
 
@@ -171,14 +168,14 @@ class Races:
         self, space: str, offsets: Numbers, lanes: ThreadSet, reads: bool, writes: bool, releases: bool, scope: int
     ) -> None:
         """Threads read or write, one by one, in a way that may synchronize them with others."""
-        self.accessing = lanes
+        self.m.access_lanes = lanes
         if space == "global":
             self._check_launches(offsets, 4, writes)
             if self.record.scoped:
                 self.atomics.check_scopes(offsets, 4, scope, writes)
             if writes:
                 self._note_inputs(offsets, self.m.memory.owners(offsets))
-        self.within.wait(lanes, self.ordering.now)
+        self.warp_sync.wait(lanes, self.ordering.now)
         if releases:
             self.fence(lanes, scope)
         if writes and (self.ordering.through_memory or self.stale is not None):
@@ -190,21 +187,23 @@ class Races:
             threads = indices[at]
             if reads:
                 warps.add(warp)
-                self.ordering.observe(space, offset, block, warp, scope)
-                self._observe_write(space, offset, block, warp, scope, threads)
-                known = self.ordering.observe_lanes(space, offset, block, warp)
+                self.ordering.load_acquire(space, offset, block, warp, scope)
+                self._acquire_plain_write(space, offset, block, warp, scope, threads)
+                known = self.ordering.load_acquire_lanes(space, offset, block, warp)
                 if known is not None:
-                    self.within.learn(threads, known)
+                    self.warp_sync.join(threads, known)
             if writes:
-                until = self.ordering.publish(space, offset, block, warp, scope)
+                until = self.ordering.store_release(space, offset, block, warp, scope)
                 if reads and len(threads) > 1:  # each thread reads what the one before it has left
-                    self.within.learn(threads, np.tri(WARP, WARP, -1, np.int64)[threads % WARP] * until)
-                passed = self.within.known(threads).max(axis=0)
+                    self.warp_sync.join(threads, np.tri(WARP, WARP, -1, np.int64)[threads % WARP] * until)
+                passed = self.warp_sync.clocks(threads).max(axis=0)
                 passed[threads % WARP] = until
-                self.ordering.publish_lanes(space, offset, block, warp, np.minimum(passed, until))
-        self.ordering.level(np.array(sorted(warps), np.intp))
+                self.ordering.store_release_lanes(space, offset, block, warp, np.minimum(passed, until))
+        self.ordering.update_min(np.array(sorted(warps), np.intp))
 
-    def _observe_write(self, space: str, offset: int, block: int, warp: int, scope: int, threads: Numbers) -> None:
+    def _acquire_plain_write(
+        self, space: str, offset: int, block: int, warp: int, scope: int, threads: Numbers
+    ) -> None:
         """Let a warp learn what an ordinary write to a place passes on, as one that sets a flag or opens a lock does.
 
         That write itself takes part in no race from then on.
@@ -225,11 +224,11 @@ class Races:
         if writer < 0:
             return
         if by == warp:
-            self.within.learn_all(threads, ordering.fenced_warps[block, warp, warp])
+            self.warp_sync.join_all(threads, ordering.fenced_warps[block, warp, warp])
             return
-        known = ordering.of(block, by)
+        known = ordering.snapshot(block, by)
         known[0] = ordering.fenced_warps[block, by]
-        ordering.learn(block, warp, known)
+        ordering.join(block, warp, known)
         if space == "shared":
             self.shared_writes[WORD].entries[offset // WORD] = 0
 
@@ -238,7 +237,7 @@ class Races:
     def shared_read(self, offsets: Numbers, size: int) -> None:
         """Threads read ``size`` bytes each."""
         number = self.begin()
-        floor, least = self.ordering.floor[self.warp], self.within.least(self.warp)
+        floor, least = self.ordering.min_clock[self.warp], self.warp_sync.min_clock(self.warp)
         for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
                 _, rows, whole = group_units(offsets, size)
@@ -246,8 +245,8 @@ class Races:
             if table.latest[self.warp] > least:
                 unit, rows, whole = group_units(offsets, size)
                 mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
-                self._check_within(table, rows, whole, mine, "read", "write", None)
-        self._new_reads[self.warp].append((offsets, size, number, self.accessing, self.within.collective))
+                self._check_warp(table, rows, whole, mine, "read", "write", None)
+        self._new_reads[self.warp].append((offsets, size, number, self.m.access_lanes, self.warp_sync.collective))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
 
@@ -256,17 +255,17 @@ class Races:
         number = self.begin()
         threads = self.threads(len(offsets))
         unit, rows, size = group_units(offsets, size)
-        floor, mine = self.ordering.floor[self.warp], threads_by_unit(threads, len(rows), size // unit)
+        floor, mine = self.ordering.min_clock[self.warp], threads_by_unit(threads, len(rows), size // unit)
         silent = np.zeros(len(rows), np.bool_)
         for table in self.shared_writes.values():
             if table.newest(self.warp) > floor:
                 unchanged = self.check_shared(table, rows, size, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
             if values is not None:
-                unchanged = self._check_within(table, rows, size, mine, "write", "write", values)
+                unchanged = self._check_warp(table, rows, size, mine, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
         self.atomics.written(rows, size, values)
-        if self.m.products is not None and self.within.alone:
+        if self.m.products is not None and self.warp_sync.is_single_block:
             self._check_products(offsets)
         for warp, tables in enumerate(self._shared_reads):
             if warp != self.warp and self._new_reads[warp]:
@@ -277,17 +276,17 @@ class Races:
         if values is None:
             mine = np.full((len(rows), 1), -1)
         else:
-            if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.within.least(self.warp):
+            if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.warp_sync.min_clock(self.warp):
                 self._record_reads(self.warp)
             for table in self._shared_reads[self.warp].values():
-                self._check_within(table, rows, size, mine, "write", "read", values)
-        if self.within.collective and values is not None:
-            mine = self.within.together(mine)
+                self._check_warp(table, rows, size, mine, "write", "read", values)
+        if self.warp_sync.collective and values is not None:
+            mine = self.warp_sync.mark_collective(mine)
         table = self.shared_writes[unit]
         if silent.any():
             table.put_silent(rows[silent], size, number)
         table.put(rows, size, number, self.warp, mine)
-        if values is not None and not self.within.collective:
+        if values is not None and not self.warp_sync.collective:
             table.agree(rows, size, number, values, mine, self.m.block_of)
 
     def _check_products(self, offsets: Numbers) -> None:
@@ -317,7 +316,7 @@ class Races:
 
     def finished(self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction) -> None:
         """Note accesses to shared memory that threads of one warp began before and have waited for now."""
-        warp = int(lanes[0]) // self.m.set_size
+        warp = int(lanes[0]) // self.m.threads_per_warp_slot
         number = self.ordering.now = self.record.accesses.add(instruction, warp)
         unit, rows, whole = group_units(offsets, size)
         threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
@@ -330,22 +329,22 @@ class Races:
             unit, rows, whole = group_units(offsets, size)
             threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
             if collective:
-                threads = self.within.together(threads)
+                threads = self.warp_sync.mark_collective(threads)
             self._shared_reads[warp][unit].put(rows, whole, number, warp, threads)
         self._new_reads[warp].clear()
 
     def threads(self, count: int, lanes: ThreadSet | None = None) -> Numbers:
         """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
-        return access_threads(self.accessing if lanes is None else lanes, count)
+        return access_threads(self.m.access_lanes if lanes is None else lanes, count)
 
-    def _check_within(
+    def _check_warp(
         self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
     ) -> Numbers:
         """Report accesses that are not ordered after one of another thread of the warp.
 
         Return the elements that leave the value of an unordered write.
         """
-        least = self.within.least(self.warp)
+        least = self.warp_sync.min_clock(self.warp)
         if table.latest[self.warp] <= least:
             return _NONE
         numbers = table.get(rows, size)
@@ -354,7 +353,7 @@ class Races:
             return _NONE
         mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
         others = table.by(rows, size)
-        bad = late & self.within.apart(numbers, mine, others)
+        bad = late & self.warp_sync.unordered(numbers, mine, others)
         if not bad.any():
             return _NONE
         silent = _NONE
@@ -365,7 +364,7 @@ class Races:
         if what == "read":
             bad &= ~table.wrote(rows, size, numbers, mine, self.m.block_of)
             first_numbers, first_threads = table.origins(rows, size)
-            harmful = bad & self.within.apart(first_numbers, mine, first_threads)
+            harmful = bad & self.warp_sync.unordered(first_numbers, mine, first_threads)
         if bad.any():
             row, column = np.argwhere(harmful if harmful.any() else bad)[0]
             lane = int(mine[row, column])
@@ -380,7 +379,7 @@ class Races:
         Return the elements that leave the value of an unordered write.
         """
         numbers, m = table.get(rows, size), self.m
-        floor = self.ordering.floor[self.warp]
+        floor = self.ordering.min_clock[self.warp]
         if int(numbers.max()) <= floor:
             return _NONE
         late = np.flatnonzero(numbers > floor)
@@ -415,9 +414,11 @@ class Races:
         """Return which of these accesses by other threads to shared memory are not ordered before the current one."""
         blocks = rows[elements] * size // self.m.shared_stride
         bad: NDArray[np.bool_] = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
-        if not self.within.alone:
+        if not self.warp_sync.is_single_block:
             mine = self.threads(len(rows))[elements]
-            bad = np.where(self.within.abroad(blocks, mine, others), self.within.apart(numbers, mine, others), bad)
+            bad = np.where(
+                self.warp_sync.is_remote(blocks, mine, others), self.warp_sync.unordered(numbers, mine, others), bad
+            )
         return bad
 
     # ---- global memory ----------------------------------------------------------------------------------------------
@@ -501,7 +502,11 @@ class Races:
 
     def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
         if self.m.launches is not None:
-            self.m.launches.check(self.m, self.threads(len(offsets)), offsets, size, writes)
+            threads = self.threads(len(offsets))
+            waited = self.m.after_pdl_wait[threads]
+            violation = self.m.launches.record(offsets, size, writes, waited, self.m.current)
+            if violation is not None:
+                raise self.m.fault(violation[1], int(threads[violation[0]]))
 
     def tags(self, number: int, count: int) -> Numbers:
         """What an access to global memory is recorded by, for each of its elements."""
@@ -579,8 +584,8 @@ class Races:
         bad: NDArray[np.bool_] = (numbers > np.where(blocks == own, known, between)) & ~same
         if compares:
             lanes = (tags >> _LANE & np.uint64(WARP - 1)).astype(np.int64)
-            others = self.warp * m.set_size + here * WARP + lanes
-            bad |= same & self.within.apart(numbers, self.threads(len(mine))[:, None], others)
+            others = self.warp * m.threads_per_warp_slot + here * WARP + lanes
+            bad |= same & self.warp_sync.unordered(numbers, self.threads(len(mine))[:, None], others)
         return bad
 
     def _wrote_jointly(self, places: Numbers, tags: Numbers, mine: Numbers) -> NDArray[np.bool_]:
@@ -630,3 +635,89 @@ class Races:
         )
         fault.read = self.m.current if what == "read" else earlier if other == "read" else None
         return fault
+
+
+class Atomics:
+    """The atomic accesses of the resident blocks, checked against unordered ordinary writes to the same place.
+
+    An ordinary write between the read and the write of an atomic access may be lost, and vice versa. Only atomic
+    accesses that change a value count. Compare-and-swap and exchange may meet an earlier ordinary write, because locks
+    are released by ordinary writes. Ordinary reads are allowed: many kernels read first and then act atomically.
+    An access of block (.cta) or cluster scope is not atomic for threads outside of this scope.
+    """
+
+    def __init__(self, races: Races) -> None:
+        self.races = races
+        self._shared = AccessTables(len(races.m.shared.data), races.m.warps)
+
+    def meet(self, space: str, offsets: Numbers, size: int, scope: int, lock: bool) -> None:
+        """Threads access ``size`` bytes each atomically: a fault for a racing write, unless it may take a lock.
+
+        scope: within which it is atomic.
+        """
+        races = self.races
+        if space == "global":
+            if lock:
+                return
+            tags = races.tags(races.begin(), len(offsets))
+            races.check_global(races.record.writes, offsets, size, tags, "atomic access", "write", None)
+        elif lock:
+            return
+        else:
+            floor = races.ordering.min_clock[races.warp]
+            for table in races.shared_writes.values():
+                if table.newest(races.warp) > floor:
+                    _, rows, whole = group_units(offsets, size)
+                    races.check_shared(table, rows, whole, "atomic access", "write", None)
+
+    def check_scopes(self, offsets: Numbers, size: int, scope: int, writes: bool) -> None:
+        """Check an atomic, volatile, relaxed, acquire or release access to global memory against such earlier ones.
+
+        Two of them, one of them a write, are a race unless each thread is in the scope of the other's access.
+        """
+        races, m = self.races, self.races.m
+        number = races.begin()
+        tags = races.tags(number, len(offsets))
+        for (other_scope, other_writes), tables in races.record.strong.items():
+            common = min(scope, other_scope)
+            if (writes or other_writes) and common < DEVICE and len(m.blocks) > 1:
+                what, other = (f"{_SCOPES[s]} {_KINDS[w]}" for s, w in ((scope, writes), (other_scope, other_writes)))
+                blocks = 1 if common == BLOCK else m.geometry.cluster_size
+                races.check_global(tables, offsets, size, tags, what, other, None, blocks)
+        if writes and scope < DEVICE:
+            self._check_lockstep(offsets, scope, number)
+        unit, places = unit_indices(offsets, size)
+        tables = races.record.strong.setdefault((scope, writes), {})
+        if unit not in tables:
+            tables[unit] = np.zeros(len(m.memory.data) // unit, np.uint64)
+        tables[unit][places] = tags[:, None]
+
+    def _check_lockstep(self, offsets: Numbers, scope: int, number: int) -> None:
+        """A fault where threads beyond each other's scope write to one place in the same instruction."""
+        races, m = self.races, self.races.m
+        blocks = m.block_of[races.threads(len(offsets))] // (1 if scope == BLOCK else m.geometry.cluster_size)
+        order = np.lexsort((blocks, offsets))
+        same, apart = np.diff(offsets[order]) == 0, np.diff(blocks[order]) != 0
+        for at in np.flatnonzero(same & apart):
+            first, second = (int(races.threads(len(offsets))[row]) for row in order[at : at + 2])
+            what, place = f"{_SCOPES[scope]} {_KINDS[True]}", m.memory.describe(int(offsets[order[at]]))
+            raise races.fault(what, what, number, place, int(m.blocks[m.block_of[first]]), second)
+
+    def record(self, space: str, offsets: Numbers, size: int) -> None:
+        """Threads, ``access_lanes``, have changed ``size`` bytes each atomically."""
+        races = self.races
+        number = races.begin()
+        if space == "global":
+            unit, places = unit_indices(offsets, size)
+            races.record.table(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
+        else:
+            unit, rows, whole = group_units(offsets, size)
+            threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
+            self._shared[unit].put(rows, whole, number, races.warp, threads)
+
+    def written(self, rows: Numbers, size: int, values: Numbers | None) -> None:
+        """Threads write to shared memory ordinarily: a fault where that meets an atomic access."""
+        races = self.races
+        for table in self._shared.values():
+            if table.newest(races.warp) > races.ordering.min_clock[races.warp]:
+                races.check_shared(table, rows, size, "write", "atomic access", values)

@@ -6,16 +6,12 @@ its threads load and one stores. That is a race, and harmless: what the other th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.blocks import BlockState, ThreadSet
 from greenfast.emulator.machine.memory import Arena, Bytes
-
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
-    from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.ptx.syntax import Instruction
 
 _Numbers = NDArray[np.int64]
 _NOBODY = np.iinfo(np.int64).max
@@ -40,7 +36,7 @@ class RedundantLoads:
 
     def add(self, load: Instruction) -> bool:
         """Take a load in; returns whether it is a new one, and not of shared memory."""
-        new = not self.asks(load) and not any(part.startswith("shared") for part in load.parts)
+        new = not self.contains(load) and not any(part.startswith("shared") for part in load.parts)
         self._loads.append(load)
         self._loaded.clear()
         self._stored.clear()
@@ -58,19 +54,18 @@ class RedundantLoads:
             at = np.minimum(np.searchsorted(written, self._places), len(written) - 1)
             self._owners = np.where(written[at] == self._places, writers[at], self._owners)
 
-    def asks(self, i: Instruction) -> bool:
+    def contains(self, i: Instruction) -> bool:
         """Whether an instruction is one of these loads."""
         return any(i is load for load in self._loads)
 
-    def begin(self, launch: int, machine: ResidentBlocks) -> None:
+    def begin(self, launch: int, machine: BlockState) -> None:
         """Before blocks begin."""
-        machine.spare = self
         if self.fill is not None:
             return
         told = machine.memory.on_write
 
         def stored(offsets: _Numbers, size: int, values: Bytes | None) -> None:
-            threads = np.arange(machine.lanes)[machine.races.accessing]
+            threads = np.arange(machine.lanes)[machine.access_lanes]
             if len(threads) == len(offsets):
                 places = machine.blocks[machine.block_of[threads]] * len(machine.memory.data) + offsets
                 numbers = machine.thread_of[threads]
@@ -80,10 +75,10 @@ class RedundantLoads:
 
         machine.memory.on_write = stored
 
-    def end(self, launch: int, machine: ResidentBlocks) -> None:
+    def end(self, launch: int, machine: BlockState) -> None:
         """After blocks have ended."""
 
-    def read(self, m: ResidentBlocks, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: ThreadSet) -> Bytes:
+    def read(self, m: BlockState, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: ThreadSet) -> Bytes:
         """Return what threads get from global memory."""
         threads = np.arange(m.lanes)[lanes]
         places, numbers = m.blocks[m.block_of[threads]] * len(arena.data) + offsets, m.thread_of[threads]

@@ -9,16 +9,15 @@ before the last write there, unless the write is known to come before it. The ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.blocks import BlockState, ThreadSet
 from greenfast.emulator.machine.memory import Bytes
-
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.races import Races
-    from greenfast.emulator.machine.state import ThreadSet
+from greenfast.emulator.machine.ordering import Ordering
+from greenfast.emulator.machine.warp_sync import WarpSync
 
 Numbers = NDArray[Any]
 
@@ -35,15 +34,15 @@ class _Write:
 class StaleReads:
     """The places of which a read may give the value before the last write."""
 
-    def __init__(self, races: Races) -> None:
-        self.races = races
+    def __init__(self, m: BlockState, ordering: Ordering, warp_sync: WarpSync) -> None:
+        self.m, self.ordering, self.warp_sync = m, ordering, warp_sync
         self._writes: dict[tuple[str, int], _Write] = {}
         #: By place, block and warp: the write that its threads have seen.
         self._seen: dict[tuple[str, int, int, int], int] = {}
 
     def write(self, space: str, offsets: Numbers, before: Bytes, lanes: ThreadSet) -> None:
         """Note a write by the latest access; before: (threads, size) what was there."""
-        number = self.races.ordering.now
+        number = self.ordering.now
         for offset, lane, old in zip(offsets.tolist(), self._threads(lanes).tolist(), before, strict=True):
             known = self._writes.get((space, offset))
             if known is None or known.number != number:
@@ -53,13 +52,12 @@ class StaleReads:
         """Return what threads read, (threads, size); newest: an atomic operation, which acts on the last value."""
         if not self._writes:
             return values
-        races = self.races
-        found, blocks = values, races.m.block_of
+        found, blocks = values, self.m.block_of
         for row, (offset, lane) in enumerate(zip(offsets.tolist(), self._threads(lanes).tolist(), strict=True)):
             last = self._writes.get((space, offset))
             if last is None:
                 continue
-            key = (space, offset, int(blocks[lane]), lane // races.m.set_size)
+            key = (space, offset, int(blocks[lane]), lane // self.m.threads_per_warp_slot)
             if self._seen.get(key) == last.number:
                 continue
             self._seen[key] = last.number
@@ -70,15 +68,15 @@ class StaleReads:
 
     def _knows(self, lane: int, write: _Write) -> bool:
         """Return whether a thread knows that a write came before what it does now."""
-        m, ordering = self.races.m, self.races.ordering
+        m, ordering = self.m, self.ordering
         block, other = int(m.block_of[lane]), int(m.block_of[write.lane])
         if block != other:
             return ordering.through_memory and bool(ordering.blocks[block, other] >= write.number)
-        warp, by = lane // m.set_size, write.lane // m.set_size
+        warp, by = lane // m.threads_per_warp_slot, write.lane // m.threads_per_warp_slot
         if warp != by:
             return bool(ordering.warps[block, warp, by] >= write.number)
         here, there = np.array([lane]), np.array([write.lane])
-        return not self.races.within.apart(np.array([write.number]), here, there)[0]
+        return not self.warp_sync.unordered(np.array([write.number]), here, there)[0]
 
     def _threads(self, lanes: ThreadSet) -> Numbers:
-        return np.arange(self.races.m.lanes)[lanes]
+        return np.arange(self.m.lanes)[lanes]

@@ -13,17 +13,15 @@ access, and the second has waited since: that is more lenient than the memory mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from greenfast.emulator.machine.faults import KernelFaultError
-    from greenfast.emulator.machine.state import ResidentBlocks, ThreadSet
-    from greenfast.emulator.ptx.syntax import Instruction
+from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.ptx.syntax import Instruction
 
-WARP = 32
 #: Of a thread that has ended.
 _ENDED = np.iinfo(np.int64).max
 
@@ -31,10 +29,10 @@ _ENDED = np.iinfo(np.int64).max
 class WarpSync:
     """What every thread knows of the other threads of its warp, as numbers of accesses."""
 
-    def __init__(self, machine: ResidentBlocks) -> None:
+    def __init__(self, machine: BlockState) -> None:
         self.m = machine
         #: Up to which access a thread knows all accesses of its warp.
-        self.whole = np.where(machine.exists, 0, _ENDED)
+        self.clock = np.where(machine.exists, 0, _ENDED)
         #: (threads, 32) up to which access it knows those of each lane of its warp, beyond ``whole``; None: no more.
         self.by_lane: NDArray[np.int64] | None = None
         #: Whether an instruction runs that has waited for all threads of the warp.
@@ -42,41 +40,41 @@ class WarpSync:
         #: In a cluster: the last access before a thread last waited for anything.
         self.synced = np.zeros(machine.lanes, np.int64)
         #: Whether a block has no others in its cluster.
-        self.alone = machine.geometry.cluster_size == 1
+        self.is_single_block = machine.geometry.cluster_size == 1
         #: In a cluster the same, and where a thread arrived and did not wait.
-        self._released = self.synced if self.alone else self.synced.copy()
-        self._least: dict[int, int] = {}
+        self._released = self.synced if self.is_single_block else self.synced.copy()
+        self._min_clocks: dict[int, int] = {}
         # Accesses to other blocks' shared memory are counted; of each thread, how many there were when it synchronized.
-        self._outside = 0
-        self._outside_before = np.zeros(machine.lanes, np.int64)
+        self._remote_count = 0
+        self._remote_count_at_sync = np.zeros(machine.lanes, np.int64)
         #: By position of a block: the last access of another one to its shared memory, its thread and instruction.
-        self._from_outside: dict[int, tuple[int, int, Instruction]] = {}
+        self._last_remote: dict[int, tuple[int, int, Instruction]] = {}
 
-    def reach_out(self, blocks: NDArray[np.intp], lanes: NDArray[np.intp]) -> None:
+    def record_remote_access(self, blocks: NDArray[np.intp], lanes: NDArray[np.intp]) -> None:
         """Threads access the shared memory of blocks, possibly of other blocks than theirs."""
         m = self.m
-        self._outside += 1
+        self._remote_count += 1
         for n in np.flatnonzero(blocks != m.block_of[lanes]).tolist():
             block = int(blocks[n])
-            self._from_outside[block] = self._outside, int(lanes[n]), m.current
+            self._last_remote[block] = self._remote_count, int(lanes[n]), m.current
 
     def _ended(self, block: int) -> KernelFaultError:
-        _, lane, self.m.current = self._from_outside[block]
+        _, lane, self.m.current = self._last_remote[block]
         name = self.m.block_name(int(self.m.blocks[block]))
         what = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
         return self.m.fault(what, lane)
 
-    def learn_all(self, lanes: ThreadSet, until: Any) -> None:
+    def join_all(self, lanes: ThreadSet, until: Any) -> None:
         """Let threads know all accesses of their warps up to ``until``, a number or one for each thread."""
-        self.whole[lanes] = np.maximum(self.whole[lanes], until)
-        self._least.clear()
+        self.clock[lanes] = np.maximum(self.clock[lanes], until)
+        self._min_clocks.clear()
 
-    def known(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
+    def clocks(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return (threads, 32): up to which access each thread knows those of the lanes of its warp."""
-        whole = self.whole[lanes][:, None]
+        whole = self.clock[lanes][:, None]
         return np.maximum(whole, self._table()[lanes])
 
-    def learn(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
+    def join(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
         """Let threads know accesses of the lanes of their warps; known: (32,) or (threads, 32) numbers."""
         table = self._table()
         table[lanes] = np.maximum(table[lanes], known)
@@ -86,7 +84,7 @@ class WarpSync:
             self.by_lane = np.zeros((self.m.lanes, WARP), np.int64)
         return self.by_lane
 
-    def together(self, threads: NDArray[Any]) -> NDArray[Any]:
+    def mark_collective(self, threads: NDArray[Any]) -> NDArray[Any]:
         """Return how the accesses of an instruction of a whole warp are recorded: as another thread's for each one."""
         return np.where(threads >= 0, threads + self.m.lanes, threads)
 
@@ -95,25 +93,25 @@ class WarpSync:
         warps = lanes // WARP
         living = np.count_nonzero(~self.m.ended.reshape(-1, WARP), axis=1)
         complete = (np.bincount(warps, minlength=len(living)) == living)[warps]
-        self.learn_all(lanes[complete], now)
+        self.join_all(lanes[complete], now)
         for warp in np.unique(warps[~complete]):
             group = lanes[warps == warp]
-            known = self.known(group).max(axis=0)
+            known = self.clocks(group).max(axis=0)
             known[group % WARP] = now
-            self.learn(group, known)
+            self.join(group, known)
         self.wait(lanes, now)
 
     def wait(self, lanes: ThreadSet, now: int) -> None:
         """Threads of a cluster's block have waited for something."""
         self.synced[lanes] = self._released[lanes] = now
-        self._outside_before[lanes] = self._outside
+        self._remote_count_at_sync[lanes] = self._remote_count
 
-    def let_go(self, lanes: ThreadSet, now: int) -> None:
+    def arrive(self, lanes: ThreadSet, now: int) -> None:
         """Threads arrive at an mbarrier or at a cluster's barrier."""
-        if not self.alone:
+        if not self.is_single_block:
             self._released[lanes] = now
 
-    def abroad(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    def is_remote(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether one of two threads (-1: of none) accesses another block's shared memory; blocks: whose it is."""
         theirs = self.m.block_of[others % self.m.lanes]
         found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
@@ -124,31 +122,31 @@ class WarpSync:
 
         Raises KernelFaultError where a block has ended whose shared memory another one still accessed.
         """
-        for block, (number, _, _) in self._from_outside.items():
+        for block, (number, _, _) in self._last_remote.items():
             mine = self.m.block_of == block
-            if self.m.ended[mine].all() and self._outside_before[mine].max() < number:
+            if self.m.ended[mine].all() and self._remote_count_at_sync[mine].max() < number:
                 raise self._ended(block)
-        self.synced[lanes] = self._released[lanes] = self.whole[lanes] = _ENDED
-        self._least.clear()
+        self.synced[lanes] = self._released[lanes] = self.clock[lanes] = _ENDED
+        self._min_clocks.clear()
 
-    def least(self, warp: int) -> int:
+    def min_clock(self, warp: int) -> int:
         """Return up to which access all threads of a warp, in every block, know the warp's accesses."""
         if self.collective:
             return _ENDED
-        known = self._least.get(warp)
+        known = self._min_clocks.get(warp)
         if known is None:
-            size = self.m.set_size
-            known = self._least[warp] = int(self.whole[warp * size : (warp + 1) * size].min())
+            size = self.m.threads_per_warp_slot
+            known = self._min_clocks[warp] = int(self.clock[warp * size : (warp + 1) * size].min())
         return known
 
-    def apart(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
+    def unordered(self, numbers: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Return which accesses of other threads of a warp (-1: of none) nothing orders before one of this thread."""
         foreign = others != mine
         others = np.where(others >= 0, others % self.m.lanes, others)
-        known = self.whole[mine]
+        known = self.clock[mine]
         if self.by_lane is not None:
             known = np.maximum(known, self.by_lane[mine, others % WARP])
-        if not self.alone:
+        if not self.is_single_block:
             remote = self.m.block_of[mine] != self.m.block_of[others]
             known = np.where(remote, np.minimum(self.synced[mine], self._released[others]), known)
         unordered: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & foreign & (known < numbers)

@@ -371,15 +371,15 @@ def _conversions(parts: frozenset[str]) -> tuple[int, int]:
     return (3, 3) if pairs else (2, 2)
 
 
-def operands_of(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
+def count_operands(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
     """The fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
     given = frozenset(parts)
-    least, most = _operands_of(name, given)
+    least, most = _count_operands(name, given)
     hint = "L2:cache_hint" in given
     return least + hint, most + hint
 
 
-def _operands_of(name: str, parts: frozenset[str]) -> tuple[int, int]:
+def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
     count = _OPERANDS.get(name)
     if count is not None:
         return count, count
@@ -413,7 +413,7 @@ def _operands_of(name: str, parts: frozenset[str]) -> tuple[int, int]:
 _ELEMENTS = {"ld": 0, "ldu": 0, "st": 1, "ldmatrix": 0, "stmatrix": 1}
 
 
-def vector_of(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
+def parse_vectors(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
     """Which operands of an opcode hold several elements, and how many; none, and 0, where its builder decides."""
     count = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8", "x1", "x2", "x4")), 1)
     if name in _ELEMENTS:
@@ -439,7 +439,7 @@ class _Group:
 
 
 @cache
-def groups_of(form: str) -> tuple[_Group, ...]:
+def parse_groups(form: str) -> tuple[_Group, ...]:
     """The groups of a form."""
     return tuple(_Group(text) for text in form.split())
 
@@ -464,7 +464,7 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
 @cache
 def _words(name: str) -> frozenset[str]:
     """All words in an opcode's forms."""
-    return frozenset(word for form in FORMS[name] for group in groups_of(form) for word in group.words)
+    return frozenset(word for form in FORMS[name] for group in parse_groups(form) for word in group.words)
 
 
 @lru_cache(maxsize=4096)
@@ -476,7 +476,7 @@ def refusal(name: str, parts: tuple[str, ...]) -> str:
     unknown = next((part for part in parts if part not in _words(name)), None)
     if unknown is not None:
         return f"has .{unknown.replace(':', '::')}, which is not known to the emulator,"
-    groups = [groups_of(form) for form in forms]
+    groups = [parse_groups(form) for form in forms]
     if any(fits(parts, g) for g in groups):
         return ""
     for n, part in enumerate(parts):  # the first that no form has together with those before it

@@ -367,7 +367,7 @@ class _Inliner:
             self.add(callee, names, (entry.name, name))
             self.emit(replace(self.body.code[-1], name=recursion.LEAVE, parts=(), operands=(), guard=None))
             self.current = ""
-            frame = recursion.frame_of(self.body, start, len(self.body.code), name)
+            frame = recursion.build_frame(self.body, start, len(self.body.code), name)
             frame.variables = {v: size for v, size in frame.variables.items() if v not in self.passing}
             self.body.frames[name] = frame
 

@@ -194,11 +194,11 @@ class Tokens:
         if kind == "f":
             if operator == "%" or (operator == "/" and not b.value):
                 raise self.error()
-            return Constant(_float_of(operator, float(a.value), float(b.value)), "f")
+            return Constant(_fold_float(operator, float(a.value), float(b.value)), "f")
         left, right = (int(_wrap(int(x.value), kind).value) for x in (a, b))
         if operator in "/%" and not right:
             raise self.error()
-        return _wrap(_integer_of(operator, left, right), kind)
+        return _wrap(_fold_integer(operator, left, right), kind)
 
     def _unary(self) -> Constant:
         if self.kind() == "cast":
@@ -269,7 +269,7 @@ def _wrap(value: int, kind: str) -> Constant:
     return Constant(value - (1 << 64) if kind == "s" and value >> 63 else value, kind)
 
 
-def _integer_of(operator: str, a: int, b: int) -> int:
+def _fold_integer(operator: str, a: int, b: int) -> int:
     if operator in "+-*":
         return a + b if operator == "+" else a - b if operator == "-" else a * b
     quotient = abs(a) // abs(b)  # toward zero, as in C
@@ -277,7 +277,7 @@ def _integer_of(operator: str, a: int, b: int) -> int:
     return quotient if operator == "/" else a - quotient * b
 
 
-def _float_of(operator: str, a: float, b: float) -> float:
+def _fold_float(operator: str, a: float, b: float) -> float:
     return a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a / b
 
 

@@ -44,7 +44,7 @@ class CallFrame:
     variables: dict[str, int] = field(default_factory=dict)
 
 
-def frame_of(function: Function, start: int, end: int, name: str) -> CallFrame:
+def build_frame(function: Function, start: int, end: int, name: str) -> CallFrame:
     """The frame of the function whose code stands from ``start`` to ``end`` of a body.
 
     Raises UnsupportedError where the function takes the address of a variable in its frame, which here is the same in

@@ -1,0 +1,219 @@
+"""The blocks that run together: their threads, memory and position in the grid; and the faults of these threads.
+
+Threads are laid out [warp of its block][block][lane], so that one warp of every block at once is a slice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from greenfast.emulator.machine.faults import KernelFaultError, Location
+from greenfast.emulator.machine.in_flight import Products
+from greenfast.emulator.machine.launch_order import LaunchOrder
+from greenfast.emulator.machine.mbarriers import Mbarriers
+from greenfast.emulator.machine.memory import (
+    NO_ALLOCATION,
+    UNWRITTEN,
+    UNWRITTEN_READ,
+    Arena,
+    BadAccessError,
+    GlobalMemory,
+    explain_pointer,
+)
+from greenfast.emulator.ptx.names import describe_element
+from greenfast.emulator.ptx.syntax import Function, Instruction, Register, Vector
+from greenfast.spec.errors import UnsupportedError
+from greenfast.spec.facts import FORMAL, Finding
+
+WARP = 32
+#: Which threads an instruction runs for: a slice where they are whole warps next to each other, else sorted indices.
+ThreadSet: TypeAlias = "slice | NDArray[np.intp]"
+Values: TypeAlias = NDArray[Any]
+
+
+def lane_indices(lanes: ThreadSet) -> NDArray[np.intp]:
+    """The indices of the threads of a selection."""
+    return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+
+
+def lane_count(lanes: ThreadSet) -> int:
+    """How many threads a selection holds."""
+    return int(lanes.stop - lanes.start) if isinstance(lanes, slice) else len(lanes)
+
+
+def selection(indices: NDArray[np.intp]) -> ThreadSet:
+    """Threads, by their sorted indices, as what they run for: NumPy is several times faster with a slice."""
+    count = len(indices)
+    if count and count % WARP == 0:
+        start = int(indices[0])
+        if start % WARP == 0 and int(indices[-1]) - start == count - 1:
+            return slice(start, start + count)
+    return indices
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Grid and block of a launch, and the cluster: how many blocks share their shared memory."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    def order(self) -> NDArray[np.int64]:
+        """The linear indices of all blocks, a cluster's next to each other, by their rank in it."""
+        index = np.arange(self.blocks)
+        if self.cluster_size == 1:
+            return index
+        at = unflatten(index, self.grid)
+        clusters = tuple(g // c for g, c in zip(self.grid, self.cluster, strict=True))
+        which = [x // c for x, c in zip(at, self.cluster, strict=True)]
+        within = [x % c for x, c in zip(at, self.cluster, strict=True)]
+        number = which[0] + clusters[0] * (which[1] + clusters[1] * which[2])
+        rank = within[0] + self.cluster[0] * (within[1] + self.cluster[1] * within[2])
+        return np.lexsort((rank, number))
+
+
+def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
+    """The (x, y, z) of a linear index, x fastest."""
+    return index % dims[0], index // dims[0] % dims[1], index // (dims[0] * dims[1])
+
+
+@dataclass(kw_only=True)
+class BlockState:
+    """The state that access checks share: threads, memory and position of the resident blocks.
+
+    blocks: their linear indices in the grid. shared_layout, local_layout: offsets of variables. launches: the chain of
+    launches. findings: by kind and source line, the findings that do not end the run; None: raise the first one.
+    """
+
+    function: Function
+    geometry: Geometry
+    blocks: NDArray[np.int64]
+    shared_layout: Mapping[str, int]
+    shared_bytes: int
+    local_layout: Mapping[str, int]
+    local_bytes: int
+    memory: GlobalMemory
+    launches: LaunchOrder | None = None
+    shared_sizes: Mapping[str, int] = field(default_factory=dict)
+    findings: dict[tuple[str, str], Finding] | None = None
+
+    def __post_init__(self) -> None:
+        self.warps = -(-self.geometry.threads // WARP)
+        self.threads_per_warp_slot = len(self.blocks) * WARP
+        self.lanes = self.warps * self.threads_per_warp_slot
+        # A block's shared memory starts at a multiple of its padded size.
+        self.shared_stride = max(16, -(-self.shared_bytes // 16) * 16)
+        self.shared = Arena(self.shared_stride * len(self.blocks), UNWRITTEN)
+        self.local_stride = -(-self.local_bytes // 16) * 16
+        self.local = Arena(self.local_stride * self.lanes, UNWRITTEN)
+        index = np.arange(self.lanes)
+        self.block_of = index % self.threads_per_warp_slot // WARP  # position in ``blocks``
+        self.thread_of = index // self.threads_per_warp_slot * WARP + index % WARP
+        self.exists = self.thread_of < self.geometry.threads
+        self.shared_start = self.block_of * self.shared_stride
+        self.local_start = index * self.local_stride
+        self.mbarriers = Mbarriers(len(self.shared.data) // 8)
+        #: Threads that do not run any more, or that never were.
+        self.ended = ~self.exists
+        products = [i for i in self.function.code if i.name == "wgmma" and i.parts[0] == "mma_async"]
+        fragments = [o for i in products for o in i.operands[:2] if isinstance(o, Vector)]
+        registers = {r.name for o in fragments for r in o.items if isinstance(r, Register)}
+        self.products = Products(self.lanes, registers) if products else None
+        #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
+        self.after_pdl_wait = np.zeros(self.lanes, np.bool_)
+        self.current: Instruction = self.function.code[0]
+        #: The threads of the current access to memory, in the order of its elements.
+        self.access_lanes: ThreadSet = slice(0, 0)
+
+    def fault(self, reason: str, lane: int, place: str = "") -> KernelFaultError:
+        """Return the fault of a thread at the current instruction; place: the memory of an access."""
+        i = self.current
+        text = f"{self.function.name}: {reason} at {i.place}, {self.place(lane)} (in: {i.text})"
+        fault = KernelFaultError(text)
+        block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
+        thread = unflatten(int(self.thread_of[lane]), self.geometry.block)
+        fault.kernel, fault.reason = self.function.name, reason
+        fault.location = Location(i.source, i.text, block, thread, place)
+        return fault
+
+    def limit(self, reason: str, lane: int) -> UnsupportedError:
+        """Return the error for what the emulator cannot run, at the current instruction of a thread."""
+        return UnsupportedError(str(self.fault(reason, lane)))
+
+    def report_formal(self, name: str, reason: str, lane: int) -> None:
+        """Keep a formal finding of a thread. Raises KernelFaultError if these end the run."""
+        fault = self.fault(reason, lane)
+        fault.level = FORMAL
+        if self.findings is None:
+            raise fault
+        where = str(self.current.source or "unknown line")
+        self.findings.setdefault((name, where), Finding(level=FORMAL, name=name, text=str(fault), location=where))
+
+    def block_name(self, block: int) -> str:
+        """A block of the grid by its index."""
+        return f"block {unflatten(block, self.geometry.grid)}"
+
+    def place(self, lane: int) -> str:
+        """A thread by block and thread index."""
+        block = self.block_name(int(self.blocks[self.block_of[lane]]))
+        return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
+
+    def shared_place(self, offset: int, of: str = "") -> str:
+        """A byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
+        own = offset % self.shared_stride
+        text = f"byte {own} {of}of shared memory"
+        below = [(start, name) for name, start in self.shared_layout.items() if start <= own]
+        if not below:
+            return text
+        start, name = max(below)
+        size = self.shared_sizes.get(name, 0)
+        return f"{text} ({describe_element(name, own - start, size, self.function.shapes)})"
+
+    @contextlib.contextmanager
+    def accessing(self, lanes: ThreadSet, space: str) -> Iterator[None]:
+        """Turn a failed memory access into the fault of its thread; ``lanes``: the threads of the access in order."""
+        self.access_lanes = lanes
+        try:
+            yield
+        except BadAccessError as bad:
+            raise self._access_fault(bad, lane_indices(lanes), space) from None
+
+    def _access_fault(self, bad: BadAccessError, lanes: NDArray[np.intp], space: str) -> KernelFaultError:
+        if space in ("global", "const"):
+            where = self.memory.describe(bad.address)
+        elif space == "param":
+            where = f"byte {bad.address} of the kernel's parameters"
+        elif space == "shared":
+            where = self.shared_place(bad.address, f"of {self.shared_bytes} ")
+        else:
+            where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
+        reason, pointer = bad.reason, ""
+        if where == NO_ALLOCATION:
+            reason = re.sub("^misaligned (.*)", r"\1 out of bounds", reason)  # alignment is not why it failed
+            pointer = explain_pointer(bad.address + self.memory.base)
+        fault = self.fault(f"{reason}: {where}{pointer}", int(lanes[bad.position]), where)
+        fault.unwritten = space in ("shared", "local", "global") and bad.reason.endswith(UNWRITTEN_READ)
+        return fault

@@ -1,0 +1,34 @@
+"""The result of running launches on the emulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from greenfast.emulator.machine.counts import Counts
+from greenfast.spec.facts import Finding
+from greenfast.spec.problem import Array
+
+
+@dataclass
+class GridResult:
+    """The outputs of a grid, or of a chain of launches, with counts and findings.
+
+    unwritten: for each output, the number of bytes that were never written. input_writes: for each input that is no
+    output, its first write, also if that write changed no value. phases: the counts by phase if phases are counted;
+    they add up to ``counts``. later: results of further runs in the same memory. changed: by launch and name, module
+    variables that no longer hold their initial value. notes: dependences on values that PTX does not define, and how
+    they were explored. differences: faults and other outputs for other such values. findings: findings that do not
+    end the run.
+    """
+
+    outputs: dict[str, Array]
+    unwritten: dict[str, int]
+    input_writes: dict[str, str]
+    counts: Counts
+    printed: str = ""
+    phases: dict[str, Counts] = field(default_factory=dict)
+    later: list[GridResult] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    changed: frozenset[tuple[int, str]] = frozenset()
+    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
