@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     except KernelFaultError as e:
         if args.json:
             print(to_json(describe_fault(asked, e)), end="")
-        elif e.printed:  # what the kernel printed before the fault helps to find it
+        elif e.printed:  # the output before the fault helps to locate it
             print(printable(e.printed), end="")
         raise
     if args.json:
@@ -92,7 +92,7 @@ def _show(found: Emulated) -> None:
 
 
 def count_rows(counts: KernelCounts) -> list[tuple[str, str, str]]:
-    """What a kernel executed, one row per count: name, number, and its kind or source line."""
+    """Return one row per count of executed operations: name, number, and its kind or source line."""
     rows = [(title, str(getattr(counts, name)), "") for name, title in SHOWN.items()]
     rows += [("warp instructions", str(n), kind) for kind, n in counts.instructions.items()]
     return rows + [("bank conflicts", str(n), f"at {where}") for where, n in counts.bank_conflicts.items()]

@@ -51,10 +51,9 @@ _MAX_BYTES = 1 << 30
 
 @dataclass
 class Arguments:
-    """What a command line gives a kernel: its arguments, and the buffers that they name.
+    """The arguments of a kernel and its buffers, as given on a command line.
 
-    A buffer among both the inputs and the outputs is one that the kernel finds filled and may change.
-    structs: what some of the inputs hold.
+    A buffer in both inputs and outputs is initialised, and the kernel may change it. structs: contents of some inputs.
     """
 
     launch: list[Argument] = field(default_factory=list)
@@ -65,9 +64,9 @@ class Arguments:
 
 
 def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ()) -> Arguments:
-    """Read every ``--arg``, and the ``--buffer`` that these name. Raises UsageError that names what is wrong in which.
+    """Parse every ``--arg``, and every ``--buffer`` that they name.
 
-    Random elements depend on the seed and the buffer's name.
+    Random elements depend on the seed and the buffer's name. Raises UsageError with the wrong argument and the reason.
     """
     found = Arguments()
     for text in buffers:
@@ -106,7 +105,7 @@ def check_parameters(function: Function, given: Arguments, name: str) -> None:
 
 
 def _described(parameter: Variable) -> str:
-    """A parameter's PTX type and what it may be in C++."""
+    """Describe a parameter by its PTX type and its C++ meaning."""
     if parameter.type == "b8" and parameter.size > 1:
         meaning = "a half" if parameter.size == 2 else "a struct by value: give struct:FIELD,..."
         if parameter.size == MAP_BYTES:
@@ -254,7 +253,7 @@ def _filled(text: str, name: str, spec: str, seed: int) -> Array:
 
 
 def read_array(path: Path, where: str) -> Array:
-    """The array of a .npy file. Raises UsageError, which begins with ``where``, unless it holds plain numbers."""
+    """Load the array of a .npy file. Raise UsageError, prefixed with ``where``, unless it holds plain numbers."""
     try:
         data: Array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as e:

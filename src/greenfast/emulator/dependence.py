@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from greenfast.emulator.machine.environment import UNDEFINED
 from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Operand, Register, Special, Symbol, Vector
 
-#: Instructions whose result is a predicate from values.
+#: Instructions that compute a predicate from values.
 _COMPARES = ("setp", "testp", "isspacep")
-#: Instructions without a destination, or whose first operand is none.
+#: Instructions without a destination as first operand.
 _NO_RESULT = ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "call", "fence", "membar", "nanosleep")
 #: Instructions after which an address is still one.
 _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
@@ -18,10 +18,11 @@ _KEEPS_ADDRESS = ("mov", "cvta", "add", "sub", "mad", "selp")
 
 @dataclass(frozen=True)
 class Dependence:
-    """comparisons: by number of the instruction, the registers of UNDEFINED that its result may depend on.
+    """Dependences of a kernel on undefined values and on addresses.
 
-    undefined: whether anything reads such a register. addresses: whether a value that is no address, or a comparison,
-    depends on where a buffer is. bits: the comparisons of a value that is computed from bits of an address.
+    comparisons: by instruction number, the registers of UNDEFINED that its result may depend on. undefined: whether the
+    kernel reads such a register. addresses: whether a comparison or a value that is no address depends on the address
+    of a buffer. bits: comparisons of values that are computed from bits of an address.
     """
 
     comparisons: dict[int, tuple[str, ...]]
@@ -58,7 +59,7 @@ def _specials(i: Instruction, names: Collection[str]) -> set[str]:
 
 
 def _pointer(i: Instruction, pointers: Collection[tuple[str, int]]) -> set[str]:
-    """The parameter whose address of a buffer an instruction loads."""
+    """Return the pointer parameter that an instruction loads."""
     if i.name != "ld" or "param" not in i.parts or len(i.operands) < 2:
         return set()
     place = i.operands[1]
@@ -69,9 +70,9 @@ def _pointer(i: Instruction, pointers: Collection[tuple[str, int]]) -> set[str]:
 
 
 def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, loads: bool) -> dict[str, set[str]]:
-    """By register, what its value may depend on, from the instructions where values begin.
+    """Return, by register, the origins that its value may depend on.
 
-    loads: whether what is loaded from an address depends on what the address does.
+    loads: whether a loaded value depends on the origins of its address.
     """
     held: dict[str, set[str]] = {}
     starts = [begins(i) for i in function.code]
@@ -93,7 +94,7 @@ def _follow(function: Function, begins: Callable[[Instruction], set[str]], *, lo
 
 
 def _sources(i: Instruction, held: dict[str, set[str]]) -> set[str]:
-    """What the operands after the first, and the guard, depend on."""
+    """Return the origins of the guard and of all operands after the first."""
     names = [name for operand in i.operands[1:] for name in _registers(operand)]
     if i.guard is not None:
         names.append(i.guard[0])

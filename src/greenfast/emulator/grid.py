@@ -52,8 +52,8 @@ from greenfast.spec.problem import Array, OutputSpec, dtype_of
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
 MAX_LANES = 16_384
-#: What is resident at once of a kernel whose blocks may wait for each other, as on an H100: multiprocessors, and of
-#: each the threads, blocks and bytes of shared memory (CUDA C++ Programming Guide, "Compute Capabilities").
+#: Resident blocks of a kernel with blocks that may wait for each other, as on an H100: multiprocessors, and for each
+#: the threads, blocks and bytes of shared memory (CUDA C++ Programming Guide, "Compute Capabilities").
 MULTIPROCESSORS, THREADS, BLOCKS, SHARED = 132, 2048, 32, 233_472
 #: The runtime's allocation through which a grid of cooperative groups synchronizes: its size and a barrier.
 WORKSPACE, _WORKSPACE_BYTES = "cooperative groups' workspace", 8
@@ -74,11 +74,11 @@ class KernelLaunch:
 
 @lru_cache(maxsize=32)
 def load_program(ptx: str, entry: str) -> tuple[Module, Program]:
-    """The parsed module and the kernel's program, in which an unknown instruction raises when it is executed.
+    """Return the parsed module and the kernel's program. An unknown instruction raises when it is executed.
 
-    Raises UnsupportedError for what cannot be read, and UsageError for an unknown kernel.
+    Raises UnsupportedError for PTX that cannot be read, and UsageError for an unknown kernel.
     """
-    # Wrappers of instructions (the toolkit's, this project's, Triton's): what callers do is what a reader asks for.
+    # Headers with instruction wrappers (of the toolkit, this project and Triton): messages name their callers.
     folders = (*include_dirs(), KERNEL_DIR / "ptx")
     library = [f"{place}/" for folder in folders for place in (folder, folder.resolve())]  # NVRTC follows links
     module = parse(ptx, (*library, "triton/language/"))
@@ -105,10 +105,11 @@ def run_grid(
 ) -> GridResult:
     """Run every block of the grid; later, always, may_read_left, keep_formal, structs: see run_chain.
 
-    Output bytes that nothing wrote read as ``poison``. A name among both the inputs and the outputs is one buffer,
-    which the kernel finds filled and may change. phases: of an instrumented build, to count each.
-    Raises KernelFaultError for what the kernel does wrong, UnsupportedError for an instruction that is not known and
-    for a failure of the emulator itself, and UsageError where phases cannot be told apart.
+    Unwritten output bytes read as ``poison``. A name in both inputs and outputs is one initialised buffer that the
+    kernel may change. phases: the phases of an instrumented build, to count each.
+
+    Raises KernelFaultError for a fault of the kernel, UnsupportedError for an unknown instruction and for a failure of
+    the emulator itself, and UsageError if phases cannot be separated.
     """
     outputs = dict(outputs)
     if phases:
@@ -149,21 +150,23 @@ def run_chain(
     sample: int = 0,
     structs: Mapping[str, Struct] | None = None,
 ) -> GridResult:
-    """Run launches one after the other on the same buffers; counts are of all. Raises what ``run_grid`` does.
+    """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
 
-    explore: where the kernels read what PTX does not define (clocks, %smid, ...), or look at the bits of addresses, run
-    with other such values too, and force the other outcome of each comparison that depends on them.
+    A launch that may begin early (Launch.early) is a fault in two cases. It accesses bytes of earlier launches with no
+    griddepcontrol.wait. It reads bytes that they write by a load that the compiler may move before the wait.
 
-    A launch that may begin early (Launch.early) is a fault where it touches what launches before it read or write with
-    no griddepcontrol.wait, and where it reads what they write by a load that the compiler may move ahead of the wait.
+    explore: if the kernels read values that PTX does not define (clocks, %smid, ...) or use the bits of addresses, run
+    again with other such values, and force the other outcome of each comparison that depends on them.
 
-    sample: how many blocks run of each launch, spread over the grid; 0 for all.
-    structs: by name of an input as large, what it holds in place of the input's elements: pointers to buffers, tensor
-    maps.
-    later: seeds of further runs of all of them in the same memory, with the buffers as at first and the module's
-    variables as they are: to read what an earlier run left there is a fault unless ``may_read_left``. Unless
-    ``always``, only if the first run left anything. keep_formal: keep formal findings in the
-    result, and go on; without it the first one is raised as a fault.
+    sample: the number of blocks to run of each launch, spread over the grid; 0 for all.
+
+    structs: contents of inputs by name, of the same size: pointers to buffers, tensor maps.
+
+    later: seeds of further runs in the same memory, with the initial buffers and with the module's variables unchanged.
+    Reading a value that an earlier run stored there is a fault unless ``may_read_left``. Without ``always``, later runs
+    happen only if the first run changed a variable.
+
+    keep_formal: keep formal findings in the result and go on; else the first one is raised as a fault.
     """
 
     def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
@@ -226,9 +229,9 @@ _MOST_FORCED = 6
 
 
 def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callable[[Surroundings], GridResult]) -> None:
-    """Run in other surroundings, and add to the result what is wrong there.
+    """Run with other undefined values, and add the differences to the result.
 
-    A trap is not: that is how kernels end a wait that takes too long.
+    A trap is no difference: kernels end a wait that takes too long by a trap.
     """
     forced: list[tuple[Surroundings, str]] = []
     differs = False
@@ -271,7 +274,7 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
 
 
 class _Chain:
-    """The memory of some launches, and what has been run on it."""
+    """The memory of a chain of launches, and the state of its execution."""
 
     def __init__(
         self,
@@ -328,7 +331,7 @@ class _Chain:
             module, _ = load_program(step.ptx, step.entry)
             functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
             self.symbols.append({**functions, **{name: memory.address(place) for name, place in names.items()}})
-            for name, place in names.items():  # they begin as zero where they have no initial value
+            for name, place in names.items():  # zero if they have no initial value
                 v = module.variables[name]
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
                 memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
@@ -422,7 +425,7 @@ class _Chain:
         self.printed += machine.output
 
     def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
-        """What the launches left."""
+        """Return the outputs and counts after all launches."""
         memory = self.memory
         found, unwritten = {}, {}
         for name, o in outputs.items():
@@ -484,9 +487,10 @@ def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
 
 
 def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:
-    """How many blocks of a grid run together; all others begin when these have ended.
+    """Return how many blocks of a grid run together; all others begin when these have ended.
 
-    Where blocks can wait for each other, as many as an H100 holds; registers, which PTX does not know, are not counted.
+    If blocks can wait for each other, it is the number that an H100 holds. PTX has no register counts, so registers are
+    ignored.
     """
     threads = -(-geometry.threads // 32) * 32
     if not program.polling:
@@ -496,7 +500,7 @@ def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> 
 
 
 def _pointer(name: str, memory: GlobalMemory) -> int:
-    """The address of a buffer; null for the phases' buffer, where they are not counted."""
+    """Return the address of a buffer; null for the phases' buffer if phases are not counted."""
     if name not in memory.starts and name != PHASE_BUFFER:
         raise UsageError(f"launch argument {name!r} is not a buffer of the case")
     return memory.address(name) if name in memory.starts else 0

@@ -1,11 +1,12 @@
-"""Find asynchronous operations that may still be in flight when a thread ends, by following every path of its PTX.
+"""Find asynchronous operations that may be in flight when a thread ends, by following every path of its PTX.
 
 A thread that starts a bulk copy out of shared memory, or matrix products of a warpgroup, must commit them to a group
-and wait for that group before it ends: else shared memory may be given to another block while it is still read. For a
-bulk copy a wait for the reads of its source (``.read``) is enough: what it writes is complete when the kernel is.
+and wait for this group before it ends. Otherwise another block may receive the shared memory while it is still read.
+For a bulk copy, a wait for the reads of its source (``.read``) is enough: its writes are complete when the kernel is.
 
-Paths are followed for one thread. Branches on the same condition, such as two tests of ``threadIdx.x == 0``, are taken
-alike. Copies that complete on an mbarrier may be awaited by another thread, so only the presence of a wait is checked.
+Paths are followed for one thread. Branches on the same condition, such as two tests of ``threadIdx.x == 0``, have the
+same outcome. Another thread may wait for copies that complete on an mbarrier, so only the presence of a wait is
+checked.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
 from greenfast.emulator.ptx.syntax import Function, Immediate, Instruction, Register, Special, Symbol, Vector
 
-#: Texts of which every operation in question has one.
+#: Every such operation contains one of these texts.
 _MARKS = (".bulk_group", "wgmma.mma_async", "::complete_tx::bytes", "st.async", "red.async", "cp.reduce.async")
 _MOST_STATES = 100_000
-#: The latest groups that are told apart; older ones count as the last of them.
+#: Number of recent groups that are tracked separately; older ones are merged into the last of them.
 _GROUPS = 31
 _BULK, _PRODUCTS = 0, 1
 #: Special registers that one thread always reads the same of.
@@ -32,7 +33,7 @@ _PURE = frozenset(("add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor",
 _PURE |= {"rem", "abs", "cvt", "mov", "setp", "selp", "bfe", "bfi", "lop3", "shf", "popc", "clz"}
 _OPPOSITES = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 _OPPOSITES |= {"lo": "hs", "hs": "lo", "hi": "ls", "ls": "hi"}
-_Key = Any  # a nested tuple that stands for a value
+_Key = Any  # a nested tuple that identifies a value
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _channel(i: Instruction) -> int | None:
 
 
 def _group_operation(i: Instruction) -> tuple[str, int] | None:
-    """What an instruction does to groups, and to which."""
+    """Return the effect of an instruction on groups, and the kind of groups."""
     if i.name == "cp" and "bulk" in i.parts:
         channel = _BULK
     elif i.name == "wgmma":
@@ -81,7 +82,7 @@ def _place(i: Instruction) -> str:
 
 @dataclass(frozen=True)
 class _State:
-    """groups: for each kind, a bit for what is not committed, and then one for each group, the latest first."""
+    """groups: for each kind, a bit for uncommitted operations, then one bit per group, latest first."""
 
     pc: int
     groups: tuple[int, int]
@@ -155,7 +156,7 @@ class _Paths:
         return ("setp", base, rest, *map(self._value, i.operands[1:])), base == comparison
 
     def _value(self, operand: Any) -> _Key:
-        """What stands for an operand's value: the same for the same expression of what never changes."""
+        """Return a key for an operand's value: equal for equal expressions of constant values."""
         if not isinstance(operand, Register):
             return operand
         where = self.definitions.get(operand.name, [])
@@ -177,7 +178,7 @@ class _Paths:
         return drops
 
     def _reachable_ends(self) -> tuple[int, int] | None:
-        """What may be in flight where a thread ends; None if there are too many paths."""
+        """Return the operations that may be in flight when a thread ends; None if there are too many paths."""
         pending = [0, 0]
         seen = {_State(0, (0, 0), frozenset())}
         ahead = list(seen)
@@ -195,7 +196,7 @@ class _Paths:
         return pending[0], pending[1]
 
     def _step(self, state: _State) -> tuple[tuple[int, int], list[_State]]:
-        """Run to the next branch. Returns what is in flight if the thread may end there, and how it may go on."""
+        """Run to the next branch. Return the operations in flight if the thread may end there, and the next states."""
         pc, groups, known = state.pc, state.groups, state.known
         code = self.function.code
         while True:
@@ -231,12 +232,12 @@ class _Paths:
     def _taken(
         self, i: Instruction, groups: tuple[int, int], known: frozenset[tuple[_Key, bool]]
     ) -> tuple[tuple[int, int], list[_State]]:
-        """What is in flight if the thread ends with this instruction, and where else it goes on."""
+        """Return the operations in flight if the thread ends with this instruction, and the other next states."""
         ends = groups if i.name in ("ret", "exit") else (0, 0)
         return ends, [_State(to, groups, known) for to in self._targets(i)]
 
     def _targets(self, i: Instruction) -> list[int]:
-        """Where a branch may go."""
+        """Return the possible targets of a branch."""
         if i.name not in ("bra", "brx"):
             return []
         labels, name = self.function.labels, i.operands[-1]
@@ -245,7 +246,7 @@ class _Paths:
         return [labels[label] for label in self.function.tables.get(name.name, (name.name,))]
 
     def _effect(self, i: Instruction, groups: tuple[int, int]) -> tuple[int, int]:
-        """What is in flight after an instruction."""
+        """Return the operations in flight after an instruction."""
         started, operation = _channel(i), _group_operation(i)
         if started is None and operation is None:
             return groups
@@ -264,7 +265,7 @@ class _Paths:
         return changed[0], changed[1]
 
     def _may_wait(self, start: int, channel: int) -> bool:
-        """Whether any path from an instruction has a wait for all groups."""
+        """Return whether any path from an instruction has a wait for all groups."""
         code, seen, ahead = self.function.code, set[int](), [start]
         while ahead:
             pc = ahead.pop()
@@ -289,7 +290,7 @@ def _split_parts(key: _Key) -> Iterator[_Key]:
 
 
 def _outcome(key: _Key, known: dict[_Key, bool]) -> bool | None:
-    """Whether a condition holds, as far as it follows from others."""
+    """Return the outcome of a condition if other conditions imply it, else None."""
     if key in known or key[0] not in ("and", "or"):
         outcome: bool | None = known.get(key)
         return outcome
@@ -301,7 +302,7 @@ def _outcome(key: _Key, known: dict[_Key, bool]) -> bool | None:
 
 
 def _implied(key: _Key, outcome: bool) -> Iterator[tuple[_Key, bool]]:
-    """What follows where a condition has an outcome."""
+    """Yield the conditions that an outcome of a condition implies."""
     yield key, outcome
     if (key[0], outcome) in (("and", True), ("or", False)):
         for part, same in key[1:]:

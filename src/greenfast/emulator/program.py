@@ -69,9 +69,9 @@ class Program:
     """A function's instructions as operations."""
 
     def __init__(self, function: Function, *, defer: bool = False) -> None:
-        """Raises UnsupportedError for the first instruction that the emulator does not know.
+        """Build the operations. Raise UnsupportedError for the first unknown instruction.
 
-        defer: raise it where a thread executes the instruction, so that dead code is no obstacle.
+        defer: raise it when a thread executes the instruction, so that dead code is allowed.
         """
         self.function = function
         self.products = any(i.name == "wgmma" for i in function.code)
@@ -80,17 +80,17 @@ class Program:
         self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = find_polling_branches(function)
         self.endless = find_endless_branches(function)
-        #: Whether it reads a clock.
+        #: True if the function reads a clock.
         self.clocked = any(isinstance(o, Special) and o.name in CLOCKS for i in function.code for o in i.operands)
-        #: Reads between which and what a thread does next others may write.
+        #: Reads of memory that other threads may write before the reader's next instruction.
         self.polled = {pc for pc, i in enumerate(function.code) if is_polled(i)}
-        #: Whether threads wait for mbarriers.
+        #: True if threads wait for mbarriers.
         self.waits = any(i.name == "mbarrier" and i.parts[0] in ("try_wait", "test_wait") for i in function.code)
-        #: Warps that a run has found may fall behind at an mbarrier.
+        #: Warps that lagged at an mbarrier in an earlier run.
         self.laggards: set[int] = set()
-        #: Whether threads may synchronize through memory.
+        #: True if threads may synchronize through memory.
         self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
-        #: Whether some accesses to global memory are atomic for their block or cluster alone.
+        #: True if some accesses to global memory are atomic only for their block or cluster.
         self.scoped = any(_is_scoped(i) for i in function.code)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
@@ -98,7 +98,7 @@ class Program:
         self.sync_groups = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
 
     def forcing(self, pc: int) -> Program:
-        """The same program in which the first result of each thread at a comparison is the opposite one."""
+        """Return a copy of the program that inverts each thread's first result of a comparison."""
         other = copy.copy(self)
         other.operations = list(self.operations)
         other.operations[pc] = _inverted(self.operations[pc], self.function.code[pc])
@@ -170,14 +170,14 @@ def _refusal(why: str) -> Operation:
 
 
 def _orders(i: Instruction) -> bool:
-    """Whether an instruction orders other accesses to memory between threads."""
+    """Return whether an instruction orders other memory accesses between threads."""
     if i.name in ("membar", "fence"):
         return i.parts[:1] not in (("proxy",), ("mbarrier_init",))
     return i.name in ("ld", "st", "atom", "red") and not {"acquire", "release", "acq_rel"}.isdisjoint(i.parts)
 
 
 def _is_scoped(i: Instruction) -> bool:
-    """Whether an access may be to global memory and has the scope of a block or a cluster."""
+    """Return whether an access may be to global memory with block or cluster scope."""
     shared = any(part.startswith("shared") for part in i.parts)
     return i.name in ("ld", "st", "atom", "red") and not shared and parse_scope(i.parts) < DEVICE
 

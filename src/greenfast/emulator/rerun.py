@@ -1,4 +1,4 @@
-"""Run launches again: in the same memory, to find what they leave there, and in memory with other garbage."""
+"""Rerun launches: with other fill bytes for uninitialised memory, and with poisoned redundant loads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "
 
 @dataclass
 class UninitFill:
-    """What reads of memory that nothing has written give: ``fill``, or what is ``found`` in shared and local memory.
+    """Contents of uninitialised memory: the byte ``fill``, or the recorded contents of shared and local memory.
 
-    found, left: by launch and first block of those that run together, the bytes of shared and of local memory. outputs:
-    what an earlier run left in global memory, for this one to find there. memory: what this one left.
+    found, left: bytes of shared and local memory before and after the run, by launch and first of the resident blocks.
+    outputs: contents of unwritten global memory, from an earlier run. memory: global memory after this run.
     """
 
     fill: int
@@ -38,7 +38,7 @@ class UninitFill:
     memory: Bytes | None = None
 
     def fill_outputs(self, memory: GlobalMemory) -> None:
-        """Fill what the launches have yet to write in global memory."""
+        """Fill the unwritten bytes of global memory."""
         memory.poisoned = True
         unwritten = memory.state == UNWRITTEN
         memory.data[unwritten] = self.fill if self.outputs is None else self.outputs[unwritten]
@@ -52,12 +52,12 @@ class UninitFill:
                 arena.data[:] = data
 
     def end(self, launch: int, machine: ResidentBlocks) -> None:
-        """Keep what the blocks of the first run have left."""
+        """Save the memory of the first blocks."""
         self.left.setdefault((launch, int(machine.blocks[0])), (machine.shared.data, machine.local.data))
 
 
 class MemorySnapshot:
-    """What memory holds before the first launch; ``variables``: the allocations that outlive a launch."""
+    """The contents of memory before the first launch; ``variables``: allocations that persist across launches."""
 
     def __init__(self, memory: GlobalMemory, variables: Collection[str]) -> None:
         self._memory, self._variables = memory, variables
@@ -73,11 +73,11 @@ class MemorySnapshot:
         return {name for name in self._variables if self._changed(name).any()}
 
     def dirty(self) -> bool:
-        """Whether a variable has another value than at first."""
+        """Return whether a variable has changed since the snapshot."""
         return any(self._changed(name).any() for name in self._variables)
 
     def restore(self, changed_state: int = LEFT) -> None:
-        """Give all allocations what they held but for the variables, whose changed bytes get the state given."""
+        """Restore all allocations except the variables. Changed bytes of variables get the given state."""
         memory = self._memory
         changed = {name: self._changed(name) for name in self._variables}
         values = {name: memory.bytes_of(name).copy() for name in self._variables}
@@ -88,13 +88,14 @@ class MemorySnapshot:
 
 
 def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | None:
-    """What a kernel leaves that reads what nothing has written, if it does not depend on it; else None.
+    """Run the kernel once per fill pattern for uninitialised memory. Return the result if all runs agree, else None.
 
-    Some kernels read ahead like this and use none of it, as CUB's merge does, or copy the padding of a structure. What
-    a kernel looks for may also be what it left there itself, which is the last thing that it finds here.
+    Some kernels read uninitialised memory and ignore the values: CUB's merge reads ahead, others copy the padding of a
+    structure. A kernel may also search for data of its own earlier run, so the last run starts with the memory of the
+    first one.
 
-    Threads whose results nobody needs may branch on what they have read. Then counts differ, and more bytes are tried.
-    Stores, barriers and the like must be executed by as many threads each time.
+    Threads with unused results may branch on such values. Then counts differ, and more fill patterns are tried. The
+    number of threads that execute stores, barriers and the like must be equal in all runs.
     """
     kinds = [UninitFill(fill) for fill in _FILLS]
     try:
@@ -143,7 +144,7 @@ def _effects(result: GridResult) -> Mapping[str, int]:
 
 
 def _same(a: GridResult, b: GridResult, counts: Callable[[GridResult], Mapping[str, int]] = _instructions) -> bool:
-    """Whether two runs left the same, with the same ``counts``."""
+    """Return whether two runs have the same results and the same ``counts``."""
     return (
         all(a.outputs[n].tobytes() == b.outputs[n].tobytes() for n in a.outputs)
         and (a.printed, a.input_writes, a.unwritten) == (b.printed, b.input_writes, b.unwritten)

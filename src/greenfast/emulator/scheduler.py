@@ -1,9 +1,9 @@
-"""Run the threads of some blocks: fragments, branches, barriers.
+"""The warp scheduler: runs the threads of the resident blocks, with divergence, barriers and convergence.
 
-A quantum runs one warp of every block until all of its threads wait or have ended; the order of the warps is shuffled
-from a seed, so that a missing barrier shows in some order. Threads of a warp at different instructions run lowest first
-and join where they meet, which is how structured code reconverges. Instructions of a whole warp (shuffles, matrix
-fragments) wait for all of its threads, instructions of a warpgroup (wgmma) for its four warps.
+A quantum runs one warp index of every block until all of its threads wait or have ended. The order of the warps is
+shuffled from a seed, so that a missing barrier shows in some order. Diverged threads of a warp run lowest instruction
+first and join at the same instruction, which reconverges structured code. Warp-wide instructions (shuffles, matrix
+fragments) wait for all threads of the warp, warpgroup instructions (wgmma) for its four warps.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from greenfast.emulator.ptx.syntax import Instruction
 
 #: Instructions per warp after which a kernel counts as endless.
 INSTRUCTION_LIMIT = 20_000_000
-#: Rounds in which every wait gave up and nothing changed, after which the kernel is deadlocked.
+#: Rounds without progress, with every wait timed out, after which the kernel is deadlocked.
 MAX_NO_PROGRESS = 2
 #: How often a warp that is held back runs while nothing else changes, before it is one like the others.
 MAX_LAG_ROUNDS = 8
-#: How often a bulk copy in flight is delivered although something else could run, in every second order of the warps.
-#: In the others, the plain one among them, copies come as late as can be: what does not wait for them shows.
+#: Probability of delivering a bulk copy while other work could run, in every second order of the warps. In the other
+#: orders, copies arrive as late as possible, which exposes accesses without a wait.
 EARLY_DELIVERY = 0.25
 
 
@@ -81,7 +81,7 @@ class Scheduler:
         self.failed_polls = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
         self.spent = 0  # what iterations of waiting loops cost, in instructions
         self.spin_counts = Counter[int]()  # how often loops have let others run, by branch
-        # What each warp has executed with no event meanwhile, and how many events there had been.
+        # Per warp: instructions executed since the last event, and the number of events then.
         self.silent_runs = [(0, -1)] * machine.warps
         self.ended = machine.ended
 
@@ -99,7 +99,7 @@ class Scheduler:
         return self.random.randrange(self.m.warps) if order % 2 else -1
 
     def run(self) -> None:
-        """Run until all threads have ended. Raises KernelFaultError for what the kernel does wrong."""
+        """Run until all threads have ended. Raise KernelFaultError for a fault of the kernel."""
         seen, no_progress = -1, 0
         while True:
             for lanes in self.barriers.take_released():
@@ -144,16 +144,16 @@ class Scheduler:
             self._run_one(n)
 
     def _run_one(self, n: int) -> None:
-        """Run a warp, and count and limit what it executes."""
+        """Run a warp, and count and limit its instructions."""
         self._count_for(n)
         before = self.m.executed + self.spent
         self._run_warp(n)
         self._limit(n, self.m.executed + self.spent - before)
 
     def _run_warp(self, n: int) -> None:
-        """Run a warp until its threads wait or have ended, or iterate in a loop that waits for others.
+        """Run a warp until its threads wait, have ended, or poll in a loop.
 
-        After some iterations of such a loop in vain the warp's other threads run first: they may be what it waits for.
+        After some failed polls the other threads of the warp run first: the loop may wait for them.
         """
         fragments, spinning = self.fragments[n], set[int]()
         writes = self.m.memory.writes + self.m.shared.writes
@@ -182,13 +182,13 @@ class Scheduler:
             self.failed_polls[n] = 0
 
     def _limit(self, n: int, executed: int) -> None:
-        """A fault where a warp has executed too much without an effect that others can see."""
+        """Report a warp that has executed too many instructions without an effect visible to others."""
         total, events = self.silent_runs[n]
         self.silent_runs[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
         if self.silent_runs[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
             lanes = lane_indices(next(iter(self.fragments[n].values())))
             what = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n} (an endless loop?)"
-            if self.program.clocked:  # it may wait for a time, which passes slowly here
+            if self.program.clocked:  # it may wait for a time; clocks advance slowly here
                 why = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n}"
                 raise self.m.limit(f"{why}, in a kernel that reads a clock: it may wait for a time", int(lanes[0]))
             raise self.m.fault(what, int(lanes[0]))
@@ -228,9 +228,9 @@ class Scheduler:
                 self._put(int(n), int(pc), here[here // self.m.threads_per_warp_slot == n])
 
     def _run_fragment(self, n: int, pc: int, lanes: ThreadSet) -> int | None:
-        """Run threads from an instruction on, until they diverge, wait, end, or come to where others may join them.
+        """Run threads from an instruction on until they diverge, wait, end, or reach a possible join.
 
-        Returns where they are when they iterate in a loop and let others run.
+        Return their instruction if they poll in a loop and yield.
         """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
@@ -364,11 +364,11 @@ class Scheduler:
         return self.barriers.arrive(i, pc, lanes)
 
     def _run_converged(self, lanes: NDArray[np.intp]) -> None:
-        """Run an instruction for threads that needed each other for it, each of them from where it came to it."""
+        """Run a collective instruction for converged threads, each from its own instruction."""
         pcs = self.sync_groups.pcs[lanes]
         if self.program.operations[int(pcs[0])] is None:
             self.m.races.sync_warp(lanes)
-        for pc in np.unique(pcs).tolist():  # several only where nothing is to be done
+        for pc in np.unique(pcs).tolist():  # several only for instructions without an operation
             self._run_converged_at(pc, lanes[pcs == pc])
 
     def _run_converged_at(self, pc: int, lanes: NDArray[np.intp]) -> None:
@@ -393,7 +393,7 @@ class Scheduler:
     # ---- deadlock ---------------------------------------------------------------------------------------------------
 
     def _deadlock(self) -> KernelFaultError:
-        """The fault of a block whose threads wait, or iterate in a loop, for what never comes."""
+        """Return the fault of a block with threads that wait, or spin, forever."""
         m = self.m
         waiting = np.flatnonzero(~self.ended)
         block = int(m.block_of[waiting[0]])
@@ -430,7 +430,7 @@ class Scheduler:
         return m.fault(f"{why}: " + "; ".join(waits), max(first, 0))
 
     def _describe_wait(self, pc: int, lanes: NDArray[np.intp]) -> str:
-        """What threads that have to stay at an instruction wait for."""
+        """Describe the event that threads blocked at an instruction wait for."""
         if self.code[pc].name != "mbarrier":
             return ""
         return f" for {mbarrier.describe(self.m, int(self.m.waiting_mbarrier[lanes[0]]))}"

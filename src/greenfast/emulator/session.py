@@ -1,4 +1,4 @@
-"""The emulator as a device: a Session whose kernels run on NumPy."""
+"""The emulator as a device: a Session that runs kernels on NumPy."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class EmulatorSession:
         )
 
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
-        """Run a case; small ones ``repeats`` times with differently shuffled warps, whose bits must agree.
+        """Run a case. Small cases run ``repeats`` times with differently shuffled warps, and must give equal bits.
 
-        All runs are in the same memory, with inputs and outputs as at first. Large ones, too, run again if the first
-        run left anything in the module's variables.
+        All runs use the same memory, with the initial inputs and outputs. Large cases run again only if the first run
+        changed a variable of the module.
         """
         threads = sum(math.prod(plan.grid) * math.prod(image.block) for image, plan in executable.steps)
         drawn = int(case.digest[:8], 16)  # another order for each case, the same in every process
@@ -106,9 +106,11 @@ class EmulatorSession:
         raise MachineError(_NO_TIME)
 
     def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
-        """What each phase of an instrumented build executes; "outside": what lies before the first and after the last.
+        """Return the counts of each phase of an instrumented build.
 
-        Raises UsageError where its phases cannot be told apart.
+        The phase "outside" is before the first and after the last one.
+
+        Raises UsageError if its phases cannot be separated.
         """
         ((image, plan),) = executable.steps
         what = (image.ptx, image.entry, image.block, image.dynamic_smem_bytes)

@@ -1,4 +1,4 @@
-"""Where a module's variables lie in memory, and what they hold at first."""
+"""Layout and initial values of a module's variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from greenfast.spec.errors import UsageError
 
 
 def initial_value(v: Variable, symbols: Mapping[str, int]) -> bytes:
-    """A variable's initial value, with the addresses that stand in it."""
+    """Return a variable's initial value with its relocations applied."""
     data = bytearray(v.data)
     for r in v.relocations:
         if r.symbol not in symbols:

@@ -36,9 +36,9 @@ from greenfast.spec.problem import Array
 
 Extent = tuple[int, int, int]
 
-#: How often a small case runs, each time in another order of its warps, where the request does not say.
+#: Default number of runs of a small case, each in another order of its warps.
 ORDERS = 3
-#: Further launches in the same memory, of a kernel that leaves a variable of its module changed.
+#: Further launches in the same memory if a kernel changes a variable of its module.
 LAUNCHES = 2
 DEFAULT_TARGET = "sm_90a"
 #: Limits of every target (CUDA C++ Programming Guide, "Compute Capabilities"); a launch beyond them fails.
@@ -49,13 +49,13 @@ _MAX_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (
 
 @dataclass(frozen=True)
 class Emulate:
-    """What is to be run.
+    """A request to run a kernel.
 
-    kernel: its name, mangled or not; None for the only one of the file. args: in the words of emulator/arguments.py.
-    buffers: in the same words, those that no parameter points to.
-    arch: None for DEFAULT_TARGET, or what a PTX file says. orders: runs, each in another order of the warps; None: as
-    many as the size allows. defines: NAME or NAME=VALUE. expected: output -> .npy file; an element may differ by
-    ``tolerance``. save: folder for the outputs. formal: whether formal findings are failures.
+    kernel: its name, mangled or not; None for the only kernel of the file. args: see emulator/arguments.py. buffers: in
+    the same form, buffers that no parameter points to. arch: None for DEFAULT_TARGET, or the target of a PTX file.
+    orders: number of runs, each in another order of the warps; None: chosen by size. defines: NAME or NAME=VALUE.
+    expected: output -> .npy file; an element may differ by ``tolerance``. save: folder for the outputs. formal: whether
+    formal findings are failures.
     """
 
     file: Path
@@ -77,9 +77,9 @@ class Emulate:
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """An output buffer. min, max and mean are over elements that are no NaN; None where there are none.
+    """An output buffer. min, max and mean are over elements that are not NaN; None if all are NaN.
 
-    unwritten_bytes: bytes that the kernel never wrote; None for a buffer that it found filled.
+    unwritten_bytes: bytes that the kernel never wrote; None for an initialised buffer.
     """
 
     name: str
@@ -102,11 +102,11 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something wrong with the kernel or with what it left.
+    """A fault of the kernel, or of its outputs.
 
-    level: error or formal. kind: what sort, in words with hyphens. place: the memory that was accessed. file,
-    line, function: the line to look at first. stack: the innermost line first, with those that it was inlined at or
-    called from. What is not known or makes no sense is None or empty.
+    level: error or formal. kind: the kind of fault, in words with hyphens. place: the accessed memory. file, line,
+    function: the line to look at first. stack: the innermost line first, with its call sites. Unknown or inapplicable
+    fields are None or empty.
     """
 
     level: str
@@ -123,10 +123,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run found. ``faults`` say why it is not right, as ``failures`` in words; both empty if it may be right.
+    """The result of a run. ``faults`` give the reasons for a failure, ``failures`` the same as text.
 
-    ``failures`` leave out formal findings if these are only to be reported. A fault that ends the run leaves
-    no outputs and no counts.
+    Both are empty if no fault was found. ``failures`` omit formal findings if these are only reported. A fault that
+    ends the run gives no outputs and no counts.
     """
 
     file: str
@@ -148,10 +148,10 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def emulate(asked: Emulate) -> Emulated:
-    """Compile, run and look at the outputs.
+    """Compile and run a kernel, and check its outputs.
 
-    Raises UsageError for what is asked wrongly, CompileError, KernelFaultError for what the kernel does wrong,
-    UnsupportedError for what the emulator cannot run, and MachineError for a folder that cannot be written.
+    Raises UsageError for a wrong request, CompileError, KernelFaultError for a fault of the kernel, UnsupportedError
+    for limits of the emulator, and MachineError for a folder that cannot be written.
     """
     start = time.perf_counter()
     _check_launch(asked)
@@ -214,7 +214,7 @@ def emulate(asked: Emulate) -> Emulated:
     )
 
 
-#: Kinds of faults, by what their reasons say; the first that fits counts.
+#: Kinds of faults by patterns of their reasons; the first match counts.
 _KINDS = {
     "data-race": r"data race",
     "deadlock": r"deadlock",
@@ -231,7 +231,7 @@ _KINDS = {
 
 
 def describe_fault(asked: Emulate, error: KernelFaultError) -> Emulated:
-    """Return what a run found that a fault ended."""
+    """Return the result of a run that ended with a fault."""
     where = error.location
     reason = error.reason or str(error)
     kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
@@ -297,7 +297,7 @@ def _comma(extent: Extent) -> str:
 
 
 def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
-    """PTX, the kernel's name in it, the target and, of a compiled source, what the compiler says of the kernel."""
+    """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
     try:
         text = read_file(asked.file).decode()
     except (OSError, ValueError) as e:
@@ -326,7 +326,7 @@ def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
 
 
 def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
-    """The kernel's program. Raises UsageError for PTX that was cut off or edited into what no compiler writes."""
+    """Return the kernel's program. Raise UsageError for PTX that was truncated or edited."""
     try:
         return load_program(ptx, entry)
     except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
@@ -412,7 +412,7 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
 
 
 def _changes_in_later_launches(first: GridResult) -> list[str]:
-    """Return how launches in the same memory differ from the first one, whose variables they find."""
+    """Describe how later launches in the same memory, with the variables of the first one, differ from it."""
     names = ", ".join(sorted({name for _, name in first.changed}))
     found = []
     for name, data in first.outputs.items():
@@ -438,13 +438,13 @@ def _error(a: Array, b: Array) -> NDArray[np.float64]:
 
 
 def _largest(errors: Sequence[NDArray[np.float64]]) -> float:
-    """The largest of all; infinite where one is NaN."""
+    """Return the largest error; infinite if one is NaN."""
     largest = [float(error.max()) for error in errors]
     return max(value if value == value else math.inf for value in largest)
 
 
 def _expected(name: str, path: Path, arguments: Arguments) -> Array:
-    """What an output should hold. Raises UsageError for another shape, or no such output."""
+    """Load the expected values of an output. Raise UsageError for another shape or an unknown output."""
     if name not in arguments.outputs:
         raise unknown("output in --expect", name, arguments.outputs)
     want = read_array(path, f"--expect {name}")
@@ -455,7 +455,7 @@ def _expected(name: str, path: Path, arguments: Arguments) -> Array:
 
 
 def _difference(name: str, got: Array, want: Array, tolerance: float) -> list[str]:
-    """How an output differs from what is expected; empty where it does not. NaN agrees with NaN."""
+    """Describe the difference between an output and its expected values; empty if they agree. NaN agrees with NaN."""
     error = _error(got, want)
     bad = ~(error <= tolerance) if tolerance else ~((got == want) | ((got != got) & (want != want)))
     if not bad.any():

@@ -1,1 +1,1 @@
-"""What instructions do: each as an operation on the state of some blocks."""
+"""Instructions as operations on the state of the resident blocks."""

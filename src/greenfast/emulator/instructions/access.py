@@ -43,7 +43,7 @@ def parse_space(i: Instruction) -> str:
 
 
 def without_policy(i: Instruction, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-    """The operands without the cache policy, which is the last one where the instruction has a hint."""
+    """Return the operands without the cache policy, the last operand of an instruction with a cache hint."""
     return operands[:-1] if "L2:cache_hint" in i.parts else operands
 
 
@@ -119,7 +119,7 @@ def locate(m: ResidentBlocks, space: str, found: Offsets, lanes: ThreadSet) -> t
         mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes
     outside = (found < 0) | (found >= size)
-    if outside.any():  # beyond the block's own memory lies another block's
+    if outside.any():  # the address is in another block's memory
         position = int(np.flatnonzero(outside)[0])
         where = f"byte {int(found[position])} of {size} of {space} memory"
         raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]), where)
@@ -166,7 +166,7 @@ def load(i: Instruction) -> Operation:
 
 
 def peek(arena: Arena, offsets: Offsets, size: int) -> NDArray[np.uint8]:
-    """Return (threads, size) bytes as they are, without an access; zeros for what is not in the arena."""
+    """Return (threads, size) bytes without recording an access; zeros outside of the arena."""
     places = offsets[:, None] + np.arange(size)
     inside = (places >= 0) & (places < len(arena.data))
     return np.where(inside, arena.data[np.where(inside, places, 0)], np.uint8(0))
@@ -237,7 +237,7 @@ _ATOMIC: dict[str, Any] = {
 }  # fmt: skip
 
 
-#: What may be reduced into memory.
+#: Operations of reductions into memory.
 REDUCTIONS = (*_ATOMIC, "inc", "dec")
 
 
@@ -283,7 +283,7 @@ def atomic(i: Instruction) -> Operation:
                 changed[n] |= bool(new != old[n])
             if write:
                 write[element](m, lanes, old)
-        if arena.poisoned:  # what was not written before holds a value now
+        if arena.poisoned:  # previously unwritten bytes hold a value now
             for byte in range(whole):
                 arena.state[offsets + byte] = WRITTEN
         arena.writes += int(np.count_nonzero(changed))
@@ -295,7 +295,7 @@ def atomic(i: Instruction) -> Operation:
 
 
 def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
-    """What an atomic operation leaves behind, of the old value and its arguments."""
+    """Build the function that computes the new value of an atomic operation from the old value and the arguments."""
     if operation == "exch":
         return lambda old, new: new
     if operation == "cas":
@@ -394,12 +394,12 @@ def _deliver_all(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def deliver(m: ResidentBlocks, lanes: ThreadSet, pending: int) -> None:
-    """Land the copies of these threads in all groups but their newest ``pending`` ones."""
+    """Complete the copies of these threads in all groups except the newest ``pending`` ones."""
     land(m, lanes, lambda copy: copy.groups < m.copy_groups[copy.lanes] - pending)
 
 
 def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> None:
-    """Land the copies of these threads that ``which`` names."""
+    """Complete the copies of these threads that ``which`` selects."""
     waiting = np.zeros(m.lanes, bool)
     waiting[lanes] = True
     kept = []

@@ -58,7 +58,7 @@ def high_product(a: Values, b: Values) -> Values:
 
 
 def _product(i: Instruction) -> tuple[Function, str]:
-    """The integer product that .lo, .hi or .wide asks for, and the result's type."""
+    """Return the integer product for .lo, .hi or .wide, and the type of the result."""
     kind = parse_type(i)
     if "wide" in i.parts:
         wide = parse_dtype(_WIDE[kind])
@@ -113,10 +113,11 @@ def _carry(m: ResidentBlocks) -> Values:
 
 
 def carrying(i: Instruction) -> Operation:
-    """add, sub and mad with carry in (addc, subc, madc) or carry out (.cc).
+    """Build add, sub and mad with carry in (addc, subc, madc) or carry out (.cc).
 
-    The PTX ISA calls what sub.cc leaves a borrow. ptxas makes a + ~b + 1 of it, whose carry is the opposite, and a + ~b
-    + carry of subc (SASS of CUDA 13.0: IADD3 and IADD3.X); that shows where a chain mixes additions and subtractions.
+    The PTX ISA calls the carry of sub.cc a borrow. ptxas compiles it to a + ~b + 1, with the opposite carry, and subc
+    to a + ~b + carry (SASS of CUDA 13.0: IADD3 and IADD3.X). The difference is visible in chains that mix additions and
+    subtractions.
     """
     kind = parse_type(i)
     unsigned = parse_dtype(f"u{kind[1:]}")
@@ -164,7 +165,10 @@ def remainder(i: Instruction) -> Operation:
 
 
 def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) -> Operation:
-    """An operation that the ISA leaves open for a divisor of 0: all ones, and in other orders than the first 0."""
+    """Build a division.
+
+    The ISA leaves a divisor of 0 open: the result is all ones, and 0 in orders other than the first.
+    """
     kind = parse_type(i)
     dtype = parse_dtype(kind)
     destination, *sources = i.operands

@@ -20,10 +20,10 @@ _NOT_WAITING = -1
 
 
 class NamedBarriers:
-    """Which threads have come to which barrier of their block, and which wait there.
+    """The named barriers of all blocks: the threads that have arrived and the threads that wait.
 
-    A warp arrives when all of its threads that have not ended have come, and counts as 32 threads, also where some of
-    them have ended or never were (PTX ISA, "bar"). A barrier without a count needs every thread that has not ended.
+    A warp arrives when all of its living threads have arrived. It counts as 32 threads, even if some of them have ended
+    or never existed (PTX ISA, "bar"). A barrier without a count requires every living thread.
     """
 
     def __init__(self, machine: ResidentBlocks, code: list[Instruction]) -> None:
@@ -92,7 +92,7 @@ class NamedBarriers:
             self._release(begun[self._complete(begun)])
 
     def _complete(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these barriers have all arrivals that they wait for."""
+        """Return which of these barriers have all arrivals."""
         m = self.m
         full: NDArray[np.bool_] = self.arrived[keys] == self.expected[keys]
         if full.all() or not m.ended.any():
@@ -126,7 +126,7 @@ class NamedBarriers:
         self.released.append(go)
 
     def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
-        """A fault where threads of a warp waited at several instructions, unless all of these may diverge."""
+        """Report threads of a warp that waited at different instructions, unless all of these may diverge."""
         at = self.pcs[lanes]
         if not len(at) or (at == at[0]).all():
             return
@@ -157,12 +157,12 @@ class NamedBarriers:
                 writer(i.operands[0], "pred", i)(self.m, here, value)
 
     def take_released(self) -> list[NDArray[np.intp]]:
-        """The threads whose barrier completed since the last call; they continue after the one they waited at."""
+        """Return the threads released since the last call; they resume after their barrier instruction."""
         found, self.released = self.released, []
         return found
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, int]:
-        """How many of these threads wait at which instruction."""
+        """Return the number of these threads that wait, by instruction."""
         at, count = np.unique(self.pcs[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
         return dict(zip(at.tolist(), count.tolist(), strict=True))
 

@@ -91,16 +91,16 @@ def permute_bytes(i: Instruction) -> Operation:
 
 
 def _low_bits(count: Values) -> Values:
-    """Words of 64 bits whose lowest ``count`` (0 to 64) bits are set."""
+    """Return 64-bit words with the lowest ``count`` (0 to 64) bits set."""
     full = ~np.uint64(0)
     return np.where(count >= 64, full, ~(full << np.minimum(count, 63).astype(np.uint64)))
 
 
 def _amount(values: Values, bits: int) -> Values:
-    """A position or length of bfi and bfe on registers of ``bits`` bits.
+    """Return a position or length of bfi and bfe on registers of ``bits`` bits.
 
-    The PTX ISA takes the low 8 bits of both. So does the hardware for 32 bits; for 64 bits ptxas makes shifts of the
-    instruction, by amounts of which all 32 bits count (SASS; seen on H100, 2026-11-21: a length of 2^31 is a full one).
+    The PTX ISA uses the low 8 bits of both. So does the hardware for 32 bits. For 64 bits, ptxas uses shifts, and all
+    32 bits of the amount count (SASS; seen on H100, 2026-11-21: a length of 2^31 is a full one).
     """
     return np.asarray(values) & 255 if bits == 32 else np.minimum(values, bits)
 
@@ -249,7 +249,7 @@ def find_nth(i: Instruction) -> Operation:
             left = left - here
             found = np.where(here & (left == 0), position.astype(np.uint32), found)
             position = np.where(step == 0, -1, position + step)  # 0 looks at the position alone
-        # So a GPU; the PTX ISA does not say what the negative of such an offset is.
+        # GPU behaviour; the PTX ISA does not define the negative of such an offset.
         return np.where(offset.astype(np.int64) == -(2**31), 0, found).astype(np.uint32)
 
     return elementwise(i, function, types=["b32", "u32", "s32"], out="u32")

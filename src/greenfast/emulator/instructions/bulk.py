@@ -1,4 +1,4 @@
-"""Where a bulk copy reads and writes, with and without a tensor map; what it must not do there."""
+"""Addresses of bulk copies, with and without a tensor map, and checks of these addresses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TILE_ALIGNMENT, BULK_ALIGNMENT = 128, 16
 
 
 class Tile:
-    """What the copies of some threads move: (threads, units) offsets into both memories, ``unit`` bytes each.
+    """The data that the copies of some threads move: (threads, units) offsets in both memories, ``unit`` bytes each.
 
-    shared: into the arena. outer: into global memory, -1 where a tile lies outside of its tensor.
+    shared: offsets in the arena. outer: offsets in global memory, -1 for units outside of the tensor.
     """
 
     def __init__(self, shared: Offsets, outer: Offsets, unit: int) -> None:
@@ -33,7 +33,10 @@ class Tile:
 
 
 def _shared_start(m: ResidentBlocks, found: Offsets, lanes: ThreadSet, size: int, alignment: int) -> Offsets:
-    """The arena offsets of ``size`` bytes in each thread's block; a fault where they do not lie in it or misaligned."""
+    """Return the arena offset of ``size`` bytes in each thread's block.
+
+    Report misaligned and out-of-bounds addresses.
+    """
     indices = lane_indices(lanes)
     for at in np.flatnonzero(found % alignment):
         what = f"a bulk copy at byte {found[at]} of shared memory, which must be a multiple of {alignment}"
@@ -98,7 +101,7 @@ def _tensor_tile(m: ResidentBlocks, tensor: BoundMap, start: Offsets, corner: Of
 def read_tiles(
     i: Instruction, shared: Operand, outer: Operand, size: Operand | None
 ) -> Callable[[ResidentBlocks, ThreadSet], Iterator[tuple[NDArray[np.intp], Tile]]]:
-    """A function that gives what a copy moves, for threads whose copies have one form (a size, or a tensor map) each.
+    """Build a function that returns the tile of each copy, for threads with the same form of copy (size or tensor map).
 
     size: of a copy without a tensor map.
     """

@@ -142,7 +142,7 @@ def store(i: Instruction) -> Operation:
 
 
 def policy(i: Instruction) -> Operation:
-    """createpolicy: a hint for the cache, which is not modelled."""
+    """Build createpolicy: a cache hint without effect here."""
     write = writer(i.operands[0], "b64", i)
     return lambda m, lanes: write(m, lanes, np.zeros(lane_count(lanes), np.uint64))
 

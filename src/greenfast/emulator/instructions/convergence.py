@@ -36,7 +36,7 @@ class SyncGroup:
 
 
 def parse_sync_group(i: Instruction) -> SyncGroup | None:
-    """What an instruction waits for; None where each thread may execute it alone."""
+    """Return the threads that an instruction needs together; None if each thread may execute it alone."""
     if i.name == "wgmma":
         return SyncGroup(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
     if i.name in ("bar", "barrier") and "warp" in i.parts:
@@ -48,7 +48,7 @@ def parse_sync_group(i: Instruction) -> SyncGroup | None:
 
 
 def _mask(i: Instruction, operand: int) -> Reader | None:
-    """The reader of a membermask; None where it is the literal that names all threads."""
+    """Return the reader of a membermask; None for the literal mask of all threads."""
     mask = i.operands[operand]
     if isinstance(mask, Immediate) and mask.bits & _ALL == _ALL:
         return None
@@ -60,13 +60,13 @@ class SyncGroups:
 
     def __init__(self, machine: ResidentBlocks, sync_groups: dict[int, SyncGroup]) -> None:
         self.m, self.sync_groups = machine, sync_groups
-        # By place: which threads wait there, for which others, and at which instruction.
+        # By key: the threads that have arrived. By thread: its mask and its instruction.
         self.arrived: dict[str | int, NDArray[np.bool_]] = {}
         self.masks = np.zeros(machine.lanes, np.uint32)
         self.pcs = np.zeros(machine.lanes, np.int64)
 
     def complete(self, pc: int, lanes: ThreadSet) -> bool:
-        """Whether threads that come to an instruction are complete among themselves, each warp as one group."""
+        """Return whether arriving threads are complete by themselves, with each warp as one group."""
         sync_group = self.sync_groups[pc]
         if sync_group.warps != 1 or not _whole(lanes):
             return False
@@ -94,7 +94,7 @@ class SyncGroups:
         return self._take(key)
 
     def poll(self) -> list[NDArray[np.intp]]:
-        """Look again at incomplete groups, some of whose threads may have ended; returns the ones that can go on."""
+        """Check incomplete groups again after threads have ended. Return the groups that can run."""
         return [group for key in list(self.arrived) for group in self._take(key)]
 
     def _take(self, key: str | int) -> list[NDArray[np.intp]]:
@@ -140,7 +140,7 @@ class SyncGroups:
         return np.flatnonzero(arrived & chosen)
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
-        """By instruction: how many of these threads wait there, and for which others."""
+        """Return, by instruction, how many of these threads wait there and the other threads that they wait for."""
         found: dict[int, tuple[int, str]] = {}
         for arrived in self.arrived.values():
             here = lanes[arrived[lanes]]
@@ -154,7 +154,7 @@ class SyncGroups:
 
 
 def _whole(lanes: ThreadSet) -> bool:
-    """Whether these are all threads of some warps."""
+    """Return whether these are all threads of some warps."""
     if isinstance(lanes, slice):
         return True
     return lane_count(lanes) % WARP == 0 and bool((lanes[WARP - 1 :: WARP] - lanes[::WARP] == WARP - 1).all())

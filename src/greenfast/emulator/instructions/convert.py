@@ -140,11 +140,11 @@ def _to_float(i: Instruction, to: str, source: str) -> Function:
 
 
 def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
-    """Results of a conversion with the NaN that the hardware forms in the place of canonical ones.
+    """Replace canonical NaN results of a conversion by the NaN that the hardware produces.
 
-    As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and what its payload has room for, and becomes
-    quiet (F2F); .ftz on a float32 is a multiplication, whose NaN is canonical, before it. cvt.rna to TF32 is integer
-    arithmetic in SASS, which cuts a NaN to TF32's bits; .satfinite takes one off them, as it does from infinity.
+    As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and as much payload as fits, and becomes quiet
+    (F2F). .ftz on a float32 is a multiplication with a canonical NaN before the conversion. cvt.rna to TF32 is integer
+    arithmetic in SASS, which truncates a NaN to the bits of TF32; .satfinite subtracts one from them, as for infinity.
     """
     bits, unsigned = 8 * found.dtype.itemsize, np.dtype(f"u{found.dtype.itemsize}")
     if to == "tf32" and "rna" in i.parts:

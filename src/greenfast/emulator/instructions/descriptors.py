@@ -1,4 +1,4 @@
-"""Matrix descriptors of wgmma: where the elements of an operand lie in shared memory.
+"""Matrix descriptors of wgmma: the layout of an operand in shared memory.
 
 Facts: PTX ISA, "Shared Memory Matrix Layout" and "Matrix Descriptor Format".
 """
@@ -20,7 +20,7 @@ _ROWS = 8  # of a core matrix
 
 
 class DescriptorError(Exception):
-    """A descriptor that describes no matrix; the message says why."""
+    """An invalid matrix descriptor; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class MatrixDescriptor:
     def check(self, address: int) -> None:
         """Raise DescriptorError for a base offset.
 
-        With base offset 0 the swizzle's pattern begins at multiples of its 8 rows, wherever the matrix starts in it.
-        The address alone decides where a chunk lies.
+        With base offset 0, the swizzle pattern begins at multiples of its 8 rows, for any start of the matrix. The
+        address alone decides the position of a chunk.
         """
         if self.base:
             raise DescriptorError("a matrix descriptor with a base offset, which is not known to the emulator")

@@ -18,10 +18,10 @@ def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def fence(i: Instruction) -> Operation:
-    """fence and membar: what a thread wrote before one, an atomic or volatile write after it passes on.
+    """Build fence and membar: earlier accesses become part of later atomic or volatile writes of the thread.
 
-    fence.proxy.async and fence.mbarrier_init make their block's mbarriers visible to bulk copies, whichever thread
-    began them; the first orders what went through the generic proxy too (see proxies.py).
+    fence.proxy.async and fence.mbarrier_init make the mbarriers of the block visible to bulk copies of all threads. The
+    first one also orders generic accesses before asynchronous ones (see proxies.py).
     """
     proxy = i.parts[:2] == ("proxy", "async") and i.parts[2:3] != ("global",)
     if i.name == "membar" or i.parts[0] in ("sc", "acq_rel", "acquire", "release"):

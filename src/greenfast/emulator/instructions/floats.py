@@ -36,7 +36,7 @@ KINDS = ("f16", "bf16", "f16x2", "bf16x2", "f32", "f64")
 
 
 def is_float(i: Instruction) -> bool:
-    """Whether an instruction's type is a floating-point one."""
+    """Return whether the type of an instruction is a floating-point type."""
     return parse_type(i) in KINDS
 
 
@@ -71,7 +71,7 @@ def per_number(i: Instruction, function: Function) -> Operation:
 
 
 def rounding(i: Instruction) -> str:
-    """The rounding mode that an instruction names; to the nearest where it names none."""
+    """Return the rounding mode of an instruction; to nearest by default."""
     return next((p for p in i.parts if p in MODES), "rn")
 
 
@@ -129,16 +129,16 @@ def arithmetic(
     return build
 
 
-# Of a float64: the bits that a float32 has no room for, what is halfway there, and float32's smallest normal number.
-# As arrays, with which NumPy is faster than with Python's numbers.
+# For float64 values: the bits below float32's precision, half a step of float32, and float32's smallest normal number.
+# NumPy is faster with arrays than with Python numbers.
 _BELOW_FLOAT32, _HALF_A_STEP = np.asarray(0x1FFF_FFFF), np.asarray(0x1000_0000)
 _SMALLEST_NORMAL = np.asarray(2.0**-126)
 
 
 def fused(a: Values, b: Values, c: Values) -> Values:
     """a * b + c of float32 numbers with one rounding, to the nearest."""
-    # The product of two float32 is exact in float64. That its sum is rounded there first changes the result only where
-    # the sum lands halfway between two float32, or where those lie closer together (below the normal numbers).
+    # The product of two float32 is exact in float64. Rounding the sum to float64 first changes the result only if the
+    # sum is halfway between two float32, or below the normal numbers.
     product = np.multiply(a, b, dtype=np.float64)
     total = np.asarray(np.add(product, c, dtype=np.float64))
     halfway, tiny = total.view(np.int64) & _BELOW_FLOAT32 == _HALF_A_STEP, np.abs(total) < _SMALLEST_NORMAL
@@ -161,7 +161,7 @@ def _fused(mode: str, a: Any, b: Any, c: Any) -> Any:
 
 
 def _root(a: Fraction) -> Fraction:
-    """A square root, exact where it is rational, else off by less than any float64 could tell."""
+    """Return a square root: exact if rational, else with an error below any float64 step."""
     scale = 1 << 1200
     n, d = math.isqrt(a.numerator * a.denominator * scale * scale), a.denominator * scale
     return Fraction(n * 2 + (n * n != a.numerator * a.denominator * scale * scale), d * 2) if a > 0 else Fraction(0)
@@ -202,9 +202,9 @@ def build_sum(kind: str, ftz: bool) -> Function:
 
 
 def _gross(function: Function) -> Callable[[Instruction], Operation]:
-    """rcp and rsqrt .approx.ftz.f64: of the upper 32 bits of a number the upper 32 of the result, the others zero.
+    """Build rcp and rsqrt .approx.ftz.f64: they map the upper 32 bits of a number to the upper 32 bits of the result.
 
-    How the hardware forms the 20 bits of fraction the ISA leaves open; here they are rounded.
+    The lower bits are zero. The ISA leaves the 20 bits of fraction open; here they are rounded.
     """
 
     def run(a: Values) -> Values:
@@ -296,7 +296,7 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
             return np.where(found > infinity, found, found | ((a ^ b) & sign))
 
         def run(a: Values, b: Values) -> Values:
-            # Patterns in the order of the numbers that they stand for.
+            # Bit patterns in the order of their numbers.
             order_a, order_b = (np.where(x & sign, ~x, x | sign) for x in (a, b))
             bad_a, bad_b = ((x & ~sign) > infinity for x in (a, b))
             first = (order_a < order_b) == smaller
@@ -320,7 +320,10 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
 
 
 def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction], Operation]:
-    """neg and abs. The ISA leaves their NaN open: ptxas makes additions of them, and narrow ones give canonical NaN."""
+    """Build neg and abs.
+
+    The ISA leaves their NaN open: ptxas uses additions, and narrow types produce canonical NaN.
+    """
 
     def build(i: Instruction) -> Operation:
         kind = parse_element(parse_type(i))

@@ -15,7 +15,7 @@ INTEGERS = ("s8", "u8", "s4", "u4", "b1")
 
 
 def decode(data: NDArray[np.uint8], kind: str) -> Values:
-    """float32 values (float64 of f64) of the elements that lie in the last axis of bytes; each of them is exact."""
+    """Decode the elements in the last axis of bytes to float32 (f64: float64), exactly."""
     if kind == "e4m3":
         return np.asarray(E4M3_VALUES[data])
     if kind == "e5m2":

@@ -1,8 +1,8 @@
-"""Products of matrices whose fragments the lanes of a warp hold: mma.sync, and the layout that WMMA shares.
+"""Matrix products with fragments in the lanes of a warp: mma.sync, and the layout that it shares with WMMA.
 
-Facts: PTX ISA, "Matrix Fragments for mma". Lane l holds of A one register of elements, number l % 4 of a group of four,
-of row l // 4; of B the same of column l // 4; of C and D two neighbours of row l // 4. Further registers go first in
-steps of 8 rows, then of four registers along K (A); along K, then of 8 columns (B); 8 rows, then 8 columns (C, D).
+Facts: PTX ISA, "Matrix Fragments for mma". Lane l holds one register of elements of A: number l % 4 of a group of four
+in row l // 4. For B it is the same with column l // 4; for C and D two neighbours of row l // 4. Further registers step
+by 8 rows, then by four registers along K (A); along K, then by 8 columns (B); by 8 rows, then 8 columns (C, D).
 """
 
 from __future__ import annotations

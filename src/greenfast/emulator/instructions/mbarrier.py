@@ -30,7 +30,7 @@ _SIZE = 8
 
 @contextlib.contextmanager
 def faults(m: ResidentBlocks, lanes: ThreadSet) -> Iterator[None]:
-    """Turn what an mbarrier does not allow into the fault of its thread."""
+    """Turn an illegal mbarrier operation into the fault of its thread."""
     try:
         yield
     except MbarrierError as e:
@@ -196,7 +196,7 @@ def mbarrier(i: Instruction) -> Operation:
 
 
 def describe(m: ResidentBlocks, row: int) -> str:
-    """An mbarrier by its place, and what it waits for."""
+    """Describe an mbarrier by its place and its pending arrivals."""
     return f"the mbarrier at {m.shared_place(row * _SIZE)}, {m.mbarriers.describe(row)}"
 
 

@@ -72,7 +72,7 @@ _WINDOWS = {"shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 
 
 def is_space(i: Instruction) -> Operation:
-    """isspacep: whether a generic address lies in a state space."""
+    """Build isspacep: test whether a generic address is in a state space."""
     space = i.parts[0].split(":")[0]
     read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "pred", i)
 

@@ -89,7 +89,7 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
 
 
 def _may_be_constant(type_name: str, dtype: Any, width: int) -> bool:
-    """Whether a type takes constants of floats of ``width`` bits, or with 0 integers."""
+    """Return whether a type accepts float constants of ``width`` bits, or integers with width 0."""
     if type_name.removesuffix("x2") in ("f16", "bf16"):
         return False
     if dtype.kind == "f":
@@ -121,7 +121,7 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
 
 
 def load_address(m: ResidentBlocks, symbol: str) -> int:
-    """A variable's address: an offset in its own space, but for global variables, whose address is generic."""
+    """Return a variable's address: an offset in its space, or a generic address for global variables."""
     if symbol in m.shared_layout:
         return m.shared_layout[symbol]
     if symbol in m.local_layout:
@@ -134,7 +134,7 @@ def load_address(m: ResidentBlocks, symbol: str) -> int:
 
 
 def load_window(m: ResidentBlocks, symbol: str) -> str:
-    """The space whose window a variable's address has to be moved into to be generic; empty for global variables."""
+    """Return the space of a variable that has to be converted to a generic address; empty for global variables."""
     layouts = {"shared": m.shared_layout, "local": m.local_layout, "param": m.param_layout}
     return next((space for space, layout in layouts.items() if symbol in layout and symbol not in m.symbols), "")
 

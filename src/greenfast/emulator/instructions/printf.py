@@ -64,7 +64,7 @@ def _bytes(m: ResidentBlocks, address: int, size: int, lane: int) -> bytes:
 
 
 def _formatted(m: ResidentBlocks, text_at: int, buffer: int, lane: int) -> str:
-    """What one thread prints; arguments lie in the buffer, each aligned to its size."""
+    """Format the output of one thread. The buffer holds the arguments, each aligned to its size."""
     text = _text(m, text_at, lane)
     position = 0
 

@@ -61,7 +61,7 @@ def _reduce_at(
     for n, row in enumerate(offsets // size):
         new = after(cells[row], values[n])
         changed[n], cells[row] = new != cells[row], new
-    if m.memory.poisoned:  # what was not written before holds a value now
+    if m.memory.poisoned:  # previously unwritten bytes hold a value now
         for byte in range(size):
             m.memory.state[offsets + byte] = WRITTEN
     m.memory.writes += int(np.count_nonzero(changed))

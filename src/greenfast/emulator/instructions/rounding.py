@@ -1,9 +1,9 @@
 """Floating-point formats, and results that are rounded once, in any direction.
 
-A result is first computed in float64 and rounded there to odd, which leaves enough of what was cut off for a second
-rounding to a format of at most 24 bits of significand to be the right one in every direction, subnormals included
-(Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). float64 results themselves are rounded from
-exact rational numbers. ml_dtypes would round float64 twice, by way of float32, and to the nearest only.
+A result is first computed in float64 and rounded to odd. This keeps enough information for a correct second rounding to
+a format of at most 24 bits of significand, in every direction, subnormals included (Boldo and Melquiond, "Emulation of
+FMA and correctly rounded sums", 2008). float64 results are rounded from exact rational numbers. ml_dtypes would round
+float64 twice, through float32, and only to nearest.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def round_to(x: Values, form: Format, mode: str) -> Wide:
 
 
 def bf16_values(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers that patterns of bfloat16 stand for; NaN keeps its sign and payload."""
+    """Convert bit patterns of bfloat16 to numbers; NaN keeps its sign and payload."""
     return np.asarray(bits.view(ml_dtypes.bfloat16), np.float32)
 
 
 def widen(values: Values, kind: str) -> Wide:
-    """What stored values of a kind (as operands.TYPES keeps them) stand for, as float64."""
+    """Convert stored values of a kind (see operands.TYPES) to float64."""
     if kind == "bf16":
         values = bf16_values(np.asarray(values))
     return np.asarray(values).astype(np.float64)
@@ -124,14 +124,16 @@ def flush(x: Values, kind: str) -> Values:
 
 
 def flush_rounded(rounded: Values, kind: str, mode: str, exact: Callable[[NDArray[np.bool_]], Wide]) -> Values:
-    """Rounded numbers of a kind as .ftz leaves them; ``exact``: a mask's numbers before rounding, or rounded to odd.
+    """Flush rounded numbers of a kind as .ftz does.
 
-    The PTX ISA only says that subnormal results are flushed. The hardware takes for subnormal what lies below the
-    normal numbers when rounded to the kind's significand without a bound on the exponent: 2^-126 (1 - 2^-24) becomes 0
-    in every mode, 2^-126 (1 - 2^-125) to the nearest does not (mul, fma and div on H100, 2026-11-21).
+    exact: returns the numbers of a mask before rounding, or rounded to odd.
+
+    The PTX ISA only defines that subnormal results are flushed. The hardware decides after rounding to the kind's
+    significand with an unbounded exponent: 2^-126 (1 - 2^-24) becomes 0 in every mode, 2^-126 (1 - 2^-125) to nearest
+    does not (mul, fma and div on H100, 2026-11-21).
     """
     rounded, form = np.asarray(rounded), FORMATS[kind]
-    # Only what was rounded up to the smallest normal number can have been subnormal and not look it.
+    # Only a result rounded up to the smallest normal number can hide a subnormal one.
     doubtful = np.abs(rounded) == form.smallest_normal
     flushed = flush(rounded, kind)
     if not np.count_nonzero(doubtful):
@@ -168,7 +170,7 @@ def sum_to_odd(a: Wide, b: Wide, mode: str = "rn") -> Wide:
 
 
 def _with_rest(found: Wide, kept_bits: int, rest: Callable[[Wide], Wide], away: Callable[[Wide], Any]) -> Wide:
-    """A quotient or root cut to so few bits that what it leaves over is exact; the last bit says that there is some."""
+    """Set the last bit of a truncated quotient or root if the remainder is not zero. The remainder must be exact."""
     cut = _number(_bits(found) & ~((1 << (53 - kept_bits)) - 1))
     left = rest(cut)
     sticky = np.isfinite(found) & np.isfinite(left) & (left != 0)

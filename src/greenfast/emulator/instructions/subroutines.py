@@ -12,12 +12,12 @@ from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.recursion import COPY, JUMPS, KEEP, LEAVE
 from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
-#: Calls within each other. A thread's stack is 1 KiB unless the host asks for more; a frame takes 16 bytes at least.
+#: Depth of nested calls. A thread's stack is 1 KiB by default; a frame takes at least 16 bytes.
 DEEPEST = 1024
 
 
 def jump(m: ResidentBlocks, i: Instruction, lanes: NDArray[np.intp], pc: int) -> NDArray[np.int64]:
-    """Where threads go on after a call or a return of a recursive function."""
+    """Return the next instruction of threads at a call or return of a recursive function."""
     if i.name == LEAVE:
         return m.stack.pop(lanes)
     deep = m.stack.depth[lanes] >= DEEPEST
@@ -35,7 +35,7 @@ def _places(m: ResidentBlocks, name: str, size: int, lanes: NDArray[np.intp]) ->
 
 
 def build(i: Instruction, function: Function) -> Operation | None:
-    """The operation of one of the instructions above; None for jumps, which are the scheduler's."""
+    """Return the operation of one of the instructions above; None for jumps, which the scheduler executes."""
     if i.name in JUMPS:
         return None
     if i.name == COPY:

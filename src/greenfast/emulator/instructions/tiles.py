@@ -37,7 +37,7 @@ def _registers(operand: Operand) -> tuple[Operand, ...]:
 def _read_rows(
     i: Instruction, operand: Operand, count: int
 ) -> Callable[[ResidentBlocks, ThreadSet], tuple[NDArray[np.intp], Arena, Offsets, str]]:
-    """A function that gives the lanes that name rows (8n to 8n + 7 for tile n), and where these rows lie."""
+    """Build a function that returns the lanes and addresses of rows (8n to 8n + 7 for tile n)."""
     where, space = addresses(operand, i), parse_space(i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> tuple[NDArray[np.intp], Arena, Offsets, str]:

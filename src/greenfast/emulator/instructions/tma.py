@@ -137,9 +137,9 @@ def _load(i: Instruction, tensor: bool) -> Operation:
 
 
 def _targets(m: ResidentBlocks, indices: NDArray[np.intp], masks: Any) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """The copies that land: of which of the threads, and how many bytes from their own block's shared memory.
+    """Return the thread of each arriving copy, and the distance in bytes from its own block's shared memory.
 
-    masks: the blocks of the cluster that each thread's copy goes to; None: its own.
+    masks: the destination blocks in the cluster of each thread's copy; None: its own block.
     """
     if masks is None:
         return np.arange(len(indices)), np.zeros(len(indices), np.int64)
@@ -195,10 +195,10 @@ def _store(i: Instruction, tensor: bool) -> Operation:
 
 
 def _require_whole_chunks(m: ResidentBlocks, tile: Tile, owners: NDArray[np.intp]) -> None:
-    """A fault where a row of the tensor ends within 16 bytes that a store writes a part of.
+    """Report a tensor row that ends within 16 bytes that a store writes partly.
 
-    An H100 writes the whole chunk (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), so bytes that are not the
-    tensor's; what it writes there is not known.
+    An H100 writes the whole chunk (seen 2026-11-21, tests/gpu/test_hopper_kernels.py), and so bytes outside of the
+    tensor. The values that it writes there are not known.
     """
     chunks = tile.outer.reshape(-1, CHUNK // tile.unit) >= 0
     cut = np.flatnonzero(chunks.any(axis=1) & ~chunks.all(axis=1))
@@ -212,7 +212,10 @@ def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def _wait(i: Instruction) -> Operation:
-    """cp.async.bulk.wait_group: the first time, others go first, so that they may meet what is still in flight."""
+    """Build cp.async.bulk.wait_group.
+
+    At the first try, other threads run first, to expose accesses to data in flight.
+    """
     allowed = i.operands[0]
     if not isinstance(allowed, Immediate):
         raise unsupported(i)
@@ -249,9 +252,9 @@ def _wait(i: Instruction) -> Operation:
 
 
 def finish(m: ResidentBlocks) -> None:
-    """All threads have ended: their stores land. A fault where a copy may still write to a block's shared memory.
+    """Complete the stores after all threads have ended. Report copies that may still write to a block's shared memory.
 
-    That one may still read it is a formal finding: another block may get the memory before the copy has read it.
+    A copy that may still read it is a formal finding: another block may get the memory before the copy has read it.
     """
     for load in m.arriving:
         m.current = load.instruction

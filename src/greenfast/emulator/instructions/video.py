@@ -62,7 +62,7 @@ def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[ResidentBloc
 
 
 def _operation(i: Instruction, name: str) -> Callable[[Wide, Wide], Wide]:
-    """What an instruction does with two numbers."""
+    """Return the function of an instruction on two numbers."""
     if name == "vset":
         compare = next(_COMPARE[p] for p in i.parts if p in _COMPARE)
         return lambda a, b: np.asarray(compare(a, b)).astype(np.int64)
@@ -142,7 +142,7 @@ def _split_parts(words: Values, bits: int, kind: str) -> Wide:
 
 
 def _chosen(i: Instruction, selector: str, default: str, count: int) -> list[int]:
-    """Which halves or bytes of (a, b) an operand is made of, the lowest first."""
+    """Return the halves or bytes of (a, b) that form an operand, lowest first."""
     letter, digits = ("h" if count == 2 else "b"), selector[1:] or default
     if (
         (selector and selector[0] != letter)
@@ -154,7 +154,7 @@ def _chosen(i: Instruction, selector: str, default: str, count: int) -> list[int
 
 
 def several(i: Instruction) -> Operation:
-    """The instructions on two halves or four bytes; .add sums the results with c, else c fills what the mask omits."""
+    """Build instructions on two halves or four bytes. For .add, c is added; else c fills masked-out parts."""
     count = int(i.name[-1])
     bits, name = 32 // count, i.name[:-1]
     kinds = [p for p in i.parts if p in ("u32", "s32")]

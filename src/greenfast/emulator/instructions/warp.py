@@ -1,8 +1,8 @@
-"""Instructions in which the threads of a warp work together: shuffles, votes, matches, reductions, elections.
+"""Instructions between the threads of a warp: shuffles, votes, matches, reductions, elections.
 
-Two things name the participants: the threads that execute the instruction now, which the scheduler decides, and each
-thread's member mask. Threads of a warp that give the same mask are one group and exchange values among themselves;
-threads that the mask names and that do not execute (they have ended) take no part.
+The participants are the threads that execute the instruction together, as the scheduler decides, and that have the same
+member mask. Threads of a warp with the same mask are one group and exchange values. Threads in the mask that have ended
+do not take part.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LANE = np.arange(WARP)
 _BIT = np.uint32(1) << _LANE.astype(np.uint32)
 _FULL = np.uint32(0xFFFFFFFF)
 
-#: What a shuffle gives from a thread that takes no part, where the PTX ISA fixes nothing; as floats these are NaN.
+#: Result of a shuffle from a thread that takes no part, which the PTX ISA leaves open; as a float this is NaN.
 _NOBODY = np.uint32(0xFFFFFFFF)
 
 
 def whole_warps(m: ResidentBlocks, lanes: ThreadSet, what: str) -> NDArray[np.intp]:
-    """(warps, 32) thread indices; a fault where a warp is not complete."""
+    """Return (warps, 32) thread indices. Report an incomplete warp."""
     indices = lane_indices(lanes)
     complete = len(indices) % WARP == 0
     if complete:
@@ -72,7 +72,7 @@ class _Members:
         return table.reshape(-1) if self.rows is None else table[self.rows, self.columns]
 
     def peers(self) -> NDArray[np.bool_]:
-        """(warps, 32, 32): whether two lanes execute with the same mask, which names both."""
+        """Return (warps, 32, 32): whether two lanes execute with the same mask and are both in it."""
         if self.masks is None:
             return np.ones((self.warps, WARP, WARP), np.bool_)
         masks = self.masks
@@ -81,7 +81,7 @@ class _Members:
 
 
 def _members(m: ResidentBlocks, lanes: ThreadSet, mask: Reader) -> _Members:
-    """The threads that execute and their masks; a fault where a thread is not in its own mask."""
+    """Return the executing threads and their masks. Report a thread that is not in its own mask."""
     given = np.asarray(mask(m, lanes))
     every = bool((given == _FULL).all())
     if isinstance(lanes, slice) and every:

@@ -2,9 +2,9 @@
 
 Facts: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 
-A product is computed at its issue, exactly and with float32 sums; the hardware adds 8-bit products with fewer bits
-(about 14 of significand), which is not modelled. Until a wgmma.wait_group covers it, its accumulators can be neither
-read nor written, its A registers not written, and the shared memory that it reads not overwritten.
+A product is computed at its issue, exactly and with float32 sums. The hardware adds 8-bit products with fewer bits
+(about 14 of significand), which is not modelled. Until a wgmma.wait_group covers the product, its accumulators must not
+be read or written, its A registers not written, and its shared-memory operands not overwritten.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def _wait(i: Instruction) -> Operation:
-    """wgmma.wait_group: the first time, others go first, so that they may meet what is still in flight."""
+    """Build wgmma.wait_group. At the first try, other threads run first, to expose accesses to data in flight."""
     allowed = i.operands[0]
     if not isinstance(allowed, Immediate):
         raise unsupported(i)
@@ -259,7 +259,7 @@ def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None
 def _read_uniform(
     m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, what: str
 ) -> Values:
-    """(blocks,) values of which all threads of a warpgroup must have the same."""
+    """Return (blocks,) values that must be equal in all threads of a warpgroup."""
     table = np.broadcast_to(values, len(lane_indices(lanes))).reshape(_WARPS, len(blocks), WARP)
     differ = np.flatnonzero((table != table[:1, :, :1]).ravel())
     if len(differ):
@@ -313,7 +313,7 @@ def _operand(
 
 
 def is_plain(i: Instruction) -> bool:
-    """Whether a mov copies a register or a literal to a register."""
+    """Return whether a mov copies a register or a literal to a register."""
     plain = isinstance(i.operands[1], (Register, Immediate))
     return plain and isinstance(i.operands[0], Register) and i.operands[0].name != "_"
 

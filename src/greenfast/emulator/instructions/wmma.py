@@ -50,9 +50,9 @@ def wmma(i: Instruction) -> Operation:
 
 
 class _Tile:
-    """Where the units of a tile lie: elements, or bytes where several elements are in one.
+    """The units of a tile in memory: elements, or bytes that hold several elements.
 
-    a row is one of the (rows, K) of A, of the (columns, K) of B, or of the (rows, columns) of C and D.
+    A row is one of the (rows, K) of A, of the (columns, K) of B, or of the (rows, columns) of C and D.
     """
 
     def __init__(self, i: Instruction, address: Operand, stride: Operand | None) -> None:
@@ -87,7 +87,7 @@ class _Tile:
         return arena, start[:, None, None] + element * self.size // self.per_unit, lead, actual
 
     def threads(self, lead: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The thread of each unit of a tile; PTX leaves open which one it is."""
+        """Return the thread of each unit of a tile; PTX leaves open which one it is."""
         row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit) // self.per_unit
         across, along = (unit, row) if self.across else (row, unit)
         lanes = across % 8 * 4 + along * self.size // 4 % 4
@@ -96,11 +96,11 @@ class _Tile:
     def count(self, m: ResidentBlocks, space: str, store: bool, offsets: _Places, lead: NDArray[np.intp]) -> None:
         """Count the access of a tile as the hardware's threads make it.
 
-        PTX leaves open which thread touches which element. What ptxas makes of it for sm_80 and up: halves are read by
-        one ldmatrix of four matrices (LDSM.16.M88.4, .MT88.4 where the tile is stored the other way), a thread per 16
-        bytes; an accumulator has the layout of mma's, and goes in accesses of two neighbours of a row where the tile is
-        stored by rows, of one element where it is stored by columns. Tests hold this against the machine code. Other
-        operands are counted as accesses of a register's elements where these are neighbours, else of one element.
+        PTX leaves the assignment of elements to threads open. ptxas for sm_80 and newer reads halves with one ldmatrix
+        of four matrices (LDSM.16.M88.4; .MT88.4 for the transposed storage order), one thread per 16 bytes. An
+        accumulator has mma's layout: accesses of two neighbours of a row if it is stored by rows, of one element if it
+        is stored by columns. Tests compare this with the machine code. Other operands are counted per register if its
+        elements are neighbours, else per element.
         """
         threads = (lead[:, None] + _LANE).ravel()
         if self.which in "ab" and self.size == 2:

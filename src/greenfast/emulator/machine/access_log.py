@@ -1,4 +1,4 @@
-"""What is kept of accesses: their numbers, and the last writers and readers of words of shared and global memory."""
+"""Logs of memory accesses: their numbers, and the last writers and readers of each word."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VIEWS: dict[int, Any] = {1: np.uint32, 2: np.uint64, 4: np.complex128}
 
 
 class RestartWithReadTracking(Exception):  # noqa: N818 - no error: the run begins again
-    """A buffer is written whose reads were not recorded: the grid has to run again, with them."""
+    """Request to run the grid again: it writes a buffer after reads that were not recorded."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -67,7 +67,7 @@ class UniformWrites:
         np.bitwise_or.at(self._lanes, places, np.uint32(1) << lanes)
 
     def has(self, places: Numbers, numbers: Numbers, lanes: Numbers) -> Numbers:
-        """Return whether lanes are among those that wrote to places in these accesses."""
+        """Return which lanes took part in the writes with these numbers."""
         found: Numbers = self._lanes[places] >> lanes.astype(np.uint32) & np.uint32(1) > 0
         found &= self._numbers[places] == numbers
         return found
@@ -95,9 +95,10 @@ class SilentWrites:
 
 
 class GlobalRecord:
-    """Last writers and readers of words of global memory: (access number << 32) + (lane << 27) + block + 1, or 0.
+    """The last writers and readers of each word of global memory.
 
-    inputs: allocations that a kernel may only read. input_writes: of each one that was written, where it was first.
+    An entry is (access number << 32) + (lane << 27) + block + 1, or 0 for no access. inputs: allocations that a kernel
+    may only read. input_writes: the first write to each input.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class GlobalRecord:
     ) -> None:
         self.memory = memory
         self.accesses = Accesses()
-        #: By bytes of a unit: words, and for narrower accesses bytes.
+        #: Per unit size: words, and bytes for narrower accesses.
         self.writes: dict[int, Numbers] = {}
         self.reads: dict[int, tuple[Numbers, Numbers]] = {}
-        #: By unit: of writes, the lanes of a warp that wrote the same.
+        #: Per unit size: the lanes of a warp that wrote the same value.
         self.agreeing: dict[int, UniformWrites] = {}
-        #: By unit: unordered writes that left the same value.
+        #: Per unit size: unordered writes that left the same value.
         self.silent: dict[int, SilentWrites] = {}
-        #: By access in which several blocks wrote one value to a place: (place << 32) + block, sorted.
+        #: Per access in which several blocks wrote one value to a place: (place << 32) + block, sorted.
         self.joint: dict[int, Numbers] = {}
         self.atomics: dict[int, Numbers] = {}  # those that changed something
         #: Atomic, volatile, relaxed, acquire and release accesses, by scope and whether they write; only if ``scoped``.
         self.strong: dict[tuple[int, bool], dict[int, Numbers]] = {}
-        #: Whether some of these accesses have the scope of a block or a cluster.
+        #: True if some of these accesses have block or cluster scope.
         self.scoped = scoped
         self.dirty: set[int] = set()  # allocations that the launch has written
         self.read: set[int] = set()  # and such that it has read with no record
@@ -170,7 +171,7 @@ class AccessTable:
         self.silent: SilentWrites | None = None
 
     def put_silent(self, rows: Numbers, size: int, number: int) -> None:
-        """Record an access that leaves the values of unordered writes; call it before ``put``."""
+        """Record an access that leaves the values of unordered writes. Call it before ``put``."""
         if self.silent is None:
             self.silent = SilentWrites(len(self.entries))
         places = self._places(rows, size)
@@ -205,7 +206,10 @@ class AccessTable:
         self.agreeing.put(places, number, values.reshape(-1, self.unit), threads.ravel(), owners)
 
     def wrote(self, rows: Numbers, size: int, numbers: Numbers, threads: Numbers, owners: Numbers) -> Numbers:
-        """Return where (elements, units) threads are among those that wrote what is there, in the accesses given."""
+        """Return (elements, units):
+
+        whether each thread took part in the last write there, if that write has this number.
+        """
         if self.agreeing is None:
             return np.zeros(numbers.shape, np.bool_)
         places = self._places(rows, size)
@@ -254,9 +258,9 @@ class AccessTables(dict[int, AccessTable]):
 
 
 def group_units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
-    """What an access is recorded by: the bytes of a unit, its elements by number, and their size.
+    """Return the unit size of an access in bytes, its element indices, and its element size.
 
-    Neighbouring elements that fill 16 bytes, as threads in a row or a matrix fragment have them, are taken together.
+    Neighbouring elements that fill 16 bytes are combined. Threads in a row and matrix fragments access such elements.
     """
     many = _PIECE // size
     if many > 1 and len(offsets) % many == 0:
@@ -270,7 +274,7 @@ def group_units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
 
 
 def access_threads(lanes: slice | Numbers, count: int) -> Numbers:
-    """The thread of each of an access's elements, of which several may be one thread's."""
+    """Return the thread of each element of an access. A thread may have several elements."""
     found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
     return found if len(found) == count else found[np.arange(count) * len(found) // count]
 
@@ -293,7 +297,7 @@ def unit_indices(offsets: Numbers, size: int) -> tuple[int, Numbers]:
 
 
 def find_conflicts(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator[tuple[int, int]]:
-    """Of elements that were overwritten in the access that wrote them: the last one there, where its value differs."""
+    """Yield (last, element) for each element that its own access overwrote with another value."""
     order = np.lexsort((np.arange(len(offsets)), offsets))
     last = dict(zip(offsets[order].tolist(), order.tolist(), strict=True))
     for row in np.flatnonzero(lost.any(axis=1)).tolist():
@@ -303,7 +307,7 @@ def find_conflicts(offsets: Numbers, values: Numbers, lost: Numbers) -> Iterator
 
 
 def find_changed(arena: Arena, offsets: Numbers, size: int, values: Numbers) -> Numbers:
-    """Which elements of ``size`` bytes of a write change what is there."""
+    """Return which elements of ``size`` bytes a write changes."""
     before = arena.data[offsets[:, None] + np.arange(size)]
     changed: Numbers = (before != values.reshape(-1, size)).any(axis=1)
     return changed

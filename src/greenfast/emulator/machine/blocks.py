@@ -1,6 +1,6 @@
 """The blocks that run together: their threads, memory and position in the grid; and the faults of these threads.
 
-Threads are laid out [warp of its block][block][lane], so that one warp of every block at once is a slice.
+Threads are ordered [warp of its block][block][lane], so that one warp index over all blocks is a slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.facts import FORMAL, Finding
 
 WARP = 32
-#: Which threads an instruction runs for: a slice where they are whole warps next to each other, else sorted indices.
+#: The threads that execute an instruction: a slice if they are adjacent whole warps, else sorted indices.
 ThreadSet: TypeAlias = "slice | NDArray[np.intp]"
 Values: TypeAlias = NDArray[Any]
 
@@ -49,7 +49,10 @@ def lane_count(lanes: ThreadSet) -> int:
 
 
 def selection(indices: NDArray[np.intp]) -> ThreadSet:
-    """Threads, by their sorted indices, as what they run for: NumPy is several times faster with a slice."""
+    """Convert sorted thread indices to a slice if they are adjacent whole warps:
+
+    NumPy is several times faster with a slice.
+    """
     count = len(indices)
     if count and count % WARP == 0:
         start = int(indices[0])
@@ -142,7 +145,7 @@ class BlockState:
         fragments = [o for i in products for o in i.operands[:2] if isinstance(o, Vector)]
         registers = {r.name for o in fragments for r in o.items if isinstance(r, Register)}
         self.products = Products(self.lanes, registers) if products else None
-        #: Which threads are past a griddepcontrol.wait, theirs or of a thread that they have waited for since.
+        #: Threads that are past a griddepcontrol.wait, or that have synchronized with such a thread since.
         self.after_pdl_wait = np.zeros(self.lanes, np.bool_)
         self.current: Instruction = self.function.code[0]
         #: The threads of the current access to memory, in the order of its elements.
@@ -160,7 +163,7 @@ class BlockState:
         return fault
 
     def limit(self, reason: str, lane: int) -> UnsupportedError:
-        """Return the error for what the emulator cannot run, at the current instruction of a thread."""
+        """Return the error for an emulator limit, at the current instruction of a thread."""
         return UnsupportedError(str(self.fault(reason, lane)))
 
     def report_formal(self, name: str, reason: str, lane: int) -> None:

@@ -1,4 +1,4 @@
-"""Deterministic counts of what a kernel executes."""
+"""Deterministic counts of executed instructions and memory accesses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Counts:
                 self.bank_conflicts[str(source)] += conflicts
 
     def add(self, other: Counts) -> None:
-        """Add another's counts to these."""
+        """Add other counts to these."""
         for f in fields(self):
             mine, more = getattr(self, f.name), getattr(other, f.name)
             if isinstance(mine, Counter):

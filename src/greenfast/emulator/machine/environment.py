@@ -1,4 +1,4 @@
-"""What a kernel finds around it that PTX does not define: clocks, places on multiprocessors, numbers, addresses."""
+"""The environment that PTX does not define: clocks, multiprocessor and warp slots, grid numbers, addresses."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-#: What %nsmid and %nwarpid say, unless the surroundings are others.
+#: Default values of %nsmid and %nwarpid.
 MULTIPROCESSORS, WARPS = 132, 64
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Values of the special registers whose values no launch decides, and where global memory is.
+    """Values of special registers that no launch defines, and the address of global memory.
 
-    ticks: by special register, what a clock holds at first and by how much it grows with each executed instruction.
-    multiprocessors: what %nsmid says. turned: whether blocks are on other multiprocessors, and warps in other places.
-    grid: what %gridid says of the first run. memory: bytes that allocations lie above their usual addresses.
-    forced: numbers of a launch and of an instruction in it that compares: each thread's first result is inverted.
-    is_possible: whether a GPU may show all of this at once. It may not for a forced comparison of bits of an address;
-    then only an access outside of memory counts. name: for messages.
+    ticks: for each clock register, its initial value and its increment per executed instruction. multiprocessors: the
+    value of %nsmid. turned: place blocks on other multiprocessors and warps in other slots. grid: %gridid of the first
+    run. memory: offset in bytes of all allocations from their default addresses. forced: a launch and a comparison in
+    it; the first result of each thread there is inverted. is_possible: whether a GPU can show all of these values at
+    once. A forced comparison of address bits may be impossible on a GPU; then only out-of-bounds accesses count. name:
+    for messages.
     """
 
     name: str = ""
@@ -34,7 +34,7 @@ class Surroundings:
     is_possible: bool = True
 
     def clock(self, register: str, executed: int) -> int:
-        """What a clock holds after a number of instructions."""
+        """Return the value of a clock after a number of instructions."""
         start, rate = self.ticks.get(register, (0, 1))
         return start + rate * executed
 
@@ -45,7 +45,7 @@ class Surroundings:
         return count - 2 - place if self.turned else place + 1
 
     def place_warps(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
-        """%warpid of warps that usually are in these places."""
+        """Return %warpid for warps whose default slots are given."""
         return WARPS - 1 - slot if self.turned else slot
 
 
@@ -67,7 +67,8 @@ OTHER = Surroundings(
     grid=1_234_567,
     memory=0x5A_4600_0000,
 )
-#: Special registers whose values no launch decides. %envreg1 and %envreg2 hold the workspace of a cooperative launch.
+#: Special registers with values that no launch defines. %envreg1 and %envreg2 hold the workspace of a cooperative
+#: launch.
 UNDEFINED = {
     *("%clock", "%clock64", "%clock_hi", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"),
     *("%smid", "%nsmid", "%warpid", "%nwarpid", "%gridid"),

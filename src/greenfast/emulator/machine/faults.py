@@ -1,4 +1,4 @@
-"""What the emulator finds wrong with a kernel."""
+"""Faults of a kernel, and their location."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from greenfast.spec.facts import ERROR
 
 @dataclass(frozen=True)
 class Location:
-    """Where a fault was found: line and instruction, block and thread by their indices.
+    """The location of a fault: source line, instruction, block index and thread index.
 
-    place: the memory of the access, in words; empty for a fault that is none of an access.
+    place: description of the accessed memory; empty for a fault without a memory access.
     """
 
     source: SourceLine | None
@@ -24,12 +24,12 @@ class Location:
 
 
 class KernelFaultError(GreenfastError):
-    """The kernel did something that no kernel may do; the message names kernel, source line, block and thread.
+    """A fault of the kernel. The message names kernel, source line, block and thread.
 
-    printed: what the kernel had printed by then. unwritten: whether it is a read of a block's or a thread's own memory
-    or of an output's that nothing has written, which harms only if the value matters. read: of a data race of a load
-    and a store, the load, whose value may not matter either. level: ERROR, or FORMAL. reason: the message without
-    kernel, line and thread. location: where.
+    printed: the output of the kernel up to the fault. unwritten: True for a read of uninitialised shared, local or
+    output memory, which is harmless if its value is unused. read: for a data race between a load and a store, the load;
+    its value may be unused as well. level: ERROR or FORMAL. reason: the message without kernel, line and thread.
+    location: the source location.
     """
 
     exit_code = 1

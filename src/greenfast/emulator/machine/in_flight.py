@@ -1,4 +1,4 @@
-"""What the threads of some blocks have in flight: bulk stores, and matrix products of warpgroups."""
+"""Asynchronous operations in flight: bulk copies, and matrix products of warpgroups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenfast.emulator.machine.memory import CHUNK, WRITTEN, Arena
 from greenfast.emulator.ptx.syntax import Instruction
 
 ThreadSet = Any  # a slice, or sorted indices
-#: Groups of products of a warp whose beginning is known.
+#: Number of product groups per warp for which the first access number is kept.
 GROUPS = 8
 #: Products after which those that are no chunk's last reader are forgotten.
 _KEPT = 512
@@ -55,7 +55,7 @@ class BulkStore:
         self.reading &= ~which
 
     def settle(self, memory: Arena, offsets: NDArray[np.int64], values: NDArray[np.uint8]) -> None:
-        """Land the chunks that another store (chunks of the same size) writes too, where it writes the same to all."""
+        """Write the chunks that another store of the same chunk size also writes with equal values."""
         size = self.values.shape[2]
         present = (self.offsets >= 0) & ~self.landed[:, None]
         own = self.offsets[present]
@@ -88,7 +88,7 @@ def release(shared: Arena, chunks: NDArray[np.int64]) -> None:
 
 
 def chunk_indices(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The chunks that offsets into shared memory lie in."""
+    """Return the chunk index of each offset in shared memory."""
     return offsets // CHUNK
 
 
@@ -144,7 +144,8 @@ class Products:
         self.before = np.zeros((lanes // 32, GROUPS), np.int64)
         self.guards: dict[str, Guard] = {}
         self.reads: list[MatrixReads] = []
-        #: By warpgroup, of each chunk of shared memory the last product that reads it, counted from 1; and their waits.
+        #: Per warpgroup and chunk of shared memory: the last product that reads the chunk, counted from 1; and the
+        #: waits for it.
         self.readers: dict[int, NDArray[np.int32]] = {}
         self.waited: dict[int, ProductWaits] = {}
         self._issued = 0
@@ -152,7 +153,7 @@ class Products:
             self.guard(name)
 
     def add(self, reads: MatrixReads, chunks: int) -> None:
-        """Note what a product reads, of as many chunks as shared memory has."""
+        """Record the reads of a product. ``chunks``: the number of chunks of shared memory."""
         self.reads.append(reads)
         self._issued += 1
         if self._issued % _KEPT == 0:
@@ -171,14 +172,14 @@ class Products:
         return found
 
     def unreadable(self, name: str, lanes: ThreadSet) -> NDArray[np.intp]:
-        """Positions among ``lanes`` of threads whose register a product has yet to write."""
+        """Return positions in ``lanes`` of threads with a pending product write to the register."""
         guard = self.guards.get(name)
         if guard is None:
             return _NONE
         return (guard.writes[lanes] > self.done[lanes]).nonzero()[0]
 
     def unwritable(self, name: str, lanes: ThreadSet) -> NDArray[np.intp]:
-        """Positions among ``lanes`` of threads whose register a product has yet to write or to read."""
+        """Return positions in ``lanes`` of threads with a pending product read or write of the register."""
         guard = self.guards.get(name)
         if guard is None:
             return _NONE

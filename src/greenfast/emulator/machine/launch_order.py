@@ -1,8 +1,9 @@
-"""Launches in a row: which of them read and wrote a byte, and what one that begins early may touch.
+"""The order of launches in a chain: which launch last read and wrote each byte, and early accesses that are illegal.
 
-A launch with programmatic stream serialization may begin before the one before it has ended. Until griddepcontrol.wait
-it may not touch what that one writes, nor write what it reads; and ld.global.nc, which promises that nothing is written
-there while the kernel runs, must not read it even after the wait: the compiler may move the load ahead of the wait.
+A launch with programmatic stream serialization may begin before its predecessor ends. Until griddepcontrol.wait it must
+not access bytes that the predecessor writes, nor write bytes that the predecessor reads. ld.global.nc requires that
+nothing is written during the kernel, so it must not read such bytes even after the wait: the compiler may move the load
+before the wait.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class LaunchOrder:
         return row, f"{what} in a launch that may begin early, {why}"
 
     def conflict(self, offsets: Offsets, size: int, writes: bool, waited: Any) -> tuple[int, str] | None:
-        """The first of these accesses that nothing orders after an earlier launch, and what is wrong with it.
+        """Return the first access that is not ordered after an earlier launch, and the conflict in words.
 
-        waited: which of them come after a griddepcontrol.wait.
+        waited: which accesses follow a griddepcontrol.wait.
         """
         places = offsets[:, None] + np.arange(size)
         found = self._unfinished(self.wrote[places])

@@ -23,7 +23,7 @@ PENDING = np.uint64(MOST_ARRIVALS)
 
 
 class MbarrierError(Exception):
-    """What an operation did that an mbarrier does not allow, and the position of its row among the operation's rows."""
+    """An illegal mbarrier operation: the reason, and the position of its row in the operation."""
 
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
@@ -33,8 +33,9 @@ class MbarrierError(Exception):
 class Mbarriers:
     """All 8-byte words of shared memory as mbarriers.
 
-    live: which of them are initialised. visible: which of these a fence or a barrier has shown to bulk copies since.
-    ``changes`` counts what may let a waiting thread go on. ``on_complete`` is called with those whose phase completes.
+    live: the initialised mbarriers. visible: the mbarriers that a fence or a barrier has made visible to bulk copies.
+    ``changes`` counts events that may unblock a waiting thread. ``on_complete`` is called with the mbarriers that
+    complete a phase.
     """
 
     def __init__(self, words: int) -> None:
@@ -99,7 +100,7 @@ class Mbarriers:
         self.changes += 1
 
     def _settle(self, rows: Rows) -> None:
-        """Begin the next phase of those that have all they wait for."""
+        """Begin the next phase of each complete mbarrier."""
         done = np.unique(rows[(self.pending[rows] == 0) & (self.bytes[rows] == 0)])
         if len(done):
             if self.on_complete is not None:
@@ -109,12 +110,12 @@ class Mbarriers:
             self.changes += 1
 
     def passed(self, rows: Rows, parity: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the last phase of that parity has completed."""
+        """Return whether the last phase of that parity is complete."""
         found: NDArray[np.bool_] = (self.phase[rows] & 1) != parity
         return found
 
     def describe(self, row: int) -> str:
-        """What an mbarrier waits for."""
+        """Describe the pending arrivals and bytes of an mbarrier."""
         if not self.live[row]:
             return "not initialised"
         left, missing = int(self.pending[row]), int(self.bytes[row])

@@ -1,7 +1,7 @@
-"""Global and shared memory that know which bytes exist and which were written.
+"""Global and shared memory that track which bytes are allocated and written.
 
-Both are byte arrays with a state per byte, so that a read or write outside of an allocation, of a byte that nothing
-wrote, or of a byte that an asynchronous copy has not delivered is found where it happens.
+Both are byte arrays with a state per byte. A read or write out of bounds, of an uninitialised byte, or of a byte that
+an asynchronous copy has not delivered is reported at the access.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ OUTSIDE, UNWRITTEN, WRITTEN, IN_FLIGHT, BARRIER, LEFT = 0, 1, 2, 3, 4, 5
 #: How the reason of a BadAccessError for a read of UNWRITTEN bytes ends.
 UNWRITTEN_READ = "of an element that nothing has written"
 
-#: Where an address is that is in or next to no allocation.
+#: Description of an address far from every allocation.
 NO_ALLOCATION = "in no allocation"
 
 #: Bytes that asynchronous reads lock together.
 CHUNK = 16
 
-#: Where the address windows begin in the generic address space; each is larger than what it holds.
+#: Start addresses of the windows in the generic address space. A window is larger than its contents.
 GLOBAL_BASE = 0x7F00_0000_0000
 SHARED_BASE = 0x7E00_0000_0000
 LOCAL_BASE = 0x7D00_0000_0000
 PARAM_BASE = 0x7C00_0000_0000
-#: Functions have addresses where no memory is.
+#: Addresses of functions, outside of all memory.
 FUNCTION_BASE = 0x7B00_0000_0000
 BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 #: A window is 2^39 bytes, at a multiple of its size.
@@ -66,9 +66,9 @@ def window(address: int) -> str:
 
 
 def explain_pointer(address: int) -> str:
-    """Return what an address near 0 or -1 shows about its pointer; empty for other addresses.
+    """Explain an address near 0 or -1 as a null or uninitialised pointer; return "" for other addresses.
 
-    Offsets are multiples of 4 mostly, so that 63 is -1 with an offset and 64 is 0 with an offset.
+    Offsets are mostly multiples of 4: 63 is -1 with an offset, 64 is 0 with an offset.
     """
     if not -_GAP <= address < _GAP:
         return ""
@@ -85,19 +85,19 @@ def elements(data: Bytes, size: int) -> NDArray[Any]:
 
 @cache
 def _state(state: int, size: int) -> Any:
-    """The element whose bytes all have a state."""
+    """Return the element with this state in every byte."""
     return elements(np.full(size, state, np.uint8), size)[0]
 
 
 class Arena:
     """A byte array with a state per byte. Addresses are offsets into it.
 
-    An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size.
-    ``readers``: for each 16 bytes, how many asynchronous operations still read them; only where a kernel has such.
-    ``on_read``, ``on_write``: told of offsets, size and what is to be written, before it is. ``on_generic``: told of
-    offsets, whether they are written and whether the others were told, of accesses that are not asynchronous.
-    ``writes``: how many writes there have been, of atomic ones, and of all with ``compares``, those that changed
-    something.
+    An access is ``count`` addresses of ``size`` bytes each (1, 2, 4, 8 or 16), aligned to their size. ``readers``: for
+    each 16 bytes, the number of asynchronous operations that still read them; None if the kernel has no such operation.
+    ``on_read``, ``on_write``: called before an access with offsets, size and the values to write. ``on_generic``:
+    called for synchronous accesses with offsets, whether they write, and whether ``on_read`` or ``on_write`` was
+    called. ``writes``: the number of writes; of atomic writes, and of all writes with ``compares``, only those that
+    change a value.
     """
 
     def __init__(self, size: int, state: int) -> None:
@@ -256,7 +256,7 @@ class GlobalMemory(Arena):
         return list(self.starts)[number]
 
     def owners(self, offsets: Addresses) -> set[int]:
-        """The numbers of the allocations that offsets lie in."""
+        """Return the numbers of the allocations that contain the offsets."""
         low = bisect_right(self._list, int(offsets.min())) - 1
         if low == bisect_right(self._list, int(offsets.max())) - 1:
             return {low}
@@ -267,7 +267,7 @@ class GlobalMemory(Arena):
         return self.base + self.starts[name]
 
     def end_of(self, name: str) -> int:
-        """Where an allocation ends, as an offset."""
+        """Return the end offset of an allocation."""
         return self.starts[name] + self.sizes[name]
 
     def bytes_of(self, name: str) -> Bytes:
@@ -279,7 +279,7 @@ class GlobalMemory(Arena):
         return self.state[self.starts[name] : self.end_of(name)]
 
     def describe(self, offset: int) -> str:
-        """Where an offset lies: in, before or after which allocation."""
+        """Describe an offset: its position in, before or after an allocation."""
         for name, start in self.starts.items():
             size = self.sizes[name]
             if start <= offset < start + size:

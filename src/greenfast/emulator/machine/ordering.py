@@ -1,14 +1,14 @@
-"""What is known to have happened before what, between the warps of a block and between blocks.
+"""Happens-before between the warps of a block and between blocks, as vector clocks.
 
-Accesses are numbered in the order of their execution. Each warp has a vector clock: up to which number it knows the
-accesses of each warp of its block; each block, as a whole, has one for the other blocks. Barriers and mbarriers pass
-knowledge on inside a block. Between blocks, and through flags and locks, atomic, volatile and acquire or release
-accesses do: a write passes on what its warp, and to other blocks its block, knew at its last fence (a release: what it
-knows), a read takes up what was passed on there. A fence or an access passes nothing on beyond its scope: the block,
-the cluster, the device. An ordinary write counts as one of these where another thread waits for it in this way.
+Accesses are numbered in execution order. Each warp has a vector clock: for each warp of its block, the number up to
+which its accesses happened before. Each block has one vector clock for the other blocks. Barriers and mbarriers join
+clocks within a block. Between blocks, and through flags and locks, clocks pass through atomic, volatile, acquire and
+release accesses. A write stores the clock of the last fence of its warp (to other blocks: of its block); a release
+stores the current clock. A read joins the stored clock. Fences and accesses have a scope: block, cluster or device. An
+ordinary write counts as a release if another thread polls it in this way.
 
-Next to it each warp has two more, of accesses that a fence of the asynchronous proxy came after too (see proxies.py):
-the fence copies the first clock to them, and what passes the one on passes on the others.
+Each warp has two more clocks, for accesses that also precede a fence of the asynchronous proxy (see proxies.py). The
+fence copies the first clock to them, and they are joined with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
-#: Knows all of it.
+#: Clock value after all accesses.
 EVERYTHING = np.iinfo(np.int64).max
 
 
-#: Scopes of accesses and fences, each within the next. What is wider than a device counts as a device.
+#: Scopes of accesses and fences, from narrow to wide. Wider scopes than the device count as the device.
 BLOCK, CLUSTER, DEVICE = 0, 1, 2
 
 
@@ -36,11 +36,11 @@ def parse_scope(parts: Sequence[str]) -> int:
 
 @dataclass
 class _SyncWord:
-    """A word through which threads synchronize, and what was passed on there.
+    """A word through which threads synchronize, and the clocks that were stored there.
 
-    blocks: to all blocks. clusters: to the blocks of a cluster. warps: to the warps of a block. lanes: by block and
-    warp, what its threads passed on of the lanes of their own warp. foreign: by block, what its warps passed on of
-    other warps than themselves.
+    blocks: the clock for all blocks. clusters: per cluster, the clock for its blocks. warps: per block, the clock for
+    its warps. lanes: per block and warp, the clock of its lanes. foreign: per block, the clocks that its warps stored
+    for other warps.
     """
 
     version: int = 0
@@ -52,7 +52,7 @@ class _SyncWord:
 
 
 def _join(table: dict[Any, Numbers], key: Any, known: Numbers) -> None:
-    """Add knowledge to what a table holds."""
+    """Join a clock into a table."""
     before = table.get(key)
     table[key] = known if before is None else np.maximum(before, known)
 
@@ -66,19 +66,20 @@ class Ordering:
         """``proxies``: whether to keep the clocks of proxy fences."""
         self.through_memory, self.cluster_size = through_memory, cluster_size
         self._clocks = np.zeros((blocks, warps, 3 if proxies else 1, warps), np.int64)
-        #: [block, warp, warp of the block]: which accesses of the latter the former knows to be over.
+        #: [block, warp, warp of the block]: the latter's accesses up to this number happened before the former's next
+        #: access.
         self.warps = self._clocks[:, :, 0]
         self.warps[:, range(warps), range(warps)] = EVERYTHING
-        #: [block, warp, writes or reads, warp of the block]: which of these writes and reads a proxy fence came after.
+        #: [block, warp, writes or reads, warp of the block]: the same, for accesses that a proxy fence follows.
         self.proxied = self._clocks[:, :, 1:] if proxies else None
-        #: For each warp number, what every block's warp knows at least of all others.
+        #: Per warp number: the minimum over blocks and over the other warps.
         self.min_clock = [EVERYTHING if warps == 1 else 0] * warps
         self.now = 0
         count = blocks if through_memory else 0
         #: [block, block]; by scope of the fence, as it was at each block's last one.
         self.blocks = np.zeros((count, count), np.int64)
         self.fenced = {CLUSTER: np.zeros((count, count), np.int64), DEVICE: np.zeros((count, count), np.int64)}
-        #: [block, warp, warp of the block]: what each warp knew at its last fence of any scope.
+        #: [block, warp, warp of the block]: the clock of each warp at its last fence of any scope.
         self.fenced_warps = np.zeros((count, warps, warps), np.int64)
         self._words: dict[tuple[str, int], _SyncWord] = {}
         self._seen: dict[tuple[int, int, str, int], int] = {}
@@ -86,7 +87,7 @@ class Ordering:
         self._mbarriers: dict[int, Numbers] = {}
 
     def snapshot(self, block: int, warp: int) -> Numbers:
-        """(clocks, warps) what a warp passes on to others of its block."""
+        """Return (clocks, warps): the clock that a warp passes to other warps of its block."""
         known: Numbers = self._clocks[block, warp].copy()
         known[0, warp] = self.now  # in place of everything
         return known
@@ -148,7 +149,7 @@ class Ordering:
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
     def release(self, row: int, block: int, warp: int, relaxed: bool = False) -> None:
-        """A warp arrives at an mbarrier; relaxed: it passes on what it knew at its last fence."""
+        """Release at an mbarrier arrival; relaxed: release the clock of the last fence."""
         known = self.snapshot(block, warp)
         if relaxed:
             known[0] = self.fenced_warps[block, warp] if self.through_memory else 0
@@ -156,12 +157,12 @@ class Ordering:
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 
     def arrived_clock(self, row: int, warp: int) -> int:
-        """Return up to which access of a warp those that have arrived at an mbarrier know."""
+        """Return the clock component of a warp that the arrivals at an mbarrier have stored."""
         known = self._mbarriers.get(row)
         return 0 if known is None else int(known[0, warp])
 
     def acquire(self, row: int, block: int, warp: int) -> int:
-        """A warp has waited for an mbarrier; returns up to which of its own accesses those that arrived knew."""
+        """Acquire after an mbarrier wait. Return the released clock component of the waiting warp itself."""
         known = self._mbarriers.get(row)
         if known is None:
             return 0
@@ -180,7 +181,7 @@ class Ordering:
                     fenced[block, block] = self.now
 
     def store_release(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
-        """A warp writes to a place; returns up to which of its own accesses it passes on."""
+        """Store the clock of a warp at a word. Return the component of the warp itself."""
         place = self._words.setdefault((space, address), _SyncWord())
         place.version += 1
         if space == "global" and scope >= CLUSTER:
@@ -196,7 +197,7 @@ class Ordering:
         return own
 
     def store_release_lanes(self, space: str, address: int, block: int, warp: int, known: Numbers) -> None:
-        """Threads of a warp write to a place; known: (32,) what they pass on of the lanes of their warp."""
+        """Store (32,) clock components of the lanes of a warp at a word."""
         _join(self._words[space, address].lanes, (block, warp), known)
 
     def load_acquire(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
@@ -218,7 +219,7 @@ class Ordering:
             self.join(block, warp, place.warps[block])
 
     def load_acquire_lanes(self, space: str, address: int, block: int, warp: int) -> Numbers | None:
-        """Return (32,) what a thread that reads a place learns of the lanes of its warp."""
+        """Return (32,) the clock components of the reader's lanes that are stored at a word."""
         place = self._words.get((space, address))
         if place is None or block not in place.foreign:
             return None

@@ -12,17 +12,17 @@ from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Special
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array
 
-#: What a warp executes before its first mark's clock starts and after its last mark.
+#: Name of the counts before the first mark and after the last mark of a warp.
 OUTSIDE = "outside"
 _MOST_READS = 63  # bits of a sum that is signed
 
 
 class PhaseCounts:
-    """Counts by the read of the clock that the counted warp came to next.
+    """Counts per clock read: work of a warp is assigned to its next read of the clock.
 
-    The PTX does not say which phase a read ends, but the kernel's own sums do. Here a thread's clock gains a unique
-    bit the first time that the thread comes to each read, and nothing else advances it: so the bits in the sum of a
-    phase name the reads that end it. Threads of a warp that diverge share what the warp has counted since.
+    PTX does not name the phase that a read ends, but the kernel's sums do. The emulated clock of a thread gains a
+    unique bit when the thread first reaches each read, and does not advance otherwise. So the bits in the sum of a
+    phase name the reads that end it. Threads of a diverged warp share the counts of the warp.
     """
 
     def __init__(self, function: Function) -> None:
@@ -45,7 +45,7 @@ class PhaseCounts:
         self._clocks = np.zeros(threads, np.uint64)
 
     def select_warp(self, warp: int) -> Counts:
-        """What the warp of that number has executed since it last read the clock, in all blocks; it runs now."""
+        """Select the running warp. Return its counts over all blocks since its last clock read."""
         self._warp = warp
         return self._since.setdefault(warp, Counts())
 
@@ -62,10 +62,9 @@ class PhaseCounts:
             self._outside.add(counts)
 
     def by_phase(self, names: Sequence[str], sums: Array) -> dict[str, Counts]:
-        """The counts of each phase, and of what lies outside of all.
+        """Return the counts of each phase and of the code outside of all phases.
 
-        sums: int64 (blocks, phases), as the kernel wrote them.
-        Raises UsageError where a read of the clock ends several phases.
+        sums: int64 (blocks, phases), as the kernel wrote them. Raises UsageError if one clock read ends several phases.
         """
         masks = np.bitwise_or.reduce(sums.astype(np.int64), axis=0)
         found = {name: Counts() for name in (*names, OUTSIDE)}

@@ -1,9 +1,9 @@
-"""Loops: which of them wait for other threads, and when nothing can change any more.
+"""Loops that wait for other threads, and detection of deadlocks.
 
-A warp runs until it waits or ends. A loop that reads what others may write (atomics, volatile and acquire loads) leaves
-its warp after each iteration, any other after many, so that what it waits for can happen. A round of all warps in which
-no memory, barrier or thread changed is quiet; when the registers too equal an earlier quiet round's, with nothing
-changed in between, the blocks wait for ever.
+A warp runs until it waits or ends. A loop with reads of memory that others may write (atomics, volatile and acquire
+loads) yields after each iteration, other loops after many iterations. A round of all warps is quiet if no memory,
+barrier or thread changed. The blocks are deadlocked if the registers also equal those of an earlier quiet round with no
+change in between.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from greenfast.emulator.ptx.syntax import Function, Instruction, Symbol
 
 #: Iterations of a loop after which its warp lets others run.
 MAX_ITERATIONS = 4096
-#: How many iterations one counts as, in a loop that lets other warps run and that no thread leaves.
+#: Weight of an iteration in a loop that yields and has no exit.
 ENDLESS_WEIGHT = 16
 #: Instructions of a warp, with no barrier and no end of a thread meanwhile, after which it counts as endless.
 MAX_SILENT_INSTRUCTIONS = 500_000
-#: What an iteration of a loop that lets others run counts as, in instructions: about the time that it takes.
+#: Cost of an iteration of a yielding loop, in instructions.
 POLL_COST = 100
-#: Instructions after which a warp whose threads keep diverging lets others run.
+#: Instructions of a warp with diverging threads before it yields.
 MAX_DIVERGED_INSTRUCTIONS = 100_000
 #: Quiet rounds after which a wait counts as endless although a register still changes, such as a count of the tries.
 MAX_QUIET_ROUNDS = 200_000
@@ -59,7 +59,7 @@ def find_endless_branches(function: Function) -> set[int]:
 
 
 def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:
-    """Whether an instruction may lead out of the loop from ``start`` to ``end``."""
+    """Return whether an instruction may leave the loop from ``start`` to ``end``."""
     if i.name in ("ret", "exit", "trap", "brkpt"):
         return True
     if i.name != "bra":
@@ -69,14 +69,14 @@ def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:
 
 
 def is_polled(i: Instruction) -> bool:
-    """Whether an instruction reads what other threads may write meanwhile."""
+    """Return whether an instruction reads memory that other threads may write concurrently."""
     if i.name == "atom":
         return True
     return i.name == "ld" and not _STRONG.isdisjoint(i.parts)
 
 
 class Progress:
-    """Whether the blocks of a machine still make progress."""
+    """Detects whether the resident blocks make progress."""
 
     def __init__(self, machine: ResidentBlocks) -> None:
         self.m = machine
@@ -85,7 +85,7 @@ class Progress:
         self._signature_at_power = 0
 
     def is_quiet(self) -> bool:
-        """Whether nothing but registers has changed since the last call."""
+        """Return whether only registers have changed since the last call."""
         m = self.m
         state = (m.memory.writes, m.shared.writes, m.changes)
         if state == self._state:
@@ -94,7 +94,7 @@ class Progress:
         return False
 
     def is_stalled(self, fragments: list[dict[int, ThreadSet]]) -> bool:
-        """Whether a quiet round left the registers as an earlier one, or there have been too many."""
+        """Return whether a quiet round repeats earlier registers, or there were too many quiet rounds."""
         self._rounds += 1
         if self._rounds > MAX_QUIET_ROUNDS:
             return True

@@ -1,14 +1,14 @@
-"""Accesses to shared memory through two proxies, and the fences that have to stand between them.
+"""Accesses to shared memory through the generic and the asynchronous proxy, and the fences required between them.
 
-Bulk copies and wgmma access shared memory through the asynchronous proxy, all else through the generic one. Where an
-asynchronous access follows a generic one to the same place, and one of them writes, a fence.proxy.async must lie on
-the path of synchronization that orders them: by the thread that accessed, or by one that knows of the access by then.
-Where the earlier one is asynchronous, its completion is followed by an implicit fence. The one that follows a wgmma
-counts for what its warps had read before, and for nothing else. No wgmma is accused for what cp.async brought.
+Bulk copies and wgmma access shared memory through the asynchronous proxy, all other instructions through the generic
+proxy. If an asynchronous access follows a generic access to the same place, and one of them writes, a fence.proxy.async
+is required on the synchronization path between them. It may be executed by the first thread, or by a thread that
+synchronizes with it. After an asynchronous access, its completion includes an implicit fence. The implicit fence of a
+wgmma covers only earlier reads of its warps. A wgmma needs no proxy fence for data that cp.async copied.
 docs/emulator.md, "Fences between proxies", has the reasons.
 
-Kept are, of each chunk of 16 bytes, the last generic write and each warp's last generic read. A fence counts for all
-threads of its warp. In a cluster of several blocks it counts for its whole block, and reads are not kept.
+For each chunk of 16 bytes, the last generic write and the last generic read of each warp are kept. A fence counts for
+all threads of its warp. In a cluster of several blocks it counts for its whole block, and reads are not kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from greenfast.emulator.machine.races import Races
 from greenfast.emulator.ptx.syntax import Instruction
 
 Numbers = NDArray[Any]
-#: Of a chunk.
+#: Shift from a byte offset to a chunk index.
 _SHIFT = CHUNK.bit_length() - 1
 WRITES, READS = 0, 1
 _BOTH, _READS = slice(WRITES, READS + 1), slice(READS, READS + 1)
@@ -41,7 +41,7 @@ class Proxies:
         self._reads: dict[int, Numbers] = {}
         #: [writes or reads, warp]: the last one, of any chunk.
         self._last = np.zeros((2, machine.warps), np.int64)
-        #: Of a cluster's blocks, the last access before a fence.
+        #: In clusters: per block, the last access before a fence.
         self._fences = np.zeros(len(machine.blocks), np.int64)
 
     def touched(self, offsets: Numbers, writes: bool, counted: bool) -> None:
@@ -57,7 +57,7 @@ class Proxies:
         self._last[READS, warp] = number
 
     def landed(self, offsets: Numbers, lanes: Numbers, instruction: Instruction) -> None:
-        """Copies by cp.async, which is generic, have come for threads of a warp."""
+        """Record the arrival of cp.async copies of a warp; cp.async uses the generic proxy."""
         warp = int(lanes[0]) // self.m.threads_per_warp_slot
         self.ordering.now = self.races.record.accesses.add(instruction, warp)
         self._write(offsets, warp, self.ordering.now)
@@ -81,9 +81,10 @@ class Proxies:
         self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.threads_per_warp_slot, until, _READS)
 
     def require_fenced(self, offsets: Numbers, warps: Numbers, what: str, writes: bool) -> None:
-        """A fault where a generic access to what warps now access asynchronously had no fence since.
+        """Report a generic access without a later proxy fence, before these asynchronous accesses.
 
-        offsets: of the access at hand, no two chunks in one; warps: those of which one must know of the fence.
+        offsets: of the asynchronous accesses, each in its own chunk. warps: one of these warps must be ordered after
+        the fence.
         """
         self._require(WRITES, self._writes, offsets, warps, what)
         for reads in self._reads.values() if writes else ():

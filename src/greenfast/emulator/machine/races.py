@@ -1,9 +1,9 @@
-"""Data races: two accesses to one byte, one of them a write, neither atomic, by threads that nothing orders.
+"""Data races: two unordered accesses to one byte by different threads, at least one a write, at least one not atomic.
 
-Between the threads of a warp see within.py. Volatile, relaxed, acquire and release accesses count as atomic ones. A
-write that leaves what is there is never a race, nor is a read of what the thread itself wrote together with others of
-its warp. For each word the last write is kept and, in shared memory, each
-warp's last read; in global memory the two blocks that read it last, and only in buffers that the launch writes.
+For threads of one warp see warp_sync.py. Volatile, relaxed, acquire and release accesses count as atomic. A write that
+leaves the value unchanged is no race. Neither is a read after the thread's own write in an instruction where other
+threads of its warp wrote the same value. For each word, the last write is kept. In shared memory the last read of each
+warp is kept as well. In global memory the last reads by two blocks are kept, for buffers that the launch writes.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Races:
         self._shared_reads = [AccessTables(len(machine.shared.data), machine.warps) for _ in range(machine.warps)]
         self.warp_sync = WarpSync(machine)
         self.atomics = Atomics(self)
-        #: By mbarrier: the last phase that each block and warp has waited for, and the number of the wait.
+        #: Per mbarrier, block and warp: the last phase that was waited for, and the access number of the wait.
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-        #: By block and warp: mbarriers that a relaxed wait was for, and its threads.
+        #: Per block and warp: mbarriers with a relaxed wait, and the waiting threads.
         self._relaxed_waits: dict[tuple[int, int], list[tuple[int, Numbers]]] = {}
         self._map_fences: dict[tuple[int, int], int] = {}  # by block and offset of a tensor map: the last fence for it
-        #: Warps that may fall behind at an mbarrier, as nothing waits for them.
+        #: Warps that may lag at an mbarrier, because no thread waits for them.
         self.laggards: set[int] = set()
-        #: Where strong reads may give old values; None where all give the newest.
+        #: Old values that strong reads may return; None: reads return the newest value.
         self.stale: StaleReads | None = None
 
     def begin(self) -> int:
@@ -134,10 +134,10 @@ class Races:
         self.ordering.update_min(np.array(sorted(warps), np.intp))
 
     def complete_phases(self, rows: Numbers) -> None:
-        """Note the warps that may still wait for the phase before the one that completes now, of some mbarriers.
+        """Record warps that may still wait for the previous phase when a phase of these mbarriers completes.
 
-        Such a warp takes no part in what completes the phase, so it may fall two phases behind. The parity that it
-        waits for then never comes, or belongs to another phase.
+        Such a warp does not contribute to the completion, so it may lag by two phases. Its parity then never comes, or
+        belongs to another phase.
         """
         for row in rows.tolist():
             phase = int(self.m.mbarriers.phase[row])
@@ -146,7 +146,7 @@ class Races:
                     self.laggards.add(warp)
 
     def _each(self, places: Numbers, lanes: ThreadSet) -> Iterator[tuple[int, int, int, Numbers]]:
-        """The places that threads name, with block and warp, each once, and the positions of these threads."""
+        """Yield each distinct place with block and warp, and the positions of its threads."""
         blocks = len(self.m.blocks)
         warps = np.arange(self.m.lanes)[lanes] // WARP
         order = np.lexsort((warps, places))
@@ -194,7 +194,7 @@ class Races:
                     self.warp_sync.join(threads, known)
             if writes:
                 until = self.ordering.store_release(space, offset, block, warp, scope)
-                if reads and len(threads) > 1:  # each thread reads what the one before it has left
+                if reads and len(threads) > 1:  # each thread reads the value of the thread before it
                     self.warp_sync.join(threads, np.tri(WARP, WARP, -1, np.int64)[threads % WARP] * until)
                 passed = self.warp_sync.clocks(threads).max(axis=0)
                 passed[threads % WARP] = until
@@ -204,9 +204,9 @@ class Races:
     def _acquire_plain_write(
         self, space: str, offset: int, block: int, warp: int, scope: int, threads: Numbers
     ) -> None:
-        """Let a warp learn what an ordinary write to a place passes on, as one that sets a flag or opens a lock does.
+        """Acquire from an ordinary write that sets a flag or opens a lock.
 
-        That write itself takes part in no race from then on.
+        That write takes part in no race from then on.
         """
         ordering = self.ordering
         if space == "global":
@@ -251,7 +251,7 @@ class Races:
             self._record_reads(self.warp)
 
     def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
-        """Threads write ``size`` bytes each; values: (threads, size) of them, None where they come later."""
+        """Check and record a write of ``size`` bytes per thread; values: (threads, size), None if they arrive later."""
         number = self.begin()
         threads = self.threads(len(offsets))
         unit, rows, size = group_units(offsets, size)
@@ -290,7 +290,7 @@ class Races:
             table.agree(rows, size, number, values, mine, self.m.block_of)
 
     def _check_products(self, offsets: Numbers) -> None:
-        """A fault where a write is not known to come after a warp's wait for a wgmma that reads there."""
+        """Report a write that is not ordered after a warp's wait for a wgmma that reads the same memory."""
         products, m = self.m.products, self.m
         assert products is not None
         chunks = np.unique(offsets // CHUNK)
@@ -324,7 +324,10 @@ class Races:
         table[unit].put(rows, whole, number, warp, threads)
 
     def _record_reads(self, warp: int) -> None:
-        """Record what a warp has read since a barrier: most often no warp writes there before the next one."""
+        """Record the collected reads of a warp.
+
+        Most warps never write there before the next barrier, so this is done late.
+        """
         for offsets, size, number, lanes, collective in self._new_reads[warp]:
             unit, rows, whole = group_units(offsets, size)
             threads = threads_by_unit(self.threads(len(offsets), lanes), len(rows), whole // unit)
@@ -411,7 +414,7 @@ class Races:
     def _is_unordered(
         self, rows: Numbers, elements: Numbers, size: int, numbers: Numbers, others: Numbers
     ) -> NDArray[np.bool_]:
-        """Return which of these accesses by other threads to shared memory are not ordered before the current one."""
+        """Return which of these accesses to shared memory are not ordered before the current one."""
         blocks = rows[elements] * size // self.m.shared_stride
         bad: NDArray[np.bool_] = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
         if not self.warp_sync.is_single_block:
@@ -495,7 +498,7 @@ class Races:
             self.m.report_formal("no-tensormap-fence", f"{what} since: {self.m.memory.describe(offset)}", lane)
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
-        """Note writes to inputs, also of what is there already: a kernel may put back what it overwrote."""
+        """Record writes to inputs, also those that leave the value: a kernel may restore values that it overwrote."""
         for name, row in self.record.inputs_among(offsets, owners):
             what = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
             self.record.input_writes.setdefault(name, str(self.m.fault(what, self._lane(row, len(offsets)))))
@@ -509,7 +512,7 @@ class Races:
                 raise self.m.fault(violation[1], int(threads[violation[0]]))
 
     def tags(self, number: int, count: int) -> Numbers:
-        """What an access to global memory is recorded by, for each of its elements."""
+        """Return the log entry of each element of an access to global memory."""
         threads = self.threads(count)
         blocks = self.m.blocks[self.m.block_of[threads]].astype(np.uint64)
         lanes = (threads % WARP).astype(np.uint64)
@@ -716,7 +719,7 @@ class Atomics:
             self._shared[unit].put(rows, whole, number, races.warp, threads)
 
     def written(self, rows: Numbers, size: int, values: Numbers | None) -> None:
-        """Threads write to shared memory ordinarily: a fault where that meets an atomic access."""
+        """Check an ordinary write to shared memory against atomic accesses."""
         races = self.races
         for table in self._shared.values():
             if table.newest(races.warp) > races.ordering.min_clock[races.warp]:

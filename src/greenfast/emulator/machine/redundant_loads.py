@@ -1,7 +1,7 @@
-"""Loads of one address by several threads of a block, of which one needs the value.
+"""Redundant loads: several threads of a block load one address, and one of them uses the value.
 
-Where a block reads, changes and writes back a number, as Triton's ``store(p, load(p) + x)`` of a scalar does, all of
-its threads load and one stores. That is a race, and harmless: what the other threads got is thrown away.
+For example, Triton's ``store(p, load(p) + x)`` of a scalar loads in all threads and stores in one. This race is
+harmless because the other threads discard their values.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _NOBODY = np.iinfo(np.int64).max
 
 
 class RedundantLoads:
-    """Some loads. Of a block's threads that load an address by them, all but its owner get what must not matter.
+    """Loads of one address by several threads of a block. All threads except the owner receive a poison value.
 
-    fill: the byte that they get. With None all of them get what is there and these loads take no part in races, while
-    the addresses that each thread loads and stores to are recorded; then ``choose_writers`` or ``choose_lowest`` says
-    which thread of a block owns an address. The loads of owners take part in races.
+    fill: the poison byte. With None, all threads receive the stored value, these loads take part in no race, and the
+    addresses of all loads and stores are recorded. Then ``choose_writers`` or ``choose_lowest`` chooses the owner of
+    each address per block. Loads by owners take part in races.
     """
 
     def __init__(self) -> None:
         self.fill: int | None = None
         self._loads: list[Instruction] = []
-        #: Of each recorded load the addresses, with the block's number above them, and the threads.
+        #: Per recorded load: (block << address bits) + address, and the threads.
         self._loaded: list[tuple[_Numbers, _Numbers]] = []
         #: The same of the bytes that threads have stored to.
         self._stored: list[tuple[_Numbers, _Numbers]] = []
@@ -55,7 +55,7 @@ class RedundantLoads:
             self._owners = np.where(written[at] == self._places, writers[at], self._owners)
 
     def contains(self, i: Instruction) -> bool:
-        """Whether an instruction is one of these loads."""
+        """Return whether an instruction is one of these loads."""
         return any(i is load for load in self._loads)
 
     def begin(self, launch: int, machine: BlockState) -> None:

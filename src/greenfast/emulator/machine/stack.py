@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Stack:
-    """The frames of a machine's threads: how deep each is in calls, where it returns to, and what it keeps."""
+    """Call stacks of all threads: the depth, the return addresses and the saved values."""
 
     def __init__(self, lanes: int) -> None:
         self.depth = np.zeros(lanes, np.int64)
@@ -35,7 +35,7 @@ class Stack:
         return found
 
     def slot(self, depth: int, name: str, like: NDArray[Any], width: int) -> NDArray[Any]:
-        """Where a register (width 0) or a variable of ``width`` bytes is kept at a depth."""
+        """Return the storage of a register (width 0) or of a variable of ``width`` bytes at a depth."""
         while len(self.kept) <= depth:
             self.kept.append({})
         slots = self.kept[depth]

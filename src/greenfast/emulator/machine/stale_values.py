@@ -1,9 +1,9 @@
-"""Old values that atomic and volatile reads may still give, as memory is weakly ordered.
+"""Old values that atomic and volatile reads may return, because memory is weakly ordered.
 
-A volatile, relaxed or acquire read takes part in no race, and gives any value that nothing has told its thread to be
-out of date: without a fence between two volatile writes another thread may see the second one first (PTX ISA, "Memory
-Consistency Model"). In some orders of the warps each warp's first read of a place therefore gives the value from
-before the last write there, unless the write is known to come before it. The next read gives the new value.
+A volatile, relaxed or acquire read takes part in no race. It returns any value that is not known to be out of date:
+without a fence between two volatile writes, another thread may see the second one first (PTX ISA, "Memory Consistency
+Model"). In some orders of the warps, the first read of a place by a warp therefore returns the value before the last
+write, unless the write is ordered before the read. The next read returns the new value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Write:
-    """The last atomic or volatile write to a place: its access number, its thread, and what was there before."""
+    """The last atomic or volatile write to a place: its access number, its thread and the previous value."""
 
     number: int
     lane: int
@@ -32,16 +32,16 @@ class _Write:
 
 
 class StaleReads:
-    """The places of which a read may give the value before the last write."""
+    """Places with an old value that reads may return."""
 
     def __init__(self, m: BlockState, ordering: Ordering, warp_sync: WarpSync) -> None:
         self.m, self.ordering, self.warp_sync = m, ordering, warp_sync
         self._writes: dict[tuple[str, int], _Write] = {}
-        #: By place, block and warp: the write that its threads have seen.
+        #: Per place, block and warp: the last write that its threads have seen.
         self._seen: dict[tuple[str, int, int, int], int] = {}
 
     def write(self, space: str, offsets: Numbers, before: Bytes, lanes: ThreadSet) -> None:
-        """Note a write by the latest access; before: (threads, size) what was there."""
+        """Record a write by the latest access; before: (threads, size) the previous values."""
         number = self.ordering.now
         for offset, lane, old in zip(offsets.tolist(), self._threads(lanes).tolist(), before, strict=True):
             known = self._writes.get((space, offset))
@@ -49,7 +49,7 @@ class StaleReads:
                 self._writes[space, offset] = _Write(number, lane, old.copy())
 
     def read(self, space: str, offsets: Numbers, values: Bytes, lanes: ThreadSet, newest: bool = False) -> Bytes:
-        """Return what threads read, (threads, size); newest: an atomic operation, which acts on the last value."""
+        """Return the values read, (threads, size); newest: an atomic operation, which acts on the last value."""
         if not self._writes:
             return values
         found, blocks = values, self.m.block_of
@@ -67,7 +67,7 @@ class StaleReads:
         return found
 
     def _knows(self, lane: int, write: _Write) -> bool:
-        """Return whether a thread knows that a write came before what it does now."""
+        """Return whether a write is ordered before the current access of a thread."""
         m, ordering = self.m, self.ordering
         block, other = int(m.block_of[lane]), int(m.block_of[write.lane])
         if block != other:

@@ -33,7 +33,7 @@ from greenfast.emulator.ptx.syntax import Instruction
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_BYTES
 
-#: What an instruction does; it returns the threads that have to stay at it until something changes, if there are any.
+#: An instruction. It returns the threads that are blocked at it until a state changes, if any.
 Operation: TypeAlias = "Callable[[ResidentBlocks, ThreadSet], NDArray[np.intp] | None]"
 #: Addresses in the shared memory of another block of the cluster have its rank, counted from 1, above these bits.
 RANK_BITS = 24
@@ -58,16 +58,13 @@ class Copy:
 
 @dataclass(kw_only=True)
 class ResidentBlocks(BlockState):
-    """Some blocks of a grid.
+    """The blocks that run together: registers, memory, barriers, asynchronous operations and races.
 
-    blocks: their linear indices. shared_layout, local_layout: offsets of variables. dynamic_bytes: shared memory that
-    the launch asks for, among shared_bytes. params: each parameter's bytes.
-    workspace: address of what cooperative groups synchronize a grid with, 0 for none. record: the accesses to global
-    memory of all blocks of the grid. launches: the chain that this one belongs to. synchronizes: whether threads may do
-    so through memory.
-    counts: where what runs now is counted. phases: where it is counted by phase, in an instrumented build.
-    compared: which threads have had the result that ``surroundings`` force.
-    findings: by kind and place, those that do not end the run; None to end it at the first formal one.
+    dynamic_bytes: dynamic shared memory of the launch, included in shared_bytes. params: the bytes of each parameter.
+    workspace: address of the grid synchronization workspace of cooperative groups, 0 for none. record: the log of
+    accesses to global memory by the whole grid. synchronizes: whether threads may synchronize through memory. counts:
+    the current counters. phases: the counters per phase of an instrumented build. compared: threads that have executed
+    the comparison that ``surroundings`` force.
     """
 
     symbols: Mapping[str, int]
@@ -89,13 +86,13 @@ class ResidentBlocks(BlockState):
         self.copies: list[Copy] = []
         self.copies_issued = 0
         self.copy_groups = np.zeros(self.lanes, np.int64)
-        #: Which mbarrier (8-byte word of shared memory) a thread that waits for one waits for.
+        #: Per thread: the mbarrier (8-byte word of shared memory) that it waits for, -1 for none.
         self.waiting_mbarrier = np.full(self.lanes, -1, np.int64)
         self.cluster_arrivals = np.zeros(self.lanes, np.int64)
         self.cluster_waits = np.zeros(self.lanes, np.int64)
-        #: Threads whose last arrival at the cluster barrier was relaxed: it orders nothing.
+        #: Threads with a relaxed last arrival at the cluster barrier, which orders nothing.
         self.cluster_relaxed = np.zeros(self.lanes, np.bool_)
-        #: Of each cluster, how often its threads have met, and the last access before that.
+        #: Per cluster: the number of completed cluster barriers, and the last access before the latest one.
         self.cluster_phases, self.cluster_met_at = np.zeros(
             (2, -(-len(self.blocks) // self.geometry.cluster_size)), np.int64
         )
@@ -109,7 +106,7 @@ class ResidentBlocks(BlockState):
         self.has_yielded = np.zeros(self.lanes, np.bool_)
         #: Counts what may let a waiting thread go on.
         self.events = 0
-        #: Threads whose next wait, if it may, gives up, as nothing else can go on.
+        #: Threads that give up their next wait because no other thread can run.
         self.timing_out = np.zeros(self.lanes, np.bool_)
         self.random = random.Random(0)
         self.stack = Stack(self.lanes)
@@ -127,7 +124,7 @@ class ResidentBlocks(BlockState):
             self.shared.on_generic = self.proxies.touched
         self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
         self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
-        #: Loads of which only one thread of a block may use what it gets; None for no such question.
+        #: Loads with poison values for all threads except one per block; None outside of such a rerun.
         self.redundant_loads: RedundantLoads | None = None
         self.executed = 0
         self.specials = self._specials()
@@ -151,9 +148,9 @@ class ResidentBlocks(BlockState):
             self.param_memory.state[start : start + len(data)] = WRITTEN
 
     def shared_offsets(self, found: NDArray[np.int64], lanes: ThreadSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Addresses in shared memory as offsets in a block's, and where that block's begins in the arena.
+        """Convert shared addresses to offsets in a block's memory, and return the start of this block in the arena.
 
-        An address that mapa made names the block of the cluster in its bits from RANK_BITS on, counted from 1.
+        An address from mapa holds the block's rank in the cluster, counted from 1, in its bits from RANK_BITS on.
         """
         named = found >> RANK_BITS
         if self.geometry.cluster_size == 1 or not (named > 0).any():
@@ -181,7 +178,7 @@ class ResidentBlocks(BlockState):
 
     def _specials(self) -> dict[str, Values]:
         block = self.blocks[self.block_of]
-        # What tells the warps of a block apart is their place on a multiprocessor, which it may share with others.
+        # Warps of different blocks have different slots, because blocks may share a multiprocessor.
         slot = (self.thread_of // WARP + 3 + self.warps * block) % WARPS
         found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP}
         lane = np.arange(self.lanes, dtype=np.uint64) % np.uint64(WARP)
@@ -226,9 +223,9 @@ class ResidentBlocks(BlockState):
         return {name: np.ascontiguousarray(values, dtype=np.uint32) for name, values in found.items()}
 
     def register(self, name: str) -> Values:
-        """All threads' values of a register, as unsigned integers of its width (bool for a predicate).
+        """Return the values of a register for all threads, as unsigned integers of its width (bool for a predicate).
 
-        One that nothing has set holds -1, which is NaN too, as a zero would make an unset sum right.
+        An unset register holds -1, which is also NaN: a zero would hide the use of an unset value in a sum.
         """
         found = self.registers.get(name)
         if found is None:
@@ -245,9 +242,9 @@ class ResidentBlocks(BlockState):
         return np.bool_ if kind == "pred" else _BITS[kind.lstrip("busf")]
 
     def clock(self, register: str, instruction: Instruction, lanes: ThreadSet) -> Values:
-        """What these threads read from a clock: executed instructions, monotonic and repeatable, and no time.
+        """Return the clock of these threads: the number of executed instructions, monotonic and repeatable.
 
-        While phases are counted, what tells them apart (see PhaseCounts).
+        While phases are counted, return the bits of PhaseCounts.
         """
         if self.phases is None:
             return np.asarray(self.surroundings.clock(register, self.executed))

@@ -18,8 +18,8 @@ from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_BYTES, TensorMap
 
-#: The bytes of a map here: a mark, the tensor's address, rank, element size, swizzle, shape, strides, box, checksum.
-#: What a GPU's driver writes has no documented meaning.
+#: The encoded form of a map: a mark, the tensor's address, rank, element size, swizzle, shape, strides, box, checksum.
+#: The form that a GPU's driver writes is not documented.
 _FORM = struct.Struct("<8sQ3B5x5Q5Q5HI")
 _MARK = b"gf-map\0\1"
 _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
@@ -54,9 +54,9 @@ class BoundMap:
 
 
 def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
-    """The map over a buffer of the case.
+    """Bind a tensor map to a buffer of the case.
 
-    Raises UsageError for what the driver would refuse, and for a map that reaches beyond its buffer.
+    Raises UsageError for a map that the driver would reject, and for a map that reaches beyond its buffer.
     """
     if layout.buffer not in memory.starts:
         raise UsageError(f"tensor map over {layout.buffer!r}, which is not a buffer of the case")

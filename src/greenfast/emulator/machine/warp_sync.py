@@ -1,14 +1,16 @@
-"""Happens-before between the threads of one warp, as threads of a warp do not run in step (from sm_70 on).
+"""Happens-before between the threads of one warp under independent thread scheduling (sm_70 and newer).
 
-An access of thread a is ordered before one of thread b of the same warp if b has learned of it: through a barrier of
-the block, a bar.warp.sync whose membermask names both, an mbarrier, or a place in memory that a wrote after a fence and
-b read (atomic, volatile, relaxed, acquire). Shuffles, votes, matrix fragments and the other instructions of a warp
-wait for its threads and order no memory (CUDA C++ Programming Guide: "these intrinsics do not imply a memory barrier").
-What such an instruction reads or writes itself comes after what the warp's threads did before it.
+An access of thread a is ordered before an access of thread b of its warp if b synchronized with a after it.
+Synchronization is: a barrier of the block, a bar.warp.sync with a membermask of both threads, an mbarrier, or a word
+that a wrote after a fence and b read (atomic, volatile, relaxed, acquire). Shuffles, votes, matrix fragments and other
+warp instructions wait for the threads of the warp but order no memory (CUDA C++ Programming Guide: "these intrinsics do
+not imply a memory barrier"). Accesses by such an instruction itself are ordered after earlier accesses of the warp's
+threads.
 
-A block must wait for something between the last access of another block of its cluster to its shared memory and its
-end. Threads of two blocks of a cluster are ordered in shared memory where the first has arrived at something since its
-access, and the second has waited since: that is more lenient than the memory model, as it need not be the same barrier.
+A block must wait for a barrier between the last access to its shared memory by another block of the cluster and its own
+end. Between two blocks of a cluster, accesses to shared memory are ordered if the first thread has arrived at a barrier
+after its access and the second thread has waited since. This is more lenient than the memory model, because the
+barriers may differ.
 """
 
 from __future__ import annotations
@@ -22,32 +24,32 @@ from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.ptx.syntax import Instruction
 
-#: Of a thread that has ended.
+#: Clock of a thread that has ended.
 _ENDED = np.iinfo(np.int64).max
 
 
 class WarpSync:
-    """What every thread knows of the other threads of its warp, as numbers of accesses."""
+    """The clock of each thread for the other threads of its warp, as access numbers."""
 
     def __init__(self, machine: BlockState) -> None:
         self.m = machine
-        #: Up to which access a thread knows all accesses of its warp.
+        #: Per thread: all accesses of its warp up to this number are ordered before its next access.
         self.clock = np.where(machine.exists, 0, _ENDED)
-        #: (threads, 32) up to which access it knows those of each lane of its warp, beyond ``whole``; None: no more.
+        #: (threads, 32) per lane of the warp: the same, where it exceeds ``clock``; None: nowhere.
         self.by_lane: NDArray[np.int64] | None = None
-        #: Whether an instruction runs that has waited for all threads of the warp.
+        #: True while an instruction runs that has waited for all threads of the warp.
         self.collective = False
-        #: In a cluster: the last access before a thread last waited for anything.
+        #: In a cluster: the last access before the last wait of each thread.
         self.synced = np.zeros(machine.lanes, np.int64)
-        #: Whether a block has no others in its cluster.
+        #: True if each cluster has one block.
         self.is_single_block = machine.geometry.cluster_size == 1
-        #: In a cluster the same, and where a thread arrived and did not wait.
+        #: In a cluster: the last access before the last wait or arrival of each thread.
         self._released = self.synced if self.is_single_block else self.synced.copy()
         self._min_clocks: dict[int, int] = {}
         # Accesses to other blocks' shared memory are counted; of each thread, how many there were when it synchronized.
         self._remote_count = 0
         self._remote_count_at_sync = np.zeros(machine.lanes, np.int64)
-        #: By position of a block: the last access of another one to its shared memory, its thread and instruction.
+        #: Per block position: the last access to its shared memory by another block, with its thread and instruction.
         self._last_remote: dict[int, tuple[int, int, Instruction]] = {}
 
     def record_remote_access(self, blocks: NDArray[np.intp], lanes: NDArray[np.intp]) -> None:
@@ -70,7 +72,7 @@ class WarpSync:
         self._min_clocks.clear()
 
     def clocks(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Return (threads, 32): up to which access each thread knows those of the lanes of its warp."""
+        """Return (threads, 32): the clock of each thread for each lane of its warp."""
         whole = self.clock[lanes][:, None]
         return np.maximum(whole, self._table()[lanes])
 
@@ -112,15 +114,15 @@ class WarpSync:
             self._released[lanes] = now
 
     def is_remote(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether one of two threads (-1: of none) accesses another block's shared memory; blocks: whose it is."""
+        """Return whether one of two threads (-1: no thread) accesses the shared memory of another block."""
         theirs = self.m.block_of[others % self.m.lanes]
         found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
         return found & (others >= 0)
 
     def end(self, lanes: ThreadSet) -> None:
-        """Threads end: what they did is complete for threads that synchronize from now on.
+        """End threads: their accesses are ordered before all threads that synchronize from now on.
 
-        Raises KernelFaultError where a block has ended whose shared memory another one still accessed.
+        Raises KernelFaultError if another block still accessed the shared memory of a block that has ended.
         """
         for block, (number, _, _) in self._last_remote.items():
             mine = self.m.block_of == block
@@ -130,7 +132,7 @@ class WarpSync:
         self._min_clocks.clear()
 
     def min_clock(self, warp: int) -> int:
-        """Return up to which access all threads of a warp, in every block, know the warp's accesses."""
+        """Return the minimum clock of all threads of a warp, over all blocks."""
         if self.collective:
             return _ENDED
         known = self._min_clocks.get(warp)

@@ -1,1 +1,1 @@
-"""The text of PTX as plain data: syntax, which forms are accepted, and a kernel as one body of code."""
+"""PTX text as plain data: syntax, accepted forms, and a kernel as one body of code."""

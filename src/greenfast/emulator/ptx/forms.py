@@ -1,9 +1,9 @@
-"""What the emulator implements of each instruction: the table that decides what is accepted.
+"""The forms of PTX instructions that the emulator implements.
 
-A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` after them says that they may
-be left out. An instruction is accepted if one of its opcode's forms has all of its parts and it has all that the form
-demands. The order of types is the form's; other modifiers may come in any order, as for ptxas. Whatever is not here is
-refused by name, so an unforeseen modifier is never ignored.
+A form is a list of an opcode's modifiers and types: ``a|b`` is one of several, a ``?`` after them makes them optional.
+An instruction is accepted if one form of its opcode contains all of its parts, and the instruction has all required
+parts of the form. Types must be in the form's order; other modifiers may be in any order, as for ptxas. Everything else
+is refused by name, so an unforeseen modifier is never ignored.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-#: How many operands an opcode has, where that does not depend on its form: a count, and the opcodes that have it.
+#: Numbers of operands that do not depend on the form: a count, and the opcodes with this count.
 _COUNTS = {
     0: "ret exit trap brkpt membar griddepcontrol",
     1: "activemask bra nanosleep prefetch prefetchu setmaxnreg pmevent",
@@ -352,7 +352,7 @@ def _barriers(parts: frozenset[str]) -> tuple[int, int]:
 
 
 def _products(parts: frozenset[str]) -> tuple[int, int]:
-    """The operands of wgmma: D, A, B, scale-d, then the signs of A and B, then what is transposed."""
+    """Count the operands of wgmma: D, A, B, scale-d, then the signs of A and B, then the transpositions."""
     if "mma_async" not in parts:
         return (1, 1) if "wait_group" in parts else (0, 0)
     if "s32" in parts:
@@ -409,12 +409,12 @@ def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
     return of_parts[name](parts) if name in of_parts else (3, 4)  # scalar video instructions
 
 
-#: Opcodes whose operands with elements are counted by a word of theirs: the position of that operand.
+#: Opcodes with a modifier for the number of elements: the position of the operand with these elements.
 _ELEMENTS = {"ld": 0, "ldu": 0, "st": 1, "ldmatrix": 0, "stmatrix": 1}
 
 
 def parse_vectors(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
-    """Which operands of an opcode hold several elements, and how many; none, and 0, where its builder decides."""
+    """Return which operands hold several elements, and how many; no operands and 0 if the builder decides."""
     count = next((int(p[1:]) for p in parts if p in ("v2", "v4", "v8", "x1", "x2", "x4")), 1)
     if name in _ELEMENTS:
         return (_ELEMENTS[name],), count
@@ -423,7 +423,7 @@ def parse_vectors(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], i
     return (), 0
 
 
-#: Words that say what an operand is: their order counts.
+#: Words that describe an operand: their order counts.
 _IN_ORDER = {"pred", "tf32", "row", "col", "e4m3", "e5m2", "e4m3x2", "e5m2x2"}
 _IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (4, 8, 16, 32, 64) for x in ("", "x2")}
 _IN_ORDER |= {"b1", "f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
@@ -445,14 +445,14 @@ def parse_groups(form: str) -> tuple[_Group, ...]:
 
 
 def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
-    """Whether a form has all of the parts, each once, and they have what it demands."""
+    """Return whether a form has all of the parts, each once, and the parts include all required ones."""
     if not parts:
         return all(group.optional for group in groups)
     first, rest = parts[0], parts[1:]
     for n, group in enumerate(groups):
         if first in group.words:
             before = groups[:n]
-            # Modifiers before a word whose order counts must not come after it.
+            # Modifiers must not follow a word with a fixed position.
             skipped = [g for g in before if group.in_order and g.in_order]
             if all(g.optional for g in skipped):
                 left = tuple(g for g in before if g not in skipped) + groups[n + 1 :]
@@ -486,6 +486,6 @@ def refusal(name: str, parts: tuple[str, ...]) -> str:
 
 
 def _begins(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
-    """Whether parts could be some of a form's."""
+    """Return whether parts could be the beginning of a form's."""
     loose = [_Group("|".join(group.words) + "?") for group in groups]
     return fits(parts, tuple(loose))

@@ -1,8 +1,8 @@
-"""A kernel as one body of code: calls are replaced by what they call, tables of branches by comparisons.
+"""A kernel as one body of code: calls are replaced by the callee's code, branch tables by comparisons.
 
-The arguments and results of calls (.param variables of a body) become local variables of the kernel. A function that
-may be called through a pointer is one whose address the module takes; such a call compares with each that fits.
-Functions that call themselves stand once after the kernel (recursion.py).
+Arguments and results of calls (.param variables of a body) become local variables of the kernel. A function may be
+called through a pointer if the module takes its address; such a call compares the pointer with each function that fits.
+The code of recursive functions follows the kernel once (recursion.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from greenfast.emulator.ptx.syntax import (
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.errors import UnsupportedError, UsageError
 
-#: Functions that the emulator knows itself.
+#: Functions that the emulator implements.
 BUILT_IN = ("vprintf", "__assertfail")
 #: The most instructions that a kernel may grow to.
 _MOST = 1_000_000
@@ -51,7 +51,7 @@ def inline_calls(module: Module, entry: Function) -> Function:
 
 @dataclass
 class _Names:
-    """What the names in a copy of a function stand for. suffix: of its registers, labels and local variables.
+    """The meaning of names in a copy of a function. suffix: of its registers, labels and local variables.
 
     called_from: the lines of the call, outermost last.
     """
@@ -74,12 +74,12 @@ class _Inliner:
             taken |= {o.name for i in function.code if i.name != "call" for o in i.operands if isinstance(o, Symbol)}
         self.pointed_to = [f for name, f in module.functions.items() if name in taken and f.code]
         self.recursive = recursion.recursive(module)
-        self.called: list[str] = []  # recursive functions whose code is to stand after the kernel
-        self.current = ""  # the recursive function whose code is being added
+        self.called: list[str] = []  # recursive functions to append after the kernel
+        self.current = ""  # the recursive function that is being appended
         self.passing = set[str]()  # variables through which values go to and from recursive calls, of no frame
 
     def add(self, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
-        """Append a function's code, then its end, to which it returns."""
+        """Append a function's code and the label of its end."""
         labels: dict[int, list[str]] = {}
         for label, at in function.labels.items():
             labels.setdefault(at, []).append(label)
@@ -103,7 +103,7 @@ class _Inliner:
             self.body.labels[label + names.suffix] = len(self.body.code)
 
     def instruction(self, i: Instruction, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
-        """Append one instruction, or what stands in its place."""
+        """Append one instruction, or its replacement."""
         if names.called_from and i.source is not None:
             i = replace(i, source=replace(i.source, stack=(*i.source.stack, *names.called_from)))
         if i.name in ("call", "brx", "ret"):
@@ -183,7 +183,7 @@ class _Inliner:
         return o
 
     def is_known(self, name: str) -> bool:
-        """Whether a name is one of a variable, a parameter or a function."""
+        """Return whether a name is a variable, a parameter or a function."""
         of = (self.body.variables, self.module.variables, self.module.functions)
         return name in self.own or any(name in names for names in of)
 
@@ -215,7 +215,7 @@ class _Inliner:
         callers: tuple[str, ...],
     ) -> None:
         """Replace a call by the function's body, or by the body of each function that a pointer may name."""
-        # Functions and prototypes are the names that stand alone.
+        # A Symbol without brackets is a function or a prototype.
         operands = [o if isinstance(o, Symbol) else self.operand(o, function, names) for o in i.operands]
         if not operands or len(operands) > 4:
             raise unsupported(i, f"has {len(operands)} operands in place of 1 to 4")
@@ -256,7 +256,7 @@ class _Inliner:
         given: Vector,
         callers: tuple[str, ...],
     ) -> None:
-        """Append a copy of a function, whose parameters are the caller's variables."""
+        """Append a copy of a function with the caller's variables as parameters."""
         where = f"at {i.source or 'unknown line'}: {i.text}"
         if callee is None or not callee.code:
             raise UnsupportedError(f"a call of {name}, which has no body and is not known to the emulator, {where}")
@@ -308,7 +308,7 @@ class _Inliner:
         if self.current:
             self.pseudo(i, recursion.KEEP, parts=(self.current,))
         self.copies += 1
-        # What is given may be what is overwritten, so it goes through variables of this call.
+        # An argument may be overwritten by another one, so all go through variables of this call.
         formals = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.params]
         back = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.results]
         self.passing |= {between for _, _, between in (*formals, *back)}
@@ -332,7 +332,7 @@ class _Inliner:
         return name
 
     def transfer(self, i: Instruction, formal: Variable, variable: str, actual: Operand, *, store: bool) -> None:
-        """Move what a call is given to a variable (``store``), or a variable to where the caller wants the result."""
+        """Move an argument of a call to a variable (``store``), or a variable to the caller's result."""
         if isinstance(actual, Symbol):
             pair = (Symbol(variable), actual) if store else (actual, Symbol(variable))
             self.pseudo(i, recursion.COPY, pair)
@@ -388,7 +388,7 @@ class _Inliner:
             self.body.labels[label] = len(self.body.code)
 
     def skip(self, i: Instruction, guard: tuple[str, bool] | None) -> str:
-        """Branch past what stands in an instruction's place where its guard is false; the label to put after it."""
+        """Branch past the replacement of an instruction if its guard is false. Return the label to put after it."""
         if guard is None:
             return ""
         label = self.label()

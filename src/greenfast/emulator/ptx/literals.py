@@ -53,8 +53,8 @@ class Constant:
 class Relocation:
     """An address in a variable's initial value.
 
-    offset, size: where it stands, in bytes. symbol: a variable or function. addend: what is added to its address.
-    mask: which bits of it are kept, moved down to the lowest.
+    offset, size: its position in bytes. symbol: a variable or function. addend: added to the symbol's address. mask:
+    the bits that are kept and shifted down to bit 0.
     """
 
     offset: int
@@ -64,7 +64,7 @@ class Relocation:
     mask: int
 
     def value(self, address: int) -> bytes:
-        """The bytes that stand there when the symbol lies at an address."""
+        """Return the bytes of the relocation for a symbol at an address."""
         bits = (address + self.addend) & self.mask
         shift = (self.mask & -self.mask).bit_length() - 1
         return (bits >> shift & (1 << 8 * self.size) - 1).to_bytes(self.size, "little")
@@ -171,7 +171,7 @@ class Tokens:
         return left
 
     def _apply(self, operator: str, a: Constant, b: Constant) -> Constant:
-        """Apply a binary operator, as the PTX ISA's table of constant expressions says."""
+        """Apply a binary operator as defined by the PTX ISA's table of constant expressions."""
         if operator in ("&&", "||"):
             self._integers(a, b)
             both = bool(a.value), bool(b.value)
@@ -238,7 +238,7 @@ class Tokens:
         raise self.error()
 
     def offset(self) -> int:
-        """Take ``+ constant`` or ``- constant`` if it is next, and return what is added; 0 if there is none."""
+        """Parse ``+ constant`` or ``- constant`` if it is next, and return the sum; 0 if neither is next."""
         if self.kind() != "operator" or self.peek() not in ("+", "-"):
             return 0
         if self.peek() == "+":
@@ -282,7 +282,7 @@ def _fold_float(operator: str, a: float, b: float) -> float:
 
 
 class _Reader(Tokens):
-    """Reads an initial value: elements of a type, nested as the dimensions say, what is left out zero."""
+    """Reader of an initial value: elements of a type, nested by dimension; omitted elements are zero."""
 
     def __init__(self, text: str, kind: str, size: int, dims: tuple[int, ...]) -> None:
         super().__init__(text, "the initial value")
@@ -290,7 +290,7 @@ class _Reader(Tokens):
         self.relocations: list[Relocation] = []
 
     def values(self, dims: tuple[int, ...], start: int) -> bytes:
-        """Take a value, or { ... } of them; ``start``: where it will stand."""
+        """Parse a value, or { ... } of values; ``start``: its offset."""
         if not self.accept("{"):
             return self.element(start)
         data, inner = b"", dims[1:]

@@ -1,4 +1,4 @@
-"""Names as a reader knows them: of mangled functions and variables, and of elements of arrays.
+"""Source names of mangled functions and variables, and of elements of arrays.
 
 Facts: Itanium C++ ABI, 5.1 ("External Names").
 """
@@ -22,7 +22,7 @@ _BYTES = {
 _DECLARATION = re.compile(r"\b(?:__shared__|__device__|__constant__)\b([^;{}]*)[;={]")
 _DECLARATOR = re.compile(r"([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)+)")
 _CONSTANT = re.compile(r"(?:#define\s+|\bconst(?:expr)?\s+(?:static\s+)?[\w\s]*?)([A-Za-z_]\w*)\s*=?\s*(\d+)\b")
-#: What stands for a type or a part of one, and holds no name.
+#: Codes of types and their parts, without a name.
 _SUBSTITUTION = re.compile(r"S[0-9A-Z]*_|S[tabsiod]|T\d*_|A\d+_|Dv\d+_|DF\d+b?_?")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -36,7 +36,7 @@ class ArrayShape:
 
 
 def demangle(symbol: str) -> str:
-    """Return the name that a symbol has in C++, with its scopes and without types; what is not mangled stays."""
+    """Return the C++ name of a symbol with its scopes and without types; names that are not mangled are unchanged."""
     if not symbol.startswith("_Z"):
         return symbol
     name, _ = _encoding(symbol, 2)
@@ -77,7 +77,7 @@ def _encoding(text: str, at: int) -> tuple[str, int]:
 
 
 def _source_name(text: str, at: int) -> tuple[str, int]:
-    """Return a name that stands after its length, and where it ends."""
+    """Return the name after its length, and the position after the name."""
     length = _NUMBER.match(text, at)
     if length is None:
         return "", at
@@ -109,9 +109,9 @@ def _skip_template(text: str, at: int) -> int:
 
 
 def read_shapes(sources: Iterable[str]) -> dict[str, ArrayShape]:
-    """Return the arrays with numbers or constants for dimensions that CUDA sources declare, by name.
+    """Return the arrays that CUDA sources declare with numbers or constants as dimensions, by name.
 
-    Names with several declarations that differ are left out; what an array holds is checked by its size later.
+    Names with several different declarations are omitted. The size of an array is compared with the PTX later.
     """
     shapes: dict[str, ArrayShape | None] = {}
     for source in sources:
@@ -127,7 +127,7 @@ def read_shapes(sources: Iterable[str]) -> dict[str, ArrayShape]:
 
 
 def _dimension(text: str, constants: dict[str, int]) -> int:
-    """Return a dimension: a number, a constant, or a sum or product of two; 0 if it is none of these."""
+    """Parse a dimension: a number, a constant, or a sum or product of two. Return 0 for anything else."""
     terms = re.fullmatch(r"\s*(\w+)\s*(?:([+*/-])\s*(\w+)\s*)?", text)
     if terms is None:
         return 0

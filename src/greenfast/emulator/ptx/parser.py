@@ -1,7 +1,7 @@
-"""Read PTX text (PTX ISA 9.0 syntax, as NVRTC writes it) into plain data.
+"""Parse PTX text (PTX ISA 9.0 syntax, as NVRTC writes it) into plain data.
 
-Only the structure is known here: statements, operands, labels and source lines. What an instruction does is the
-business of the instruction modules.
+The parser knows only structure: statements, operands, labels and source lines. The instruction modules define the
+semantics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from greenfast.spec.errors import UnsupportedError, UsageError
 
 _COMMENT = re.compile(COMMENT_OR_STRING, re.DOTALL)
 _FILE = re.compile(FILE)
-#: What else stands outside of functions with no semicolon.
+#: Other statements outside of functions that have no semicolon.
 _HEAD = re.compile(rf"\.version\s+[\d.]+|\.target\s+\w+(?:\s*,\s*\w+)*|\.address_size\s+\d+|{FILE}")
 #: Sections for debuggers hold only data.
 _SECTION = re.compile(r"\.section\s+[\w$.]+\s*\{[^{}]*\}")
@@ -46,7 +46,7 @@ _HEADER = re.compile(
 )
 _LINKED = re.compile(r"(?:\.(?:visible|weak|extern|common)\b\s*)*")
 _SPACE = re.compile(r"\.(global|const|shared|local|param)\b\s*")
-#: What may stand between a variable's space and its name; after .ptr what a parameter points to.
+#: Text between a variable's space and its name; after .ptr the properties of a pointer.
 _QUALIFIER = re.compile(
     r"\.(?:attribute\s*\([^)]*\)|align\s+(?P<align>\d+)(?=\s)|v(?P<vector>[248])\b|(?P<pointer>ptr)\b|(?P<type>\w+)\b)\s*"
 )
@@ -60,17 +60,17 @@ _DIRECTIVE = re.compile(
 )
 _GUARD = re.compile(r"@\s*(!?)\s*([%\w$]+)\s+")
 _OPCODE = re.compile(r"([a-z]\w*)((?:\s*\.\w+(?:::\w+)*)*)(?=[^\w.:]|$)")
-#: Instructions whose operand may be an element of a variable, name[3], with no brackets around it.
+#: Instructions with an operand that may be an element of a variable, name[3], without brackets around it.
 _MEMORY = ("ld", "ldu", "st", "atom", "red", "prefetch")
 _LOC = re.compile(LOC)
 _FUNCTION_NAME = re.compile(r"function_name\s+([\w$]+)")
 #: A function's name in a debug section: its label, and the bytes.
 _STRING = re.compile(r"^([\w$]+):\s*\.b8 ([\d,]+)\s*$", re.MULTILINE)
-#: Directives in a function that change nothing of what it computes.
+#: Directives in a function without effect on its results.
 _IGNORED = re.compile(r'\.pragma\s+"[^"]*"(?:\s*,\s*"[^"]*")*$')
 #: The most inlined calls followed from a library's line to the caller's; beyond that (a cycle) any of them is named.
 _INLINED = 16
-#: Where the standard library has cuda::memcpy_async.
+#: Folder of cuda::memcpy_async in the standard library.
 _MEMCPY_ASYNC = "/__memcpy_async/"
 _TABLE = re.compile(r"([\w$]+)\s*:\s*\.branchtargets\s+([^;]*);")
 _PROTOTYPE = re.compile(r"[\w$]+\s*:\s*\.callprototype[^;]*;")
@@ -85,7 +85,7 @@ _SPECIAL = re.compile(
 
 @dataclass(frozen=True)
 class _Element:
-    """name[index], an element of a variable, and what is added to its address."""
+    """name[index], an element of a variable, and an addend to its address."""
 
     name: str
     index: int
@@ -103,8 +103,8 @@ class _Sum:
 class _Lines:
     """The source lines of a module's instructions.
 
-    whole: with debug sections. text: what positions are in. library: folders of headers whose lines say nothing to a
-    reader; an instruction from there stands at the call.
+    whole: with debug sections. text: the text that positions refer to. library: folders of headers that readers need
+    not see; an instruction from there is reported at its call.
     """
 
     def __init__(self, whole: str, text: str, library: tuple[str, ...]) -> None:
@@ -123,7 +123,7 @@ class _Lines:
         return tuple(path for n, path in self._files.items() if n not in self._library)
 
     def own(self, position: int) -> SourceLine:
-        """The line of the PTX itself, for what no .loc directive stands before."""
+        """Return the line of the PTX itself, for instructions without a .loc directive."""
         return SourceLine("ptx", bisect_left(self._ends, position) + 1)
 
     def source(self, loc: re.Match[str], function: str) -> SourceLine:
@@ -158,9 +158,9 @@ class _Lines:
 
 
 def parse(text: str, library: tuple[str, ...] = ()) -> Module:
-    """Read a whole PTX file; lines in a folder of ``library`` stand for those that call them.
+    """Parse a whole PTX file. Lines in a folder of ``library`` are reported at their calls.
 
-    Raises UsageError with the statement that could not be read.
+    Raises UsageError with the statement that could not be parsed.
     """
     files, text = text, _COMMENT.sub(lambda c: c[0] if c[0][0] == '"' else " " + "\n" * c[0].count("\n"), text)
     lines = _Lines(files, text, library)
@@ -190,7 +190,7 @@ def parse(text: str, library: tuple[str, ...] = ()) -> Module:
         if variables is None and not _IGNORED.match(statement):
             raise UnsupportedError(f"PTX: a statement that is not known to the emulator: {statement[:80]!r}")
         for variable in variables or ():
-            # What a module only declares has its definition in another one; a use of it is refused.
+            # A module's declaration has its definition in another module; uses of it are refused.
             if variable.space == "shared" or ".extern" not in _LINKED.match(statement)[0]:  # type: ignore[index]
                 module.variables[variable.name] = variable
         position = end + 1
@@ -308,7 +308,7 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
 
 
 def _declare(variable: Variable, function: Function, scope: Scope) -> None:
-    """A variable in a body, which is known there and in the blocks within."""
+    """Declare a variable in a body; it is visible there and in nested blocks."""
     own = scope.own(variable.name)
     relocations = tuple(replace(r, symbol=scope.variables.get(r.symbol, r.symbol)) for r in variable.relocations)
     if variable.space in ("global", "const"):  # it exists once, as one of the module does
@@ -321,7 +321,7 @@ def _declare(variable: Variable, function: Function, scope: Scope) -> None:
 
 
 def _instructions(statement: str, source: SourceLine | None, scope: Scope) -> list[Instruction]:
-    """The instruction of a statement, behind the additions for its operands that are a register plus a number."""
+    """Return the instruction of a statement, after the additions for operands that are a register plus a number."""
     guard, rest = None, statement
     if rest.startswith("@"):
         match = _GUARD.match(rest)
@@ -356,7 +356,7 @@ def _instructions(statement: str, source: SourceLine | None, scope: Scope) -> li
 def _sum(
     operand: _Sum, guard: tuple[str, bool] | None, source: SourceLine | None, statement: str, scope: Scope
 ) -> Instruction:
-    """The addition that an operand ``register + number`` stands for, into a register of its own."""
+    """Return the addition for an operand ``register + number``, into a new register."""
     function, name = scope.function, str(scope.register(operand.name))
     kind = str(function.register_kind(name))
     if kind[0] not in "bus" or SIZES[kind] == 1:
@@ -544,7 +544,7 @@ def _whole(tokens: Tokens) -> int:
 
 
 def _named(name: str) -> Register | Special | Symbol:
-    """What a name may be by itself; others than special registers are looked up where they stand."""
+    """Return the operand for a plain name. Names other than special registers are resolved in their scope."""
     if _SPECIAL.fullmatch(name):
         return Special(name)
     return Register(name) if name[0] == "%" or name == "_" else Symbol(name)

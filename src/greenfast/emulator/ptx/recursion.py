@@ -1,8 +1,8 @@
-"""Functions that call themselves, directly or through others: subroutines, with a stack of frames for each thread.
+"""Recursive functions: subroutines, with a stack of frames for each thread.
 
-All other calls are inlined. A recursive function's code stands once, after the kernel's. A call keeps the caller's
-registers and local variables on the stack, if the caller is recursive itself, fills the parameters and jumps; the
-return jumps back, takes the results, and restores what was kept. Four instructions that PTX does not have do this.
+All other calls are inlined. The code of a recursive function follows the kernel's code once. A call saves the registers
+and local variables of a recursive caller on the stack, sets the parameters and jumps. The return jumps back, reads the
+results and restores the saved values. Four instructions that PTX does not have do this.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def recursive(module: Module) -> set[str]:
 
 @dataclass
 class CallFrame:
-    """What belongs to a call of a recursive function: names of its registers, and its variables with their bytes."""
+    """The frame of a recursive function: the names of its registers, and its variables with their sizes."""
 
     registers: list[str] = field(default_factory=list)
     variables: dict[str, int] = field(default_factory=dict)
 
 
 def build_frame(function: Function, start: int, end: int, name: str) -> CallFrame:
-    """The frame of the function whose code stands from ``start`` to ``end`` of a body.
+    """Build the frame of the function with code from ``start`` to ``end`` of a body.
 
-    Raises UnsupportedError where the function takes the address of a variable in its frame, which here is the same in
-    every call.
+    Raises UnsupportedError if the function takes the address of a variable in its frame, because all calls share it
+    here.
     """
     frame = CallFrame()
     registers = set[str]()

@@ -1,4 +1,4 @@
-"""What the names in the blocks { } of PTX stand for."""
+"""Names in the blocks { } of PTX."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Scope:
         self._own = set[str]()
 
     def declare(self, declared: str, kind: str, elements: int = 0) -> None:
-        """Declare a register, or several as name<count>; one that the whole function sees keeps its name.
+        """Declare a register, or several as name<count>; a register of the function's outermost block keeps its name.
 
-        elements: of a vector register. Raises UsageError for what is no register or is declared already.
+        elements: of a vector register. Raises UsageError for invalid and for repeated declarations.
         """
         match = _REGISTER.fullmatch(declared)
         if match is None or declared in self._own:
@@ -86,7 +86,7 @@ class Scope:
         self.function.labels[name + self.suffix] = len(self.function.code)
 
     def close(self) -> None:
-        """Point the branches of this block to its own labels, which may come after them."""
+        """Resolve the branches of this block to its own labels, which may follow the branches."""
         if not self.suffix or not self.labels:
             return
         code = self.function.code

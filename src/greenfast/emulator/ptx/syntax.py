@@ -34,7 +34,7 @@ class Immediate:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable, parameter, function or label by name, or what lies ``offset`` bytes after one."""
+    """A variable, parameter, function or label by name, plus ``offset`` bytes."""
 
     name: str
     offset: int = 0
@@ -77,9 +77,9 @@ class Frame:
 
 @dataclass(frozen=True)
 class SourceLine:
-    """Where an instruction comes from; memcpy_async: by way of cuda::memcpy_async of the standard library.
+    """The source line of an instruction; memcpy_async: it was inlined from cuda::memcpy_async of the standard library.
 
-    stack: the line with the lines that it was inlined at or called from, outermost last; empty if they are not known.
+    stack: the line and its call sites, outermost last; empty if they are not known.
     """
 
     file: str
@@ -98,7 +98,7 @@ class SourceLine:
         return next(frame for frame in self.stack if frame.file == self.stack[-1].file)
 
     def describe(self) -> str:
-        """Return the line to show, and behind it all lines if there are several."""
+        """Return the line to show, followed by all lines if there are several."""
         if len(self.stack) < 2:
             return str(self)
         shown = self.shown
@@ -129,10 +129,10 @@ class Instruction:
 class Variable:
     """A variable of a module or function.
 
-    space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: an element's.
+    space: global, const, shared, local, param, or reg for a parameter of a function in a register. type: type of an
+    element.
 
-    data: its initial value, in which the addresses of ``relocations`` are still to be filled in. element: bytes of an
-    element, which may be a vector.
+    data: the initial value before ``relocations`` are applied. element: bytes of an element, which may be a vector.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Function:
     directives: str = ""  # such as .maxntid 128 .reqnctapercluster 2
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of brx.idx -> labels
     frames: dict[str, Any] = field(default_factory=dict)  # of recursive functions, see recursion.py
-    shapes: dict[str, ArrayShape] = field(default_factory=dict)  # arrays as the source declares them, where it is known
+    shapes: dict[str, ArrayShape] = field(default_factory=dict)  # array declarations of the source, if known
 
     def register_kind(self, name: str) -> str | None:
         """The type of a register, b32 and the like; None for one that is not declared."""

@@ -1,4 +1,4 @@
-"""What the emulator refuses: instructions and functions that it does not know."""
+"""Errors for unsupported instructions and functions, and for bugs of the emulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from greenfast.spec.errors import UnsupportedError
 
 
 def internal_error(where: str, error: Exception) -> UnsupportedError:
-    """The error for a failure of the emulator itself, for which the kernel is not to blame; ``where``: what it ran."""
+    """Return the error for a failure of the emulator itself; ``where``: the kernel or instruction that it ran."""
     # NumPy's error for a size beyond any memory is a ValueError.
     large = isinstance(error, MemoryError) or str(error).startswith(("array is too big", "Maximum allowed"))
     what = "there is not enough memory to emulate this" if large else "a bug in the emulator"
