@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 import greenfast
 from greenfast.bench.graphs import event, order
-from greenfast.integrations.switch import multi_head_attention
+from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 from greenfast.numerics.attention import attention
@@ -185,7 +185,7 @@ class _Recorded(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.multi_head_attention_forward:
             with self:  # it calls attention
-                return multi_head_attention()(*args, **kwargs)
+                return build_multi_head_attention()(*args, **kwargs)
         if func is not _SDPA:
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -32,13 +32,13 @@ _AIMS = {
     "32k_causal": (800, 0.08), "131k_causal": (880, 0.02), "32k_full": (930, 0.08), "131k_full": (930, 0.02),
     "32k_causal_gqa8": (0, 0.08),
 }  # fmt: skip
-_METHODS = {"ring": (cost.ring, "-"), "ulysses": (cost.ulysses, "--")}
+_METHODS = {"ring": (cost.estimate_ring, "-"), "ulysses": (cost.estimate_ulysses, "--")}
 
 
-def sizes(size: int, rows: int) -> cost.Sizes:
+def sizes(size: int, rows: int) -> cost.CallSizes:
     """Of a causal attention on ``size`` ranks."""
     each = rows // size
-    return cost.Sizes(size, 1, HEADS, HEADS, each, each, HEAD_DIM, True)
+    return cost.CallSizes(size, 1, HEADS, HEADS, each, each, HEAD_DIM, True)
 
 
 def rate(method: str, size: int, rows: int) -> float:

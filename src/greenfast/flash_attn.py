@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from greenfast.ops.arguments import check_flag, check_length
-from greenfast.ops.context_stack import SCOPES, sharded
-from greenfast.ops.symbols import known, require, require_same
-from greenfast.serving.call import Call, Result, constant
-from greenfast.serving.checks import MOST_LENGTH, check_strided
-from greenfast.serving.launch_cache import KNOWN, again
-from greenfast.serving.pages import pages_of_rows
-from greenfast.serving.plan import ServingPlan, kind
+from greenfast.ops.context_stack import ACTIVE, in_context_parallel
+from greenfast.ops.symbols import is_known, require, require_same_shape
+from greenfast.serving.call import AttentionCall, Result, get_constant
+from greenfast.serving.checks import MAX_LENGTH, check_strided
+from greenfast.serving.launch_cache import ATTENTION_CACHE, replay
+from greenfast.serving.pages import view_rows_as_pages
+from greenfast.serving.plan import ServingPlan, describe_tensor
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -82,8 +82,8 @@ def flash_attn_varlen_func(
     Raises TypeError and ValueError for what does not fit and NotImplementedError for what no kernel computes, naming
     the argument, before any work.
     """
-    if sharded():  # before anything is refused: the other ranks are told of it
-        return SCOPES[-1].varlen(  # type: ignore[no-any-return]
+    if in_context_parallel():  # before anything is refused: the other ranks are told of it
+        return ACTIVE[-1].varlen(  # type: ignore[no-any-return]
             q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, causal, softcap,
             return_attn_probs or return_softmax_lse, out,
             dict(
@@ -99,7 +99,7 @@ def flash_attn_varlen_func(
         seqused_q is not None or qv is not None or q_v is not None or attention_chunk or dropout_p or cp_world_size != 1
         or alibi_slopes is not None or cp_tot_seqused_k is not None or cp_rank
     ):  # fmt: skip
-        _refuse(
+        _reject_arguments(
             seqused_q=seqused_q, qv=qv, q_v=q_v, attention_chunk=attention_chunk, dropout_p=dropout_p,
             cp_world_size=None if cp_world_size == 1 else cp_world_size, alibi_slopes=alibi_slopes,
             cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
@@ -107,7 +107,7 @@ def flash_attn_varlen_func(
     if type(num_splits) is not int or num_splits < 0:
         check_length("num_splits", num_splits)
     wants_lse = return_attn_probs or return_softmax_lse
-    table, request = _table(block_table, page_table), None
+    table, request = _select_table(block_table, page_table), None
     if not torch.compiler.is_compiling():
         keys = (k, v, out, None, None) if table is not None else (None, None, out, k, v)
         plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
@@ -118,20 +118,20 @@ def flash_attn_varlen_func(
             s_aux, *plan, max_seqlen_q, softmax_scale, causal, *window, softcap, wants_lse,
             max_seqlen_k if table is None else None,
         )  # fmt: skip
-        replayed = again(KNOWN, request, q, out)
+        replayed = replay(ATTENTION_CACHE, request, q, out)
         if replayed is not None:
             return replayed if wants_lse else replayed[0]  # type: ignore[return-value]
     check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("return_attn_probs", return_attn_probs)
     _check_query(q, 3, "total_q, heads, head_dim")
-    check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
+    check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
     scales = (q_descale, k_descale, v_descale)
     if table is not None and seqused_k is None:
         raise ValueError("seqused_k: None; with block_table the lengths of the sequences are needed, int32 (batch,)")
     if table is not None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k: given with block_table; the lengths of paged sequences are seqused_k")
     try:
-        call = Call(
+        call = AttentionCall(
             q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
         )
         if table is None:
@@ -199,10 +199,12 @@ def flash_attn_with_kvcache(
     Raises as ``flash_attn_varlen_func`` does.
     """
     if qv is not None or cache_leftpad is not None or attention_chunk or alibi_slopes is not None:
-        _refuse(qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes)
+        _reject_arguments(
+            qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes
+        )
     if type(num_splits) is not int or num_splits < 0:
         check_length("num_splits", num_splits)
-    table, request = _table(block_table, page_table), None
+    table, request = _select_table(block_table, page_table), None
     if cache_batch_idx is None and not torch.compiler.is_compiling():
         plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
         window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
@@ -211,7 +213,7 @@ def flash_attn_with_kvcache(
             cu_seqlens_q, cache_seqlens, k_descale, v_descale, q_descale, s_aux, *plan, max_seqlen_q, softmax_scale,
             causal, *window, softcap, return_softmax_lse, rotary_interleaved,
         )  # fmt: skip
-        replayed = again(KNOWN, request, q, out)
+        replayed = replay(ATTENTION_CACHE, request, q, out)
         if replayed is not None:
             found, lse = replayed
             if lse is None:
@@ -224,20 +226,22 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is None:
         _check_query(q, 4, "batch, seqlen, heads, head_dim")
         (batch, length), rows = q.shape[:2], q.flatten(0, 1)
-        starts = constant(q, "arange", length, batch)
+        starts = get_constant(q, "arange", length, batch)
         most = length
     else:
         _check_query(q, 3, "total_q, heads, head_dim")
-        check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
+        check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
         assert max_seqlen_q is not None
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
         batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
     has_table = table is not None
-    k_cache, v_cache, table = _cache(k_cache, v_cache, table, cache_batch_idx, batch)
-    used = _lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
-    target = out if out is None or length is None else _rows_of(out)
-    call = Call(rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target)
+    k_cache, v_cache, table = _view_cache(k_cache, v_cache, table, cache_batch_idx, batch)
+    used = _parse_lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
+    target = out if out is None or length is None else _flatten_out(out)
+    call = AttentionCall(
+        rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target
+    )
     call.has_table = has_table
     scales = (q_descale, k_descale, v_descale)
     if k is not None and v is not None:
@@ -251,7 +255,7 @@ def flash_attn_with_kvcache(
     return (found[0].view(q.shape) if out is None else out), sums
 
 
-def _refuse(**given: Any) -> None:
+def _reject_arguments(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value):
             shown = "a tensor" if isinstance(value, Tensor) else value
@@ -264,7 +268,7 @@ def _check_query(q: Any, dims: int, names: str) -> None:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; ({names}) is needed")
 
 
-def _table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+def _select_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
     if block_table is not None and page_table is not None:
         raise ValueError("page_table: given together with block_table, which is another name of it")
     return page_table if block_table is None else block_table
@@ -273,11 +277,11 @@ def _table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | No
 def _check_pages(**caches: Any) -> None:
     for name, x in caches.items():
         if not isinstance(x, Tensor) or x.dim() < 4:
-            raise ValueError(f"{name}: {kind(x)}; (pages, page_size, kv_heads, head_dim) is needed")
+            raise ValueError(f"{name}: {describe_tensor(x)}; (pages, page_size, kv_heads, head_dim) is needed")
         check_strided(name, x)
 
 
-def _cache(
+def _view_cache(
     k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cache as pages, and its block table."""
@@ -286,41 +290,41 @@ def _cache(
         if batch_idx is not None:
             raise ValueError("cache_batch_idx: given with page_table, whose rows are the sequences")
         if not isinstance(table, Tensor) or table.dim() != 2:
-            raise ValueError(f"page_table: {kind(table)}; int32 (batch, max_pages) is needed")
+            raise ValueError(f"page_table: {describe_tensor(table)}; int32 (batch, max_pages) is needed")
         return k_cache, v_cache, table
-    if not require_same(v_cache.shape, k_cache.shape):
-        raise ValueError(f"v_cache: {kind(v_cache)}; without page_table it has the shape of k_cache")
+    if not require_same_shape(v_cache.shape, k_cache.shape):
+        raise ValueError(f"v_cache: {describe_tensor(v_cache)}; without page_table it has the shape of k_cache")
     rows = k_cache.shape[0]
     if batch_idx is None and not require(rows == batch):
         raise ValueError(f"k_cache: {rows} sequences, q {batch}; without cache_batch_idx they must agree")
-    keys, values, step, pages = pages_of_rows(k_cache, v_cache)
+    keys, values, step, pages = view_rows_as_pages(k_cache, v_cache)
     if batch_idx is None:
-        return keys, values, constant(k_cache, "table", step, (batch, pages))
+        return keys, values, get_constant(k_cache, "table", step, (batch, pages))
     if not isinstance(batch_idx, Tensor) or batch_idx.dtype != torch.int32 or batch_idx.dim() != 1:
-        raise TypeError(f"cache_batch_idx: {kind(batch_idx)}; int32 (batch,) is needed")
-    return keys, values, batch_idx.unsqueeze(1) * step + constant(k_cache, "table", step, (1, pages))
+        raise TypeError(f"cache_batch_idx: {describe_tensor(batch_idx)}; int32 (batch,) is needed")
+    return keys, values, batch_idx.unsqueeze(1) * step + get_constant(k_cache, "table", step, (1, pages))
 
 
-def _rows_of(out: Tensor) -> Tensor:
+def _flatten_out(out: Tensor) -> Tensor:
     """(batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim): a view, since it is written to."""
     check_strided("out", out)
     if out.dim() != 4:
-        raise ValueError(f"out: {kind(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
-    several = not known(out.shape[0] <= 1) and not known(out.shape[1] == 1)
-    if several and not known(out.stride(0) == out.shape[1] * out.stride(1)):
+        raise ValueError(f"out: {describe_tensor(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
+    several = not is_known(out.shape[0] <= 1) and not is_known(out.shape[1] == 1)
+    if several and not is_known(out.stride(0) == out.shape[1] * out.stride(1)):
         raise ValueError(f"out: its strides are {out.stride()}; its sequences must lie one after another")
     return out.flatten(0, 1)
 
 
-def _lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
+def _parse_lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dim() != 1 or not require(cache_seqlens.shape[0] == batch):
             raise ValueError(
-                f"cache_seqlens: {kind(cache_seqlens)}; int32 (batch,) is needed, batch {batch}, or an int"
+                f"cache_seqlens: {describe_tensor(cache_seqlens)}; int32 (batch,) is needed, batch {batch}, or an int"
             )
         return cache_seqlens
     if cache_seqlens is None:
         cache_seqlens = most
-    check_length("cache_seqlens", cache_seqlens, MOST_LENGTH)
+    check_length("cache_seqlens", cache_seqlens, MAX_LENGTH)
     length: Any = cache_seqlens if torch.compiler.is_compiling() else int(cache_seqlens)  # int() would fix a symbol
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)

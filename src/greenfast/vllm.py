@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from greenfast.flash_attn import flash_attn_varlen_func
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.serving.checks import PAGE_SIZES
-from greenfast.serving.pages import KVPages, pages_in
+from greenfast.serving.pages import KVPages, view_pages
 from greenfast.serving.plan import ServingPlan, append_kv
 
 NAME = "GREENFAST"
@@ -135,7 +135,7 @@ class GreenfastMetadataBuilder(AttentionMetadataBuilder[GreenfastMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.heads: int = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        self.window = _window(getattr(kv_cache_spec, "sliding_window", None))
+        self.window = _parse_window(getattr(kv_cache_spec, "sliding_window", None))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> GreenfastMetadata:
         """The metadata of a step."""
@@ -178,7 +178,7 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, None if sinks is None else sinks.float()
-        self.window, self.softcap = _window(sliding_window), float(logits_soft_cap or 0.0)
+        self.window, self.softcap = _parse_window(sliding_window), float(logits_soft_cap or 0.0)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._made: tuple[tuple[Any, ...], KVPages] | None = None
 
@@ -204,10 +204,10 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
                     f"({self.num_kv_heads}, tokens, {2 * self.head_size + scaled}) that are dense are needed"
                 )
             memory = memory.as_strided((blocks, heads * size * content), (memory.stride(0), 1))
-            self._made = at, pages_in(memory, size, heads, self.head_size)
+            self._made = at, view_pages(memory, size, heads, self.head_size)
         found = self._made[1]
         if self.kv_cache_dtype != _PER_TOKEN:
-            found = found._replace(k_scale=_scale(layer._k_scale), v_scale=_scale(layer._v_scale))
+            found = found._replace(k_scale=_squeeze_scale(layer._k_scale), v_scale=_squeeze_scale(layer._v_scale))
         return found
 
     def do_kv_cache_update(
@@ -243,11 +243,11 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
         return output
 
 
-def _window(sliding_window: int | None) -> tuple[int, int]:
+def _parse_window(sliding_window: int | None) -> tuple[int, int]:
     """(left, right) of a window that counts the query's own token, as vLLM's do."""
     return (-1 if sliding_window is None else sliding_window - 1), 0
 
 
-def _scale(scale: Tensor) -> Tensor:
+def _squeeze_scale(scale: Tensor) -> Tensor:
     """One for all heads as a tensor without dimensions, or one for each head."""
     return scale.view(()) if scale.numel() == 1 else scale.view(-1)

@@ -415,11 +415,11 @@ def test_the_recorded_launches_are_those_of_the_calls(
     made: list[Any] = []
 
     def attention(*args: Any, lse: bool) -> tuple[Tensor, Tensor]:
-        made.append(serving_cuda.attention_steps(*args[:10], None, args[11], tuple(args[12:15]), *args[15:])[1])
+        made.append(serving_cuda.build_attention_steps(*args[:10], None, args[11], tuple(args[12:15]), *args[15:])[1])
         return args[0], args[0]
 
     def append(*args: Any) -> Tensor:
-        made.append(serving_cuda.append_step(args[:13], *args[13:]))
+        made.append(serving_cuda.build_append_step(args[:13], *args[13:]))
         return torch.empty(0)
 
     monkeypatch.setattr(serving_ops, "paged_attention", attention)

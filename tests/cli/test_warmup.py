@@ -10,7 +10,7 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.ops import warmup
-from greenfast.ops.warmup import Warmed, kernels_for
+from greenfast.ops.warmup import WarmupResult, kernels_for
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.cli.command_line import run_here
@@ -35,9 +35,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[KernelSource], str]
     """Instead of compiling: the kernels and the target's name of each call."""
     calls: list[tuple[set[KernelSource], str]] = []
 
-    def warm(sources: list[KernelSource], target: Target, progress: object) -> Warmed:
+    def warm(sources: list[KernelSource], target: Target, progress: object) -> WarmupResult:
         calls.append((set(sources), target.name))
-        return Warmed(len(sources), 0, 1.0)
+        return WarmupResult(len(sources), 0, 1.0)
 
     monkeypatch.setattr(warmup, "warm", warm)
     return calls
@@ -61,7 +61,7 @@ def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFi
 
 def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_HEADS", (1,))
-    monkeypatch.setattr(warmup, "_kept", lambda *kernel: replace(compile_kernel(*kernel), from_cache=False))
+    monkeypatch.setattr(warmup, "_compile_cached", lambda *kernel: replace(compile_kernel(*kernel), from_cache=False))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     ran = run_here(capsys, "warmup", *ONE)

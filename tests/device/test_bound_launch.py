@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from greenfast.device import bound_launch
-from greenfast.device.bound_launch import NoContextError, Prepared
+from greenfast.device.bound_launch import BoundLaunch, NoContextError
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Launch, Struct, TensorMap
 
@@ -50,7 +50,7 @@ PLAN = Launch(
 
 
 def test_arguments_are_where_the_parameters_point(driver: Driver) -> None:
-    launch = Prepared(Kernel(5), (128, 1, 1), 4096, PLAN, {"a": 2**40 + 16, "b": 9}, 0)
+    launch = BoundLaunch(Kernel(5), (128, 1, 1), 4096, PLAN, {"a": 2**40 + 16, "b": 9}, 0)
     launch()
     launch()
     (config, function, parameters, _), again = driver.launched
@@ -69,11 +69,11 @@ def test_arguments_are_where_the_parameters_point(driver: Driver) -> None:
 def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
     inner = Struct((np.int32(3), "b", Struct((np.int8(1), "a")), TensorMap("b", "uint8", (1,), (1,), (1,), 0)))
     plan = dataclasses.replace(PLAN, args=(*PLAN.args, inner))
-    launch = Prepared(Kernel(6), (1, 1, 1), 0, plan, {"a": 1, "b": 2}, 0)
+    launch = BoundLaunch(Kernel(6), (1, 1, 1), 0, plan, {"a": 1, "b": 2}, 0)
     for name, place in launch.places():
         place.value = {"a": 2**40 + 5, "b": 77}[name]
     launch()
-    moved = Prepared(Kernel(6), (1, 1, 1), 0, plan, {"a": 2**40 + 5, "b": 77}, 0)
+    moved = BoundLaunch(Kernel(6), (1, 1, 1), 0, plan, {"a": 2**40 + 5, "b": 77}, 0)
     moved()
     (of_first, *_), (of_second, *_) = ((ctypes.c_void_p * 6).from_address(call[2]) for call in driver.launched)
     assert of_first != of_second
@@ -91,7 +91,7 @@ def test_a_tensor_map_is_encoded_again_for_another_address_alone(
         encodings.append(pointer)
         return bytes([pointer]) * 128
 
-    launch = Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
+    launch = BoundLaunch(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
     monkeypatch.setattr(bound_launch, "encoded", encoded)
     place = dict(launch.places())["b"]
     for address in (5, 6, 5, 6):
@@ -105,7 +105,7 @@ def test_a_tensor_map_is_encoded_again_for_another_address_alone(
 
 @pytest.mark.parametrize("early", [False, True])
 def test_only_a_launch_that_may_begin_early_does(driver: Driver, early: bool) -> None:
-    Prepared(Kernel(5), (1, 1, 1), 0, dataclasses.replace(PLAN, early=early), {"a": 1, "b": 2}, 0)()
+    BoundLaunch(Kernel(5), (1, 1, 1), 0, dataclasses.replace(PLAN, early=early), {"a": 1, "b": 2}, 0)()
     config = driver.launched[0][0]
     assert config.numAttrs == early
     if early:
@@ -115,13 +115,13 @@ def test_only_a_launch_that_may_begin_early_does(driver: Driver, early: bool) ->
 
 def test_a_launch_of_another_kernel_is_refused(driver: Driver) -> None:
     with pytest.raises(UsageError, match="the kernel has 4 parameters, its launch gives 5"):
-        Prepared(Kernel(4), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
+        BoundLaunch(Kernel(4), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
 
 
 def test_a_thread_without_a_context_is_reported(driver: Driver) -> None:
     driver.status = vars(bound_launch)["_NO_CONTEXT"]
     with pytest.raises(NoContextError, match="no context"):
-        Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
+        BoundLaunch(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
 
 
 def test_a_driver_call_without_a_context_is_told_from_others() -> None:
@@ -136,4 +136,4 @@ def test_what_the_driver_refuses_is_raised(driver: Driver, monkeypatch: pytest.M
     monkeypatch.setattr(bound_launch, "check", refuse)
     driver.status = 700
     with pytest.raises(MachineError, match="700"):
-        Prepared(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()
+        BoundLaunch(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)()

@@ -121,7 +121,7 @@ def test_queries_that_the_kernel_quantizes(
     result = run_source(hopper.kernel(config, sizes, 2), plan, own)
     assert not any(result.unwritten.values())
 
-    matrix = reference.rotation(dims["D"])
+    matrix = reference.build_rotation(dims["D"])
     rotated = torch.nn.functional.pad(q.float(), (0, dims["D"] - head_dim)) @ matrix
     codes, scale = quantize_blocks(rotated.flatten(0, 1), fmt, 1 if dims["QBLOCK"] == 1 else QUERY_BLOCK)
     of_codes = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)

@@ -112,8 +112,8 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
     shapes = [(1, 2, 70, head_dim), *[(1, 1, 150, head_dim)] * 2]
     q, k, v = (torch.randn(shape, generator=generator).to(torch.float16) for shape in shapes)
     target = Target("sm_90a")
-    config = cuda.sdpa_config(target, head_dim, q.dtype, "fp8", 0)
-    made = cuda.sdpa_steps(q, k, v, config, head_dim**-0.5, target)
+    config = cuda.build_sdpa_config(target, head_dim, q.dtype, "fp8", 0)
+    made = cuda.build_sdpa_steps(q, k, v, config, head_dim**-0.5, target)
     steps = []
     for n, made_step in enumerate(made):
         source, plan, names = made_step.source, made_step.launch, made_step.names
@@ -130,7 +130,7 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
         steps.append(KernelLaunch(ptx, source.entry, source.block, source.dynamic_smem_bytes, plan))
     outputs = {
         name: OutputSpec(tuple(shape), "uint8" if name.endswith("codes") else "float32")
-        for name, shape in cuda.quantized_sizes(q.shape, k.shape, config).items()
+        for name, shape in cuda.get_quantized_shapes(q.shape, k.shape, config).items()
     }
     outputs["out"] = OutputSpec(tuple(q.shape), "float16")
     inputs = {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k), ("v", v))}

@@ -153,10 +153,10 @@ class SdpaDraw:
         self, codes: QuantizedQKV, found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor
     ) -> list[str]:
         share, d = self.heads // self.kv_heads, self.head_dim
-        of_q = reference.dequantized_queries(codes).double().flatten(0, 1)
+        of_q = reference.dequantize_queries(codes).double().flatten(0, 1)
         of_k, of_v = (
             x.double().repeat_interleave(share, 1).flatten(0, 1)
-            for x in (reference.dequantized_keys(codes), reference.dequantized_values(codes))
+            for x in (reference.dequantize_keys(codes), reference.dequantize_values(codes))
         )
         mask, factor = self._mask(q.device.type), self._factor()
         wanted, (bound,) = attention_with_bounds(of_q, of_k, of_v, factor, mask, (E4M3_POLYNOMIAL_WEIGHTS,))
@@ -193,7 +193,7 @@ class SdpaDraw:
         """The log-sum-exp of the codes' scores, and what the mean of the keys adds."""
         assert codes.key_mean is not None
         share, d = self.heads // self.kv_heads, self.head_dim
-        matrix = reference.rotation(codes.key_mean.shape[-1]).to(lse.device).double()
+        matrix = reference.build_rotation(codes.key_mean.shape[-1]).to(lse.device).double()
         mean = (codes.key_mean.double() @ matrix.T)[..., :d].repeat_interleave(share, 1).flatten(0, 1)
         added = (exact[0] @ mean.unsqueeze(-1)).squeeze(-1) * self._factor()
         wrong = []
@@ -299,16 +299,16 @@ def code_faults(codes: QuantizedQKV, q: Tensor, k: Tensor, v: Tensor) -> list[st
     """Codes that are further from the rotated tensors than half a step of their format."""
     assert codes.key_mean is not None
     size = codes.query.shape[-1]
-    matrix = reference.rotation(size).to(q.device).double()
+    matrix = reference.build_rotation(size).to(q.device).double()
 
     def wide(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x.double(), (0, size - x.shape[-1]))
 
     keys = wide(k) @ matrix
     wanted = {
-        "q": (wide(q) @ matrix, reference.dequantized_queries(codes), codes.precision),
-        "k": (keys - codes.key_mean.double().unsqueeze(2), reference.dequantized_keys(codes), codes.precision),
-        "v": (wide(v), reference.dequantized_values(codes), "fp8"),
+        "q": (wide(q) @ matrix, reference.dequantize_queries(codes), codes.precision),
+        "k": (keys - codes.key_mean.double().unsqueeze(2), reference.dequantize_keys(codes), codes.precision),
+        "v": (wide(v), reference.dequantize_values(codes), "fp8"),
     }
     wrong = []
     for name, (exact, numbers, precision) in wanted.items():

@@ -67,7 +67,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
         k, v = meta(2, 16, 1, dim, dtype=e4m3), meta(2, 1, 1, dim, 16, dtype=e4m3)
         of_q = meta(1, 1, dtype=torch.float32) if fp8 else None
         k_scale, v_scale = (meta(*scale[scales], dtype=torch.float32) for _ in "kv")
-        steps = serving_cuda.attention_steps(
+        steps = serving_cuda.build_attention_steps(
             q, k, v, meta(1, 2), meta(2), meta(1), k_scale, v_scale, of_q, None, None, rows, (True, -1, -1), cap,
             1.0, dtype,
         )  # fmt: skip
@@ -77,7 +77,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
         names = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight",
                  "cos", "sin", "positions")  # fmt: skip
         given = tuple(tensors.get(name) for name in names)
-        yield serving_cuda.append_step(given, 1e-6, options.get("interleaved", False)).source
+        yield serving_cuda.build_append_step(given, 1e-6, options.get("interleaved", False)).source
     yield slots.KERNEL
 
 

@@ -33,7 +33,7 @@ def test_the_cpu_is_right(kind: str, count: int) -> None:
 
 
 def test_a_key_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    masked = reference._masked
+    masked = reference._mask_scores
 
     def without_one(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
         found = masked(scores, *rest)
@@ -41,13 +41,13 @@ def test_a_key_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
             found[..., 5:6] = -torch.inf
         return found
 
-    monkeypatch.setattr(reference, "_masked", without_one)
+    monkeypatch.setattr(reference, "_mask_scores", without_one)
     assert any("beyond the kernel's bound" in fault for fault in wrong("sdpa", 12))
 
 
 def test_a_mask_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    form_of = canonicalize.form_of
-    monkeypatch.setattr(public, "form_of", lambda q, k, v, mask, *rest: form_of(q, k, v, None, *rest))
+    form_of = canonicalize.canonicalize
+    monkeypatch.setattr(public, "canonicalize", lambda q, k, v, mask, *rest: form_of(q, k, v, None, *rest))
     masked = [n for n in range(300) if getattr(draw(n, False, ("sdpa",))[1], "masked", False)]
     assert faults_of(draw(masked[0], False, ("sdpa",))[1], CPU) == ["attn_mask: left out without a word"]
 

@@ -11,7 +11,7 @@ import greenfast
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
-from greenfast.serving.pages import KVPages, page_bytes, pages_in
+from greenfast.serving.pages import KVPages, get_page_bytes, view_pages
 from greenfast.spec.arch import Target
 from tests.kernels.serving.appends import CALLS, Append, assert_as_on_the_cpu, random_call, request, run_of
 
@@ -61,12 +61,12 @@ def test_pages_of_an_engine(head_dim: int) -> None:
     """Codes and scales of a page lie side by side in the engine's memory: what is written and read is the CPU's."""
     kv_heads, size, tokens = 2, 32, 300
     made = torch.Generator().manual_seed(head_dim)
-    memory = torch.randint(256, (12, page_bytes(size, kv_heads, head_dim)), generator=made, dtype=torch.uint8)
+    memory = torch.randint(256, (12, get_page_bytes(size, kv_heads, head_dim)), generator=made, dtype=torch.uint8)
     k, v = (torch.randn(tokens, kv_heads, head_dim, generator=made).bfloat16() for _ in "kv")
     slots, on_gpu = torch.arange(17, 17 + tokens), memory.cuda()
-    here = pages_in(memory, size, kv_heads, head_dim)
+    here = view_pages(memory, size, kv_heads, head_dim)
     greenfast.append_kv(None, k, v, *here[:2], slots, k_scale=here.k_scale, v_scale=here.v_scale)
-    there = pages_in(on_gpu, size, kv_heads, head_dim)
+    there = view_pages(on_gpu, size, kv_heads, head_dim)
     greenfast.append_kv(
         None, k.cuda(), v.cuda(), *there[:2], slots.cuda(), k_scale=there.k_scale, v_scale=there.v_scale
     )

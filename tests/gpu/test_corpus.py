@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cuda.core import ObjectCode
 
-from greenfast.device.bound_launch import Prepared
+from greenfast.device.bound_launch import BoundLaunch
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu, GuardedBuffer, load_kernel
@@ -48,7 +48,7 @@ def _run(entry: Entry, bound: Bound, gpu: Gpu) -> dict[str, Any]:
         buffers[name].upload(np.ascontiguousarray(a))
     pointers = {name: int(buffer.pointer) for name, buffer in buffers.items()}
     plan = Launch(entry.grid, tuple(bound.args))
-    Prepared(_kernel(entry, gpu), entry.block, entry.smem, plan, pointers, int(gpu.stream.handle))()
+    BoundLaunch(_kernel(entry, gpu), entry.block, entry.smem, plan, pointers, int(gpu.stream.handle))()
     gpu.stream.sync()
     found = {n: buffers[n].download(o.shape, o.dtype) for n, o in bound.outputs.items()}
     assert all(b.guards_intact() for b in buffers.values())

@@ -16,7 +16,7 @@ from tests.ops.gradient_cases import KINDS, Sizes, bound, case, error, gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa
-of_reference: Any = reference.gradients
+of_reference: Any = reference.compute_gradients
 of_gpu: Any = backward.sdpa_backward
 
 SIZES = (  # with one key dQ is 0, for which a relative error in 16 bits is meaningless
@@ -54,13 +54,13 @@ def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_of_pytorchs_kernels(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    chooses = backward._chooses_cudnn
+    chooses = backward._uses_cudnn
 
     def where_it_can(*args: Any) -> bool:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return cudnn and chooses(*args)
 
-    monkeypatch.setattr(backward, "_chooses_cudnn", where_it_can)
+    monkeypatch.setattr(backward, "_uses_cudnn", where_it_can)
     inputs, grad = on_gpu("biased 10", sizes)
     wanted = of_reference(grad, *inputs, sizes.causal, sizes.head_dim**-0.5)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]

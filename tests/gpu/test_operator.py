@@ -13,8 +13,8 @@ from torch import Tensor
 import greenfast
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import cuda, reference, sdpa, torch_ops
-from greenfast.ops.call_cache import Repeats
-from greenfast.ops.quantized import config_of
+from greenfast.ops.call_cache import CallCache
+from greenfast.ops.quantized import build_config
 from greenfast.spec.kernel import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -94,7 +94,7 @@ def test_with_token_scales_rows_do_not_depend_on_later_tokens(
 )  # fmt: skip
 def test_codes_equal_the_references(choices: tuple[str, bool, str, bool, bool], head_dim: int, length: int) -> None:
     q, k, v = inputs(length, head_dim=head_dim, heads=3, kv_heads=1)
-    config = config_of(head_dim, q.dtype, *choices)
+    config = build_config(head_dim, q.dtype, *choices)
     found = torch_ops.QUANTIZE(q, k, v, *choices)
     wanted = reference.quantize(q.cpu(), k.cpu(), v.cpu(), config)
     codes = (wanted.query, wanted.key, wanted.value)
@@ -127,12 +127,12 @@ def test_the_ada_kernel(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """Codes by PyTorch with one scale per head, and the Ada kernel, which a Hopper GPU can run."""
 
     def of_heads(target: object, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool) -> object:
-        return replace(config_of(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=lse)
+        return replace(build_config(head_dim, dtype, precision, False, "head"), mask=Mask(mask), log_sum_exp=lse)
 
-    monkeypatch.setattr(cuda, "kernel_for", lambda target, config, sizes: Choice("ada", "wanted"))
-    monkeypatch.setattr(cuda, "sdpa_config", of_heads)
+    monkeypatch.setattr(cuda, "choose_kernel", lambda target, config, sizes: Choice("ada", "wanted"))
+    monkeypatch.setattr(cuda, "build_sdpa_config", of_heads)
     monkeypatch.setattr(cuda, "_PLANS", {})
-    monkeypatch.setattr(sdpa, "REPEATS", Repeats(3))
+    monkeypatch.setattr(sdpa, "SDPA_CACHE", CallCache(3))
     q, k, v = inputs(300, heads=4, kv_heads=2, head_dim=128, dtype=torch.float16)
     found = greenfast.sdpa(q, k, v, is_causal=True, enable_gqa=True, precision=precision)
     wanted = torch_sdpa(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)

@@ -13,10 +13,10 @@ import greenfast
 from greenfast.kernels.quantize.qkv import sample_places
 from greenfast.ops import torch_ops
 from greenfast.parallel import blocks, ulysses
-from greenfast.parallel.blocks import Keys, Merged
-from greenfast.parallel.layout import Layout
-from greenfast.parallel.ring import turns
-from greenfast.parallel.ulysses import Field
+from greenfast.parallel.blocks import LseMerge, QuantizedKV
+from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.ring import build_ring_steps
+from greenfast.parallel.ulysses import ExchangedTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
@@ -40,19 +40,21 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-def ring(tensors: list[Tensor], layout: Layout, causal: bool, precision: str, exact: bool) -> tuple[Tensor, Tensor]:
+def ring(
+    tensors: list[Tensor], layout: ShardLayout, causal: bool, precision: str, exact: bool
+) -> tuple[Tensor, Tensor]:
     """The whole output and log-sum-exp, every rank's part computed as in ``ring.forward``."""
     k = tensors[1]
     samples = k[:, :, sample_places(k.shape[2])].contiguous()
     shards = [[layout.shard(x, 2, rank) for x in tensors] for rank in range(layout.size)]
     codes, means = [], []
     for _, key, value in shards:
-        codes.append(Keys.like(key, precision))
+        codes.append(QuantizedKV.like(key, precision))
         means.append(blocks.quantize_keys(key, value, samples, precision, codes[-1]))
     scale, outs, sums = tensors[0].shape[3] ** -0.5, [], []
     for rank, (query, key, _) in enumerate(shards):
-        plan = turns(rank, layout, key.shape[2], causal)
-        merged = Merged(of=sum(turn is not None for turn in plan))
+        plan = build_ring_steps(rank, layout, key.shape[2], causal)
+        merged = LseMerge(of=sum(turn is not None for turn in plan))
         for number, turn in enumerate(plan):
             if turn is not None:
                 first, count, masked = turn
@@ -82,15 +84,15 @@ def test_the_turns_of_a_ring(
     heads: int, kv_heads: int, rows: int, head_dim: int, size: int, balanced: bool, causal: bool, precision: Any
 ) -> None:
     tensors = inputs(heads, kv_heads, rows, head_dim, bias=3.0)
-    found, lse = ring(tensors, Layout(size, balanced), causal, precision, exact=True)
+    found, lse = ring(tensors, ShardLayout(size, balanced), causal, precision, exact=True)
     attend: Any = greenfast.sdpa
     alone, lse_alone = attend(*tensors, is_causal=causal, enable_gqa=True, precision=precision, return_lse=True)
     wanted = exact(tensors, causal)
     assert error(found, wanted) < 1.05 * error(alone, wanted) + 2e-3
     assert (lse - lse_alone).abs().max() < 0.06
-    rounded, _ = ring(tensors, Layout(size, balanced), causal, precision, exact=False)
+    rounded, _ = ring(tensors, ShardLayout(size, balanced), causal, precision, exact=False)
     assert error(rounded, wanted) < 1.05 * error(alone, wanted) + 2e-3
-    again, _ = ring(tensors, Layout(size, balanced), causal, precision, exact=False)
+    again, _ = ring(tensors, ShardLayout(size, balanced), causal, precision, exact=False)
     assert torch.equal(rounded, again)
 
 
@@ -99,7 +101,7 @@ def test_the_turns_of_a_ring(
 def test_all_keys_give_the_bits_of_sdpa(head_dim: int, causal: int) -> None:
     """The sums that a merge needs are those that the output is divided by."""
     q, k, v = inputs(4, 2, 700, head_dim, bias=3.0)
-    keys = Keys.like(k, "fp8")
+    keys = QuantizedKV.like(k, "fp8")
     mean = blocks.quantize_keys(k, v, k[:, :, sample_places(700)].contiguous(), "fp8", keys)
     attend: Any = greenfast.sdpa
     wanted, sums = attend(q, k, v, is_causal=causal == 1, enable_gqa=True, return_lse=True)
@@ -115,17 +117,19 @@ def test_all_keys_give_the_bits_of_sdpa(head_dim: int, causal: int) -> None:
 def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
     """The codes of shards, gathered for a share of the heads, give the bits of one GPU that has these heads."""
     q, k, v = inputs(heads, kv_heads, 256 * size * 2, 128, bias=3.0)
-    layout, share = Layout(size, True), ulysses.Heads(heads, kv_heads, size)
+    layout, share = ShardLayout(size, True), ulysses.HeadSharding(heads, kv_heads, size)
     samples = k[:, :, sample_places(k.shape[2])].contiguous()
     group: Any = SimpleNamespace(size=size)
-    exchange = ulysses.Exchange(group, layout, share)
+    exchange = ulysses.HeadExchange(group, layout, share)
     by_rank = []
     for rank in range(size):
         query, key, value = (layout.shard(x, 2, rank) for x in (q, k, v))
         codes = blocks.quantize(query, key, value, samples, "fp8")
         fields = [
-            Field(codes.query, 2, False), Field(codes.key, 2, True), Field(codes.value, 3, True),
-            Field(codes.query_scale, 2, False), Field(codes.key_scale, 2, True), Field(codes.value_scale, 2, True),
+            ExchangedTensor(codes.query, 2, False), ExchangedTensor(codes.key, 2, True),
+            ExchangedTensor(codes.value, 3, True),
+            ExchangedTensor(codes.query_scale, 2, False),
+            ExchangedTensor(codes.key_scale, 2, True), ExchangedTensor(codes.value_scale, 2, True),
         ]  # fmt: skip
         by_rank.append([exchange.by_rank(field) for field in fields])
     outs = []
@@ -155,7 +159,7 @@ def test_a_merge(dtypes: tuple[str, str], first: int) -> None:
     wanted, kept_lse = a.cpu().to(given), None
     kept_lse = blocks._merge(a.cpu(), lse_a.cpu(), b.cpu(), lse_b.cpu(), first, wanted)
     into = a if kept == given else torch.empty_like(a, dtype=given)
-    lse = blocks.gpu().merge(a, lse_a, b, lse_b, first, into)
+    lse = blocks.load_cuda().merge(a, lse_a, b, lse_b, first, into)
     assert torch.allclose(lse.cpu(), kept_lse, atol=1e-5)
     assert torch.allclose(into.cpu().float(), wanted.float(), atol=1e-2 if given != torch.float32 else 1e-5, rtol=1e-2)
     assert torch.equal(into[:, :, :first].cpu(), wanted[:, :, :first])

@@ -9,7 +9,7 @@ import torch
 import greenfast
 from greenfast.kernels import KERNEL_DIR
 from greenfast.ops import cuda
-from greenfast.ops.launch_plans import Step, target_of
+from greenfast.ops.launch_plans import LaunchStep, get_target
 from greenfast.spec.kernel import KernelSource, Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -35,16 +35,16 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
     shape = (1, 4, length, head_dim)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "qkv")
     wanted = greenfast.sdpa(q, k, v, is_causal=bool(causal), precision=precision)  # type: ignore[call-overload]
-    target = target_of(0)
-    config = cuda.sdpa_config(target, head_dim, q.dtype, precision, causal)
-    quantizing, attending = cuda.sdpa_steps(q, k, v, config, head_dim**-0.5, target)
+    target = get_target(0)
+    config = cuda.build_sdpa_config(target, head_dim, q.dtype, precision, causal)
+    quantizing, attending = cuda.build_sdpa_steps(q, k, v, config, head_dim**-0.5, target)
     assert attending.launch.early
 
-    sizes = {n: s for n, s in cuda.quantized_sizes(q.shape, k.shape, config).items() if not n.startswith("q_")}
+    sizes = {n: s for n, s in cuda.get_quantized_shapes(q.shape, k.shape, config).items() if not n.startswith("q_")}
     places, size = {}, 0
     for name, of in sizes.items():
         places[name] = size
-        size += -(-torch.Size(of).numel() * cuda.buffer_dtype(name).itemsize // 256) * 256
+        size += -(-torch.Size(of).numel() * cuda.get_buffer_dtype(name).itemsize // 256) * 256
     ready, late = (torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(2))  # all NaN
     out = torch.full_like(q, torch.nan)
     stream = torch.cuda.current_stream().cuda_stream
@@ -53,11 +53,11 @@ def test_a_producer_that_writes_late(head_dim: int, causal: int, precision: str,
     def pointers(base: torch.Tensor) -> dict[str, int]:
         return given | {name: base.data_ptr() + at for name, at in places.items()}
 
-    quantizing.prepared(0, pointers(ready), stream)()
+    quantizing.bind(0, pointers(ready), stream)()
     source = KernelSource(entry="late", source=LATE, name="late.cu", include_dirs=(KERNEL_DIR,), block=(256, 1, 1))
-    copy = Step(source, Launch((16, 1, 1), ("from", "to", np.int64(size // 16))))
-    writing = copy.prepared(0, {"from": ready.data_ptr(), "to": late.data_ptr()}, stream)
-    reading = attending.prepared(0, pointers(late), stream)
+    copy = LaunchStep(source, Launch((16, 1, 1), ("from", "to", np.int64(size // 16))))
+    writing = copy.bind(0, {"from": ready.data_ptr(), "to": late.data_ptr()}, stream)
+    reading = attending.bind(0, pointers(late), stream)
     torch.cuda.synchronize()
     for _ in range(20):
         late.fill_(0xFF)

@@ -457,7 +457,7 @@ def test_repeated_calls_have_the_bits_of_the_first(form: str, cache: greenfast.P
     inputs = [[drawn(3, 2, n, 128) for n in (8, 2, 2)] for _ in range(4)]
     wanted = []
     for given in inputs:
-        serving_request.KNOWN.clear()
+        serving_request.ATTENTION_CACHE.clear()
         wanted.append(call(*given))
     wrong: list[int] = []
 

@@ -30,12 +30,12 @@ _WORKSPACE = 1 << 56  # above all addresses
 
 def forget_launches() -> None:
     """Empty every cache of launches."""
-    for repeats in (sdpa.REPEATS, serving_request.KNOWN, serving_request.APPENDS):
+    for repeats in (sdpa.SDPA_CACHE, serving_request.ATTENTION_CACHE, serving_request.APPEND_CACHE):
         repeats.clear()
-    for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.JOINED):
+    for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.CONCATENATED_PLANS):
         cache.clear()
-    serving_cuda._planning.cache_clear()
-    serving_cuda._planning_with.cache_clear()
+    serving_cuda._get_planner.cache_clear()
+    serving_cuda._build_planner.cache_clear()
 
 
 class Launch(NamedTuple):
@@ -73,7 +73,7 @@ class PretendedGpu:
         self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # what each thread last asked for an address
         gpu = self
 
-        class Prepared(bound_launch.Prepared):
+        class Prepared(bound_launch.BoundLaunch):
             def __init__(self, kernel: Any, *args: Any, **more: Any) -> None:
                 super().__init__(kernel, *args, **more)
                 self._kernel, self._stream = kernel.name, args[4]
@@ -88,9 +88,9 @@ class PretendedGpu:
                 noted = gpu.launches.setdefault(threading.get_ident(), [])
                 noted.append(Launch(self._kernel, grid, tuple(found), self._stream))
 
-        queue = launch_plans.Plan.launch
+        queue = launch_plans.LaunchPlan.launch
 
-        def launch(plan: launch_plans.Plan, addresses: launch_plans.Addresses) -> None:
+        def launch(plan: launch_plans.LaunchPlan, addresses: launch_plans.Addresses) -> None:
             """Another thread may be given memory that was given back before the launch is queued."""
             freed = [i for i, a in enumerate(addresses) if a and gpu._given_back(a)]  # 0: none, or no elements
             assert not freed, f"the tensors of addresses {freed} of a launch are gone"
@@ -112,9 +112,9 @@ class PretendedGpu:
             return _Kernel(hashlib.sha256(source.source.encode()).hexdigest())
 
         patch.setattr(bound_launch, "encoded", encoded)
-        patch.setattr(launch_plans, "Prepared", Prepared)
-        patch.setattr(launch_plans.Plan, "launch", launch)
-        patch.setattr(launch_plans, "_loaded", loaded)
+        patch.setattr(launch_plans, "BoundLaunch", Prepared)
+        patch.setattr(launch_plans.LaunchPlan, "launch", launch)
+        patch.setattr(launch_plans, "_load", loaded)
         for name, stand_in in (
             ("_cuda_getDevice", lambda: -1),
             ("_cuda_getCurrentRawStream", lambda _: gpu.stream.get(threading.get_ident(), 7)),
@@ -122,11 +122,11 @@ class PretendedGpu:
             ("_cuda_cudaCachingAllocator_raw_delete", given_back),
         ):
             patch.setattr(torch._C, name, stand_in, raising=False)
-        patch.setattr(cuda, "target_of", lambda _: Target(target))
+        patch.setattr(cuda, "get_target", lambda _: Target(target))
         patch.setattr(launch_plans, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))
-        patch.setattr(serving_call, "settled", lambda x: x)
+        patch.setattr(serving_call, "synchronized", lambda x: x)
         patch.setattr(cuda, "_PLANS", {})
         patch.setattr(serving_cuda, "_PLANS", {})
         self.forget()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import greenfast
 from greenfast.ops import cuda
-from greenfast.ops.launch_plans import Plan
-from greenfast.ops.layout import aligned
+from greenfast.ops.launch_plans import LaunchPlan
+from greenfast.ops.layout import is_aligned
 from greenfast.serving import cuda as serving_cuda
 from greenfast.spec.arch import Target
 from tests.fuzz.guards import dense
@@ -25,13 +25,13 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found: dict[str, int] = {}
     target = Target("sm_90a")
 
-    def launch(plan: Plan, addresses: Sequence[int]) -> None:
+    def launch(plan: LaunchPlan, addresses: Sequence[int]) -> None:
         found.update(zip(plan.names, addresses, strict=True))
 
     for module in (cuda, serving_cuda):
-        monkeypatch.setattr(module, "target_of", lambda _: target)
+        monkeypatch.setattr(module, "get_target", lambda _: target)
         monkeypatch.setattr(module, "_PLANS", {})
-    monkeypatch.setattr(Plan, "launch", launch)
+    monkeypatch.setattr(LaunchPlan, "launch", launch)
     return found
 
 
@@ -40,7 +40,7 @@ def odd(x: Tensor) -> Tensor:
     whole = x.new_empty(x.untyped_storage().nbytes() // x.element_size() + 64)
     first = -(whole.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
     found = whole.as_strided(x.shape, x.stride(), first)
-    assert not aligned(found.data_ptr())
+    assert not is_aligned(found.data_ptr())
     return found.copy_(x)
 
 
@@ -54,7 +54,7 @@ def test_what_is_appended_is_read_at_multiples_of_16_bytes(
     tensors[name] = odd(tensors[name])
     given: list[Any] = [tensors.get(n) for n in serving_cuda._APPEND_BUFFERS[:-1]]
     serving_cuda.append_kv(*given, 1e-6, False)
-    assert all(aligned(addresses[n]) for n in ("q", "k", "v", "q_weight", "k_weight", "cos", "sin"))
+    assert all(is_aligned(addresses[n]) for n in ("q", "k", "v", "q_weight", "k_weight", "cos", "sin"))
     assert all(addresses[n] == tensors[n].data_ptr() for n in ("k_cache", "v_cache", "k_scale", "v_scale"))
 
 
@@ -67,7 +67,7 @@ def test_codes_are_read_at_multiples_of_16_bytes(name: str, addresses: dict[str,
         cuda.attention(*fields.values(), "fp8", 64, 40, torch.float16, 0, 0.125)
     fields[name] = odd(fields[name])
     cuda.attention(*fields.values(), "fp8", 64, 40, torch.float16, 0, 0.125)
-    assert all(aligned(addresses[n]) for n in ("q_codes", "k_codes", "v_codes"))
+    assert all(is_aligned(addresses[n]) for n in ("q_codes", "k_codes", "v_codes"))
 
 
 def test_an_output_that_begins_anywhere_is_written_by_a_copy(addresses: dict[str, int]) -> None:
@@ -80,4 +80,4 @@ def test_an_output_that_begins_anywhere_is_written_by_a_copy(addresses: dict[str
         q, cache.k_cache, cache.v_cache, table, starts, used, cache.k_scale, cache.v_scale, None, None, None, 3, True,
         -1, 0, 0.0, 0.125, torch.bfloat16, out,
     )  # fmt: skip
-    assert aligned(addresses["out"])
+    assert is_aligned(addresses["out"])

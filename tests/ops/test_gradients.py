@@ -15,7 +15,7 @@ from greenfast.ops import backward, reference
 from tests.ops.gradient_cases import KINDS, Sizes, bound, case, error, gradients, torch_attention
 
 sdpa: Any = greenfast.sdpa
-of_reference: Any = reference.gradients
+of_reference: Any = reference.compute_gradients
 of_gpu: Any = backward.sdpa_backward
 
 SIZES = (
@@ -84,7 +84,7 @@ def test_a_scale_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shapes", [((0, 2, 5, 64), (0, 2, 5, 64)), ((1, 2, 0, 64), (1, 2, 3, 64)),
                                     ((1, 2, 3, 64), (1, 2, 0, 64))], ids=str)  # fmt: skip
-@pytest.mark.parametrize("function", [reference.gradients, backward.sdpa_backward])
+@pytest.mark.parametrize("function", [reference.compute_gradients, backward.sdpa_backward])
 def test_gradients_of_empty_inputs(shapes: Any, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     q, k = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
@@ -118,10 +118,10 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
 
     def kernels(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masked: bool, scale: float) -> tuple[Tensor, ...]:
         assert not masked or q.shape[2] <= k.shape[2]
-        return reference.gradients(grad, q, k, v, 2 if masked else 0, scale)
+        return reference.compute_gradients(grad, q, k, v, 2 if masked else 0, scale)
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(backward, "_by_torch", kernels)
+    monkeypatch.setattr(backward, "_torch_backward", kernels)
     inputs, grad = case("normal", Sizes(q_len, kv_len, heads=4), torch.float16)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     sliced = [torch.cat([x, x], -1)[..., :64] for x in strided]  # as from one projection to Q, K and V
@@ -140,9 +140,9 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
 def test_pytorchs_kernels_accept_the_arguments(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as meta tensors can show."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(backward, "_chooses_cudnn", lambda *args: cudnn)
+    monkeypatch.setattr(backward, "_uses_cudnn", lambda *args: cudnn)
     inputs, grad = case("normal", sizes, torch.bfloat16)
-    monkeypatch.setattr(backward, "readable", lambda x, by_tma: x.to("meta"))
+    monkeypatch.setattr(backward, "make_tma_compatible", lambda x, unique_rows: x.to("meta"))
     meta = [x.to("meta") for x in inputs]
     found = of_gpu(grad, *meta, sizes.causal, 0.1)
     assert [x.shape for x in found] == [x.shape for x in inputs]

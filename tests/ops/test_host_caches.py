@@ -92,7 +92,7 @@ def test_memory_is_given_back_where_a_launch_fails(gpu: PretendedGpu, monkeypatc
 
     for _ in range(2):  # one that is prepared, and one that is taken
         with monkeypatch.context() as patch:
-            patch.setattr(launch_plans.Launches, "__call__", refused)
+            patch.setattr(launch_plans.BoundLaunches, "__call__", refused)
             with pytest.raises(MachineError):
                 SDPA[0](*inputs, "fp8", 0, 0.1)
         SDPA[0](*inputs, "fp8", 0, 0.1)  # a thread holds one workspace at a time
@@ -131,11 +131,11 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monke
     for call in every:
         gpu.keep(x for x in call.args if isinstance(x, Tensor))  # type: ignore[attr-defined]
     assert_launches_repeat(gpu, every, 3, seed=2)
-    monkeypatch.setattr(call_cache, "_MOST_ALIKE", 1000)
+    monkeypatch.setattr(call_cache, "_MAX_GUARDS", 1000)
     plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
     for call in plain:
         call()
-    monkeypatch.setattr(sdpa, "is_plain", None)  # only a first call asks
+    monkeypatch.setattr(sdpa, "is_canonical", None)  # only a first call asks
     for call in plain:
         call()
     for wrong in ({"is_causal": 1}, {"enable_gqa": 1}, {"scale": True}, {"scale": -0.5}, {"precision": "fp4"}):
@@ -164,25 +164,25 @@ class Subclass(Tensor):
 
 
 def test_tensors_are_alike_in_all_that_a_launch_depends_on() -> None:
-    found = call_cache.Repeats(2)
+    cache = call_cache.CallCache(2)
     x, y = torch.zeros(4, 4), torch.zeros(4, 4)
-    found.keep((x, y, "a"), 1)
-    assert found.find((y, x, "a")) == (1, (y, x))
-    assert found.find((torch.ones(4, 4), x, "a"))[0] == 1
+    cache.put((x, y, "a"), 1)
+    assert cache.get((y, x, "a")) == (1, (y, x))
+    assert cache.get((torch.ones(4, 4), x, "a"))[0] == 1
     for other in (
         torch.zeros(4, 5), torch.zeros(4, 4, 1), torch.zeros(4, 4).t(), torch.zeros(4, 8)[:, :4],
         torch.zeros(4, 4).half(), torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, requires_grad=True),
         torch.nn.Parameter(x), x.as_subclass(Subclass), torch.zeros(4, 4).to_sparse(), None, 3, [1],
     ):  # fmt: skip
-        assert found.find((other, x, "a"))[0] is None
-        assert found.find((x, other, "a"))[0] is None
-    assert found.find((x, y, "b"))[0] is None
+        assert cache.get((other, x, "a"))[0] is None
+        assert cache.get((x, other, "a"))[0] is None
+    assert cache.get((x, y, "b"))[0] is None
     with torch.inference_mode():
-        assert found.find((torch.zeros(4, 4), torch.zeros(4, 4), "a"))[0] is None
+        assert cache.get((torch.zeros(4, 4), torch.zeros(4, 4), "a"))[0] is None
     seen: list[Any] = []
 
     def transformed(z: Tensor) -> Tensor:
-        seen.append(found.find((x, y, "a"))[0])
+        seen.append(cache.get((x, y, "a"))[0])
         return z
 
     torch.vmap(transformed)(x)
@@ -193,43 +193,43 @@ def test_tensors_are_alike_in_all_that_a_launch_depends_on() -> None:
 
 
 def test_other_arguments_are_alike_in_type_and_value() -> None:
-    found = call_cache.Repeats(1)
+    cache = call_cache.CallCache(1)
     x = torch.zeros(3)
     for value in (1, True, 1.0, None, "1", (1, 2)):
-        found.keep((x, value), repr(value))
+        cache.put((x, value), repr(value))
     for value in (1, True, 1.0, None, "1", (1, 2)):
-        assert found.find((x, value))[0] == repr(value)
+        assert cache.get((x, value))[0] == repr(value)
     others: tuple[Any, ...] = (False, 0, 2.0, torch.tensor(1.0), [1, 2], {}, torch.float16, (2, 1))
     for value in others:
-        assert found.find((x, value))[0] is None
+        assert cache.get((x, value))[0] is None
     for other in (torch.tensor(1.0), [1, 2], torch.float16):
-        found.keep((x, other), "not kept: its value is not looked at, or may change")
-        assert found.find((x, other))[0] is None
+        cache.put((x, other), "not kept: its value is not looked at, or may change")
+        assert cache.get((x, other))[0] is None
 
 
 def test_a_tensor_may_be_in_several_places() -> None:
     """A launch depends on where each tensor lies alone."""
-    found = call_cache.Repeats(4)
+    cache = call_cache.CallCache(4)
     x, y, z = (torch.zeros(3) for _ in range(3))
-    found.keep((x, y, x, x), "as often")
+    cache.put((x, y, x, x), "as often")
     for given in ((x, y, x, x), (z, x, z, z), (x, y, z, x)):
-        assert found.find(given) == ("as often", given)
+        assert cache.get(given) == ("as often", given)
     for place in range(4):
         changed = [x, y, x, x]
         changed[place] = torch.zeros(4)
-        assert found.find((*changed,))[0] is None
-    assert found.find((x, x, x, x))[0] is None
-    found.keep((x, x, x, x), "everywhere")
-    assert found.find((y, y, y, y))[0] == "everywhere"
+        assert cache.get((*changed,))[0] is None
+    assert cache.get((x, x, x, x))[0] is None
+    cache.put((x, x, x, x), "everywhere")
+    assert cache.get((y, y, y, y))[0] == "everywhere"
 
 
 def test_no_tensor_is_kept_and_few_kinds_are() -> None:
-    found = call_cache.Repeats(1)
+    cache = call_cache.CallCache(1)
     kept = []
     for n in range(6):
         x = torch.zeros(n + 1)
         kept.append(weakref.ref(x))
-        found.keep((x,), n)
+        cache.put((x,), n)
     del x
     assert not any(ref() is not None for ref in kept)
-    assert [found.find((torch.zeros(n + 1),))[0] for n in range(6)] == [None, None, 2, 3, 4, 5]
+    assert [cache.get((torch.zeros(n + 1),))[0] for n in range(6)] == [None, None, 2, 3, 4, 5]

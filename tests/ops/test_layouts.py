@@ -13,8 +13,8 @@ import greenfast
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.ops import cuda, torch_ops
-from greenfast.ops.cuda import sdpa_config, sdpa_steps
-from greenfast.ops.layout import empty_rows, readable, row_strides
+from greenfast.ops.cuda import build_sdpa_config, build_sdpa_steps
+from greenfast.ops.layout import empty_rows, make_tma_compatible, row_strides
 from tests.ops.launched import PretendedGpu
 
 BATCH, HEADS, LENGTH = 2, 3, 5
@@ -95,7 +95,7 @@ def test_strides_of_any_query(query: Tensor) -> None:
     """Dense, columns last, the other dimensions as in ``empty_like``, and the same after the query has been copied."""
     query = query.half()
     strides = row_strides(query, 64)
-    copied = readable(query, by_tma=True)
+    copied = make_tma_compatible(query, unique_rows=True)
     assert row_strides(copied, 64) == strides
     assert empty_rows(query, 64).stride() == strides
     assert strides[3] == 1
@@ -109,22 +109,22 @@ def test_strides_of_any_query(query: Tensor) -> None:
 
 def test_rows_that_kernels_cannot_read_are_copied() -> None:
     x = torch.zeros(2, 3, 10, 64, dtype=torch.float16)
-    assert readable(x) is x
-    assert readable(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    assert make_tma_compatible(x) is x
+    assert make_tma_compatible(x.transpose(1, 2)).data_ptr() == x.data_ptr()
     shared = x[:, :1].expand(2, 3, 10, 64)
-    assert readable(shared) is shared
-    assert readable(shared, by_tma=True).stride() == torch.empty_like(shared).stride()
-    assert readable(x[:1], by_tma=True).data_ptr() == x.data_ptr()
+    assert make_tma_compatible(shared) is shared
+    assert make_tma_compatible(shared, unique_rows=True).stride() == torch.empty_like(shared).stride()
+    assert make_tma_compatible(x[:1], unique_rows=True).data_ptr() == x.data_ptr()
     odd = torch.zeros(2, 3, 10, 65, dtype=torch.float16)[..., 1:]
-    assert readable(odd).is_contiguous()
-    assert readable(x.transpose(2, 3)).stride(3) == 1
+    assert make_tma_compatible(odd).is_contiguous()
+    assert make_tma_compatible(x.transpose(2, 3)).stride(3) == 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 200])
 def test_the_kernel_is_told_the_strides(head_dim: int) -> None:
     q = torch.empty(2, 7, 3, head_dim, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    config = sdpa_config(hopper.TARGET, head_dim, q.dtype, "fp8", 0)
-    attending = sdpa_steps(q, q, q, config, 1.0, hopper.TARGET)[1]
+    config = build_sdpa_config(hopper.TARGET, head_dim, q.dtype, "fp8", 0)
+    attending = build_sdpa_steps(q, q, q, config, 1.0, hopper.TARGET)[1]
     assert [int(x) for x in attending.launch.args[-5:]] == [18 * head_dim, head_dim, 3 * head_dim, 3, head_dim]  # type: ignore[arg-type]
 
 

@@ -43,11 +43,11 @@ RULES = [
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """RULES in place of the package's, and CPU tensors treated as such of a GPU that was measured."""
-    monkeypatch.setattr(routing_rules, "data", lambda: {"rules": RULES})
-    monkeypatch.setattr(routing, "_covers", lambda query, gpu: True)
-    routing_rules.rules.cache_clear()
+    monkeypatch.setattr(routing_rules, "load_data", lambda: {"rules": RULES})
+    monkeypatch.setattr(routing, "_have_rules", lambda query, gpu: True)
+    routing_rules.find_rules.cache_clear()
     yield
-    routing_rules.rules.cache_clear()
+    routing_rules.find_rules.cache_clear()
 
 
 def tensors(length: int = 64, keys: int = 64, head_dim: int = 64, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +256,7 @@ def test_unmeasured_calls_need_long_sequences() -> None:
 
 
 def test_the_packages_rules_are_of_measured_head_dims() -> None:
-    found = routing_rules.data()["rules"]
+    found = routing_rules.load_data()["rules"]
     assert {(rule["against"], rule["precision"], rule["head_dim"], rule["causal"]) for rule in found} == set(
         product((TORCH, FA3), PRECISIONS, routing_rules.HEAD_DIMS, (False, True))
     )

@@ -14,7 +14,7 @@ from greenfast.kernels.attention.config import AttentionConfig, Sizes, Strides
 from greenfast.kernels.quantize import qkv as qkv_quantizer
 from greenfast.kernels.quantize.qkv import key_tiles, sample_places
 from greenfast.ops import reference
-from greenfast.ops.quantized import QuantizedQKV, config_of
+from greenfast.ops.quantized import QuantizedQKV, build_config
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.emulator.kernels import run_source
 
@@ -50,7 +50,7 @@ def run(
 
 
 def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionConfig:
-    return config_of(head_dim, dtype, **{"precision": "fp8", "key_mean": False, "rotate": False, **choices})
+    return build_config(head_dim, dtype, **{"precision": "fp8", "key_mean": False, "rotate": False, **choices})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.kernels.attention.config import read_dims
-from greenfast.ops.reference import dequantized_keys, dequantized_queries, rotation
+from greenfast.ops.reference import build_rotation, dequantize_keys, dequantize_queries
 from greenfast.ops.sdpa import attention, quantize
 from greenfast.problems import attention as attention_problem
 
@@ -78,7 +78,7 @@ def test_a_head_dim_is_padded() -> None:
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_the_rotation_is_orthogonal(size: int) -> None:
-    matrix = rotation(size)
+    matrix = build_rotation(size)
     assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_the_rotation_is_orthogonal(size: int) -> None:
 def test_the_rotation_makes_no_spike_of_equal_channels(size: int, largest: float) -> None:
     alternating = torch.tensor([1.0, -1.0]).repeat(size // 2)
     for x in (torch.ones(size), alternating, torch.ones(size // 2).repeat_interleave(2).cumsum(0).sign()):
-        assert (x @ rotation(size)).abs().max() <= largest + 1e-5
+        assert (x @ build_rotation(size)).abs().max() <= largest + 1e-5
 
 
 @pytest.mark.parametrize("constant", [3, 10])
@@ -109,7 +109,7 @@ def test_rotation_spreads_outliers_of_int8() -> None:
 
     def error(rotate: bool) -> float:
         found = quantize(q, k, v, precision="int8", subtract_key_mean=False, rotate=rotate)
-        scores = dequantized_queries(found) @ dequantized_keys(found).repeat_interleave(2, 1).transpose(-1, -2)
+        scores = dequantize_queries(found) @ dequantize_keys(found).repeat_interleave(2, 1).transpose(-1, -2)
         return float((scores - exact).norm() / exact.norm())
 
     assert error(True) < 0.5 * error(False)
@@ -122,7 +122,7 @@ def test_fine_scales_are_of_rows_and_of_the_keys_that_a_thread_holds() -> None:
     worst = {}
     for precision in ("int8", "int8_fine"):
         codes = quantize(q, k, v, precision=precision, rotate=False, subtract_key_mean=False)
-        for name, found, x in (("q", dequantized_queries(codes), q), ("k", dequantized_keys(codes), k)):
+        for name, found, x in (("q", dequantize_queries(codes), q), ("k", dequantize_keys(codes), k)):
             worst[name, precision] = ((found - x.float()).norm(dim=3) / x.float().norm(dim=3)).max().item()
     assert worst["q", "int8_fine"] < 0.012
     assert worst["k", "int8_fine"] < 0.02
@@ -175,8 +175,8 @@ def test_the_mean_of_biased_keys() -> None:
     found = quantize(q, biased, v, rotate=False)
     assert found.key_mean is not None
     assert (found.key_mean - biased.float().mean(2)).abs().max() < 1, "the mean of some keys is near the mean of all"
-    whole = dequantized_keys(found) + found.key_mean.unsqueeze(2)
-    plain = dequantized_keys(quantize(q, biased, v, subtract_key_mean=False, rotate=False))
+    whole = dequantize_keys(found) + found.key_mean.unsqueeze(2)
+    plain = dequantize_keys(quantize(q, biased, v, subtract_key_mean=False, rotate=False))
     assert (whole - biased).norm() < 0.3 * (plain - biased).norm()
 
 

@@ -233,11 +233,11 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Sets the GPU that greenfast finds."""
 
     def set_target(name: str) -> None:
-        routing._cuda_kernel.cache_clear()
-        monkeypatch.setattr(cuda, "target_of", lambda device: Target(name))
+        routing._explain_cuda.cache_clear()
+        monkeypatch.setattr(cuda, "get_target", lambda device: Target(name))
 
     yield set_target
-    routing._cuda_kernel.cache_clear()
+    routing._explain_cuda.cache_clear()
 
 
 def on_gpu(x: Tensor, device: str = "cuda") -> Tensor:
@@ -248,8 +248,8 @@ def on_gpu(x: Tensor, device: str = "cuda") -> Tensor:
 def test_explains_which_kernel_a_gpu_would_run(target: Callable[[str], None]) -> None:
     q, k, v = (on_gpu(x) for x in (Q, K, V))
     target("sm_90a")
-    config = cuda.sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
-    choice = cuda.kernel_for(Target("sm_90a"), config, cuda.sizes_of(q.shape, k.shape))
+    config = cuda.build_sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
+    choice = cuda.choose_kernel(Target("sm_90a"), config, cuda.get_sizes(q.shape, k.shape))
     assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason, "fp8")
     assert choice.rung == "hopper"
     target("sm_89")
@@ -268,7 +268,7 @@ def test_other_devices_have_no_kernel() -> None:
 
 def test_explains_a_gpus_kernel_while_a_graph_is_traced(target: Callable[[str], None]) -> None:
     def f(x: Tensor) -> Tensor:
-        name, _ = routing._traced_kernel(0, 64, torch.bfloat16, "fp8", 1)
+        name, _ = routing._explain_traced(0, 64, torch.bfloat16, "fp8", 1)
         return x + 1 if name == "hopper" else x
 
     for name, wanted in (("sm_90a", 1.0), ("sm_80", 0.0)):

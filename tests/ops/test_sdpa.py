@@ -174,28 +174,28 @@ class Subclass(Tensor):
 def test_the_dispatcher_is_skipped_for_plain_calls_only(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    assert torch_ops.may_skip_dispatcher(x)
-    assert not torch_ops.may_skip_dispatcher(torch.nn.Parameter(x))
+    assert torch_ops.can_skip_dispatcher(x)
+    assert not torch_ops.can_skip_dispatcher(torch.nn.Parameter(x))
     with torch._subclasses.FakeTensorMode():
-        assert not torch_ops.may_skip_dispatcher(x)
+        assert not torch_ops.can_skip_dispatcher(x)
     with torch.autograd.profiler.profile():
-        assert not torch_ops.may_skip_dispatcher(x)
+        assert not torch_ops.can_skip_dispatcher(x)
     for disturbed in (torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
         with disturbed:
-            assert not torch_ops.may_skip_dispatcher(x)
+            assert not torch_ops.can_skip_dispatcher(x)
     wanted = torch.zeros(1, requires_grad=True)
-    assert not torch_ops.may_skip_dispatcher(x, x, wanted)
+    assert not torch_ops.can_skip_dispatcher(x, x, wanted)
     with torch.no_grad():
-        assert torch_ops.may_skip_dispatcher(x, x, wanted)
-    assert not torch_ops.may_skip_dispatcher(x, x.as_subclass(Subclass), x)
+        assert torch_ops.can_skip_dispatcher(x, x, wanted)
+    assert not torch_ops.can_skip_dispatcher(x, x.as_subclass(Subclass), x)
 
     def transformed(y: Tensor) -> Tensor:
-        assert not torch_ops.may_skip_dispatcher(x)
+        assert not torch_ops.can_skip_dispatcher(x)
         return y
 
     torch.vmap(transformed)(x)
     monkeypatch.undo()
-    assert not torch_ops.may_skip_dispatcher(x), "nor on the CPU"
+    assert not torch_ops.can_skip_dispatcher(x), "nor on the CPU"
 
 
 def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,13 +228,13 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
             launched.append((name, value))
 
     one, two = Launch(), Launch()
-    kept = launch_plans.Launches((one, two), ())  # type: ignore[arg-type]
-    launch_plans.Plan(3, (), idle={5: [kept]}).launch(())
+    kept = launch_plans.BoundLaunches((one, two), ())  # type: ignore[arg-type]
+    launch_plans.LaunchPlan(3, (), idle={5: [kept]}).launch(())
     assert launched == [one, two]
     assert current == [3]
     current.clear()
-    moved = launch_plans.Launches((one, two), [(0, Map())])  # type: ignore[arg-type]
-    launch_plans.Plan(3, (), idle={5: [moved]}).launch((64,))
+    moved = launch_plans.BoundLaunches((one, two), [(0, Map())])  # type: ignore[arg-type]
+    launch_plans.LaunchPlan(3, (), idle={5: [moved]}).launch((64,))
     assert launched == [one, two, ("value", 64), one, two]
     assert current == [3]
 

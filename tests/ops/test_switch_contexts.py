@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 import greenfast
-from greenfast.integrations.switch import _modes as modes
+from greenfast.integrations.switch import _get_modes as modes
 
 Q, K, V = torch.randn(3, 1, 2, 20, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
 OFF = "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains"

@@ -243,7 +243,7 @@ def test_nothing_is_left_to_transformers_in_a_context_parallel(llama: Any, token
         taken.append(more[1])
         return torch.zeros_like(query)
 
-    context_stack.SCOPES.append(SimpleNamespace(size=2, sdpa=of_all_ranks))
+    context_stack.ACTIVE.append(SimpleNamespace(size=2, sdpa=of_all_ranks))
     try:
         routed = greenfast.register_with_transformers()  # by whose rules 100 tokens are PyTorch's
         logits(llama, tokens, "greenfast")
@@ -253,7 +253,7 @@ def test_nothing_is_left_to_transformers_in_a_context_parallel(llama: Any, token
         with pytest.raises(NotImplementedError, match="attn_mask: in a context_parallel"):
             logits(llama, tokens, "greenfast", attention_mask=padded)
     finally:
-        context_stack.SCOPES.pop()
+        context_stack.ACTIVE.pop()
 
 
 def test_attention_that_is_causal_by_mistake_is_not() -> None:

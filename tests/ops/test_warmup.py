@@ -21,7 +21,7 @@ import torch
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.ops import warmup
-from greenfast.ops.cuda import attention_step, sdpa_config, sdpa_steps, sizes_of
+from greenfast.ops.cuda import build_attention_step, build_sdpa_config, build_sdpa_steps, get_sizes
 from greenfast.ops.warmup import kernels_for, warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
@@ -46,9 +46,9 @@ def kernels_of_a_call(
 ) -> list[KernelSource]:
     """What ``sdpa`` and ``attention`` compile for tensors of these shapes, as the operator plans it."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
-    config = sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
-    on_codes = attention_step(replace(config, fuse_q_quant=False), sizes_of(q.shape, k.shape), 0.1, HOPPER)
-    steps = (*sdpa_steps(q, k, k, config, 0.1, HOPPER), on_codes)
+    config = build_sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
+    on_codes = build_attention_step(replace(config, fuse_q_quant=False), get_sizes(q.shape, k.shape), 0.1, HOPPER)
+    steps = (*build_sdpa_steps(q, k, k, config, 0.1, HOPPER), on_codes)
     return [step.source for step in steps]
 
 
@@ -221,13 +221,13 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
 @pytest.mark.usefixtures("cache_folder")
 def test_workers_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers wait for each other; a single one would wait for ever."""
-    both, compiled = Barrier(2, timeout=30), warmup._kept
+    both, compiled = Barrier(2, timeout=30), warmup._compile_cached
 
     def meet(source: KernelSource, target: Target) -> CompiledKernel:
         both.wait()
         return compiled(source, target)
 
-    monkeypatch.setattr(warmup, "_kept", meet)
+    monkeypatch.setattr(warmup, "_compile_cached", meet)
     assert warm(tiny(4), HOPPER, workers=2).compiled == 4
 
 

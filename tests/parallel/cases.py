@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import greenfast
 from greenfast.bench.parallel import ParallelCase, measure
 from greenfast.bench.parallel_backends import BACKENDS
-from greenfast.ops.context_stack import SCOPES
+from greenfast.ops.context_stack import ACTIVE
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks
-from greenfast.parallel.ulysses import Exchange
+from greenfast.parallel.ulysses import HeadExchange
 from tests import snippets
 
 _TIMEOUT = 30.0  # seconds, where no rank is lost
@@ -437,7 +437,7 @@ def catches(mesh: DeviceMesh, kind: str) -> list[str]:
             if kind == "gradient":
                 out.sum().backward()
 
-    module, name = {"varlen": (varlen_ranks, "_attend"), "ring": (blocks, "attend")}.get(kind, (Exchange, "wait"))
+    module, name = {"varlen": (varlen_ranks, "_attend"), "ring": (blocks, "attend")}.get(kind, (HeadExchange, "wait"))
     said = []
     with cp:
         call()
@@ -517,13 +517,13 @@ def other_calls(mesh: DeviceMesh) -> list[Any]:
     ring.__enter__()
     plain.__enter__()
     ring.__exit__()
-    left = [plain] == SCOPES
+    left = [plain] == ACTIVE
     plain.__exit__()
     try:
         plain.__exit__()
     except RuntimeError as error:
         explained.append(str(error))
-    return [*explained, left and not SCOPES, torch.equal(by_func, x.grad)]
+    return [*explained, left and not ACTIVE, torch.equal(by_func, x.grad)]
 
 
 def alone(mesh: DeviceMesh) -> list[bool]:

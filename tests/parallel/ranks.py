@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from greenfast.parallel.group import Group
+from greenfast.parallel.group import RankGroup
 
 #: Meshes that the ranks make, by name: the ranks in order.
 MESHES = {"1": (0,), "2": (0, 1), "3": (0, 1, 2), "4": (0, 1, 2, 3), "2 turned": (1, 0), "4 mixed": (2, 0, 3, 1)}
@@ -81,16 +81,16 @@ def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu"
 
 def _share_a_gpu() -> None:
     """NCCL has one rank for each GPU. Gloo exchanges a GPU's tensors too, but a ring's blocks only through the host."""
-    exchanging = Group.exchanging
+    exchanging = RankGroup.exchanging
 
     @contextmanager
-    def through_host(group: Group, send: Tensor, receive: Tensor) -> Iterator[None]:
+    def through_host(group: RankGroup, send: Tensor, receive: Tensor) -> Iterator[None]:
         there = torch.empty_like(receive, device="cpu")
         with exchanging(group, send.cpu(), there):
             yield
         receive.copy_(there)
 
-    Group.exchanging = through_host  # type: ignore[method-assign, assignment]
+    RankGroup.exchanging = through_host  # type: ignore[method-assign, assignment]
 
 
 def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: str, pipe: Connection) -> None:

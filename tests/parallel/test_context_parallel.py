@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from greenfast.bench.parallel_record import ParallelRecord, read_parallel, write_record
-from greenfast.parallel.group import Group, _Watched
+from greenfast.parallel.group import RankGroup, _ErrorContext
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
 
@@ -272,7 +272,7 @@ def test_a_store_that_is_lost() -> None:
 
     group: Any = SimpleNamespace(lost=lost, ranks=[4, 6], rank=1)
     says = r"rank 6 of the ranks \[4, 6\] lost the store .* rank 0 or the launcher"
-    with pytest.raises(RuntimeError, match=says), _Watched(group):
+    with pytest.raises(RuntimeError, match=says), _ErrorContext(group):
         raise RuntimeError("Connection reset")
 
 
@@ -280,7 +280,7 @@ def test_a_store_that_is_lost() -> None:
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
     """A rank can have failed in the call before, or behind this one; what it said of an older one is no answer."""
-    group = object.__new__(Group)
+    group = object.__new__(RankGroup)
     group.store, group.ranks, group.rank, group.calls = torch._C._distributed_c10d.HashStore(), [7, 8, 9], 2, 5
     group.timeout, group.since = 0.1, time.monotonic()
     group.store.set("here/0", str(call))
@@ -290,7 +290,7 @@ def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
 def test_the_store_outlives_its_readers() -> None:
     """A rank that knows who is lost does not end before the others know it too."""
     store = torch._C._distributed_c10d.HashStore()
-    group = object.__new__(Group)
+    group = object.__new__(RankGroup)
     group.store, group.ranks, group.rank, group.calls, group.timeout = store, [7, 8, 9], 2, 5, 20.0
     reader = threading.Timer(0.3, lambda: store.set("read/0", "5"))
     reader.start()
@@ -303,7 +303,7 @@ def test_the_store_outlives_its_readers() -> None:
 @pytest.mark.parametrize(("backend", "limits"), [("gloo", [timedelta(seconds=3)]), ("nccl", [])])
 def test_the_host_waits_with_a_limit_where_gloo_exchanges(backend: str, limits: list[timedelta]) -> None:
     """On CUDA tensors too: without one it would wait for half an hour."""
-    group = object.__new__(Group)
+    group = object.__new__(RankGroup)
     group.timeout = 3.0
     group.process_group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
     work = Mock()

@@ -12,10 +12,10 @@ from torch import Tensor
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.quantize.qkv import sample_places
 from greenfast.ops import reference
-from greenfast.ops.launch_plans import Step
+from greenfast.ops.launch_plans import LaunchStep
 from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks, cuda
-from greenfast.parallel.blocks import Keys
+from greenfast.parallel.blocks import QuantizedKV
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
@@ -34,7 +34,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def launch(device: int, at: Any, step: Any, buffers: dict[str, Tensor]) -> None:
-        made: Step = step()
+        made: LaunchStep = step()
         used = made.buffers()
         assert used <= set(buffers), f"{used - set(buffers)} are missing"
         writes = {name for name in _WRITTEN if name in used and name not in _READ.get(made.source.entry, ())}
@@ -48,7 +48,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(made.launch.grid[0])
 
     monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "_target", lambda device: hopper.TARGET)
+    monkeypatch.setattr(cuda, "_get_target", lambda device: hopper.TARGET)
     return found
 
 
@@ -80,7 +80,7 @@ def test_some_queries_over_the_first_of_kept_keys(
 ) -> None:
     q, k, v = inputs(rows, 300, head_dim)
     samples = k[:, :, sample_places(300)].contiguous()
-    keys, wanted = Keys.like(k, precision), Keys.like(k, precision)
+    keys, wanted = QuantizedKV.like(k, precision), QuantizedKV.like(k, precision)
     mean = cuda.quantize_keys(k, v, samples, precision, keys)
     expected = blocks.quantize_keys(k, v, samples, precision, wanted)
     assert torch.allclose(mean, expected, atol=1e-5)

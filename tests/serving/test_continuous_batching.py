@@ -14,7 +14,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.integrations import continuous_batching
-from greenfast.serving.pages import KVPages, empty_pages, page_bytes, pages_in
+from greenfast.serving.pages import KVPages, allocate_pages, get_page_bytes, view_pages
 
 library: Any = importlib.import_module("transformers")
 paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
@@ -275,7 +275,7 @@ def test_the_cache_holds_fp8_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -
     config = BatchingConfig(page_size=16, num_blocks=10, max_batch_tokens=64, auto_switch_to_flash=False)
     model.generate_batch(prompts(5), library.GenerationConfig(max_new_tokens=1, eos_token_id=-1), config)
     ours, theirs = caches
-    sector = 3 * page_bytes(16, 2, 64)  # of three layers
+    sector = 3 * get_page_bytes(16, 2, 64)  # of three layers
     assert ours.bytes_per_sector == sector
     assert ours.cache_tensor.nbytes == (ours.num_sectors + 2) * sector
     assert ours.cache_tensor.nbytes <= theirs.cache_tensor.nbytes
@@ -344,13 +344,13 @@ def test_internals_of_another_version_are_refused(lacking: str, monkeypatch: pyt
 
 
 def test_pages_in_memory_do_not_overlap_and_fill_it() -> None:
-    memory = torch.zeros(3, page_bytes(32, 2, 64), dtype=torch.uint8)
-    pages = pages_in(memory, 32, 2, 64)
-    plain = empty_pages(3, 32, 2, 64, None, heads_first=True)
+    memory = torch.zeros(3, get_page_bytes(32, 2, 64), dtype=torch.uint8)
+    pages = view_pages(memory, 32, 2, 64)
+    plain = allocate_pages(3, 32, 2, 64, None, heads_first=True)
     assert [x.shape for x in pages] == [x.shape for x in plain]
     for x in pages:
         x.view(torch.uint8).add_(1)
     assert bool((memory == 1).all())
     assert pages.k_cache.stride()[1:] == plain.k_cache.stride()[1:]
-    without = pages_in(memory[:, : page_bytes(32, 2, 64, scales=False)], 32, 2, 64)
+    without = view_pages(memory[:, : get_page_bytes(32, 2, 64, scales=False)], 32, 2, 64)
     assert without[2:] == KVPages(*without[:2], torch.ones(()), torch.ones(()))[2:]

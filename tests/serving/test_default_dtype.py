@@ -72,9 +72,9 @@ def test_what_kernels_read_as_float32_is_float32(
 ) -> None:
     PretendedGpu(monkeypatch).forget()
     default_dtype()
-    one = serving_call.constant(Q, "one")
+    one = serving_call.get_constant(Q, "one")
     assert (one.dtype, float(one)) == (torch.float32, 1.0)
-    assert serving_call.constant(Q, "one") is one
+    assert serving_call.get_constant(Q, "one") is one
     each: Any = ("token", "head")
     for scales in each:
         layer = greenfast.PagedKVCache(2, 16, 2, 64, scales=scales).layer()

@@ -14,7 +14,7 @@ import greenfast
 from greenfast import flash_attn
 from greenfast.numerics import serving
 from greenfast.serving import checks as serving_checks
-from greenfast.serving.explain import reason_of
+from greenfast.serving.explain import format_reason
 from tests.serving.oracle import E4M3, NAN_CODE, Case, case, faults, relative, visible
 
 COMPILE: Any = torch.compile
@@ -445,10 +445,10 @@ def test_explanations_say_how_values_lie() -> None:
     layouts = {"grouped": "an FP8 cache with V in groups", "rows": "an FP8 cache with V in rows, turned on their way"}
     for layout, words in layouts.items():
         c = case([(3, 70)], layout=layout)
-        assert reason_of([c.q, c.k_cache, c.v_cache, c.block_table]).startswith(words)
+        assert format_reason([c.q, c.k_cache, c.v_cache, c.block_table]).startswith(words)
     codes = torch.zeros(70, 2, 64).to(E4M3)
     for x in (codes, codes.bfloat16()):
-        assert reason_of([x, x, x]).startswith("K and V are put into temporary pages")
+        assert format_reason([x, x, x]).startswith("K and V are put into temporary pages")
 
 
 @pytest.mark.parametrize("stride", [72, 65])
@@ -462,9 +462,9 @@ def test_rows_of_values_begin_at_multiples_of_16_bytes(stride: int) -> None:
 
 def test_lengths_on_a_gpu_are_read_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(0, device="meta")
-    assert not serving_checks.checks_values(x)
-    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", True)
-    assert serving_checks.checks_values(x)
+    assert not serving_checks.should_check_values(x)
+    monkeypatch.setattr(serving_checks, "_CHECK_PAGES_ENABLED", True)
+    assert serving_checks.should_check_values(x)
 
 
 def test_a_case_of_many_options() -> None:

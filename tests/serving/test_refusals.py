@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import greenfast
 from greenfast.kernels.serving import attention
 from greenfast.kernels.serving.config import ServingConfig
-from greenfast.serving.cuda import _planning, attention_plan, attention_steps, plan_size
+from greenfast.serving.cuda import _get_planner, build_attention_steps, get_attention_plan, get_plan_size
 
 varlen: Any = greenfast.flash_attn_varlen_func
 with_kvcache: Any = greenfast.flash_attn_with_kvcache
@@ -332,7 +332,7 @@ def test_a_plan_that_no_kernel_could_count() -> None:
     cache, scale = greenfast.PagedKVCache(2, 16, 2, 64, device="meta").layer(), meta(dtype=torch.float32)
     lengths = (meta(65), meta(64), scale, scale, None, None, None)
     with pytest.raises(ValueError, match=r"max_seqlen_q: 2147483647, of 64 sequences; .* give the longest"):
-        attention_steps(
+        build_attention_steps(
             meta(70, 32, 64, dtype=torch.bfloat16), *cache[:2], meta(64, 2), *lengths, 2**31 - 1, (True, -1, -1), 0.0,
             1.0, torch.bfloat16,
         )  # fmt: skip
@@ -340,13 +340,13 @@ def test_a_plan_that_no_kernel_could_count() -> None:
 
 def test_a_plan_of_another_batch_whose_row_tiles_are_others() -> None:
     """Of 69 sequences, in wide row tiles, and of one, in narrow ones: a plan's size says which it has."""
-    (_, of_many), (_, of_one) = (_planning(-1, (batch, 48, 32, 8, 128, None), True, -1, -1) for batch in (69, 1))
+    (_, of_many), (_, of_one) = (_get_planner(-1, (batch, 48, 32, 8, 128, None), True, -1, -1) for batch in (69, 1))
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 128, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(1, 2), meta(2), meta(1), scale, scale, None, None)
 
     def call(size: int) -> None:
         args: Any = (*cache[:2], *of_batch, meta(size), 48, True, -1, -1, 0.0, 1.0, torch.bfloat16)
-        attention_plan(meta(48, 32, 128, dtype=torch.bfloat16), *args)
+        get_attention_plan(meta(48, 32, 128, dtype=torch.bfloat16), *args)
 
     call(of_one)
     with pytest.raises(ValueError, match="made for another batch"):
@@ -363,19 +363,19 @@ def test_the_size_of_a_plan_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     numbers = (traced("batch", 32), traced("longest", 512), 32, 8, 64)
     for total_q in (31 + 512, None):
-        size = plan_size(*numbers, None if total_q is None else traced("tokens", total_q))
-        assert int(size) == _planning(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)[1]
+        size = get_plan_size(*numbers, None if total_q is None else traced("tokens", total_q))
+        assert int(size) == _get_planner(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)[1]
 
 
 @pytest.mark.parametrize("tokens", [31 + 512, 32 * 512])
 @pytest.mark.parametrize(("total_q", "wide"), [(31 + 512, False), (32 * 512, True), (None, True)])
 def test_a_call_has_the_row_tiles_of_its_plan(tokens: int, total_q: int | None, wide: bool) -> None:
     """Of a step of 31 sequences that decode and one of 512 tokens; however many tokens the call has."""
-    _, size = _planning(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)
+    _, size = _get_planner(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 64, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(32, 2), meta(33), meta(32), scale, scale, None, None)
     args: Any = (*cache[:2], *of_batch, meta(size), 512, True, -1, -1, 0.0, 1.0, torch.bfloat16)
-    (step,) = attention_plan(meta(tokens, 32, 64, dtype=torch.bfloat16), *args).steps
+    (step,) = get_attention_plan(meta(tokens, 32, 64, dtype=torch.bfloat16), *args).steps
     assert step.source == attention.kernel(ServingConfig(head_dim=64, wide=wide))
 
 

@@ -35,7 +35,7 @@ COMPOSED = 39
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     pretend_cuda(monkeypatch)
     monkeypatch.setattr(serving_ops, "PLAN", serving_cuda.plan)
-    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", False)
+    monkeypatch.setattr(serving_checks, "_CHECK_PAGES_ENABLED", False)
     return PretendedGpu(monkeypatch)
 
 
@@ -312,7 +312,7 @@ def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int
 
 
 def kept_calls() -> list[Any]:
-    return [entries for kind in serving_request.KNOWN._kinds.values() for entries in kind.found.values()]
+    return [entries for entry in serving_request.ATTENTION_CACHE._entries.values() for entries in entry.values.values()]
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -358,7 +358,7 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
 
 
 def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_MOST_ALIKE", 1000)
+    monkeypatch.setattr(call_cache, "_MAX_GUARDS", 1000)
     every = composed()
     wanted = []
     gpu.launched()
@@ -381,14 +381,14 @@ def test_several_launches_at_once_are_those_of_the_call(gpu: PretendedGpu, monke
 
 def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other tests would compare a slow path with itself."""
-    monkeypatch.setattr(call_cache, "_MOST_ALIKE", 1000)
+    monkeypatch.setattr(call_cache, "_MAX_GUARDS", 1000)
     options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
     for given in options:
         call(given)
         varlen(given)
     for run, _ in composed():
         run()
-    monkeypatch.setattr(flash_attn, "Call", None)
+    monkeypatch.setattr(flash_attn, "AttentionCall", None)
     for given in options:
         call(given)
         varlen(given)
@@ -412,9 +412,9 @@ def test_a_kept_tensor_is_made_before_another_stream_may_read_it(monkeypatch: py
         return x
 
     monkeypatch.setattr(serving_call, "_CONSTANTS", {})
-    monkeypatch.setattr(serving_call, "settled", settled)
+    monkeypatch.setattr(serving_call, "synchronized", settled)
     like = torch.empty(1)
-    first, again = (serving_call.constant(like, "arange", 1, 3) for _ in range(2))
+    first, again = (serving_call.get_constant(like, "arange", 1, 3) for _ in range(2))
     assert first is again is waited[0]
     assert len(waited) == 1
 
@@ -424,13 +424,13 @@ def test_lengths_that_a_stream_made_are_read_on_it_alone(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch, appends: bool
 ) -> None:
     made: list[Tensor] = []
-    lengths = flash_attn._lengths
+    lengths = flash_attn._parse_lengths
 
     def noted(*args: Any) -> Tensor:
         made.append(lengths(*args))
         return made[-1]
 
-    monkeypatch.setattr(flash_attn, "_lengths", noted)
+    monkeypatch.setattr(flash_attn, "_parse_lengths", noted)
     options = (appending()[0] if appends else base()) | {"cache_seqlens": 5}
     for stream, count in ((1, 1), (1, 1), (2, 2), (2, 2)):
         gpu.stream[threading.get_ident()] = stream
@@ -574,7 +574,7 @@ def test_a_plan_is_made_again_in_its_memory(gpu: PretendedGpu) -> None:
 
 
 def test_pages_are_checked_where_that_is_asked_for(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_checks, "_CHECKS_PAGES", True)
+    monkeypatch.setattr(serving_checks, "_CHECK_PAGES_ENABLED", True)
     given = base()
     call(given)
     call(given)

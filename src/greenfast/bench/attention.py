@@ -157,12 +157,12 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
         dims = cell.shape.dims
         q, k = meta_tensors(dims)
         for precision in PRECISIONS:
-            config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
+            config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
             kept = replace(config, fuse_q_quant=False)
             steps = {
-                "quantize": cuda.quantize_step(q, k, k, kept),
-                "attention": cuda.attention_step(kept, cuda.sizes_of(q.shape, k.shape), 1.0, target),
-                "sdpa": cuda.sdpa_steps(q, k, k, config, 1.0, target)[1],
+                "quantize": cuda.build_quantize_step(q, k, k, kept),
+                "attention": cuda.build_attention_step(kept, cuda.get_sizes(q.shape, k.shape), 1.0, target),
+                "sdpa": cuda.build_sdpa_steps(q, k, k, config, 1.0, target)[1],
             }
             found |= {
                 f"{step} {precision}, {spelled(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
@@ -179,8 +179,8 @@ def sdpa_kernels(cells: Sequence[BenchCell]) -> dict[str, tuple[KernelSource, La
         dims = cell.shape.dims
         q, k = meta_tensors(dims)
         for precision in PRECISIONS:
-            config = cuda.sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
-            for number, step in enumerate(cuda.sdpa_steps(q, k, k, config, 1.0, target), 1):
+            config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
+            for number, step in enumerate(cuda.build_sdpa_steps(q, k, k, config, 1.0, target), 1):
                 facts = launch_facts(step.source, step.launch, dims)
                 found.setdefault(step.source, (f"step {number} of {precision}, {spelled(dims)}", facts))
     return {name: (source, facts) for source, (name, facts) in found.items()}

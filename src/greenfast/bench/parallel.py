@@ -29,7 +29,7 @@ from greenfast.bench.parallel_trace import Trace, trace_of
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
-from greenfast.parallel.layout import Layout
+from greenfast.parallel.layout import ShardLayout
 from greenfast.spec.errors import MachineError
 
 _SAMPLED = 64  # query rows of a rank, of one head, that are compared with float64
@@ -60,10 +60,10 @@ class ParallelCase:
         each = 2 * size * (ROW_BLOCK if self.rows >= 2 * size * ROW_BLOCK else 1)
         return replace(self, rows=max(self.rows // each, 1) * each)
 
-    def sizes(self, size: int) -> cost.Sizes:
+    def sizes(self, size: int) -> cost.CallSizes:
         """Of the model, on one of ``size`` ranks."""
         rows = self.rows // size
-        return cost.Sizes(size, self.batch, self.heads, self.kv_heads, rows, rows, self.head_dim, self.causal)
+        return cost.CallSizes(size, self.batch, self.heads, self.kv_heads, rows, rows, self.head_dim, self.causal)
 
 
 CASES = (
@@ -177,7 +177,7 @@ def _row(
     trace: Trace,
 ) -> CaseRow:
     median = statistics.median(times)
-    models = {"ring": cost.ring, "ulysses": cost.ulysses}
+    models = {"ring": cost.estimate_ring, "ulysses": cost.estimate_ulysses}
     model = models[name](case.sizes(mesh.size())).seconds if name in models else None
     return CaseRow(
         case=case.name,
@@ -220,7 +220,7 @@ def _checked(
     out = call()
     if not contender.whole:
         return 0.0
-    layout = Layout(mesh.size(), True)
+    layout = ShardLayout(mesh.size(), True)
     rank, group = mesh.get_local_rank(), mesh.get_group()
     key, value = (_gathered(x[:1, -1:], group, layout)[0, 0].double() for x in (shards.key, shards.value))
     rows = case.rows // mesh.size()
@@ -240,7 +240,7 @@ def _checked(
     return error
 
 
-def _gathered(x: Tensor, group: Any, layout: Layout) -> Tensor:
+def _gathered(x: Tensor, group: Any, layout: ShardLayout) -> Tensor:
     shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(layout.size)]
     dist.all_gather(shards, x.contiguous(), group=group)
     return layout.whole(shards, 2)

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from greenfast.ops.sdpa import sdpa
-from greenfast.parallel.blocks import Merged
+from greenfast.parallel.blocks import LseMerge
 from greenfast.parallel.context import Method, context_parallel
-from greenfast.parallel.layout import Layout
-from greenfast.parallel.ring import turns
+from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.ring import build_ring_steps
 
 #: An output that is further from exact attention is wrong.
 LIMITS = {"fp8": 0.1, "bf16": 0.02}
@@ -125,7 +125,7 @@ def _fa3(mesh: DeviceMesh, shards: Shards) -> Call:
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     ranks = dist.get_process_group_ranks(group)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (shards.query, shards.key, shards.value))
-    plan = turns(rank, Layout(size, True), q.shape[1], shards.causal)
+    plan = build_ring_steps(rank, ShardLayout(size, True), q.shape[1], shards.causal)
 
     def attend(query: Tensor, both: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = fa3.flash_attn_func(query, both[0], both[1], causal=masked, **more)
@@ -134,7 +134,7 @@ def _fa3(mesh: DeviceMesh, shards: Shards) -> Call:
     def call() -> Tensor:
         here = torch.stack([k, v])
         there = torch.empty_like(here)
-        merged = Merged(of=size)
+        merged = LseMerge(of=size)
         for number, turn in enumerate(plan):
             works = []
             if number + 1 < size:

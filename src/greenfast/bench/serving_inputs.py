@@ -15,7 +15,7 @@ from greenfast.bench.comparison import CheckResult
 from greenfast.bench.serving_cases import PAGE, copies, lengths_of
 from greenfast.judge.task import Shape
 from greenfast.numerics.serving import grouped_values, quantize_rows, rows_of_pages
-from greenfast.serving.pages import KVPages, empty_pages
+from greenfast.serving.pages import KVPages, allocate_pages
 
 FP8 = torch.float8_e4m3fn
 #: Rows that are compared with the reference: sequences, heads of K and V of each, and queries of each.
@@ -266,7 +266,7 @@ def append_inputs(shape: Shape, seed: int, device: str, bytes_moved: int) -> App
     )
     positions = torch.randint(ROPE_POSITIONS, (tokens,), generator=generator, device=device)
     weights = (1 + 0.1 * normal(d), 1 + 0.1 * normal(d)) if dims.get("NORM") else None
-    kept = empty_pages(pages, PAGE, dims["HK"], d, torch.device(device))
+    kept = allocate_pages(pages, PAGE, dims["HK"], d, torch.device(device))
     rows = torch.tensor(_some(tokens, 32, torch.Generator().manual_seed(seed)), device=device)
     return AppendInputs(
         q, k, v, slots, positions, angles.cos(), angles.sin(), kept, weights, bytes_moved, rows

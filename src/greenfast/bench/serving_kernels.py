@@ -10,10 +10,10 @@ from torch import Tensor
 from greenfast.bench.serving_cases import PAGE, ServingCase, copies
 from greenfast.bench.serving_inputs import EPS, ROPE_POSITIONS
 from greenfast.device.identity import launch_facts
-from greenfast.ops.launch_plans import Step
-from greenfast.serving.cuda import append_step, attention_steps
+from greenfast.ops.launch_plans import LaunchStep
+from greenfast.serving.cuda import build_append_step, build_attention_steps
 from greenfast.serving.pages import PAGE as TEMPORARY_PAGE
-from greenfast.serving.pages import KVPages, empty_pages, page_count
+from greenfast.serving.pages import KVPages, allocate_pages, count_pages
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 
@@ -37,21 +37,21 @@ def timed_launches(cases: Sequence[ServingCase]) -> dict[str, tuple[KernelSource
     }
 
 
-def _steps(case: ServingCase) -> Iterator[tuple[str, Step]]:
+def _steps(case: ServingCase) -> Iterator[tuple[str, LaunchStep]]:
     dims = case.shape.dims
     if "TOKENS" in dims:
         yield "append", _append(dims, dims["TOKENS"], dims["H"], PAGE)
     elif "KEYS" in dims:
         pages = copies(dims) * sum(-(-n // PAGE) for n in case.lengths)
-        cache = empty_pages(pages, PAGE, dims["HK"], dims["D"], _META)
+        cache = allocate_pages(pages, PAGE, dims["HK"], dims["D"], _META)
         ones = _empty(dims["B"], dims["HK"], dtype=torch.float32)
         plan, attention = _attention(case, cache._replace(k_scale=ones, v_scale=ones), -(-dims["S"] // PAGE))
         yield from (("plan", plan), ("attention", attention))
         if case.token_scales:
             yield "attention, a scale per token", _attention(case, cache, -(-dims["S"] // PAGE))[1]
         if "SQUARES" in dims:
-            temporary = page_count(dims["KEYS"], dims["B"])
-            cache = empty_pages(temporary, TEMPORARY_PAGE, dims["HK"], dims["D"], _META)
+            temporary = count_pages(dims["KEYS"], dims["B"])
+            cache = allocate_pages(temporary, TEMPORARY_PAGE, dims["HK"], dims["D"], _META)
             yield "quantization", _append(dims, dims["KEYS"], 0, TEMPORARY_PAGE, temporary)
             yield "attention on bf16", _attention(case, cache, -(-dims["S"] // TEMPORARY_PAGE))[1]
 
@@ -60,22 +60,22 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _attention(case: ServingCase, cache: KVPages, table_entries: int) -> tuple[Step, ...]:
+def _attention(case: ServingCase, cache: KVPages, table_entries: int) -> tuple[LaunchStep, ...]:
     dims = case.shape.dims
     prefill = "SQUARES" in dims
     lengths = [_empty(dims["B"] + more, dtype=torch.int32) for more in (1, 0)]
     q = _empty(dims["KEYS"] if prefill else dims["B"], dims["H"], dims["D"])
     k_cache, v_cache, *scales = cache
-    return attention_steps(
+    return build_attention_steps(
         q, k_cache, v_cache, _empty(dims["B"], table_entries, dtype=torch.int32), *lengths, *scales, None, None, None,
         dims["S"] if prefill else 1, (True, -1, 0), 0.0, dims["D"] ** -0.5, torch.bfloat16,
     )  # fmt: skip
 
 
-def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: int = 0) -> Step:
+def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: int = 0) -> LaunchStep:
     """heads: of Q, which is rotated, and K with it; 0 for neither. pages: by default those of the tokens."""
     d, of_keys = dims["D"], (tokens, dims["HK"], dims["D"])
-    cache = empty_pages(pages or -(-tokens // page), page, dims["HK"], d, _META)
+    cache = allocate_pages(pages or -(-tokens // page), page, dims["HK"], d, _META)
     rotation: tuple[Tensor | None, ...] = (None,) * 3
     if heads:
         angles = _empty(ROPE_POSITIONS, d // 2, dtype=torch.float32)
@@ -86,4 +86,4 @@ def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: 
         q, _empty(*of_keys), _empty(*of_keys), cache.k_cache, cache.v_cache, _empty(tokens, dtype=torch.int64),
         cache.k_scale, cache.v_scale, weight, weight, *rotation,
     )  # fmt: skip
-    return append_step(given, EPS if heads else 0.0, False)
+    return build_append_step(given, EPS if heads else 0.0, False)

@@ -23,7 +23,7 @@ from greenfast.bench.graphs import Captured, call_us, capture, order, queue_inte
 from greenfast.bench.inputs import Inputs, make_inputs
 from greenfast.bench.record_schema import HostRow
 from greenfast.bench.references import reference
-from greenfast.device.bound_launch import Prepared
+from greenfast.device.bound_launch import BoundLaunch
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.numerics.codes import transposed_values
@@ -200,7 +200,7 @@ class BenchSession:
         _poison(out)
 
         pointers = {name: x.data_ptr() for name, x in buffers.items()}
-        launches: dict[int, Prepared] = {}  # by stream: a graph is captured on another
+        launches: dict[int, BoundLaunch] = {}  # by stream: a graph is captured on another
         torch.cuda.synchronize()
         shaped = inputs.by_batch(out)
 
@@ -209,7 +209,7 @@ class BenchSession:
             stream = torch.cuda.current_stream().cuda_stream
             if stream not in launches:
                 block, smem = image.block, image.dynamic_smem_bytes
-                launches[stream] = Prepared(kernel, block, smem, plan, pointers, stream, name=image.entry)
+                launches[stream] = BoundLaunch(kernel, block, smem, plan, pointers, stream, name=image.entry)
             launches[stream]()
             return shaped
 

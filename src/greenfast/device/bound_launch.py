@@ -101,7 +101,7 @@ class MovableMap:
     value = property(fset=_set)
 
 
-class Prepared:
+class BoundLaunch:
     """One launch of a loaded kernel on a fixed stream, and on fixed device memory unless ``places`` are written.
 
     Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. Threads may

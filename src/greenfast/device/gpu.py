@@ -10,7 +10,7 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device, EventOptions, ObjectCode, system
 
-from greenfast.device.bound_launch import Prepared, check
+from greenfast.device.bound_launch import BoundLaunch, check
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
@@ -246,12 +246,12 @@ class Gpu:
             self._kernels[image] = kernel
         return self._kernels[image]
 
-    def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[Prepared]:
+    def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[BoundLaunch]:
         """A program's launches on the device's stream; pointers: the address of each buffer."""
         known = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
         stream = int(self.stream.handle)
         return [
-            Prepared(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
+            BoundLaunch(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
             for image, plan in executable.steps
         ]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from cuda.bindings import driver
 
-from greenfast.device.bound_launch import Prepared, check
+from greenfast.device.bound_launch import BoundLaunch, check
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, whole_pages
@@ -68,11 +68,13 @@ class Instruments:
             "scrub", _SCRUB_THREADS, shared, Launch(grid, (np.uint64(0), np.uint32(shared // 8)))
         )
         self._fill_local = self._prepare("fill_local", _SCRUB_THREADS, 0, Launch(grid, (np.uint32(0),)))
-        self._digests: dict[tuple[int, int], Prepared] = {}
+        self._digests: dict[tuple[int, int], BoundLaunch] = {}
 
-    def _prepare(self, entry: str, threads: int, shared: int, plan: Launch) -> Prepared:
+    def _prepare(self, entry: str, threads: int, shared: int, plan: Launch) -> BoundLaunch:
         image = KernelImage(self._cubin, entry, (threads, 1, 1), shared)
-        return Prepared(self._gpu.load(image), image.block, shared, plan, {}, int(self._gpu.stream.handle), name=entry)
+        return BoundLaunch(
+            self._gpu.load(image), image.block, shared, plan, {}, int(self._gpu.stream.handle), name=entry
+        )
 
     def spin(self) -> None:
         """Keep the device busy while the host queues what follows, without touching memory."""
@@ -107,7 +109,7 @@ class Instruments:
             launch.write(0, _PARAMETERS.pack(*fields, key))
             launch()
 
-    def _digest_of(self, blocks: int, rows: int) -> Prepared:
+    def _digest_of(self, blocks: int, rows: int) -> BoundLaunch:
         """The launch of a digest with that grid; its ranges are written before each launch."""
         if (blocks, rows) not in self._digests:
             plan = Launch((blocks, rows, 1), (bytes(_PARAMETERS.size),))

@@ -25,7 +25,7 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from greenfast.device.bound_launch import Prepared, check
+from greenfast.device.bound_launch import BoundLaunch, check
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
 from greenfast.device.helper_kernels import Instruments
@@ -116,7 +116,7 @@ class _GuardedCase:
             for name, content in self._contents().items():
                 self._pages[name] = self._map(name, content)
             pointers = {name: pages.pointer for name, pages in self._pages.items()}
-            self._launches: Sequence[Prepared] = self._gpu.prepare(self._executable, pointers)
+            self._launches: Sequence[BoundLaunch] = self._gpu.prepare(self._executable, pointers)
             self._variables = self._gpu.variables(self._executable)
         except BaseException:
             self.free()

@@ -18,7 +18,7 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from greenfast.device.bound_launch import MovableMap, Prepared, check
+from greenfast.device.bound_launch import BoundLaunch, MovableMap, check
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.helper_kernels import Instruments, Range
@@ -166,7 +166,7 @@ class _Place:
     memory: Memory
     base: int
     inputs: _ReadOnly | None
-    launches: list[Prepared]
+    launches: list[BoundLaunch]
     slots: list[tuple[Any, int]]
     unused: list[int]
 

@@ -19,18 +19,18 @@ from greenfast.flash_attn import flash_attn_varlen_func
 from greenfast.integrations.transformers import NAME, register_with_transformers
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.serving.checks import PAGE_SIZES
-from greenfast.serving.pages import KVPages, appended_slots, page_bytes, pages_in, sequences_of
+from greenfast.serving.pages import KVPages, compute_slots, find_sequences, get_page_bytes, view_pages
 from greenfast.serving.plan import ServingPlan, append_kv
 from greenfast.spec.extras import install_command
 
 #: Under this name transformers makes no masks. ``paged|greenfast`` and, in ``generate_batch``, ``greenfast`` become it.
 PAGED = "greenfast_paged"
-_SPELLING = f"paged|{NAME}"
-_REGISTERING = threading.Lock()
+_PUBLIC_NAME = f"paged|{NAME}"
+_REGISTER_LOCK = threading.Lock()
 _VERSIONS = "register_continuous_batching needs transformers 5.20 or later; 5.20 to 5.23 are known to fit"
 #: What a layer may ask of attention that neither a window, a softcap nor sinks are.
-_REFUSED = ("position_bias", "indices", "block_indices")
-_DEFAULT_PAGE = 256  # of transformers
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
+_DEFAULT_PAGE_SIZE = 256  # of transformers
 
 
 def register_continuous_batching() -> None:
@@ -58,20 +58,20 @@ def register_continuous_batching() -> None:
         allocators = cache.ATTN_TYPE_TO_ALLOCATOR
     except (ImportError, AttributeError) as e:
         raise ImportError(f"{_VERSIONS}: {install_command('transformers')}") from e
-    with _REGISTERING:
+    with _REGISTER_LOCK:
         if PAGED in library.AttentionInterface():
             return
         try:
-            _wrap(library.PreTrainedModel, "_check_and_adjust_attn_implementation", _named)
-            _wrap(api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switched)
-            _wrap(api, "resolve_continuous_batching_config", _resolved)
-            _wrap(initialization, "ensure_decode_fast_path_is_available", _with_block_tables)
+            _wrap(library.PreTrainedModel, "_check_and_adjust_attn_implementation", _check_implementation)
+            _wrap(api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switch_implementation)
+            _wrap(api, "resolve_continuous_batching_config", _resolve_config)
+            _wrap(initialization, "ensure_decode_fast_path_is_available", _allow_block_tables)
             for module in (initialization, cache):
-                _wrap(module, "is_flash_attention_requested", _like_flash)
+                _wrap(module, "is_flash_attention_requested", _is_flash_like)
         except AttributeError as e:
             raise ImportError(f"{_VERSIONS}: {e}") from e
-        for kind, mixin in (("full_attention", _Pages), ("sliding_attention", _WindowPages)):
-            allocators[kind] = _Chosen(allocators[kind], mixin, cache.FullAttentionCacheAllocator)
+        for kind, mixin in (("full_attention", _PageAllocator), ("sliding_attention", _WindowPageAllocator)):
+            allocators[kind] = _AllocatorFactory(allocators[kind], mixin, cache.FullAttentionCacheAllocator)
         eager = torch.compiler.disable(attend)  # type: ignore[no-untyped-call] # as transformers' updates of caches are
         library.AttentionInterface.register(PAGED, eager)
     if NAME not in library.AttentionInterface():
@@ -91,20 +91,20 @@ def _is_ours(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == PAGED
 
 
-def _named(original: Any, model: Any, attn_implementation: str | None, *args: Any, **more: Any) -> str:
+def _check_implementation(original: Any, model: Any, attn_implementation: str | None, *args: Any, **more: Any) -> str:
     """The implementation's name after transformers' checks, which would cut off ``paged|``."""
-    if attn_implementation == _SPELLING:
+    if attn_implementation == _PUBLIC_NAME:
         attn_implementation = PAGED
     if attn_implementation == PAGED and not getattr(model, "_supports_flash_attn", False):
         raise ValueError(
-            f'{type(model).__name__}: attn_implementation="{_SPELLING}" is not for this model: it does not support '
+            f'{type(model).__name__}: attn_implementation="{_PUBLIC_NAME}" is not for this model: it does not support '
             "FlashAttention, so its attention would run without the masks that it needs"
         )
     found: str = original(model, attn_implementation, *args, **more)
     return found
 
 
-def _switched(original: Any, manager: Any, model: Any, *args: Any, **more: Any) -> None:
+def _switch_implementation(original: Any, manager: Any, model: Any, *args: Any, **more: Any) -> None:
     name = model.config._attn_implementation
     if name not in (NAME, PAGED):
         original(manager, model, *args, **more)
@@ -113,25 +113,25 @@ def _switched(original: Any, manager: Any, model: Any, *args: Any, **more: Any) 
         manager._original_attn_impl = name  # which the manager sets again when it stops
 
 
-def _resolved(original: Any, config: Any, cb_config: Any, *args: Any, **more: Any) -> Any:
-    if _is_ours(config) and cb_config.page_size == _DEFAULT_PAGE:
+def _resolve_config(original: Any, config: Any, cb_config: Any, *args: Any, **more: Any) -> Any:
+    if _is_ours(config) and cb_config.page_size == _DEFAULT_PAGE_SIZE:
         cb_config = copy.copy(cb_config)
         cb_config.page_size = PAGE_SIZES[-1]
     return original(config, cb_config, *args, **more)
 
 
-def _with_block_tables(original: Any, config: Any, *args: Any, **more: Any) -> None:
+def _allow_block_tables(original: Any, config: Any, *args: Any, **more: Any) -> None:
     """Steps that only decode get block tables, which transformers allows FlashAttention alone."""
     if not _is_ours(config):
         original(config, *args, **more)
 
 
-def _like_flash(original: Any, config: Any = None, *args: Any, **more: Any) -> bool:
+def _is_flash_like(original: Any, config: Any = None, *args: Any, **more: Any) -> bool:
     """No masks, so no memory for them, and CUDA graphs and asynchronous batching by default."""
     return _is_ours(config) or bool(original(config, *args, **more))
 
 
-class _Chosen:
+class _AllocatorFactory:
     """Makes our allocator for a model with our attention, else transformers' own, of which it has the attributes."""
 
     def __init__(self, original: Any, mixin: type, full: Any) -> None:
@@ -146,7 +146,7 @@ class _Chosen:
         return getattr(self._original, name)
 
 
-class _Step(NamedTuple):
+class _BatchStep(NamedTuple):
     """What the layers of a group share in one forward pass."""
 
     slots: Tensor
@@ -158,7 +158,7 @@ class _Step(NamedTuple):
     plan: ServingPlan
 
 
-class _Pages:
+class _PageAllocator:
     """An allocator whose blocks hold, for each layer of its group, one page of our cache.
 
     Mixed into transformers' ``FullAttentionCacheAllocator``. A block's number is its page's number in every layer. Read
@@ -176,14 +176,14 @@ class _Pages:
             ("dtype", self.cache_dtype, DTYPES),
         ):
             if value not in allowed:
-                raise ValueError(f"{_SPELLING}: {name} {value}; allowed are {', '.join(map(str, allowed))}")
+                raise ValueError(f"{_PUBLIC_NAME}: {name} {value}; allowed are {', '.join(map(str, allowed))}")
         self.block_physical_stride = self.tokens_per_page  # slots count tokens of a layer, whose pages are blocks
-        self.step: _Step | None = None
+        self.step: _BatchStep | None = None
 
     @classmethod
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
         """Bytes of the codes and scales of a page, of K and V of a layer."""
-        return page_bytes(page_size, num_key_value_heads, head_dim)
+        return get_page_bytes(page_size, num_key_value_heads, head_dim)
 
     def register_cache_tensor(
         self: Any, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any
@@ -195,7 +195,7 @@ class _Pages:
         self.write_trash_index = -1  # padding is not written
         blocks = self._copy_view.unflatten(1, (self.pages_per_block, self.bytes_per_page))
         sizes = (self.tokens_per_page, self.num_key_value_heads, self.head_dim)
-        self.pages: dict[int, KVPages] = {n: pages_in(blocks[:, i], *sizes) for i, n in enumerate(self.layer_indices)}
+        self.pages: dict[int, KVPages] = {n: view_pages(blocks[:, i], *sizes) for i, n in enumerate(self.layer_indices)}
 
     def get_read_indices(self: Any, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The pages of a request, in order."""
@@ -207,14 +207,14 @@ class _Pages:
         """Keys of a request, those that have left the window included: keys are counted from the first token."""
         return past_length + query_length
 
-    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _Step:
+    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _BatchStep:
         """The step of this forward pass; its first layer makes it, also where a CUDA graph captures it again."""
         if self.step is None or module.layer_idx == self.layer_indices[0]:
             self.step = self._make_step(q, window, more)
-        step: _Step = self.step
+        step: _BatchStep = self.step
         return step
 
-    def _make_step(self: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _Step:
+    def _make_step(self: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _BatchStep:
         page, starts = self.tokens_per_page, more["cu_seq_lens_q"].int()
         ends = more["cu_seq_lens_k"][self.layer_type]
         used = (ends[1:] - ends[:-1]).int()
@@ -223,22 +223,22 @@ class _Pages:
         if table is not None:  # a query for each sequence
             table = table[self.index]
             tokens = torch.arange(q.shape[0], device=q.device)
-            of_sequence = sequences_of(starts, tokens)
-            slots = appended_slots(table, page, of_sequence, used.long()[of_sequence] - 1)
+            of_sequence = find_sequences(starts, tokens)
+            slots = compute_slots(table, page, of_sequence, used.long()[of_sequence] - 1)
             slots = torch.where(tokens < starts[-1], slots, -1)
         else:
             slots = more["write_index"][self.index]
-            table = _table(slots, more["read_index"][self.index], starts, used, page, -(-longest // page))
+            table = _build_block_table(slots, more["read_index"][self.index], starts, used, page, -(-longest // page))
         heads, head_dim = q.shape[1:]
         most = more["max_length_q"]
         plan = ServingPlan(
             starts, used, most, heads=heads, kv_heads=self.num_key_value_heads, head_dim=head_dim, causal=True,
             window_size=window, total_q=q.shape[0],
         )  # fmt: skip
-        return _Step(slots, table, starts, used, most, longest, plan)
+        return _BatchStep(slots, table, starts, used, most, longest, plan)
 
 
-def _table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int, width: int) -> Tensor:
+def _build_block_table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int, width: int) -> Tensor:
     """Block tables, int32 (batch, width), from the pages of all sequences; entries behind their last pages are any.
 
     Without ``pages`` all keys are new, and their slots tell the pages.
@@ -254,7 +254,7 @@ def _table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int
     return found.int()
 
 
-class _WindowPages(_Pages):
+class _WindowPageAllocator(_PageAllocator):
     """The same for layers with a sliding window: pages that no later query can see go back to the pool.
 
     Their entries become page 0, which transformers keeps zero and gives to no request.
@@ -264,7 +264,7 @@ class _WindowPages(_Pages):
     supports_block_sharing = False
 
     def __init__(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
-        _Pages.__init__(self, *args, config=config, **kwargs)
+        _PageAllocator.__init__(self, *args, config=config, **kwargs)
         self.sliding_window: int = config.sliding_window
 
     def allocate_cache_to_request(self: Any, request_id: str, past_length: int, query_length: int) -> None:
@@ -290,11 +290,13 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of a step's tokens: query (1, H, T, D), key and value (1, HK, T, D): (1, T, H, D), and no weights."""
     allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
-    if not isinstance(allocator, _Pages):
+    if not isinstance(allocator, _PageAllocator):
         raise ValueError(f'"{PAGED}" is for generate_batch; use attn_implementation="{NAME}" for other calls')
-    for name in _REFUSED:
+    for name in _UNSUPPORTED:
         if more.get(name) is not None:
-            raise ValueError(f"{type(module).__name__}: its attention has `{name}`, which {_SPELLING} does not compute")
+            raise ValueError(
+                f"{type(module).__name__}: its attention has `{name}`, which {_PUBLIC_NAME} does not compute"
+            )
     kept = getattr(allocator, "sliding_window", None)
     if kept is not None and kept != sliding_window:
         raise ValueError(f"{type(module).__name__}: its window is {sliding_window}, its layer's cache keeps {kept}")

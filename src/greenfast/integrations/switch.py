@@ -4,15 +4,15 @@ How it works. Entering ``use`` does two things:
 
 - it pushes a hook, a ``TorchFunctionMode``, on PyTorch's stack of modes of this thread: PyTorch then calls the hook for
   every function, under whatever name it was imported;
-- it adds the hook to the context variable ``_ENTERED``: each asyncio task has its own value, and a task that is started
-  inside inherits it.
+- it adds the hook to the context variable ``_ENTERED_HOOKS``. Each asyncio task has its own value, and inherits the
+  value of the task that starts it.
 
-Leaving undoes both. Nothing else decides: a call goes to the topmost hook of the thread's stack that is in
-``_ENTERED``. So tasks that share a thread do not see each other's hooks, and a thread that copied a context has none.
+Leaving undoes both. A call goes to the topmost hook of this thread that is in ``_ENTERED_HOOKS``. Therefore tasks
+that share a thread do not see each other's hooks, and a thread that copied a context has none.
 
-A decorated generator or coroutine has a value of ``_ENTERED`` of its own (``_Body``). Each step of it starts with that
-value, and with its hooks on the stack of the thread that takes the step. Each step ends with the caller's value. What
-the body entered and has not left is part of its value, so it holds in the next step too.
+A decorated generator or coroutine has its own value of ``_ENTERED_HOOKS`` (``_BodyState``). Each step starts with that
+value, and with its hooks on the stack of the current thread. Each step ends with the caller's value. Hooks that the
+body entered and did not leave are part of its value, and stay active in the next step.
 
 torch.compile cannot read context variables. While it traces, the topmost hook decides whose ``active`` is set, and a
 ``with`` block inside the compiled function only pushes and pops a hook. Where a graph breaks inside such a block,
@@ -37,9 +37,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from greenfast.ops.arguments import check_length
-from greenfast.ops.context_stack import sharded
+from greenfast.ops.context_stack import in_context_parallel
 from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
-from greenfast.ops.routing import SHARDED, Routed, explain
+from greenfast.ops.routing import CONTEXT_PARALLEL, Routed, explain
 from greenfast.ops.sdpa import sdpa
 
 _TORCH_SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -96,7 +96,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         hook = _Hook(self)
         torch._C._push_on_torch_function_stack(hook)
         if not torch.compiler.is_dynamo_compiling():
-            _ENTERED.set((*(entered for entered in _ENTERED.get() if not entered.closed), hook))
+            _ENTERED_HOOKS.set((*(entered for entered in _ENTERED_HOOKS.get() if not entered.closed), hook))
         return self.routed
 
     @_run_uncompiled
@@ -105,8 +105,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         if torch.compiler.is_dynamo_compiling():  # in a graph, blocks end in the order in which they began
             torch._C._pop_torch_function_stack()
             return
-        own = [hook for hook in _modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
-        entered = _ENTERED.get()
+        own = [hook for hook in _get_modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
+        entered = _ENTERED_HOOKS.get()
         hook = next((hook for hook in reversed(own) if hook in entered), own[-1] if own else None)
         if hook is None:
             raise RuntimeError(
@@ -129,29 +129,29 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         if inspect.iscoroutinefunction(body):
 
             async def routed(*args: Any, **kwargs: Any) -> Any:
-                state = _Body(self)
+                state = _BodyState(self)
                 try:
-                    return await _Awaited(state, func(*args, **kwargs))
+                    return await _AwaitableBody(state, func(*args, **kwargs))
                 finally:
                     state.close()
 
         elif inspect.isasyncgenfunction(body):
 
             async def routed(*args: Any, **kwargs: Any) -> Any:
-                state = _Body(self)
+                state = _BodyState(self)
                 items = func(*args, **kwargs)
                 step = items.asend(None)
                 try:
                     while True:
                         try:
-                            item = await _Awaited(state, step)
+                            item = await _AwaitableBody(state, step)
                         except StopAsyncIteration:
                             return
                         state.leave_thread()
                         try:
                             step = items.asend((yield item))
                         except GeneratorExit:
-                            await _Awaited(state, items.aclose())
+                            await _AwaitableBody(state, items.aclose())
                             raise
                         except BaseException as e:
                             step = items.athrow(e)
@@ -161,7 +161,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         elif inspect.isgeneratorfunction(body):
 
             def routed(*args: Any, **kwargs: Any) -> Any:
-                state = _Body(self)
+                state = _BodyState(self)
                 try:
                     return (yield from _run_steps(state, func(*args, **kwargs), leaves=True))
                 finally:
@@ -193,8 +193,8 @@ class _Hook(TorchFunctionMode):
 
     def close(self) -> None:
         self.closed = True
-        _ENTERED.set(tuple(hook for hook in _ENTERED.get() if hook is not self))
-        _set_modes(_modes())
+        _ENTERED_HOOKS.set(tuple(hook for hook in _ENTERED_HOOKS.get() if hook is not self))
+        _set_modes(_get_modes())
 
     @_run_uncompiled
     def __torch_function__(self, func: Any, overriding: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,14 +205,14 @@ class _Hook(TorchFunctionMode):
             if torch.compiler.is_compiling():
                 return _trace_multi_head_attention(*args, **kwargs)
             with self:  # this function calls attention, for which the mode has to be on the stack again
-                return _MHA(*args, **kwargs)
+                return _MULTI_HEAD_ATTENTION(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _decides(self) -> bool:
         """Whether this hook, which PyTorch calls from the top of the stack down, decides in this context."""
         if torch.compiler.is_dynamo_compiling():
             return self.active
-        return not self.closed and self in _ENTERED.get()
+        return not self.closed and self in _ENTERED_HOOKS.get()
 
     def _attend(
         self, plain: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -222,11 +222,13 @@ class _Hook(TorchFunctionMode):
         settings = self.settings
         dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
         scale = float(scale) if isinstance(scale, bool) else scale
-        if sharded():  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
+        if (
+            in_context_parallel()
+        ):  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
             )
-            settings.routed.count(SHARDED)
+            settings.routed.count(CONTEXT_PARALLEL)
             return whole
         found = explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
@@ -249,19 +251,19 @@ def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor
     if torch.compiler.is_dynamo_compiling():
         # Another hook may be below this one, or be called when the graph runs: neither sees the operator itself.
-        hooked = any(isinstance(mode, _Hook) for mode in _modes())
-        out = (_ATEN_SDPA if plain and (hooked or not _others_below()) else _TORCH_SDPA)(*args, **kwargs)
+        hooked = any(isinstance(mode, _Hook) for mode in _get_modes())
+        out = (_ATEN_SDPA if plain and (hooked or not _has_other_modes()) else _TORCH_SDPA)(*args, **kwargs)
         return out
-    before = _ENTERED.set(())
+    before = _ENTERED_HOOKS.set(())
     try:
         out = _TORCH_SDPA(*args, **kwargs)
     finally:
-        _ENTERED.reset(before)
+        _ENTERED_HOOKS.reset(before)
     return out
 
 
 @functools.cache
-def multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callable[..., Any]:
+def build_multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callable[..., Any]:
     """PyTorch's function, which asks no mode for another implementation before it computes.
 
     attention: called in place of scaled_dot_product_attention. PyTorch 2.13 has redispatch_function for that, with
@@ -276,27 +278,27 @@ def multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callabl
     return body
 
 
-def _others_below() -> bool:
+def _has_other_modes() -> bool:
     """Whether modes of others are on the stack, which see what is left to PyTorch; a default device sees no call."""
-    return any(not isinstance(mode, _Hook | DeviceContext) for mode in _modes())
+    return any(not isinstance(mode, _Hook | DeviceContext) for mode in _get_modes())
 
 
 def _trace_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
     """Leave the call to PyTorch in a graph, also where the graph runs under a hook, as with backend="eager"."""
-    if _others_below():
+    if _has_other_modes():
         return _TORCH_MHA(*args, **kwargs)
     with torch._C.DisableTorchFunction():  # PyTorch 2.13 cannot trace Tensor.unflatten under a mode
-        return _MHA_IN_GRAPH(*args, **kwargs)
+        return _MULTI_HEAD_ATTENTION_IN_GRAPH(*args, **kwargs)
 
 
-_MHA = multi_head_attention()
-_MHA_IN_GRAPH = multi_head_attention(_ATEN_SDPA)
+_MULTI_HEAD_ATTENTION = build_multi_head_attention()
+_MULTI_HEAD_ATTENTION_IN_GRAPH = build_multi_head_attention(_ATEN_SDPA)
 
 #: The hooks that were entered in a context, the innermost last. Tasks inherit it; some may have been left since.
-_ENTERED: ContextVar[tuple[_Hook, ...]] = ContextVar("greenfast.use", default=())
+_ENTERED_HOOKS: ContextVar[tuple[_Hook, ...]] = ContextVar("greenfast.use", default=())
 
 
-def _modes() -> list[Any]:
+def _get_modes() -> list[Any]:
     """PyTorch's stack of modes of this thread, the innermost last."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
@@ -304,7 +306,7 @@ def _modes() -> list[Any]:
 def _set_modes(wanted: Sequence[Any]) -> None:
     """Replace this thread's stack of modes by ``wanted``, without the hooks that were left."""
     wanted = [mode for mode in wanted if not (isinstance(mode, _Hook) and mode.closed)]
-    stack = _modes()
+    stack = _get_modes()
     same = 0
     while same < min(len(stack), len(wanted)) and wanted[same] is stack[same]:
         same += 1
@@ -314,11 +316,11 @@ def _set_modes(wanted: Sequence[Any]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
-class _Body:
+class _BodyState:
     """The hooks of a decorated generator or coroutine: that of the decorator and those that the body has entered.
 
-    entered: the value of ``_ENTERED`` inside the body. outside: the caller's, during a step. above: for each hook, the
-    mode of somebody else that was above it on the stack when it was taken off, if any; it is put back below that.
+    entered: the value of ``_ENTERED_HOOKS`` inside the body. outside: the caller's value during a step. above: for each
+    hook, the foreign mode that was above it on the stack when it was removed, if any; it is inserted below that mode.
     """
 
     def __init__(self, settings: use) -> None:
@@ -330,28 +332,28 @@ class _Body:
     @_run_uncompiled
     def resume(self) -> None:
         """Begin a step of the body in this thread."""
-        stack = _modes()
+        stack = _get_modes()
         for hook in self.entered:
             hook.active = True
             if hook not in stack:
                 above = self.above.get(hook)
                 stack.insert(stack.index(above) if above in stack else len(stack), hook)
         _set_modes(stack)
-        self.outside = _ENTERED.get()
-        _ENTERED.set(self.entered)
+        self.outside = _ENTERED_HOOKS.get()
+        _ENTERED_HOOKS.set(self.entered)
 
     @_run_uncompiled
     def suspend(self) -> None:
         """End a step. The hooks stay on the stack, for tasks that the body has started."""
-        self.entered = tuple(hook for hook in _ENTERED.get() if not hook.closed)
-        _ENTERED.set(self.outside)
+        self.entered = tuple(hook for hook in _ENTERED_HOOKS.get() if not hook.closed)
+        _ENTERED_HOOKS.set(self.outside)
         for hook in self.entered:
             hook.active = False
 
     @_run_uncompiled
     def leave_thread(self) -> None:
         """Take the hooks off this thread's stack until the next step."""
-        stack = _modes()
+        stack = _get_modes()
         others = [mode for mode in stack if mode not in self.entered]
         for hook in self.entered:
             if hook in stack:
@@ -365,14 +367,14 @@ class _Body:
         self.own.close()
         kept = [hook for hook in self.entered if not hook.closed]
         if kept:
-            stack = _modes()
+            stack = _get_modes()
             _set_modes([*stack, *(hook for hook in kept if hook not in stack)])
-            _ENTERED.set((*_ENTERED.get(), *kept))
+            _ENTERED_HOOKS.set((*_ENTERED_HOOKS.get(), *kept))
             for hook in kept:
                 hook.active = True
 
 
-def _run_steps(state: _Body, body: Any, leaves: bool) -> Generator[Any, Any, Any]:
+def _run_steps(state: _BodyState, body: Any, leaves: bool) -> Generator[Any, Any, Any]:
     """The generator or coroutine ``body``, step by step; with ``leaves`` nothing is on the stack between the steps."""
     step, value = body.send, None
     while True:
@@ -400,10 +402,10 @@ def _run_steps(state: _Body, body: Any, leaves: bool) -> Generator[Any, Any, Any
 
 
 @dataclass(frozen=True)
-class _Awaited:
+class _AwaitableBody:
     """An awaitable for ``body``, run by ``_run_steps``."""
 
-    state: _Body
+    state: _BodyState
     body: Any
 
     def __await__(self) -> Generator[Any, Any, Any]:

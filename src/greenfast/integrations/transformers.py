@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from greenfast.ops.arguments import check_length
-from greenfast.ops.context_stack import sharded
+from greenfast.ops.context_stack import in_context_parallel
 from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
-from greenfast.ops.routing import SHARDED, TORCH, Explanation, Routed, explain
+from greenfast.ops.routing import CONTEXT_PARALLEL, TORCH, Explanation, Routed, explain
 from greenfast.ops.sdpa import sdpa
 from greenfast.spec.extras import install_command
 
 NAME = "greenfast"
-_REGISTERING = threading.Lock()
+_REGISTER_LOCK = threading.Lock()
 
 #: What a layer may ask of attention besides scaled products and transformers' "sdpa" would silently leave out.
-_REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
 #: What transformers' own function computes and greenfast does not.
-_LEFT = ("position_bias", "cache")
+_FALLBACK_ONLY = ("position_bias", "cache")
 #: Attention that is meant to be without a causal mask although its attribute says otherwise; "sdpa" makes it causal.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 #: Code of a model that treats an implementation by name.
-_BY_NAME = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
-_EAGER = 'use attn_implementation="eager"'
-_ROUTED = 'use attn_implementation="sdpa" under `with greenfast.use():`'
+_NAME_COMPARISON = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
+_EAGER_HINT = 'use attn_implementation="eager"'
+_USE_HINT = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
 
 def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: int | None = None) -> Routed:
@@ -64,15 +64,17 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
         raise ImportError(
             f"register_with_transformers needs transformers 4.56 or later: {install_command('transformers')}"
         ) from e
-    with _REGISTERING:
-        attention = _Attention(precision, min_length, attentions()["sdpa"])
-        _guard(model)  # before the name can be chosen; then masks before attention, which would run without them
-        masks.register(NAME, _Masks(model, masks()["sdpa"]))
+    with _REGISTER_LOCK:
+        attention = _RegisteredAttention(precision, min_length, attentions()["sdpa"])
+        _install_model_check(
+            model
+        )  # before the name can be chosen; then masks before attention, which would run without them
+        masks.register(NAME, _MaskFunction(model, masks()["sdpa"]))
         attentions.register(NAME, attention.attend)
     return attention.routed
 
 
-def _guard(model: Any) -> None:
+def _install_model_check(model: Any) -> None:
     """Add our check to transformers' check of whether a model may use an implementation.
 
     Transformers does not check names that it does not know. Models with custom attention would then run without their
@@ -100,42 +102,42 @@ def _guard(model: Any) -> None:
 
 def _check_model(model: Any) -> None:
     kind: Any = type(model)
-    reason = _unfit(kind)
+    reason = _find_model_fault(kind)
     if reason is not None:
-        raise ValueError(_refusal(kind.__name__, reason))
+        raise ValueError(_format_refusal(kind.__name__, reason))
 
 
 @functools.cache
-def _unfit(model: Any) -> str | None:
+def _find_model_fault(model: Any) -> str | None:
     """Why a class of models cannot use an implementation with a name other than transformers' own; None if it can."""
     if not getattr(model, "_supports_sdpa", False):
-        return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER}'
+        return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER_HINT}'
     for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
         module = sys.modules.get(name)
         for attribute, classes in vars(module).items() if module else ():
             if attribute.endswith("ATTENTION_CLASSES") and isinstance(classes, dict) and NAME not in classes:
-                return f"its attention is chosen by name from {attribute}, which lacks this one; {_ROUTED}"
-        if module and name.rpartition(".")[2].startswith("modeling_") and _BY_NAME.search(_source(module)):
-            return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_ROUTED}'
+                return f"its attention is chosen by name from {attribute}, which lacks this one; {_USE_HINT}"
+        if module and name.rpartition(".")[2].startswith("modeling_") and _NAME_COMPARISON.search(_read_source(module)):
+            return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_USE_HINT}'
     return None
 
 
-def _source(module: Any) -> str:
+def _read_source(module: Any) -> str:
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):  # no readable source
         return ""
 
 
-def _refusal(name: str, reason: str) -> str:
+def _format_refusal(name: str, reason: str) -> str:
     return (
         f'{name}: attn_implementation="{NAME}" is not for this model: {reason}. '
         f'Parts of a model may differ, as in attn_implementation={{"": "eager", "text_config": "{NAME}"}}'
     )
 
 
-class _Masks:
-    """The masks of "sdpa", after a check that ``_guard`` cannot make of a model whose config was edited by hand."""
+class _MaskFunction:
+    """Build the masks of "sdpa", after a check for models with a config that was edited by hand."""
 
     def __init__(self, model: Any, masks: Any) -> None:
         self.model = model
@@ -144,25 +146,25 @@ class _Masks:
     def __call__(self, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             kind: Any = type(config)
-            reason = _unfit_config(self.model, kind)
+            reason = _find_config_fault(self.model, kind)
             if reason is not None:
-                raise ValueError(_refusal(kind.__name__, reason))
+                raise ValueError(_format_refusal(kind.__name__, reason))
         return self.masks(*args, config=config, **kwargs)
 
 
 @functools.cache
-def _unfit_config(model: Any, config: Any) -> str | None:
+def _find_config_fault(model: Any, config: Any) -> str | None:
     """Why no class of models with this configuration can use greenfast; None if one can, or if there is no class."""
     reasons, classes = [], [model]
     while classes:
         kind = classes.pop()
         classes += kind.__subclasses__()
         if getattr(kind, "config_class", None) is config:
-            reasons.append(_unfit(kind))
+            reasons.append(_find_model_fault(kind))
     return None if None in reasons or not reasons else reasons[0]
 
 
-class _Attention:
+class _RegisteredAttention:
     """What is registered, with its settings and counts."""
 
     def __init__(self, precision: AutoPrecision, min_length: int | None, fallback: Any) -> None:
@@ -176,7 +178,7 @@ class _Attention:
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention of query (B, H, S, D), key and value (B, HK, KV, D): (B, S, H, D), and no weights."""
-        _check(module, more)
+        _check_arguments(module, more)
         causal, k, v = False, key, value
         if type(module).__name__ in _NOT_CAUSAL:
             is_causal = False
@@ -184,7 +186,7 @@ class _Attention:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
-        if sharded():  # as in ``greenfast.use``
+        if in_context_parallel():  # as in ``greenfast.use``
             return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, more), None
         found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
         self.routed.count(found)
@@ -204,18 +206,18 @@ class _Attention:
         scale: float | None, more: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """(B, S, H, D). Raises NotImplementedError for what a ``context_parallel`` does not compute."""
-        for name in _LEFT:
+        for name in _FALLBACK_ONLY:
             if more.get(name) is not None:
                 raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
         out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
-        self.routed.count(SHARDED)
+        self.routed.count(CONTEXT_PARALLEL)
         return out.transpose(1, 2).contiguous()
 
     def _explain(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None, more: dict[str, Any],
     ) -> Explanation:  # fmt: skip
-        for name in _LEFT:
+        for name in _FALLBACK_ONLY:
             if more.get(name) is not None:
                 return Explanation(TORCH, f"{name}: transformers' own function has it")
         return explain(
@@ -223,11 +225,11 @@ class _Attention:
         )
 
 
-def _check(module: nn.Module, more: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, more: dict[str, Any]) -> None:
     """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
-    for name in _REFUSED:
+    for name in _UNSUPPORTED:
         if more.get(name) is not None:
             raise ValueError(
                 f'{type(module).__name__}: its attention has `{name}`, which attn_implementation="{NAME}" does not '
-                f"compute; {_EAGER}"
+                f"compute; {_EAGER_HINT}"
             )

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
-_LSE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
+_LSE_MESSAGE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
 
 #: Saved before the inputs. PyTorch's attention saves the same inputs in another order: if it computes again what this
 #: operator has computed, a checkpoint would take K for Q. It compares shapes, and finds this one.
@@ -44,7 +44,7 @@ class _Node(torch.autograd.Function):
         )
 
 
-class _Attention(_Node):
+class _AttentionNode(_Node):
     """Attention of query, key and value: the gradients are those on the unquantized inputs.
 
     backward: the operator that computes them, of the output's gradient, the three, and the arguments from ``first`` on.
@@ -57,7 +57,7 @@ class _Attention(_Node):
         ctx.others = [None] * (len(args) - 3)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_MARK, query, key, value)
-        return _below_node(op, keys, args)
+        return _redispatch_in_node(op, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -67,12 +67,14 @@ class _Attention(_Node):
         if grad is not None:
             found = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))
         if of_lse is not None:
-            refused = _refusals(_LSE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), of_lse)
+            refused = _refuse_gradients(
+                _LSE_MESSAGE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), of_lse
+            )
             found = [b if a is None else a if b is None else a + b for a, b in zip(found, refused, strict=True)]
         return (None, None, None, None, *found, *ctx.others)
 
 
-class _Undifferentiable(_Node):
+class _NoGradientNode(_Node):
     """The other operators: their results may be used, but a gradient that reaches them raises an error."""
 
     @staticmethod
@@ -80,18 +82,18 @@ class _Undifferentiable(_Node):
         ctx.name, ctx.message = message.split(":")[0], message
         ctx.shapes = [x.shape if isinstance(x, Tensor) else None for x in args]
         ctx.set_materialize_grads(False)
-        return _below_node(op, keys, args)
+        return _redispatch_in_node(op, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(ctx.shapes)
         for grad in grads:
             if grad is not None:
-                found = _refusals(ctx.message, ctx.needs_input_grad[3:], ctx.shapes, grad)
+                found = _refuse_gradients(ctx.message, ctx.needs_input_grad[3:], ctx.shapes, grad)
         return (None, None, None, *found)
 
 
-def _refusals(message: str, needed: Any, shapes: Any, grad: Tensor) -> list[Tensor | None]:
+def _refuse_gradients(message: str, needed: Any, shapes: Any, grad: Tensor) -> list[Tensor | None]:
     """Zeros of these shapes where ``grad`` is zero, which is checked when the operator runs, not when it is traced.
 
     AOTAutograd and reentrant checkpoints send zeros to every output that the loss does not depend on.
@@ -107,31 +109,31 @@ def refuse_gradient(grad: Tensor, size: list[int], message: str) -> Tensor:
     return grad.new_zeros(size)
 
 
-def _below(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+def _redispatch(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator itself. Its results must not be views to autograd, which refuses to change those in place."""
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def _below_node(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """``_below`` in a node's ``forward``, which turns differentiation off; outer functorch transforms need it on."""
+def _redispatch_in_node(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+    """Call ``_redispatch`` inside a node's ``forward``, with differentiation on for outer functorch transforms."""
     if torch._C._functorch.peek_interpreter_stack() is None:
-        return _below(op, keys, args)
+        return _redispatch(op, keys, args)
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return _below(op, keys, args)
+        return _redispatch(op, keys, args)
 
 
-def _kernel(op: Any, node: type[_Node], *first: Any) -> Callable[..., Any]:
+def _build_autograd_kernel(op: Any, node: type[_Node], *first: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any) -> Any:
         wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if wanted or forward_ad._current_level >= 0:
             return node.call(op, keys, *first, *args)
-        return _below(op, keys, args)
+        return _redispatch(op, keys, args)
 
     return kernel
 
 
-def _without_autocast(op: Any) -> Callable[..., Any]:
+def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
     """The operator outside autocast, which casts the inputs of ``greenfast.sdpa`` but not the operator's arithmetic."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA
@@ -151,7 +153,11 @@ def register(library: Any, name: str, message: str | None, backward: str = "sdpa
     gradients, by ``backward``, which takes its arguments from ``first`` on.
     """
     op = getattr(torch.ops.greenfast, name).default
-    kernel = _kernel(op, _Attention, backward, first) if message is None else _kernel(op, _Undifferentiable, message)
+    kernel = (
+        _build_autograd_kernel(op, _AttentionNode, backward, first)
+        if message is None
+        else _build_autograd_kernel(op, _NoGradientNode, message)
+    )
     library.impl(name, kernel, "Autograd", with_keyset=True)
     for key in _AUTOCAST:
-        library.impl(name, _without_autocast(op), key)
+        library.impl(name, _build_autocast_kernel(op), key)

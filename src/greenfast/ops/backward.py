@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from greenfast.ops import reference
-from greenfast.ops.layout import readable
+from greenfast.ops.layout import make_tma_compatible
 
 _ATEN = torch.ops.aten
 
@@ -22,23 +22,23 @@ def sdpa_backward(
     a mean, dQ is a small difference of large numbers, in which such a mismatch dominates.
     """
     if not torch.backends.cuda.is_flash_attention_available():
-        return reference.gradients(grad, query, key, value, causal, scale)
+        return reference.compute_gradients(grad, query, key, value, causal, scale)
     inputs = (query, key, value)
     found: list[Tensor] = []
     for queries, keys, masked in (
-        parts_of_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
+        split_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
     ):
         places = (queries, keys, keys)
         rows = zip((*inputs, grad), (*places, queries), strict=True)
-        q, k, v, g = (readable(x[:, :, at], by_tma=True) for x, at in rows)
-        parts = zip(inputs, places, _by_torch(g, q, k, v, masked, scale), strict=True)
-        some = [_whole(x, at, part) for x, at, part in parts]
+        q, k, v, g = (make_tma_compatible(x[:, :, at], unique_rows=True) for x, at in rows)
+        parts = zip(inputs, places, _torch_backward(g, q, k, v, masked, scale), strict=True)
+        some = [_pad_rows(x, at, part) for x, at, part in parts]
         found = [a + b for a, b in zip(found, some, strict=True)] if found else some
     by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
     return by_query, by_key, by_value
 
 
-def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
+def _pad_rows(x: Tensor, at: slice, part: Tensor) -> Tensor:
     """A gradient like x: ``part`` in the rows ``at``, 0 elsewhere."""
     if part.shape == x.shape and part.stride() == torch.empty_like(x, device="meta").stride():
         return part
@@ -47,7 +47,7 @@ def _whole(x: Tensor, at: slice, part: Tensor) -> Tensor:
     return whole
 
 
-def parts_of_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
+def split_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
     """The attentions that add up to the whole, as (queries, keys, masked); queries that attend to no key are left out.
 
     A masked part is square, or has fewer queries than keys and its mask aligned at the last key.
@@ -62,11 +62,11 @@ def parts_of_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, sli
     return parts if q_len <= kv_len else [*parts, (slice(kv_len, q_len), everything[1], False)]
 
 
-def _by_torch(
+def _torch_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention, whose mask ends at the last key."""
-    if not (masked and query.shape[2] != key.shape[2]) and _chooses_cudnn(query, key, value, masked, scale):
+    if not (masked and query.shape[2] != key.shape[2]) and _uses_cudnn(query, key, value, masked, scale):
         out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, masked, False, scale=scale
         )
@@ -84,7 +84,7 @@ def _by_torch(
     return flash
 
 
-def _chooses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> bool:
+def _uses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> bool:
     """Whether PyTorch's attention would train with cuDNN on such tensors."""
     shared = query.shape[1] != key.shape[1]
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Calls that were made before, found by what their arguments are like; guards cost a fraction of keys in Python."""
+"""Cache of values by the arguments of a call. Tensors are compared by guards, at a fraction of a Python key's cost."""
 
 from __future__ import annotations
 
@@ -9,83 +9,89 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-_MOST = 4096  # combinations of other arguments, of each kind
-_MOST_ALIKE = 4  # kinds of tensors, for each of them: the last ones
-_VALUES = {Tensor, type(None), bool, int, float, str, tuple}
+_MAX_KEYS = 4096  # keys of non-tensor arguments, for each combination of argument types
+_MAX_GUARDS = 4  # guards for each key; the newest ones stay
+_CACHEABLE_TYPES = {Tensor, type(None), bool, int, float, str, tuple}
 
 Arguments = tuple[Any, ...]
 
 
-class _Kind(NamedTuple):
-    """Calls whose arguments have the same types: where their tensors and other values are, and what was kept."""
+class _TypeEntry(NamedTuple):
+    """The cached calls with one combination of argument types.
 
-    tensors: Callable[[Arguments], tuple[Any, ...]]
-    others: Callable[[Arguments], tuple[Any, ...]]
-    found: dict[tuple[Any, ...], tuple[tuple[Callable[..., bool], Any], ...]]
+    select_tensors, select_others: select the tensors and the other arguments of a call. values: for each key of other
+    arguments, pairs of a guard for the tensors and the cached value.
+    """
+
+    select_tensors: Callable[[Arguments], tuple[Any, ...]]
+    select_others: Callable[[Arguments], tuple[Any, ...]]
+    values: dict[tuple[Any, ...], tuple[tuple[Callable[..., Any], Any], ...]]
 
 
-class Repeats:
-    """Values by the arguments of a call, which are alike where tensors are, and others are equal and of one type.
+class CallCache:
+    """A cache with the arguments of a call as its key. It holds no tensor.
 
-    Tensors are alike in their Python type, dtype, shape, strides, device, whether a gradient is wanted, and the
-    dispatch keys that apply to them, so that inference tensors, functorch's wrappers, tracing and autocast make a call
-    another one. No tensor is kept.
+    Two calls have the same key if all arguments have equal types, the tensors match, and the other arguments are equal.
+    Tensors match if Python type, dtype, shape, strides, device, ``requires_grad`` and dispatch keys are equal.
+    Inference tensors, functorch wrappers, tracing and autocast change the dispatch keys, so such calls have other keys.
     """
 
     def __init__(self, tensors: int) -> None:
-        """tensors: how many of the arguments, the first ones, may be tensors."""
+        """tensors: only the first ``tensors`` arguments may be tensors."""
         self._tensors = tensors
-        self._kinds: dict[tuple[type, ...], _Kind] = {}
+        self._entries: dict[tuple[type, ...], _TypeEntry] = {}
 
-    def find(self, args: Arguments) -> tuple[Any, tuple[Tensor, ...]]:
-        """What was kept for such a call, and the call's tensors in their order; None if there is nothing."""
-        kind = self._kinds.get((*map(type, args),))
-        if kind is not None:
-            tensors = kind.tensors(args)
-            for alike, value in kind.found.get(kind.others(args), ()):
-                if alike(*tensors):
+    def get(self, args: Arguments) -> tuple[Any, tuple[Tensor, ...]]:
+        """Return the cached value and the tensors of the call, in order; (None, ()) if the call is not in the cache."""
+        entry = self._entries.get((*map(type, args),))
+        if entry is not None:
+            tensors = entry.select_tensors(args)
+            for guard, value in entry.values.get(entry.select_others(args), ()):
+                if guard(*tensors):
                     return value, tensors
         return None, ()
 
-    def takes(self, args: Arguments) -> bool:
-        """Whether all arguments are tensors and plain values; numbers in a tuple have to be checked elsewhere."""
+    def cacheable(self, args: Arguments) -> bool:
+        """Return whether all arguments are tensors or plain values. The items of tuples are not checked."""
         types = [*map(type, args)]
-        return _VALUES.issuperset(types) and Tensor not in types[self._tensors :]
+        return _CACHEABLE_TYPES.issuperset(types) and Tensor not in types[self._tensors :]
 
-    def keep(self, args: Arguments, value: Any) -> None:
-        """Keep a value for such calls, if it takes them; the oldest of several kinds of tensors is dropped."""
-        if not self.takes(args):
+    def put(self, args: Arguments, value: Any) -> None:
+        """Store a value, unless the call is not cacheable. The oldest of several guards for one key is dropped."""
+        if not self.cacheable(args):
             return
         types = (*map(type, args),)
-        kind = self._kinds.get(types)
-        if kind is None:
+        entry = self._entries.get(types)
+        if entry is None:
+            tensors = [i for i, t in enumerate(types) if t is Tensor]
             others = [i for i, t in enumerate(types) if t is not Tensor and t is not type(None)]
-            kind = _Kind(_taking([i for i, t in enumerate(types) if t is Tensor]), _taking(others), {})
-            self._kinds[types] = kind
-        if len(kind.found) >= _MOST:
-            kind.found.clear()
-        at, entry = kind.others(args), (_alike(kind.tensors(args)), value)
-        kind.found[at] = (entry, *kind.found.get(at, ()))[:_MOST_ALIKE]
+            entry = self._entries[types] = _TypeEntry(_build_selector(tensors), _build_selector(others), {})
+        if len(entry.values) >= _MAX_KEYS:
+            entry.values.clear()
+        key, guarded = entry.select_others(args), (_build_guard(entry.select_tensors(args)), value)
+        entry.values[key] = (guarded, *entry.values.get(key, ()))[:_MAX_GUARDS]
 
     def clear(self) -> None:
-        """Forget all calls."""
-        self._kinds.clear()
+        """Remove all entries."""
+        self._entries.clear()
 
 
-def _taking(places: Sequence[int]) -> Callable[[Arguments], tuple[Any, ...]]:
-    """The function that takes these items of a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return itemgetter(slice(*(places[0], places[0] + 1) if places else (0, 0)))
+def _build_selector(indices: Sequence[int]) -> Callable[[Arguments], tuple[Any, ...]]:
+    """Return a function that selects these items of a tuple, as a tuple."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(*(indices[0], indices[0] + 1) if indices else (0, 0)))
 
 
-def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether tensors are like these."""
-    names = [*map(id, tensors)]
-    again = [i for i, name in enumerate(names) if names.index(name) < i]
-    if not again:
+def _build_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that checks whether tensors match these."""
+    ids = [*map(id, tensors)]
+    repeated = [i for i, name in enumerate(ids) if ids.index(name) < i]
+    if not repeated:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    # TensorGuards takes no tensor twice.
-    once, rest = (_taking(x) for x in ([i for i in range(len(names)) if i not in again], again))
-    first, others = _alike(once(tuple(tensors))), _alike(rest(tuple(tensors)))
-    return lambda *given: first(*once(given)) and others(*rest(given))
+    # TensorGuards accepts each tensor only once.
+    unique = [i for i in range(len(ids)) if i not in repeated]
+    select_unique, select_repeated = _build_selector(unique), _build_selector(repeated)
+    guard_unique = _build_guard(select_unique(tuple(tensors)))
+    guard_repeated = _build_guard(select_repeated(tuple(tensors)))
+    return lambda *args: guard_unique(*select_unique(args)) and guard_repeated(*select_repeated(args))

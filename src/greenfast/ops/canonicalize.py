@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import torch_ops
-from greenfast.ops.layout import padded
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, refused_head_dim
-from greenfast.ops.symbols import known, require
+from greenfast.ops.layout import pad_head_dim
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS, format_head_dim_error
+from greenfast.ops.symbols import is_known, require
 
 Shape = tuple[int, ...]
 
@@ -28,7 +28,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
-class Form(NamedTuple):
+class CanonicalCall(NamedTuple):
     """The shapes of a call as the kernels compute it.
 
     query: (B, H, S, D); key: (B, HK, KV, D), also for the value. Where the head dims of key and value differ, D is the
@@ -45,12 +45,12 @@ class Form(NamedTuple):
     def empty(self) -> bool:
         """Whether there is no row to compute, or no key to attend to; False if only the run can decide it."""
         for n in (*self.query[:3], *self.key[:3]):  # noqa: SIM110 - torch.compile would trace a generator
-            if known(n == 0):
+            if is_known(n == 0):
                 return True
         return False
 
 
-def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+def is_canonical(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     """Whether three tensors have shapes that the operators take as they are; the operators check the rest.
 
     This is the path of most calls, whose host time counts, so it checks no more than it must. It does not compare the
@@ -68,46 +68,46 @@ def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return False
     if torch.compiler.is_compiling():
-        return _is_plain_traced(q, k, v, enable_gqa)
+        return _is_canonical_traced(q, k, v, enable_gqa)
     shares = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
     return k == v and shares and q[0] == k[0] and q[3] == k[3] and q[3] > 0 and q[1] > 0
 
 
-def _is_plain_traced(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> bool:
-    """``is_plain`` of sizes that may be symbols; False if only the run can decide it, unless heads are shared."""
+def _is_canonical_traced(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> bool:
+    """``is_canonical`` of sizes that may be symbols; False if only the run can decide it, unless heads are shared."""
     for a, b in ((k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (k[3], v[3]), (q[0], k[0]), (q[3], k[3])):
-        if not known(a == b):
+        if not is_known(a == b):
             return False
-    if known(q[3] == 0) or known(q[1] == 0):
+    if is_known(q[3] == 0) or is_known(q[1] == 0):
         return False
-    return known(q[1] == k[1]) or (enable_gqa and known(k[1] > 0) and known(q[1] % k[1] == 0))
+    return is_known(q[1] == k[1]) or (enable_gqa and is_known(k[1] > 0) and is_known(q[1] % k[1] == 0))
 
 
-def form_of(
+def canonicalize(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
     float32_as: torch.dtype | None,
-) -> Form | Refusal:  # fmt: skip
+) -> CanonicalCall | Refusal:  # fmt: skip
     """The form of a call, or why it is refused; ``dropout_p`` and ``causal`` as ``arguments`` returns them."""
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
-    refused = _refused_tensors(query, key, value, float32_as)
+    refused = _check_tensors(query, key, value, float32_as)
     if refused is not None:
         return refused
-    form = _shapes(query.shape, key.shape, value.shape, enable_gqa)
+    form = _canonicalize_shapes(query.shape, key.shape, value.shape, enable_gqa)
     if isinstance(form, Refusal):
         return form
     if attn_mask is None:
         return form._replace(causal=causal)
-    return _masked(form, attn_mask, query, causal)
+    return _apply_mask(form, attn_mask, query, causal)
 
 
-def dtype_of(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
+def get_cast_dtype(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
     """The dtype that autocast and ``float32_as`` give an input."""
-    dtype = torch_ops.autocast_dtype(x)
+    dtype = torch_ops.get_autocast_dtype(x)
     return float32_as if float32_as is not None and dtype == torch.float32 else dtype
 
 
-def _refused_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | None) -> Refusal | None:
+def _check_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | None) -> Refusal | None:
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, Tensor):
@@ -116,54 +116,54 @@ def _refused_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype |
             return Refusal(NotImplementedError, f"{name}: nested or sparse; the kernels take strided tensors")
         if x.dim() < 2:
             return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")
-    dtype = dtype_of(query, float32_as)
+    dtype = get_cast_dtype(query, float32_as)
     if dtype not in DTYPES:
         more = "" if dtype != torch.float32 else "; with float32_as, float32 is cast to one of these"
         return Refusal(TypeError, f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}{more}")
     for name, x in named:
         if x.device != query.device:
             return Refusal(ValueError, f"{name}: on another device than query")
-        if x.dtype != query.dtype and dtype_of(x, float32_as) != dtype:
+        if x.dtype != query.dtype and get_cast_dtype(x, float32_as) != dtype:
             return Refusal(TypeError, f"{name}: another dtype than query")
     return None
 
 
-def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | Refusal:
+def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> CanonicalCall | Refusal:
     """The form for these shapes, without a mask."""
     if not require(key[-2] == value[-2]):
         return Refusal(ValueError, "value: another length than key")
     if not require(query[-1] == key[-1]):
         return Refusal(ValueError, "key: another head_dim than query")
-    if not (known(query[-1] % 8 == 0) and known(query[-1] <= HEAD_DIMS[-1])):
-        return Refusal(NotImplementedError, refused_head_dim("query", query[-1]))
-    if not known(value[-1] <= HEAD_DIMS[-1]):
-        return Refusal(NotImplementedError, refused_head_dim("value", value[-1], "those"))
+    if not (is_known(query[-1] % 8 == 0) and is_known(query[-1] <= HEAD_DIMS[-1])):
+        return Refusal(NotImplementedError, format_head_dim_error("query", query[-1]))
+    if not is_known(value[-1] <= HEAD_DIMS[-1]):
+        return Refusal(NotImplementedError, format_head_dim_error("value", value[-1], "those"))
     shapes = (query, key, value)
     heads, key_heads, value_heads = (1 if len(x) < 3 else x[-3] for x in shapes)
     if enable_gqa:
         if min(len(x) for x in shapes) < 3:
             return Refusal(ValueError, "enable_gqa: with it, query, key and value have heads, (..., H, length, D)")
         for name, count in (("key", key_heads), ("value", value_heads)):
-            empty = known(heads == 0) and known(count == 0)
-            if not (empty or known(heads == count) or (require(count > 0) and require(heads % count == 0))):
+            empty = is_known(heads == 0) and is_known(count == 0)
+            if not (empty or is_known(heads == count) or (require(count > 0) and require(heads % count == 0))):
                 return Refusal(ValueError, f"{name}: the heads of query are not a multiple of its heads")
     else:
-        merged = _broadcast([(heads,), (key_heads,), (value_heads,)])
+        merged = _broadcast_shapes([(heads,), (key_heads,), (value_heads,)])
         if merged is None:
             shared = "; enable_gqa=True lets query heads share them"
             return Refusal(ValueError, f"key: its heads differ from query's and cannot be broadcast{shared}")
         heads = merged[0]
-    batch = _broadcast([x[:-3] for x in shapes])
+    batch = _broadcast_shapes([x[:-3] for x in shapes])
     if batch is None:
         return Refusal(ValueError, "key: another batch than query, which cannot be broadcast")
     many = max(len(x) for x in shapes) > 2
     width = max(8, query[-1], -(-value[-1] // 8) * 8)
-    fits = enable_gqa or known(key_heads == 1) or known(key_heads == heads)
-    kv_heads = key_heads if fits and known(key_heads == value_heads) else heads
+    fits = enable_gqa or is_known(key_heads == 1) or is_known(key_heads == heads)
+    kv_heads = key_heads if fits and is_known(key_heads == value_heads) else heads
     size = 1
     for n in batch:
         size *= n
-    return Form(
+    return CanonicalCall(
         query=(size, heads, query[-2], width),
         key=(size, kv_heads, key[-2], width),
         out=(*batch, *([heads] if many else []), query[-2], value[-1]),
@@ -171,58 +171,58 @@ def _shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Form | 
     )
 
 
-def _broadcast(shapes: list[Shape]) -> Shape | None:
+def _broadcast_shapes(shapes: list[Shape]) -> Shape | None:
     """The shape that these are broadcast to; None where they cannot be. As in PyTorch, a symbol counts as not 1."""
     found: list[int] = []
     for place in range(1, max(len(x) for x in shapes) + 1):
         size = 1
         for x in shapes:
             n = x[-place] if place <= len(x) else 1
-            if known(n == 1):
+            if is_known(n == 1):
                 continue
-            if not known(size == 1) and not require(size == n):
+            if not is_known(size == 1) and not require(size == n):
                 return None
             size = n
         found.insert(0, size)
     return tuple(found)
 
 
-def _masked(form: Form, mask: Any, query: Tensor, causal: int) -> Form | Refusal:
+def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> CanonicalCall | Refusal:
     """The form with the mask that ``attn_mask`` stands for, where that is known without reading a GPU's memory."""
     if not isinstance(mask, Tensor):
         return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
     if type(mask).__name__ == "CausalBias" and type(mask).__module__ == BIAS:
-        return _biased(form, mask, causal)
+        return _apply_causal_bias(form, mask, causal)
     refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
-    if not _readable(mask):
+    if not _can_read_mask(mask):
         return refused
     # Autocast casts a mask too. ``sdpa`` has cast its query by now, ``explain`` has not.
-    fits = mask.dtype in (torch.bool, torch.float32, query.dtype) or torch_ops.autocast_dtype(
+    fits = mask.dtype in (torch.bool, torch.float32, query.dtype) or torch_ops.get_autocast_dtype(
         mask
-    ) == torch_ops.autocast_dtype(query)
+    ) == torch_ops.get_autocast_dtype(query)
     if not fits or mask.device != query.device:
         return Refusal(
             ValueError, f"attn_mask: {mask.dtype} on {mask.device}; bool or query's dtype and device is needed"
         )
     scores = (*form.out[:-1], form.key[2])
-    if mask.dim() < 2 or _broadcast([scores, tuple(mask.shape)]) != scores:
+    if mask.dim() < 2 or _broadcast_shapes([scores, tuple(mask.shape)]) != scores:
         return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
     changes_nothing = mask.all() if mask.dtype == torch.bool else (mask == 0).all()
     return form._replace(causal=causal) if changes_nothing else refused
 
 
-def _biased(form: Form, bias: Any, causal: int) -> Form | Refusal:
+def _apply_causal_bias(form: CanonicalCall, bias: Any, causal: int) -> CanonicalCall | Refusal:
     """As torch.nn.attention.bias dispatches: with equal lengths, either variant is aligned at the first key."""
     if causal:
         return Refusal(ValueError, "attn_mask: a CausalBias cannot be combined with is_causal")
-    if known(bias.seq_len_q == bias.seq_len_kv) or bias.variant.name == "UPPER_LEFT":
+    if is_known(bias.seq_len_q == bias.seq_len_kv) or bias.variant.name == "UPPER_LEFT":
         return form._replace(causal=1)
     if not (require(bias.seq_len_q == form.query[2]) and require(bias.seq_len_kv == form.key[2])):
         return Refusal(ValueError, "attn_mask: the lengths of the CausalBias differ from query's and key's")
     return form._replace(causal=2)
 
 
-def _readable(mask: Tensor) -> bool:
+def _can_read_mask(mask: Tensor) -> bool:
     """Whether a mask's values can be read at no cost and unobserved: a plain CPU tensor in an eager call."""
     return (
         not torch.compiler.is_compiling()
@@ -236,25 +236,25 @@ def _readable(mask: Tensor) -> bool:
     )
 
 
-def arranged(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_kernel_layout(form: CanonicalCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors in a form: views where possible, copies where dimensions merge or head dims are padded."""
     batch = form.out[:-3] if len(form.out) > 2 else ()
 
     def shaped(x: Tensor, shape: Shape) -> Tensor:
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        if not known(x.shape[-3] == 1) and not require(
+        if not is_known(x.shape[-3] == 1) and not require(
             x.shape[-3] == shape[1]
         ):  # key and value have different numbers of heads: repeat each
             x = x.repeat_interleave(shape[1] // x.shape[-3], -3)
         x = x.expand(*batch, shape[1], *x.shape[-2:]).reshape(*shape[:3], x.shape[-1])
-        return x if known(x.shape[3] == shape[3]) else padded(x, shape[3])
+        return x if is_known(x.shape[3] == shape[3]) else pad_head_dim(x, shape[3])
 
     return shaped(query, form.query), shaped(key, form.key), shaped(value, form.key)
 
 
-def restored(form: Form, out: Tensor) -> Tensor:
+def from_kernel_layout(form: CanonicalCall, out: Tensor) -> Tensor:
     """An output (B, H, S, D) in the caller's shape; copied only where the value has a head dim of another size."""
-    if not known(out.shape[3] == form.out[-1]):
+    if not is_known(out.shape[3] == form.out[-1]):
         out = out[..., : form.out[-1]].clone()
     return out.reshape(form.out)

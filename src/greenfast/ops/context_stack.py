@@ -6,9 +6,9 @@ from typing import Any
 
 #: The contexts that are entered, the innermost last. Of the process, not of a thread: the backward pass computes
 #: checkpointed attention again on PyTorch's threads. A plain list is what torch.compile can trace and guard.
-SCOPES: list[Any] = []
+ACTIVE: list[Any] = []
 
 
-def sharded() -> bool:
+def in_context_parallel() -> bool:
     """Whether tensors are one rank's rows of longer sequences: PyTorch's own attention would see these rows alone."""
-    return bool(SCOPES) and SCOPES[-1].size > 1
+    return bool(ACTIVE) and ACTIVE[-1].size > 1

@@ -26,23 +26,23 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
-from greenfast.ops.launch_plans import ALIGNMENT, Plan, Step, cached, target_of
-from greenfast.ops.layout import aligned, empty_rows, readable, row_strides
-from greenfast.ops.quantized import FINE, check_tensors, config_of
+from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
+from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
+from greenfast.ops.quantized import FINE, build_config, check_tensors
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice
 
-_MOST_PLANS = 4096
-_PLANS: dict[tuple[Any, ...], Plan] = {}
-_QUANTIZED = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
+_MAX_PLANS = 4096
+_PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
+_ATTENTION_BUFFERS = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale", "out", "lse")
 
-_config_of = lru_cache(maxsize=1024)(config_of)  # eager calls repeat their options; making a config takes longer
+_build_config = lru_cache(maxsize=1024)(build_config)  # eager calls repeat their options; making a config takes longer
 
 Shape = tuple[int, ...]
 
 
-def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
+def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
     """The attention kernel for a call. Raises NotImplementedError where there is none."""
     try:
         choice = family.choose_kernel(target, config, sizes)
@@ -56,7 +56,7 @@ def kernel_for(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
     return choice
 
 
-def sdpa_config(
+def build_sdpa_config(
     target: Target, head_dim: int, dtype: torch.dtype, precision: str, mask: int, *, lse: bool = False
 ) -> AttentionConfig:
     """How ``sdpa`` computes on a target: block scales where the kernel reads them, and then Q quantized inside it.
@@ -68,48 +68,48 @@ def sdpa_config(
         raise NotImplementedError(
             f"precision: {FINE!r} has kernels for Hopper GPUs, this is {target.name}; 'int8' runs"
         )
-    config = config_of(head_dim, dtype, precision, blocks, "block" if blocks else "head")
+    config = build_config(head_dim, dtype, precision, blocks, "block" if blocks else "head")
     return replace(config, mask=Mask(mask), log_sum_exp=lse, fuse_q_quant=blocks)
 
 
-def sizes_of(query: Shape, key: Shape) -> Sizes:
+def get_sizes(query: Shape, key: Shape) -> Sizes:
     """The sizes of a call on tensors, or codes of K, of these shapes."""
     return Sizes(query[0], query[1], key[1], query[2], key[2])
 
 
-def quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> Step:
+def build_quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> LaunchStep:
     """The launch that quantizes tensors like these."""
-    sizes = sizes_of(query.shape, key.shape)
+    sizes = get_sizes(query.shape, key.shape)
     strides = Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3])
-    return Step(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
+    return LaunchStep(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
 
 
-def attention_step(
+def build_attention_step(
     config: AttentionConfig,
     sizes: Sizes,
     scale: float,
     target: Target,
     strides: Strides = Strides(),  # noqa: B008
-) -> Step:
+) -> LaunchStep:
     """The launch that computes attention on codes of K and V, and on codes of Q or unquantized Q with these strides."""
     names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
-    if kernel_for(target, config, sizes).rung == "ada":
-        return Step(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
+    if choose_kernel(target, config, sizes).rung == "ada":
+        return LaunchStep(ada.kernel(config), ada.launch(config, sizes, scale, strides), names)
     size = target.multiprocessors
     source, launch = hopper.kernel(config, sizes, size), hopper.launch(config, sizes, scale, strides, size)
-    return Step(source, launch, names)
+    return LaunchStep(source, launch, names)
 
 
-def sdpa_steps(
+def build_sdpa_steps(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float, target: Target
-) -> tuple[Step, Step]:
+) -> tuple[LaunchStep, LaunchStep]:
     """The launches of ``sdpa`` on tensors like these: quantization, and attention, which quantizes Q where it can."""
     strides = Strides(query=query.stride()[:3], out=row_strides(query, query.shape[3])[:3])
-    attending = attention_step(config, sizes_of(query.shape, key.shape), scale, target, strides)
-    return quantize_step(query, key, value, config), attending
+    attending = build_attention_step(config, get_sizes(query.shape, key.shape), scale, target, strides)
+    return build_quantize_step(query, key, value, config), attending
 
 
-def quantized_sizes(query: Shape, key: Shape, config: AttentionConfig) -> dict[str, Shape]:
+def get_quantized_shapes(query: Shape, key: Shape, config: AttentionConfig) -> dict[str, Shape]:
     """Shapes of the codes (uint8) and scales and mean (float32) of tensors of these shapes."""
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query, key
     padded, blocks = config.head_dim, -(-kv_len // ROW_BLOCK)
@@ -127,8 +127,8 @@ def quantized_sizes(query: Shape, key: Shape, config: AttentionConfig) -> dict[s
     }
 
 
-def buffer_dtype(name: str) -> torch.dtype:
-    """The dtype of a buffer of ``quantized_sizes``."""
+def get_buffer_dtype(name: str) -> torch.dtype:
+    """The dtype of a buffer of ``get_quantized_shapes``."""
     return torch.uint8 if name.endswith("codes") else torch.float32
 
 
@@ -138,19 +138,19 @@ def quantize(
     """``torch.ops.greenfast.quantize`` of CUDA tensors."""
     check_tensors(query, key, value)
     choices = (query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
-    config = _config_of(*choices)
+    config = _build_config(*choices)
     if query.numel() == 0 or key.numel() == 0 or values != "block":
         return reference.quantize(query, key, value, config).tensors()
     device = query.get_device()
-    query, key, value = readable(query), readable(key), readable(value)
-    shapes = quantized_sizes(query.shape, key.shape, config)
-    found = {name: query.new_empty(shape, dtype=buffer_dtype(name)) for name, shape in shapes.items()}
+    query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
+    shapes = get_quantized_shapes(query.shape, key.shape, config)
+    found = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
     given = (query, key, value)
     at = (choices, device, *(x.shape for x in given), *(x.stride() for x in given))
     plan = _PLANS.get(at)
     if plan is None:
-        step = quantize_step(query, key, value, config)
-        plan = cached(_PLANS, at, Plan(device, (step,), ("q", "k", "v", *found)), _MOST_PLANS)
+        step = build_quantize_step(query, key, value, config)
+        plan = put_bounded(_PLANS, at, LaunchPlan(device, (step,), ("q", "k", "v", *found)), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*given, *found.values())])
     return tuple(found.values())
 
@@ -185,15 +185,15 @@ def _attention(
     plan = _PLANS.get(at)
     if plan is None:
         if out.numel() == 0 or key_length == 0:
-            return _without_keys(out, sums)
+            return _fill_without_keys(out, sums)
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
-        config = config_of(head_dim, dtype, precision, blocks, values)
+        config = build_config(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
-        sizes, rows = sizes_of(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
-        step = attention_step(config, sizes, scale, target_of(device), rows)
-        plan = cached(_PLANS, at, Plan(device, (step,), _QUANTIZED), _MOST_PLANS)
+        sizes, rows = get_sizes(shape, (*key.shape[:2], key_length)), Strides(out=out.stride()[:3])
+        step = build_attention_step(config, sizes, scale, get_target(device), rows)
+        plan = put_bounded(_PLANS, at, LaunchPlan(device, (step,), _ATTENTION_BUFFERS), _MAX_PLANS)
     codes = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not aligned(codes[0] | codes[1] | codes[2]):
+    if not is_aligned(codes[0] | codes[1] | codes[2]):
         return _attention(
             lse, query.clone(), key.clone(), value.clone(), query_scale, key_scale, value_scale, precision, head_dim,
             key_length, dtype, causal, scale, strides,
@@ -202,7 +202,7 @@ def _attention(
     return out, sums
 
 
-def _without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def _fill_without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """The results where there are no keys: zeros, and a log-sum-exp of -inf."""
     return out.zero_(), torch.full_like(sums, -float("inf"))
 
@@ -220,18 +220,20 @@ def sdpa_lse(
     if len(more) == 1:
         return out, more[0]
     lse, mean = more  # the log-sum-exp of scores without the mean of the keys; that mean, which the kernel has rotated
-    return out, reference.add_mean_scores(lse, reference.mean_scores(query, mean, rotated=True), causal, scale)
+    return out, reference.add_mean_scores(lse, reference.compute_mean_scores(query, mean, rotated=True), causal, scale)
 
 
-def sdpa_plan(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Plan | None:
+def get_sdpa_plan(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> LaunchPlan | None:
     """What ``sdpa`` launched for such tensors, if it took them as they are."""
-    return _PLANS.get(_kind(False, query, key, value, precision, causal, scale))
+    return _PLANS.get(_plan_key(False, query, key, value, precision, causal, scale))
 
 
-def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+def replay_sdpa(plan: LaunchPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     """``sdpa`` by a plan for such tensors; None where their addresses need a copy."""
     q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not aligned(q | k | v):
+    if not is_aligned(q | k | v):
         return None
     if query.stride() == plan.out_strides:
         out = torch.empty_like(query)  # at half the cost of the other
@@ -241,7 +243,7 @@ def sdpa_again(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor 
     return out
 
 
-def _kind(
+def _plan_key(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Any, ...]:
     return (
@@ -256,7 +258,7 @@ def _sdpa(
     """The output, and with ``lse`` the log-sum-exp and the mean of the keys as the kernels write them."""
     device, shape = query.get_device(), query.shape
     try:
-        at = _kind(lse, query, key, value, precision, causal, scale)
+        at = _plan_key(lse, query, key, value, precision, causal, scale)
     except RuntimeError:  # sparse
         check_tensors(query, key, value)
         raise
@@ -265,16 +267,24 @@ def _sdpa(
         check_tensors(query, key, value)
         if query.numel() == 0 or key.numel() == 0:
             return empty_rows(query, shape[3]).zero_(), (query.new_full(shape[:3], -float("inf"), dtype=torch.float32),)
-        q, k, v = readable(query, by_tma=True), readable(key), readable(value)
+        q, k, v = make_tma_compatible(query, unique_rows=True), make_tma_compatible(key), make_tma_compatible(value)
         if q is not query or k is not key or v is not value:
             return _sdpa(lse, q, k, v, precision, causal, scale)
-        config = sdpa_config(target_of(device), shape[3], query.dtype, precision, causal, lse=lse)
+        config = build_sdpa_config(get_target(device), shape[3], query.dtype, precision, causal, lse=lse)
         if config.key_scales == "head":
             return _sdpa_unfused(query, key, value, config, scale)
-        plan = cached(_PLANS, at, _sdpa_plan(query, key, value, config, scale), _MOST_PLANS)
+        plan = put_bounded(_PLANS, at, _build_sdpa_plan(query, key, value, config, scale), _MAX_PLANS)
     given = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not aligned(given[0] | given[1] | given[2]):
-        return _sdpa(lse, readable(query), readable(key), readable(value), precision, causal, scale)
+    if not is_aligned(given[0] | given[1] | given[2]):
+        return _sdpa(
+            lse,
+            make_tma_compatible(query),
+            make_tma_compatible(key),
+            make_tma_compatible(value),
+            precision,
+            causal,
+            scale,
+        )
     out = query.new_empty_strided(shape, plan.out_strides)
     more: tuple[Tensor, ...] = ()
     if lse:
@@ -288,7 +298,7 @@ def _sdpa_unfused(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """``_sdpa`` where the attention kernel takes one scale per head, which PyTorch computes in several passes."""
-    kernel_for(target_of(query.get_device()), config, sizes_of(query.shape, key.shape))  # before any work is done
+    choose_kernel(get_target(query.get_device()), config, get_sizes(query.shape, key.shape))  # before any work is done
     codes, lse = reference.quantize(query, key, value, config), config.log_sum_exp
     out, sums = _attention(
         lse, codes.query, codes.key, codes.value, codes.query_scale, codes.key_scale, codes.value_scale,
@@ -298,17 +308,17 @@ def _sdpa_unfused(
     return out, (sums, codes.tensors()[-1]) if lse else ()
 
 
-def _sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> Plan:
+def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> LaunchPlan:
     """Quantization, then attention, with the codes in a workspace."""
     device = query.get_device()
-    steps = sdpa_steps(query, key, value, config, scale, target_of(device))
+    steps = build_sdpa_steps(query, key, value, config, scale, get_target(device))
     used = set().union(*(step.buffers() for step in steps))
     work, size = {}, 0
-    for name, shape in quantized_sizes(query.shape, key.shape, config).items():
+    for name, shape in get_quantized_shapes(query.shape, key.shape, config).items():
         if name not in used or (config.log_sum_exp and name == "k_mean"):
             continue  # the attention kernel quantizes Q, or the caller allocates the mean
         work[name] = size
-        size += -(-torch.Size(shape).numel() * buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
+        size += -(-torch.Size(shape).numel() * get_buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
     strides = row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
-    return Plan(device, steps, names, work, size, config.head_dim, strides)
+    return LaunchPlan(device, steps, names, work, size, config.head_dim, strides)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from cuda.core import Device
 
-from greenfast.device.bound_launch import NoContextError, Prepared
+from greenfast.device.bound_launch import BoundLaunch, NoContextError
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import load_kernel
@@ -20,7 +20,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, maps_of, pointers_of
 
 ALIGNMENT = 256  # bytes, of buffers in the workspace
-_MOST_STREAMS = 64  # per plan
+_MAX_STREAMS = 64  # per plan
 _COMPILING = threading.Lock()
 
 Key = TypeVar("Key")
@@ -29,7 +29,7 @@ Addresses = Sequence[int]
 
 
 @cache
-def target_of(device: int) -> Target:
+def get_target(device: int) -> Target:
     """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
     try:
         properties = torch.cuda.get_device_properties(device)
@@ -39,13 +39,13 @@ def target_of(device: int) -> Target:
 
 
 @cache
-def _loaded(source: KernelSource, device: int) -> Any:
-    compiled = compile_kernel(source, target_of(device))
+def _load(source: KernelSource, device: int) -> Any:
+    compiled = compile_kernel(source, get_target(device))
     image = KernelImage(compiled.cubin, source.entry, source.block, source.dynamic_smem_bytes)
     return load_kernel(image, Device(device))
 
 
-def cached(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
+def put_bounded(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
     """Store a value and return it; a cache of ``most`` entries is cleared first."""
     if len(cache) >= most:
         cache.clear()
@@ -54,7 +54,7 @@ def cached(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
 
 
 @dataclass(frozen=True)
-class Step:
+class LaunchStep:
     """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
 
     source: KernelSource
@@ -67,15 +67,15 @@ class Step:
         named = {name for x in args for _, name in pointers_of(x)} | {m.buffer for x in args for _, m in maps_of(x)}
         return {self.names.get(x, x) for x in named}
 
-    def prepared(self, device: int, pointers: Mapping[str, int], stream: int) -> Prepared:
+    def bind(self, device: int, pointers: Mapping[str, int], stream: int) -> BoundLaunch:
         """The launch on a stream, with the address of each of the plan's buffers."""
         with _COMPILING:
-            kernel = _loaded(self.source, device)
+            kernel = _load(self.source, device)
         renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
-        return Prepared(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
+        return BoundLaunch(kernel, self.source.block, self.source.dynamic_smem_bytes, self.launch, renamed, stream)
 
 
-class Launches:
+class BoundLaunches:
     """The launches of a plan on one stream.
 
     places: where addresses are in their arguments, each with the number of the address. work: places of the workspace,
@@ -85,7 +85,7 @@ class Launches:
     __slots__ = ("_each", "_places", "_work")
 
     def __init__(
-        self, each: Sequence[Prepared], places: Sequence[tuple[int, Any]], work: Sequence[tuple[int, Any]] = ()
+        self, each: Sequence[BoundLaunch], places: Sequence[tuple[int, Any]], work: Sequence[tuple[int, Any]] = ()
     ) -> None:
         self._each, self._places, self._work = each, places, work
 
@@ -100,28 +100,28 @@ class Launches:
 
 
 @dataclass(slots=True)
-class Plan:
+class LaunchPlan:
     """Launches for calls of one kind.
 
     names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
-    idle: by stream, launches that no thread is queueing. others: the same launches, by other names.
+    idle: by stream, launches that no thread is queueing. reordered: plans for other orders of the addresses.
     """
 
     device: int
-    steps: tuple[Step, ...]
+    steps: tuple[LaunchStep, ...]
     names: tuple[str, ...] = ()
     work: Mapping[str, int] = field(default_factory=dict)
     work_bytes: int = 0
     head_dim: int = 0  # of the codes
     out_strides: tuple[int, ...] = ()
-    idle: dict[int, list[Launches]] = field(default_factory=dict)
-    others: dict[tuple[str, ...], Plan] = field(default_factory=dict)
+    idle: dict[int, list[BoundLaunches]] = field(default_factory=dict)
+    reordered: dict[tuple[str, ...], LaunchPlan] = field(default_factory=dict)
 
-    def taking(self, names: tuple[str, ...]) -> Plan:
+    def with_argument_order(self, names: tuple[str, ...]) -> LaunchPlan:
         """The plan for calls that give the addresses of these buffers, all that its launches have, in this order."""
-        if names not in self.others:
-            self.others[names] = replace(self, names=names, idle={}, others={})
-        return self.others[names]
+        if names not in self.reordered:
+            self.reordered[names] = replace(self, names=names, idle={}, reordered={})
+        return self.reordered[names]
 
     def launch(self, addresses: Addresses) -> None:
         """Queue the launches on the current stream; addresses: of each of ``names``.
@@ -137,14 +137,14 @@ class Plan:
         stream = torch._C._cuda_getCurrentRawStream(device)  # an object for it costs forty times as much
         idle = self.idle.get(stream)
         if idle is None:
-            idle = cached(self.idle, stream, [], _MOST_STREAMS)
+            idle = put_bounded(self.idle, stream, [], _MAX_STREAMS)
         # A tensor around it would cost as much again.
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.work_bytes, stream) if self.work_bytes else 0
         try:
             try:
                 launches = idle.pop()
             except IndexError:
-                launches = self._prepared(stream, addresses, workspace)
+                launches = self._bind(stream, addresses, workspace)
             try:
                 launches(addresses, workspace)
             except NoContextError:  # the first launch of a thread: none was queued
@@ -155,26 +155,26 @@ class Plan:
                 torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
         idle.append(launches)
 
-    def _prepared(self, stream: int, addresses: Addresses, workspace: int) -> Launches:
+    def _bind(self, stream: int, addresses: Addresses, workspace: int) -> BoundLaunches:
         pointers = dict(zip(self.names, addresses, strict=True))
         pointers |= {name: workspace + at for name, at in self.work.items()}
         Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
-        each = tuple(step.prepared(self.device, pointers, stream) for step in self.steps)
+        each = tuple(step.bind(self.device, pointers, stream) for step in self.steps)
         pairs = zip(self.steps, each, strict=True)
         placed = [(step.names.get(name, name), place) for step, x in pairs for name, place in x.places()]
         work = [(self.work[name], place) for name, place in placed if name in self.work]
-        return Launches(each, [(self.names.index(n), place) for n, place in placed if n not in self.work], work)
+        return BoundLaunches(each, [(self.names.index(n), place) for n, place in placed if n not in self.work], work)
 
 
-def joined(
-    parts: Sequence[tuple[Plan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
-) -> Plan:
+def concat_plans(
+    parts: Sequence[tuple[LaunchPlan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
+) -> LaunchPlan:
     """The launches of several plans, one after another, with one workspace, of bytes.
 
     parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
     temporary: further buffers in the workspace, with their bytes.
     """
-    steps: list[Step] = []
+    steps: list[LaunchStep] = []
     work, size = {}, 0
     for name, nbytes in temporary.items():
         work[name] = size
@@ -184,4 +184,4 @@ def joined(
             work |= {name: size + at for name, at in plan.work.items()}
             size += plan.work_bytes
         steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
-    return Plan(parts[0][0].device, tuple(steps), names, work, size)
+    return LaunchPlan(parts[0][0].device, tuple(steps), names, work, size)

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, padded_keys
-from greenfast.ops.symbols import known, may_be_same, require, require_same
+from greenfast.ops.symbols import is_known, may_be_same_shape, require, require_same_shape
 
 Precision = Literal["fp8", "int8", "int8_fine"]
 SdpaPrecision = Literal["fp8", "int8", "int8_fine", "fp8_token"]
@@ -32,7 +32,7 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def config_of(
+def build_config(
     head_dim: int, dtype: torch.dtype, precision: str, blocks: bool = True, values: str = "block",
     key_mean: bool = True, rotate: bool = True,
 ) -> AttentionConfig:  # fmt: skip
@@ -50,7 +50,7 @@ def config_of(
         raise ValueError(f"precision: {FINE!r} has scales of its own, and goes with scales='block', not 'head'")
     of_rows = "fine" if precision == FINE else "block" if blocks else "head"
     return AttentionConfig(
-        head_dim=padded_head_dim(head_dim),
+        head_dim=pad_head_dim_size(head_dim),
         columns=head_dim,
         format=PRECISIONS[precision],
         dtype=str(dtype).removeprefix("torch."),
@@ -62,12 +62,12 @@ def config_of(
     )
 
 
-def precision_of(config: AttentionConfig) -> str:
+def get_precision(config: AttentionConfig) -> str:
     """The precision that a config with codes of Q and K is of."""
     return FINE if config.key_scales == "fine" else "int8" if config.format == "int8" else "fp8"
 
 
-def padded_head_dim(head_dim: int) -> int:
+def pad_head_dim_size(head_dim: int) -> int:
     """The smallest head dim of a kernel that is at least ``head_dim``."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
@@ -150,7 +150,7 @@ class QuantizedQKV:
         return {name: x for name, x in found.items() if name not in _OPTIONAL or x is not None}
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}={_shown(x)}" for name, x in self._named().items())
+        shapes = ", ".join(f"{name}={_format_shape(x)}" for name, x in self._named().items())
         return (
             f"QuantizedQKV({shapes}, precision={self.precision!r}, head_dim={self.head_dim}, "
             f"key_length={self.key_length}, dtype={self.dtype}, device={getattr(self.query, 'device', None)})"
@@ -168,28 +168,28 @@ class QuantizedQKV:
 
 _OPTIONAL = ("key_mean", "mean_scores")
 _TENSORS = ("query", "key", "value", "query_scale", "key_scale", "value_scale", *_OPTIONAL)
-_SEEN: set[tuple[Any, ...]] = set()
-_MOST_SEEN = 4096
+_CHECKED: set[tuple[Any, ...]] = set()
+_MAX_CHECKED = 4096
 _CONTEXT = ("precision", "head_dim", "dtype")
 
 
-def _shown(x: object) -> str:
+def _format_shape(x: object) -> str:
     return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _leaves(x: QuantizedQKV) -> dict[str, Tensor]:
+def _sort_leaves(x: QuantizedQKV) -> dict[str, Tensor]:
     """Its tensors, long names first: torch.export (2.13) takes a name for the prefix of a longer one after it."""
     return dict(sorted(x._named().items(), key=lambda named: -len(named[0])))
 
 
 def _flatten(x: QuantizedQKV) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The key length is not part of the context, which would fix the length of an exported program's inputs."""
-    leaves = _leaves(x)
+    leaves = _sort_leaves(x)
     return list(leaves.values()), (tuple(leaves), *(getattr(x, name) for name in _CONTEXT))
 
 
 def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple[Any, ...]]:
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in _leaves(x).items()], _flatten(x)[1]
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in _sort_leaves(x).items()], _flatten(x)[1]
 
 
 def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> QuantizedQKV:
@@ -236,18 +236,20 @@ def check_codes(
     for name, number in (("head_dim", head_dim), ("key_length", key_length)):
         if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
             raise TypeError(f"{name}: {number!r}; a whole number is needed")
-    if known(key_length < 0):
+    if is_known(key_length < 0):
         raise ValueError(f"key_length: {key_length}; 0 or more is needed")
-    if not fits_kernel(head_dim):
+    if not has_kernel(head_dim):
         raise ValueError(f"head_dim: {head_dim}; a multiple of 8 up to {HEAD_DIMS[-1]} is needed")
     for name in ("query", "key"):
         if tensors[name].dim() != 4:
             raise ValueError(
                 f"{name}: its shape is {tuple(tensors[name].shape)}; (batch, heads, length, head_dim) is needed"
             )
-    for name, allowed in _shapes_of_codes(tensors, precision, head_dim, key_length).items():
+    for name, allowed in _get_allowed_shapes(tensors, precision, head_dim, key_length).items():
         shape = tuple(tensors[name].shape)
-        if not any([may_be_same(shape, x) for x in allowed]):  # what only the run decides, the operators check then
+        if not any(
+            [may_be_same_shape(shape, x) for x in allowed]
+        ):  # what only the run decides, the operators check then
             raise ValueError(f"{name}: its shape is {shape}; {' or '.join(map(str, allowed))} is needed")
     if torch.compiler.is_compiling():  # is_contiguous() would fix the number of blocks; the operators check at run time
         return
@@ -262,21 +264,21 @@ def check_codes_once(
     """``check_codes`` of an operator's six tensors, once per combination: the check is a fifth of a call's time."""
     of_tensors = tuple((x.dtype, x.device, x.layout, x.shape, x.stride()) for x in tensors)
     kind = (of_tensors, precision, head_dim, key_length, dtype)
-    if kind not in _SEEN:
+    if kind not in _CHECKED:
         check_codes(dict(zip(_TENSORS, tensors, strict=False)), precision, head_dim, key_length, dtype)
-        if len(_SEEN) >= _MOST_SEEN:
-            _SEEN.clear()
-        _SEEN.add(kind)
+        if len(_CHECKED) >= _MAX_CHECKED:
+            _CHECKED.clear()
+        _CHECKED.add(kind)
 
 
-def _shapes_of_codes(
+def _get_allowed_shapes(
     tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The shapes that each field may have, given the others."""
     (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
-    if not heads_shared(heads, kv_heads):
+    if not divides_heads(heads, kv_heads):
         raise ValueError(f"key: it has {kv_heads} heads, query {heads}; the heads of query must be a multiple of them")
-    padded, blocks = padded_head_dim(head_dim), -(-key_length // ROW_BLOCK)
+    padded, blocks = pad_head_dim_size(head_dim), -(-key_length // ROW_BLOCK)
     of_heads, of_blocks = (batch, kv_heads), (batch, kv_heads, blocks)
     by_block = tensors["query_scale"].dim() == 3
     shapes = {
@@ -310,34 +312,34 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name}: its dtype is {x.dtype}, query's {query.dtype}; they must agree")
         if x.device != query.device:
             raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
-    if not require_same(key.shape, value.shape):
+    if not require_same_shape(key.shape, value.shape):
         raise ValueError(f"value: its shape is {tuple(value.shape)}, key's {tuple(key.shape)}; they must agree")
     if not require(query.shape[0] == key.shape[0]) or not require(query.shape[3] == key.shape[3]):
         raise ValueError(
             f"key: its shape is {tuple(key.shape)}, query's {tuple(query.shape)}; batch and head_dim must agree"
         )
-    if not heads_shared(query.shape[1], key.shape[1]):
+    if not divides_heads(query.shape[1], key.shape[1]):
         raise ValueError(
             f"key: it has {key.shape[1]} heads, query {query.shape[1]}; the heads of query must be a multiple of them"
         )
-    if not fits_kernel(query.shape[3]):
-        why = refused_head_dim("query", query.shape[3])
+    if not has_kernel(query.shape[3]):
+        why = format_head_dim_error("query", query.shape[3])
         raise NotImplementedError(f"{why}; torch.nn.functional.scaled_dot_product_attention takes any")
 
 
-def fits_kernel(head_dim: Any) -> bool:
+def has_kernel(head_dim: Any) -> bool:
     """Return whether a head dim of Q and K can be padded to one of the kernels; False if only the run can decide it."""
-    return known(head_dim % 8 == 0) and known(head_dim >= 8) and known(head_dim <= HEAD_DIMS[-1])
+    return is_known(head_dim % 8 == 0) and is_known(head_dim >= 8) and is_known(head_dim <= HEAD_DIMS[-1])
 
 
-def heads_shared(heads: Any, kv_heads: Any) -> bool:
+def divides_heads(heads: Any, kv_heads: Any) -> bool:
     """Return whether ``kv_heads`` divide ``heads``; the graph asserts it if only the run can decide it."""
-    if known(heads == kv_heads):
-        return not known(heads == 0)
+    if is_known(heads == kv_heads):
+        return not is_known(heads == 0)
     return require(kv_heads > 0) and require(heads % kv_heads == 0)
 
 
-def refused_head_dim(name: str, found: int, allowed: str = "multiples of 8") -> str:
+def format_head_dim_error(name: str, found: int, allowed: str = "multiples of 8") -> str:
     """The message for a head dim that is refused."""
     return f"{name}: head_dim {found}; the kernels take {allowed} up to {HEAD_DIMS[-1]}"
 

@@ -19,12 +19,12 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
 from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
-from greenfast.ops.layout import settled
-from greenfast.ops.quantized import FINE, QuantizedQKV, precision_of
+from greenfast.ops.layout import synchronized
+from greenfast.ops.quantized import FINE, QuantizedQKV, get_precision
 
 #: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the row's
 #: largest so far by more than this: two falls of the Hopper kernel's base, which may fall again from tile to tile.
-_LARGEST, _MOST_FALL = 448.0, 16 * math.log(2.0)
+_LARGEST, _MAX_BASE_DROP = 448.0, 16 * math.log(2.0)
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
 
@@ -42,28 +42,28 @@ def quantize(
     factor = 2.0
     if config.rotate:
         factor *= math.sqrt(q.shape[-1])
-        matrix = rotation(q.shape[-1]).to(q.device) / factor
+        matrix = build_rotation(q.shape[-1]).to(q.device) / factor
         q, k = q @ matrix, k @ matrix
         sampled = k if samples is None else sampled @ matrix
     else:
         q, k, sampled = q / factor, k / factor, sampled / factor
     mean = None
     if config.key_mean:
-        mean = _robust_mean(sampled)
+        mean = _estimate_mean(sampled)
         k = k - mean.unsqueeze(2)
         mean = mean * factor
     fmt = config.format
-    q_codes, q_scale = _per_head(q, fmt, {"head": 0, "block": QUERY_BLOCK, "fine": 1}[config.query_scales], factor)
+    q_codes, q_scale = _quantize_rows(q, fmt, {"head": 0, "block": QUERY_BLOCK, "fine": 1}[config.query_scales], factor)
     if config.key_scales == "fine":
         codes, scale = quantize_groups(k.flatten(0, 1), fmt, factor)
         k_codes, k_scale = codes.view(k.shape), scale.view(*k.shape[:2], *scale.shape[1:])
     else:
-        k_codes, k_scale = _per_head(k, fmt, ROW_BLOCK if config.key_scales == "block" else 0, factor)
+        k_codes, k_scale = _quantize_rows(k, fmt, ROW_BLOCK if config.key_scales == "block" else 0, factor)
     if config.value_scales == "channel":
-        v_codes, v_scale = _per_head(v.transpose(2, 3), VALUE_FORMAT, 1)
+        v_codes, v_scale = _quantize_rows(v.transpose(2, 3), VALUE_FORMAT, 1)
         v_codes, v_scale = v_codes.transpose(2, 3), v_scale.unsqueeze(2)
     else:
-        v_codes, v_scale = _per_head(v, VALUE_FORMAT, ROW_BLOCK if config.value_scales == "block" else 0)
+        v_codes, v_scale = _quantize_rows(v, VALUE_FORMAT, ROW_BLOCK if config.value_scales == "block" else 0)
     v_t = transposed_values(v_codes.flatten(0, 1))
     return QuantizedQKV(
         query=q_codes,
@@ -73,14 +73,14 @@ def quantize(
         key_scale=k_scale,
         value_scale=v_scale,
         key_mean=mean,
-        precision=precision_of(config),
+        precision=get_precision(config),
         head_dim=config.columns,
         key_length=key.shape[2],
         dtype=query.dtype,
     )
 
 
-def _robust_mean(k: Tensor) -> Tensor:
+def _estimate_mean(k: Tensor) -> Tensor:
     """An estimate (B, HK, D) of the mean of k (B, HK, KV, D) that no single key dominates; 0 without keys.
 
     The keys are divided into MEAN_KEYS ranges and one key is sampled from each. The estimate is, per channel, the
@@ -97,7 +97,7 @@ def _robust_mean(k: Tensor) -> Tensor:
     return ordered[:, :, middle - 1] + ordered[:, :, middle]
 
 
-def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Codes and scales of x * factor, x (B, H, length, D).
 
     One scale per ``rows`` rows, (B, H, blocks), or with 0 one per head, (B, H).
@@ -112,7 +112,7 @@ def _per_head(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tens
     return codes.view(x.shape), scale.view(*x.shape[:2], *blocks)
 
 
-def rotation(size: int) -> Tensor:
+def build_rotation(size: int) -> Tensor:
     """The orthogonal matrix by which rows of Q and K are multiplied, float32 (size, size); size is a power of two.
 
     It is Sylvester's Hadamard matrix with row signs from a bent function (Rothaus, 1976; for 7 bits, of 6 of them), so
@@ -126,27 +126,27 @@ def rotation(size: int) -> Tensor:
     return (1 - 2 * odd).unsqueeze(1) * matrix / math.sqrt(size)
 
 
-def dequantized_keys(quantized: QuantizedQKV) -> Tensor:
+def dequantize_keys(quantized: QuantizedQKV) -> Tensor:
     """The values of the codes of K, float32 (B, HK, KV, D), without the mean."""
     scale, length = quantized.key_scale, quantized.key_length
-    each = scales_of_keys(scale, length).unsqueeze(-1) if scale.dim() == 4 else _by_row(scale, length, ROW_BLOCK)
-    return _numbers(quantized.key, quantized.format) * each
+    each = scales_of_keys(scale, length).unsqueeze(-1) if scale.dim() == 4 else _expand_scales(scale, length, ROW_BLOCK)
+    return _decode(quantized.key, quantized.format) * each
 
 
-def dequantized_queries(quantized: QuantizedQKV) -> Tensor:
+def dequantize_queries(quantized: QuantizedQKV) -> Tensor:
     """The values of the codes of Q, float32 (B, H, S, D)."""
     rows = 1 if quantized.precision == FINE else QUERY_BLOCK
-    each = _by_row(quantized.query_scale, quantized.query.shape[2], rows)
-    return _numbers(quantized.query, quantized.format) * each
+    each = _expand_scales(quantized.query_scale, quantized.query.shape[2], rows)
+    return _decode(quantized.query, quantized.format) * each
 
 
-def _by_row(scale: Tensor, length: int, rows: int) -> Tensor:
+def _expand_scales(scale: Tensor, length: int, rows: int) -> Tensor:
     """Scales per head, (B, H), or per ``rows`` rows, (B, H, blocks), for multiplying rows: (B, H, 1 or length, 1)."""
     each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(rows, -1)[..., :length]
     return each.unsqueeze(-1)
 
 
-def dequantized_values(quantized: QuantizedQKV) -> Tensor:
+def dequantize_values(quantized: QuantizedQKV) -> Tensor:
     """The values of the codes of V, float32 (B, HK, KV, D), its keys back in their original order."""
     codes = quantized.value
     places = torch.empty(KEY_GROUP, dtype=torch.long, device=codes.device)
@@ -155,10 +155,12 @@ def dequantized_values(quantized: QuantizedQKV) -> Tensor:
     rows = grouped.flatten(-2)[..., : quantized.key_length].transpose(-1, -2).contiguous()
     scale = quantized.value_scale
     of_channels = scale.dim() == 4
-    return _numbers(rows, VALUE_FORMAT) * (scale if of_channels else _by_row(scale, quantized.key_length, ROW_BLOCK))
+    return _decode(rows, VALUE_FORMAT) * (
+        scale if of_channels else _expand_scales(scale, quantized.key_length, ROW_BLOCK)
+    )
 
 
-def _numbers(codes: Tensor, fmt: str) -> Tensor:
+def _decode(codes: Tensor, fmt: str) -> Tensor:
     return codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).float()
 
 
@@ -168,27 +170,27 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tenso
     causal: a Mask of ``kernels.attention.config``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
     log-sum-exp of each row's scores, float32 (B, H, S), without the contribution of the keys' mean.
     """
-    q, k, v = dequantized_queries(quantized), dequantized_keys(quantized), dequantized_values(quantized)
+    q, k, v = dequantize_queries(quantized), dequantize_keys(quantized), dequantize_values(quantized)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     unknown = v.isnan().any(dim=-1).unsqueeze(-2)  # per key; even a weight of 0 times NaN would be NaN
     v = v.nan_to_num(0.0)
     out = torch.empty(q.shape, dtype=quantized.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for rows in _blocks_of_rows(q.shape[2]):
-        scores = _masked(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
-        out[:, :, rows], lse[:, :, rows] = _weighted(scores, v)
+    for rows in _split_rows(q.shape[2]):
+        scores = _mask_scores(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
+        out[:, :, rows], lse[:, :, rows] = _apply_softmax(scores, v)
         if unknown.any():
             seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
             out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
     return out[..., : quantized.head_dim].contiguous(), lse
 
 
-def _blocks_of_rows(count: int) -> list[slice]:
+def _split_rows(count: int) -> list[slice]:
     return [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
 
 
-def _masked(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
+def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
     """Scores (..., rows, KV) with -inf where a query does not attend to a key."""
     if not causal:
         return scores
@@ -199,7 +201,7 @@ def _masked(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
     return scores.masked_fill(keys > last.unsqueeze(1), -math.inf)
 
 
-def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of O and their log-sum-exp, from scores (B, H, rows, KV)."""
     if scores.shape[-1] == 0:
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
@@ -208,7 +210,7 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     tiles = padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
     tops = tiles.amax(dim=-1, keepdim=True)
     so_far = tops.cummax(dim=-2).values
-    bases = torch.maximum(tops, so_far - _MOST_FALL)
+    bases = torch.maximum(tops, so_far - _MAX_BASE_DROP)
     bases = bases.masked_fill(bases == -math.inf, 0.0)
     rounded = (torch.exp(tiles - bases) * _LARGEST).clamp(max=_LARGEST).to(torch.float8_e4m3fn).float()
     base = so_far[..., -1:, :].masked_fill(so_far[..., -1:, :] == -math.inf, 0.0)
@@ -220,12 +222,12 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _rotated_back(size: int, device: torch.device) -> Tensor:
-    """The inverse of ``rotation``, float64; cached, so that a CUDA graph may capture its use."""
-    return settled(rotation(size).T.double().to(device))
+def _build_inverse_rotation(size: int, device: torch.device) -> Tensor:
+    """The inverse of ``build_rotation``, float64; cached, so that a CUDA graph may capture its use."""
+    return synchronized(build_rotation(size).T.double().to(device))
 
 
-def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
+def compute_mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
     """What subtracting the mean from the keys took off each query's products with them, float32 (B, H, S).
 
     query: (B, H, S, D), unquantized: its codes are off by percents, which of a large product is too much.
@@ -233,7 +235,7 @@ def mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
     to fewer bits (torch.set_float32_matmul_precision).
     """
     size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
-    mean = key_mean.double() @ _rotated_back(size, key_mean.device) if rotated else key_mean
+    mean = key_mean.double() @ _build_inverse_rotation(size, key_mean.device) if rotated else key_mean
     mean = mean[..., : query.shape[-1]].float().repeat_interleave(share, 1)
     return (query * mean.unsqueeze(-2)).sum(-1)
 
@@ -248,7 +250,7 @@ def add_mean_scores(lse: Tensor, scores: Tensor, causal: int, scale: float) -> T
     return lse + (scores * scale).masked_fill(lse == -math.inf, 0.0)
 
 
-def gradients(
+def compute_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of attention, computed in float32 from its inputs and the gradient ``grad`` of its output.
@@ -260,9 +262,9 @@ def gradients(
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
     found_q = torch.zeros_like(query)
     found_k, found_v = torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _blocks_of_rows(query.shape[2] if key.numel() else 0):
+    for rows in _split_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
-        scores = _masked(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
+        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
         top = scores.amax(dim=-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
         weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

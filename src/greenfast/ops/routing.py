@@ -14,16 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
-    causal_of,
-    check_cast,
+    check_cast_dtype,
     check_flag,
     check_length,
-    dropout_of,
-    number,
-    usable_scale,
+    is_valid_scale,
+    parse_causal,
+    parse_dropout,
+    parse_number,
 )
-from greenfast.ops.canonicalize import Form, Refusal, Shape, dtype_of, form_of
-from greenfast.ops.context_stack import SCOPES, sharded
+from greenfast.ops.canonicalize import CanonicalCall, Refusal, Shape, canonicalize, get_cast_dtype
+from greenfast.ops.context_stack import ACTIVE, in_context_parallel
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -31,16 +31,16 @@ from greenfast.ops.quantized import (
     Alignment,
     AutoPrecision,
     check_choice,
-    padded_head_dim,
+    pad_head_dim_size,
 )
-from greenfast.ops.symbols import known
+from greenfast.ops.symbols import is_known
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
 TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
-NOTHING = "none"  # where there is nothing to compute
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
+NONE = "none"  # where there is nothing to compute
+_TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Explanation:
 
 
 #: Of a call that a ``context_parallel`` computes.
-SHARDED = Explanation("context_parallel", "attention to the rows of all ranks")
+CONTEXT_PARALLEL = Explanation("context_parallel", "attention to the rows of all ranks")
 
 
 def explain(
@@ -110,42 +110,42 @@ def explain(
     ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
     """
     check_choice("precision", precision, SDPA_PRECISIONS)
-    causal = causal_of(is_causal, causal_alignment)
+    causal = parse_causal(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
     if min_length is not None:
         check_length("min_length", min_length)
-    check_cast(float32_as)
+    check_cast_dtype(float32_as)
     gpu = None if target is None else _parse_target(target)
-    dropout = dropout_of(dropout_p)
-    if scale is not None and not usable_scale(number("scale", scale)):
+    dropout = parse_dropout(dropout_p)
+    if scale is not None and not is_valid_scale(parse_number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
-    if sharded():
-        found: Explanation = SCOPES[-1].explain(
+    if in_context_parallel():
+        found: Explanation = ACTIVE[-1].explain(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
             causal_alignment=causal_alignment, float32_as=float32_as,
         )  # fmt: skip
         return found
-    if not _fused_allowed():
+    if not _is_fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+        if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
-    form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+    form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
-        if min_length is not None and not known(shape[2] >= min_length):
+        if min_length is not None and not is_known(shape[2] >= min_length):
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
     fixed = "fp8" if precision == "auto" else precision
     if form.empty:
-        return Explanation(NOTHING, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
-    dtype = dtype_of(query, float32_as)
+        return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
+    dtype = get_cast_dtype(query, float32_as)
     if precision != "auto" and min_length is not None:
-        return _kernel(query, form, dtype, fixed, gpu)
-    faster, quote = _faster(query, form, precision, gpu)
+        return _explain_kernel(query, form, dtype, fixed, gpu)
+    faster, quote = _choose_faster(query, form, precision, gpu)
     if not faster:
         return Explanation(TORCH, quote)
-    kernel = _kernel(query, form, dtype, faster, gpu)
+    kernel = _explain_kernel(query, form, dtype, faster, gpu)
     return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
 
 
@@ -161,78 +161,80 @@ def _parse_target(text: str) -> Target:
         raise ValueError(f"target: {e}") from None
 
 
-def _faster(query: Tensor, form: Form, precision: str, gpu: Target | None) -> tuple[str, str]:
+def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:
     """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
     batch, heads, queries, width = form.query
-    if not (known(form.key[2] > queries) or known(form.key[2] <= queries)) or not known(form.key[1] > 0):
+    if not (is_known(form.key[2] > queries) or is_known(form.key[2] <= queries)) or not is_known(form.key[1] > 0):
         return "", "lengths or heads are known only at run time, so no measurement applies"
     keys, reuse = form.key[2], queries * heads // form.key[1]
-    if form.causal == 1 and known(keys > queries):  # the last keys are quantized, but nothing attends to them
+    if form.causal == 1 and is_known(keys > queries):  # the last keys are quantized, but nothing attends to them
         keys, reuse = queries, reuse * queries // keys
-    elif form.causal == 2 and known(queries > keys):  # lower right: the first queries attend to nothing
+    elif form.causal == 2 and is_known(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in routing_rules.HEAD_DIMS if width == d), 0)
-    rules = _rules(head_dim, form.causal > 0, precision) if head_dim and _covers(query, gpu) else None
+    rules = _get_rules(head_dim, form.causal > 0, precision) if head_dim and _have_rules(query, gpu) else None
     if rules is None:
         least = routing_rules.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
-        taken = known(queries >= least) and known(keys >= least)
+        taken = is_known(queries >= least) and is_known(keys >= least)
         return ("fp8" if precision == "auto" else precision) if taken else "", quote
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
     for found, least_reuse, least_keys, least_flop, quote in rules:
-        if known(reuse >= least_reuse) and known(keys >= least_keys) and known(flop >= least_flop):
+        if is_known(reuse >= least_reuse) and is_known(keys >= least_keys) and is_known(flop >= least_flop):
             # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
             return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
     tried = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
     return "", f"not known to be faster than PyTorch here: {tried}"
 
 
-def _rules(head_dim: int, causal: bool, precision: str) -> tuple[routing_rules.Rule, ...] | None:
-    return routing_rules.rules(
-        head_dim, causal, precision, routing_rules.FA3 if _flash_replaced() else routing_rules.TORCH
+def _get_rules(head_dim: int, causal: bool, precision: str) -> tuple[routing_rules.Rule, ...] | None:
+    return routing_rules.find_rules(
+        head_dim, causal, precision, routing_rules.FA3 if _is_flash_replaced() else routing_rules.TORCH
     )
 
 
-def _flash_replaced() -> bool:
+def _is_flash_replaced() -> bool:
     """Whether the user has put a later FlashAttention behind PyTorch's attention."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # PyTorch 2.11 and later
     return current is not None and current() is not None
 
 
-def _covers(query: Tensor, gpu: Target | None) -> bool:
+def _have_rules(query: Tensor, gpu: Target | None) -> bool:
     """Check whether the rules were measured on a device like the query's, or on the GPU that is asked about."""
     if gpu is not None:
-        return gpu.name == routing_rules.TARGET and bool(routing_rules.data()["rules"])
-    return query.is_cuda and _is_measured(query.get_device())
+        return gpu.name == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
+    return query.is_cuda and _is_measured_device(query.get_device())
 
 
-def _is_measured(device: int) -> bool:
+def _is_measured_device(device: int) -> bool:
     try:
-        found: str = torch_ops.gpu().target_of(device).name
-        return found == routing_rules.TARGET and bool(routing_rules.data()["rules"])
+        found: str = torch_ops.load_cuda().get_target(device).name
+        return found == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
     except NotImplementedError:  # too old for any kernel, which is found out later
         return False
 
 
 # Constants of a graph, as _traced_kernel's; torch.compile would trace into a cached function.
-_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_get_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_measured_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _fused_allowed() -> bool:
+def _is_fused_allowed() -> bool:
     """Whether any of PyTorch's fused backends may run: a user who allows only ``SDPBackend.MATH`` wants none."""
     backends: Any = torch.backends.cuda
     return bool(backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled())
 
 
 # A constant of the graph, like the backends in PyTorch's own graphs; see _traced_kernel.
-_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str, gpu: Target | None) -> Explanation:
+def _explain_kernel(
+    query: Tensor, form: CanonicalCall, dtype: torch.dtype, precision: str, gpu: Target | None
+) -> Explanation:
     device = query.device
     if gpu is not None:
-        return _cuda_kernel(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+        return _explain_cuda(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal)
     if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
     if device.type == "meta":
@@ -240,41 +242,41 @@ def _kernel(query: Tensor, form: Form, dtype: torch.dtype, precision: str, gpu: 
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
     if torch.compiler.is_compiling():  # lengths and head_dim may be symbols there; the padded head dim is not
-        head_dim = padded_head_dim(form.query[3])
-        name, reason = _traced_kernel(query.get_device(), head_dim, dtype, precision, form.causal)
+        head_dim = pad_head_dim_size(form.query[3])
+        name, reason = _explain_traced(query.get_device(), head_dim, dtype, precision, form.causal)
         return Explanation(name, reason, precision if name != TORCH else "")
-    return _cuda_kernel(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+    return _explain_cuda(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
 
 
 @lru_cache(maxsize=4096)
-def _cuda_kernel(
+def _explain_cuda(
     device: int | Target, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int
 ) -> Explanation:
     """Explain a call on a GPU by its number, or on any GPU of a target."""
     try:
-        cuda = torch_ops.gpu()
-        target = device if isinstance(device, Target) else cuda.target_of(device)
+        cuda = torch_ops.load_cuda()
+        target = device if isinstance(device, Target) else cuda.get_target(device)
         if precision == TOKEN:
-            serving_ops.gpu().require_hopper(target)
+            serving_ops.load_cuda().require_hopper(target)
             return Explanation(
                 "serving", "a scale for each token, by the serving kernels on temporary pages", precision
             )
-        config = cuda.sdpa_config(target, query[3], dtype, precision, causal)
-        choice = cuda.kernel_for(target, config, cuda.sizes_of(query, key))
+        config = cuda.build_sdpa_config(target, query[3], dtype, precision, causal)
+        choice = cuda.choose_kernel(target, config, cuda.get_sizes(query, key))
     except NotImplementedError as e:
         return Explanation(TORCH, str(e))
     return Explanation(choice.rung, choice.reason, precision)
 
 
-def _traced_kernel(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
+def _explain_traced(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
     """The kernel's name and the reason as constants, which torch.compile evaluates while it traces."""
     shape = (1, 1, routing_rules.UNMEASURED_LENGTH, head_dim)
-    found = _cuda_kernel(device, shape, shape, dtype, precision, causal)
+    found = _explain_cuda(device, shape, shape, dtype, precision, causal)
     return found.kernel, found.reason
 
 
 # What torch.compiler.assume_constant_result does, but that loads all of torch._dynamo first, which takes two seconds.
-_traced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_explain_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _COUNTING = threading.Lock()  # one for all counts: they are copied together with models, and a lock cannot be

@@ -27,14 +27,14 @@ _AUTO = ("fp8", "int8")
 
 
 @cache
-def data() -> dict[str, Any]:
-    """routing_rules.json: its ``rules``, as ``greenfast.bench.routing.rules`` makes them."""
+def load_data() -> dict[str, Any]:
+    """routing_rules.json: its ``find_rules``, as ``greenfast.bench.routing.find_rules`` makes them."""
     found: dict[str, Any] = json.loads(files(__package__).joinpath("routing_rules.json").read_text(encoding="utf-8"))
     return found
 
 
 @cache
-def rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Rule, ...] | None:
+def find_rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Rule, ...] | None:
     """The rules to try in turn: the precision's own, or with "auto" those of fp8 and int8, that gaining more first.
 
     head_dim: one of HEAD_DIMS. against: TORCH or FA3. None where this was not measured, empty where nothing gains.
@@ -42,16 +42,16 @@ def rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Ru
     wanted = _AUTO if precision == "auto" else (precision,)
     found = [
         rule
-        for rule in data()["rules"]
+        for rule in load_data()["rules"]
         if (rule["head_dim"], rule["causal"], rule["against"]) == (head_dim, causal, against)
         and rule["precision"] in wanted
     ]
     if not found:
         return None
-    return tuple(_rule(rule) for rule in sorted(found, key=lambda rule: -rule.get("mean", 0)) if rule["least"])
+    return tuple(_parse_rule(rule) for rule in sorted(found, key=lambda rule: -rule.get("mean", 0)) if rule["least"])
 
 
-def _rule(rule: dict[str, Any]) -> Rule:
+def _parse_rule(rule: dict[str, Any]) -> Rule:
     reuse, keys, gflop = rule["least"]
     quote = (
         f"{rule['slowest']:.2f} to {rule['fastest']:.2f} times as fast as {rule['against']} on the {rule['shapes']} "

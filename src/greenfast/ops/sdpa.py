@@ -12,10 +12,19 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
-from greenfast.ops.arguments import causal_of, check_cast, check_flag, dropout_of, scale_of
-from greenfast.ops.call_cache import Repeats
-from greenfast.ops.canonicalize import BIAS, Form, Refusal, arranged, dtype_of, form_of, is_plain, restored
-from greenfast.ops.context_stack import SCOPES
+from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
+from greenfast.ops.call_cache import CallCache
+from greenfast.ops.canonicalize import (
+    BIAS,
+    CanonicalCall,
+    Refusal,
+    canonicalize,
+    from_kernel_layout,
+    get_cast_dtype,
+    is_canonical,
+    to_kernel_layout,
+)
+from greenfast.ops.context_stack import ACTIVE
 from greenfast.ops.quantized import (
     PRECISIONS,
     SDPA_PRECISIONS,
@@ -30,11 +39,13 @@ from greenfast.ops.quantized import (
     check_tensors,
 )
 from greenfast.ops.routing import explain
-from greenfast.ops.symbols import known
+from greenfast.ops.symbols import is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 
-_overridden: Any = handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
-REPEATS = Repeats(3)  # plans of calls that skipped the dispatcher
+_call_torch_function: Any = (
+    handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
+)
+SDPA_CACHE = CallCache(3)  # plans of calls that skipped the dispatcher
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -94,13 +105,13 @@ def sdpa(
     and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
     kernel; each error names the argument and what is allowed.
     """
-    if SCOPES:
-        return SCOPES[-1].sdpa(  # type: ignore[no-any-return]
+    if ACTIVE:
+        return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
             return_lse, float32_as,
         )  # fmt: skip
     if has_torch_function_variadic(query, key, value):
-        return _overridden(  # type: ignore[no-any-return]
+        return _call_torch_function(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
         )  # fmt: skip
@@ -108,18 +119,18 @@ def sdpa(
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
         causal = 1 if is_causal else 0
     else:
-        causal = causal_of(is_causal, causal_alignment)
+        causal = parse_causal(is_causal, causal_alignment)
     if type(precision) is not str or precision not in PRECISIONS:
         check_choice("precision", precision, SDPA_PRECISIONS)
         if precision == "fp8_token":
             check_flag("enable_gqa", enable_gqa)
             check_flag("return_lse", return_lse)
-            return _other_form(
-                query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
-                float32_as,
+            return _canonicalized_sdpa(
+                query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision,
+                return_lse, float32_as,
             )  # fmt: skip
         if not return_lse:
-            return _auto(
+            return _sdpa_auto(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
             )
         precision = "fp8"
@@ -129,36 +140,36 @@ def sdpa(
     plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
     repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
     if repeats:
-        plan, _ = REPEATS.find((query, key, value, precision, causal, scale, enable_gqa))
-        if plan is not None and not torch_ops.watched():
-            found: Tensor | None = torch_ops.gpu().sdpa_again(plan, query, key, value)
+        plan, _ = SDPA_CACHE.get((query, key, value, precision, causal, scale, enable_gqa))
+        if plan is not None and not torch_ops.dispatch_mode_active():
+            found: Tensor | None = torch_ops.load_cuda().replay_sdpa(plan, query, key, value)
             if found is not None:
                 return found
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = (
-            x.to(torch_ops.autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
+            x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
         )
-    if not (plain and is_plain(query, key, value, enable_gqa)):
-        return _other_form(
-            query, key, value, attn_mask, dropout_of(dropout_p), causal, scale, enable_gqa, precision, return_lse,
+    if not (plain and is_canonical(query, key, value, enable_gqa)):
+        return _canonicalized_sdpa(
+            query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision, return_lse,
             float32_as,
         )  # fmt: skip
-    factor = scale_of(scale, query.shape[3])
+    factor = parse_scale(scale, query.shape[3])
     if return_lse:
         both: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(query, key, value, precision, causal, factor)
         return both
     args = (query, key, value, precision, causal, factor)
-    if not torch_ops.may_skip_dispatcher(query, key, value):
+    if not torch_ops.can_skip_dispatcher(query, key, value):
         observed: Tensor = torch_ops.SDPA(*args)
         return observed
-    out: Tensor = torch_ops.gpu().sdpa(*args)
-    plan = torch_ops.gpu().sdpa_plan(*args)
+    out: Tensor = torch_ops.load_cuda().sdpa(*args)
+    plan = torch_ops.load_cuda().get_sdpa_plan(*args)
     if repeats and plan is not None:
-        REPEATS.keep((query, key, value, precision, causal, scale, enable_gqa), plan)
+        SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), plan)
     return out
 
 
-def _auto(
+def _sdpa_auto(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, alignment: Alignment, float32_as: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
@@ -172,42 +183,42 @@ def _auto(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision="int8" if found.precision == "int8" else "fp8", causal_alignment=alignment, float32_as=float32_as,
         )  # fmt: skip
-    causal = causal_of(is_causal, alignment)
-    form = form_of(query, key, value, attn_mask, dropout_of(dropout_p), causal, enable_gqa, float32_as)
-    if isinstance(form, Form):  # so the mask masks nothing, or is a CausalBias
+    causal = parse_causal(is_causal, alignment)
+    form = canonicalize(query, key, value, attn_mask, parse_dropout(dropout_p), causal, enable_gqa, float32_as)
+    if isinstance(form, CanonicalCall):  # so the mask masks nothing, or is a CausalBias
         attn_mask, causal = None, form.causal
-    elif not all([_may_be_left(x, causal) for x in (query, key, value)]):
-        raise form.error(f"{form.reason}{_shapes(query, key, value)}")
+    elif not all([_can_run_torch(x, causal) for x in (query, key, value)]):
+        raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
     elif causal == 2 and attn_mask is not None:
         raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
     blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
-    if not (known(blind > 0) or known(blind <= 0)):
-        mask, without_keys = _lower_right_of_any(q, k)
+    if not (is_known(blind > 0) or is_known(blind <= 0)):
+        mask, without_keys = _build_dynamic_lower_right_mask(q, k)
         # PyTorch's fused attention compares the sizes of a mask.
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )
         masked: Tensor = out.masked_fill(without_keys, 0.0)
         return masked.float() if widened else masked
-    if known(blind > 0):
+    if is_known(blind > 0):
         q, causal = q[..., blind:, :], 1
     if causal == 2:
-        attn_mask = _lower_right(q, k)
+        attn_mask = _build_lower_right_mask(q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
     )
-    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if known(blind > 0) else out
+    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if is_known(blind > 0) else out
     return out.float() if widened else out
 
 
-def _may_be_left(x: Any, causal: int) -> bool:
+def _can_run_torch(x: Any, causal: int) -> bool:
     """Return whether PyTorch's attention can be asked to compute what no kernel takes, with this tensor."""
     return isinstance(x, Tensor) and x.dim() >= 2 and (causal != 2 or not x.is_nested)
 
 
-def _lower_right_of_any(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """The mask aligned at the last key if only the run can decide which side is longer, and the rows without keys.
 
     In the mask these rows attend to all keys, so that neither they nor their gradients are NaN.
@@ -218,7 +229,7 @@ def _lower_right_of_any(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.arange(keys, device=query.device) <= last) | without_keys, without_keys
 
 
-def _lower_right(query: Tensor, key: Tensor) -> Any:
+def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
     """The causal mask that is aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
     rows, keys = query.shape[-2], key.shape[-2]
     if torch.compiler.is_compiling():  # it cannot trace an import
@@ -226,24 +237,24 @@ def _lower_right(query: Tensor, key: Tensor) -> Any:
     return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
 
-def _other_form(
+def _canonicalized_sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
     scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``sdpa`` of inputs that have to be brought into the kernels' form, and of inputs that are refused."""
-    check_cast(float32_as)
-    form = form_of(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
+    check_cast_dtype(float32_as)
+    form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         instead = _ALTERNATIVE if form.error is NotImplementedError else ""
-        raise form.error(f"{form.reason}{instead}{_shapes(query, key, value)}")
-    factor = scale_of(scale, query.shape[-1])
+        raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")
+    factor = parse_scale(scale, query.shape[-1])
     widened = query.dtype == torch.float32
-    query, key, value = (x.to(dtype_of(x, float32_as)) for x in (query, key, value))
+    query, key, value = (x.to(get_cast_dtype(x, float32_as)) for x in (query, key, value))
     lse: Tensor | None
     if form.empty:
-        out, lse = _empty(form, query, key, value)
+        out, lse = _build_empty_result(form, query, key, value)
     else:
-        tensors = arranged(form, query, key, value)
+        tensors = to_kernel_layout(form, query, key, value)
         if precision == TOKEN:
             found = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
         elif torch.compiler.is_compiling():  # the operator asserts at run time what a graph cannot decide
@@ -255,12 +266,12 @@ def _other_form(
                 causal_alignment=alignment, return_lse=return_lse,
             )  # type: ignore[call-overload]  # fmt: skip
         out, lse = found if return_lse else (found, None)
-        out = restored(form, out)
+        out = from_kernel_layout(form, out)
     out = out.float() if widened else out
     return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
 
 
-def _empty(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _build_empty_result(form: CanonicalCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The results without rows or without keys: zeros, whose gradients are zeros, and a log-sum-exp of -inf."""
     out = query.new_zeros(form.out)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -268,7 +279,7 @@ def _empty(form: Form, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     return out, out.new_full(form.out[:-1], -math.inf, dtype=torch.float32)
 
 
-def _shapes(*tensors: object) -> str:
+def _format_shapes(*tensors: object) -> str:
     """The shapes of a call, for an error message; empty unless all three have one."""
     if not all(isinstance(x, Tensor) and not x.is_nested for x in tensors):
         return ""
@@ -307,7 +318,7 @@ def quantize(
     fit, NotImplementedError for a head dim without a kernel.
     """
     if has_torch_function_variadic(query, key, value):
-        return _overridden(  # type: ignore[no-any-return]
+        return _call_torch_function(  # type: ignore[no-any-return]
             quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
             value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
         )  # fmt: skip
@@ -362,7 +373,7 @@ def attention(
     A gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
     """
     if has_torch_function_variadic(quantized):
-        return _overridden(  # type: ignore[no-any-return]
+        return _call_torch_function(  # type: ignore[no-any-return]
             attention, (quantized,), quantized, is_causal=is_causal, causal_alignment=causal_alignment, scale=scale,
             return_lse=return_lse,
         )  # fmt: skip
@@ -373,8 +384,8 @@ def attention(
     quantized.check()
     if return_lse is not False:
         check_flag("return_lse", return_lse)
-    factor = scale_of(scale, quantized.head_dim)
-    causal = causal_of(is_causal, causal_alignment)
+    factor = parse_scale(scale, quantized.head_dim)
+    causal = parse_causal(is_causal, causal_alignment)
     args = (
         quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
         quantized.value_scale, quantized.precision, quantized.head_dim, quantized.key_length, quantized.dtype, causal,
@@ -382,7 +393,7 @@ def attention(
     )  # fmt: skip
     if not return_lse:
         op: Callable[..., Tensor] = (
-            torch_ops.gpu().attention if torch_ops.may_skip_dispatcher(*args[:6]) else torch_ops.ATTENTION
+            torch_ops.load_cuda().attention if torch_ops.can_skip_dispatcher(*args[:6]) else torch_ops.ATTENTION
         )
         return op(*args)
     if quantized.key_mean is not None and quantized.mean_scores is None:

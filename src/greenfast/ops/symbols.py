@@ -11,28 +11,28 @@ from typing import Any
 import torch
 
 #: ``experimental.symbolic_shapes`` imports SymPy. It is loaded once a symbol exists, so it is looked up at the call.
-_FX: Any = torch.fx
+_TORCH_FX: Any = torch.fx
 _is_compiling = torch.compiler.is_compiling  # every eager call asks some twenty times, so the lookups count
 
 
-def known(condition: Any) -> bool:
+def is_known(condition: Any) -> bool:
     """Return whether a comparison of sizes is true; False also if only the run can decide it."""
     if type(condition) is bool and not _is_compiling():  # while compiling, the type of a symbol is bool
         return condition
-    return bool(_FX.experimental.symbolic_shapes.guard_or_false(condition))
+    return bool(_TORCH_FX.experimental.symbolic_shapes.guard_or_false(condition))
 
 
 def require(condition: Any) -> bool:
     """Return False if a comparison of sizes is false. If only the run can decide it, the graph asserts it."""
     if type(condition) is bool and not _is_compiling():
         return condition
-    if not _FX.experimental.symbolic_shapes.guard_or_true(condition):
+    if not _TORCH_FX.experimental.symbolic_shapes.guard_or_true(condition):
         return False
     torch._check(condition)  # type: ignore[no-untyped-call]
     return True
 
 
-def require_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+def require_same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return False if two shapes differ; sizes are compared as by ``require``."""
     if len(shape) != len(other):
         return False
@@ -42,6 +42,6 @@ def require_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     return True
 
 
-def may_be_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+def may_be_same_shape(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two shapes are equal; True also if only the run can decide it."""
-    return len(shape) == len(other) and not any([known(a != b) for a, b in zip(shape, other, strict=True)])
+    return len(shape) == len(other) and not any([is_known(a != b) for a, b in zip(shape, other, strict=True)])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import autograd, torch_ops
-from greenfast.ops.backward import parts_of_mask
-from greenfast.ops.layout import empty_rows, padded, readable
-from greenfast.ops.quantized import check_tensors, padded_head_dim
-from greenfast.serving.call import Call, constant
+from greenfast.ops.backward import split_mask
+from greenfast.ops.layout import empty_rows, make_tma_compatible, pad_head_dim
+from greenfast.ops.quantized import check_tensors, pad_head_dim_size
+from greenfast.serving.call import AttentionCall, get_constant
 
 _ARGUMENTS = "(Tensor query, Tensor key, Tensor value, int causal, float scale)"
 
@@ -28,12 +28,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
     columns = query.shape[3]
     out = empty_rows(query, columns)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    parts = parts_of_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
+    parts = split_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
     if len(parts) != 1 or parts[0][0] != slice(0, query.shape[2]):  # some rows have no keys
         out.zero_()
         lse.fill_(-math.inf)
     with torch.no_grad():  # the operator's own autograd node has the gradients
-        wide = [_as_kernels_read(x) for x in (query, key, value)]
+        wide = [_make_kernel_input(x) for x in (query, key, value)]
         for rows, keys, masked in parts:
             found, sums = _attend_part(wide[0][:, :, rows], wide[1][:, :, keys], wide[2][:, :, keys], masked, scale)
             lse[:, :, rows] = sums
@@ -41,56 +41,56 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
     return out, lse
 
 
-def _as_kernels_read(x: Tensor) -> Tensor:
+def _make_kernel_input(x: Tensor) -> Tensor:
     """Return x, or a copy if its head dim is padded or a kernel could not read its rows."""
-    head_dim = padded_head_dim(x.shape[3])
-    return readable(x, by_tma=True) if x.shape[3] == head_dim else padded(x, head_dim)
+    head_dim = pad_head_dim_size(x.shape[3])
+    return make_tma_compatible(x, unique_rows=True) if x.shape[3] == head_dim else pad_head_dim(x, head_dim)
 
 
 def _attend_part(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of all rows to all keys, or with a mask that is aligned at the last key."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    by_head = heads == kv_heads and all(_is_sequence_per_head(x) for x in (query, key, value))
+    by_head = heads == kv_heads and all(_has_contiguous_heads(x) for x in (query, key, value))
 
     def tokens(x: Tensor) -> Tensor:
         """Return x as (tokens, heads, head_dim): a view if each head is taken for a sequence of its own."""
         return x.reshape(-1, 1, head_dim) if by_head else x.transpose(1, 2).reshape(-1, x.shape[1], head_dim)
 
     sequences = batch * heads if by_head else batch
-    call = Call(
-        tokens(query), constant(query, "arange", q_len, sequences), q_len, scale, masked, (-1, -1), 0.0, None, None,
+    call = AttentionCall(
+        tokens(query), get_constant(query, "arange", q_len, sequences), q_len, scale, masked, (-1, -1), 0.0, None, None,
         None,
     )  # fmt: skip
-    starts = constant(query, "arange", kv_len, sequences)
+    starts = get_constant(query, "arange", kv_len, sequences)
     out, lse = call.over_keys(tokens(key), tokens(value), starts, kv_len, None, (None, None, None), True)
     if by_head:
         return out.view(query.shape), lse.view(query.shape[:3])
     return out.view(batch, q_len, heads, head_dim).transpose(1, 2), lse.view(heads, batch, q_len).transpose(0, 1)
 
 
-def _is_sequence_per_head(x: Tensor) -> bool:
+def _has_contiguous_heads(x: Tensor) -> bool:
     """Check whether the tokens of each head follow those of the head before, as in a contiguous (B, H, S, D)."""
     return x.is_contiguous() and x.shape[0] > 1
 
 
-def _attention_only(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
+def _attend_without_lse(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
     return _attend(query, key, value, causal, scale)[0]
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
+def _infer_output(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> Tensor:
     check_tensors(query, key, value)
     return empty_rows(query, query.shape[3])
 
 
-def _shapes(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> tuple[Tensor, Tensor]:
-    out = _shape(query, key, value, causal, scale)
+def _infer_outputs(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float) -> tuple[Tensor, Tensor]:
+    out = _infer_output(query, key, value, causal, scale)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 for _name, _results, _function, _fake in (
-    ("sdpa_token", "Tensor", _attention_only, _shape),
-    ("sdpa_token_lse", "(Tensor, Tensor)", _attend, _shapes),
+    ("sdpa_token", "Tensor", _attend_without_lse, _infer_output),
+    ("sdpa_token_lse", "(Tensor, Tensor)", _attend, _infer_outputs),
 ):
     torch_ops.LIBRARY.define(f"{_name}{_ARGUMENTS} -> {_results}")
     for _device in ("CPU", "CUDA"):
@@ -98,7 +98,7 @@ for _name, _results, _function, _fake in (
     torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
     autograd.register(torch_ops.LIBRARY, _name, None, first=3)
     torch.library.register_vmap(
-        f"greenfast::{_name}", torch_ops.batched_rule(getattr(torch.ops.greenfast, _name)), lib=torch_ops.LIBRARY
+        f"greenfast::{_name}", torch_ops.build_vmap_rule(getattr(torch.ops.greenfast, _name)), lib=torch_ops.LIBRARY
     )
 
 SDPA_TOKEN = torch.ops.greenfast.sdpa_token.default

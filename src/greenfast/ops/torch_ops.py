@@ -20,7 +20,7 @@ from torch.utils import flop_counter
 from greenfast.ops import autograd, reference
 from greenfast.ops.backward import sdpa_backward
 from greenfast.ops.layout import empty_rows
-from greenfast.ops.quantized import QuantizedQKV, check_codes_once, check_tensors, config_of
+from greenfast.ops.quantized import QuantizedQKV, build_config, check_codes_once, check_tensors
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -45,13 +45,13 @@ QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @cache
-def gpu() -> Any:
+def load_cuda() -> Any:
     """``greenfast.ops.cuda``, imported for the first CUDA tensor: most of the import time is cuda.core."""
     return importlib.import_module("greenfast.ops.cuda")
 
 
-def _on_gpu(name: str) -> Callable[..., Any]:
-    return lambda *args: getattr(gpu(), name)(*args)
+def _dispatch_cuda(name: str) -> Callable[..., Any]:
+    return lambda *args: getattr(load_cuda(), name)(*args)
 
 
 def _quantize_cpu(
@@ -59,23 +59,23 @@ def _quantize_cpu(
     rotate: bool,
 ) -> QuantizedTensors:  # fmt: skip
     check_tensors(query, key, value)
-    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    config = build_config(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     return reference.quantize(query, key, value, config).tensors()
 
 
-def _quantize_shapes(
+def _quantize_fake(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> QuantizedTensors:  # fmt: skip
     check_tensors(query, key, value)
-    config = config_of(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
-    sizes = gpu().quantized_sizes(query.shape, key.shape, config)
+    config = build_config(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    sizes = load_cuda().get_quantized_shapes(query.shape, key.shape, config)
     if torch.compiler.is_exporting():
-        sizes = {name: _free_blocks(name, shape) for name, shape in sizes.items()}
-    return tuple(query.new_empty(shape, dtype=gpu().buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
+        sizes = {name: _free_block_count(name, shape) for name, shape in sizes.items()}
+    return tuple(query.new_empty(shape, dtype=load_cuda().get_buffer_dtype(name)) for name, shape in sizes.items())  # type: ignore[return-value]
 
 
-def _free_blocks(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+def _free_block_count(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """The shape of a buffer with an unbacked symbol for the number of its blocks.
 
     The metadata of an exported tensor fixes whether a size is 1. Of a length divided by the size of a block, that would
@@ -88,12 +88,12 @@ def _free_blocks(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _attention_cuda(*args: Any) -> Any:
     check_codes_once(args[:6], *args[6:10])
-    return gpu().attention(*args)
+    return load_cuda().attention(*args)
 
 
 def _attention_lse_cuda(*args: Any) -> Any:
     check_codes_once(args[:6], *args[6:10])
-    return gpu().attention_lse(*args)
+    return load_cuda().attention_lse(*args)
 
 
 def _attention_cpu(*args: Any) -> Tensor:
@@ -106,13 +106,13 @@ def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
-def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
+def _attention_fake(query: Tensor, *rest: Any) -> Tensor:
     head_dim, dtype = rest[6], rest[8]
     return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
 
 
-def _attention_lse_shapes(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _attention_shape(query, *rest), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _attention_lse_fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _attention_fake(query, *rest), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -127,36 +127,36 @@ def _sdpa_lse_cpu(
     if query.numel() == 0 or key.numel() == 0:
         out = empty_rows(query, query.shape[3]).zero_()
         return out, query.new_full(query.shape[:3], -float("inf"), dtype=torch.float32)
-    quantized = reference.quantize(query, key, value, config_of(query.shape[3], query.dtype, precision))
+    quantized = reference.quantize(query, key, value, build_config(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
-    scores = reference.mean_scores(query, quantized.tensors()[-1], rotated=True)
+    scores = reference.compute_mean_scores(query, quantized.tensors()[-1], rotated=True)
     lse = reference.add_mean_scores(lse, scores, causal, scale)
     return empty_rows(query, query.shape[3]).copy_(out), lse
 
 
 def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
-    return reference.mean_scores(query, key_mean, rotated=rotated)
+    return reference.compute_mean_scores(query, key_mean, rotated=rotated)
 
 
-def _sdpa_shape(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
+def _sdpa_fake(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
     check_tensors(query, key, value)
     return empty_rows(query, query.shape[3])
 
 
-def _sdpa_lse_shapes(
+def _sdpa_lse_fake(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out = _sdpa_shape(query, key, value, precision, causal, scale)
+    out = _sdpa_fake(query, key, value, precision, causal, scale)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _backward_shapes(
+def _backward_fake(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def batched_rule(op: Any) -> Any:
+def build_vmap_rule(op: Any) -> Any:
     """The rule of vmap: the new dimension becomes part of the batch."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
@@ -179,17 +179,17 @@ def batched_rule(op: Any) -> Any:
     return rule
 
 
-def _batched_refusal(info: Any, in_dims: Any, grad: Tensor, size: list[int], message: str) -> tuple[Tensor, int]:
+def _vmap_refuse_gradient(info: Any, in_dims: Any, grad: Tensor, size: list[int], message: str) -> tuple[Tensor, int]:
     return torch.ops.greenfast.refuse_gradient(grad, [info.batch_size, *size], message), 0
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "quantize": (_quantize_cpu, _on_gpu("quantize"), _quantize_shapes),
-    "attention": (_attention_cpu, _attention_cuda, _attention_shape),
-    "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_shapes),
-    "sdpa": (_sdpa_cpu, _on_gpu("sdpa"), _sdpa_shape),
-    "sdpa_lse": (_sdpa_lse_cpu, _on_gpu("sdpa_lse"), _sdpa_lse_shapes),
-    "sdpa_backward": (reference.gradients, sdpa_backward, _backward_shapes),
+    "quantize": (_quantize_cpu, _dispatch_cuda("quantize"), _quantize_fake),
+    "attention": (_attention_cpu, _attention_cuda, _attention_fake),
+    "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_fake),
+    "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
+    "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
+    "sdpa_backward": (reference.compute_gradients, sdpa_backward, _backward_fake),
     "mean_scores": (
         _mean_scores,
         _mean_scores,
@@ -217,7 +217,9 @@ for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=LIBRARY)
     autograd.register(LIBRARY, _name, _REFUSALS[_name])
-    _rule = _batched_refusal if _name == "refuse_gradient" else batched_rule(getattr(torch.ops.greenfast, _name))
+    _rule = (
+        _vmap_refuse_gradient if _name == "refuse_gradient" else build_vmap_rule(getattr(torch.ops.greenfast, _name))
+    )
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
 for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr", "Mkldnn", "Quantized")):
     for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels
@@ -225,7 +227,7 @@ for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "Spar
             LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
 
 
-def _flops(products: int, query: Any, keys: int) -> int:
+def _count_flops(products: int, query: Any, keys: int) -> int:
     """As ``FlopCounterMode`` counts PyTorch's attention: ``products`` times (S, D) by (D, KV), whatever the mask."""
     batch, heads, length, head_dim = query
     return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
@@ -233,28 +235,28 @@ def _flops(products: int, query: Any, keys: int) -> int:
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse])
 def _sdpa_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(2, query, key[2])
+    return _count_flops(2, query, key[2])
 
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
 def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
     head_dim, key_length = args[6:8]
-    return _flops(2, (*query.shape[:3], head_dim), key_length)
+    return _count_flops(2, (*query.shape[:3], head_dim), key_length)
 
 
 @flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
 def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _flops(5, query, key[2])  # as for PyTorch's backward: the recomputed forward is not counted
+    return _count_flops(5, query, key[2])  # as for PyTorch's backward: the recomputed forward is not counted
 
 
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
+def get_autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype that autocast gives an input of attention: its own for all floats but float64, as in PyTorch."""
     dtype, device = tensor.dtype, tensor.device.type
     eligible = dtype.is_floating_point and dtype != torch.float64 and device in ("cpu", "cuda")
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else dtype
 
 
-def may_skip_dispatcher(*tensors: Tensor) -> bool:
+def can_skip_dispatcher(*tensors: Tensor) -> bool:
     """Whether an eager call on CUDA tensors may skip the dispatcher, a third of its host time: nothing observes it.
 
     False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
@@ -267,20 +269,20 @@ def may_skip_dispatcher(*tensors: Tensor) -> bool:
     for x in tensors:  # a comprehension would cost a microsecond
         if type(x) is not Tensor or (differentiable and x.requires_grad) or x.is_neg():
             return False
-    return tensors[0].is_cuda and unobserved()
+    return tensors[0].is_cuda and dispatcher_unused()
 
 
-def unobserved() -> bool:
+def dispatcher_unused() -> bool:
     """Whether nothing but the tensors themselves may ask for the dispatcher in this thread; not for tracing."""
     return (
-        not watched()
+        not dispatch_mode_active()
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_any_autocast_enabled()
         and not torch._C._get_tracing_state()
     )
 
 
-def watched() -> bool:
+def dispatch_mode_active() -> bool:
     """Whether what tensors' dispatch keys do not tell may ask for it: modes, dual numbers and the profiler."""
     return (
         torch._C._len_torch_dispatch_stack() > 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.kernels.attention.config import Mask
-from greenfast.ops.cuda import attention_step, quantize_step, sdpa_config, sdpa_steps, sizes_of
+from greenfast.ops.cuda import build_attention_step, build_quantize_step, build_sdpa_config, build_sdpa_steps, get_sizes
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS, PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
@@ -30,14 +30,14 @@ LENGTHS = (128, 512, 1024, 4096, 16384, 32768)
 #: Heads over all batches that need every kernel of a length: the choice depends on how they fill the GPU.
 _HEADS = tuple(2**n for n in range(12))
 #: Query rows over all heads above which the attention kernel is always the same.
-_MOST_ROWS = 1 << 17
-_MOST_LENGTH = (1 << 31) - 1  # which they count in 32 bits
+_MAX_ROWS = 1 << 17
+_MAX_LENGTH = (1 << 31) - 1  # which they count in 32 bits
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_MOST_WORKERS = 16  # each holds some 50 MiB
+_MAX_WORKERS = 16  # each holds some 50 MiB
 
 
 @dataclass(frozen=True)
-class Warmed:
+class WarmupResult:
     """What filling the cache did: kernels compiled, kernels already cached, wall time."""
 
     compiled: int
@@ -64,14 +64,14 @@ def kernels_for(
 
     Raises UsageError for arguments that no call can have, and if the target has no kernel for any combination.
     """
-    _check(head_dims, dtypes, precisions, causal, lengths)
+    _check_arguments(head_dims, dtypes, precisions, causal, lengths)
     found: dict[KernelSource, None] = {}
     refusal = ""
     for head_dim, dtype, precision, lse in product(head_dims, dtypes, precisions, (False, True)[: 1 + log_sum_exp]):
         combination = f"head dim {head_dim}, {dtype}, {precision}{', log-sum-exp' if lse else ''}"
         try:
-            for query, key in _tensors(head_dim, _DTYPES[dtype], lengths):
-                found.update(dict.fromkeys(_kernels_of(query, key, precision, causal, lse, target)))
+            for query, key in _generate_tensors(head_dim, _DTYPES[dtype], lengths):
+                found.update(dict.fromkeys(_list_call_kernels(query, key, precision, causal, lse, target)))
         except NotImplementedError as e:
             left_out(combination)
             refusal = refusal or f"{combination}: {e}"
@@ -80,7 +80,7 @@ def kernels_for(
     return list(found)
 
 
-def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _generate_tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Meta tensors of queries and keys, for all pairs of lengths and from few heads to many."""
     for heads, q_len, kv_len in product(_HEADS, lengths, lengths):
         shapes = ((1, heads, length, head_dim) for length in (q_len, kv_len))
@@ -88,20 +88,20 @@ def _tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Itera
         yield query, key
 
 
-def _kernels_of(
+def _list_call_kernels(
     query: Tensor, key: Tensor, precision: str, causal: Sequence[bool], lse: bool, target: Target
 ) -> Iterator[KernelSource]:
     """What the operators compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
     heads, q_len = query.shape[1:3]
-    codes = sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
-    if heads == 1 or heads * q_len <= _MOST_ROWS:
+    codes = build_sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
+    if heads == 1 or heads * q_len <= _MAX_ROWS:
         for masked in causal:
             config = replace(codes, mask=Mask(int(masked)))
             kept = replace(config, fuse_q_quant=False)
-            yield attention_step(kept, sizes_of(query.shape, key.shape), 1.0, target).source
+            yield build_attention_step(kept, get_sizes(query.shape, key.shape), 1.0, target).source
             if codes.key_scales != "head":
-                yield from (step.source for step in sdpa_steps(query, key, key, config, 1.0, target))
-    yield quantize_step(query, key, key, codes).source
+                yield from (step.source for step in build_sdpa_steps(query, key, key, config, 1.0, target))
+    yield build_quantize_step(query, key, key, codes).source
 
 
 def warm(
@@ -110,7 +110,7 @@ def warm(
     progress: Callable[[CompiledKernel], None] = lambda kernel: None,
     *,
     workers: int | None = None,
-) -> Warmed:
+) -> WarmupResult:
     """Compile what the cache lacks, in threads, as NVRTC runs without the GIL. Several processes may do so at once.
 
     progress: called in this thread with each kernel once it is done. workers: threads; one per processor by default.
@@ -119,18 +119,18 @@ def warm(
     """
     start = time.perf_counter()
     compiled = cached = 0
-    pool = ThreadPoolExecutor(workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS))
+    pool = ThreadPoolExecutor(workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS))
     try:
-        for job in as_completed([pool.submit(_kept, source, target) for source in sources]):
+        for job in as_completed([pool.submit(_compile_cached, source, target) for source in sources]):
             kernel = job.result()
             compiled, cached = compiled + (not kernel.from_cache), cached + kernel.from_cache
             progress(kernel)
     finally:
         pool.shutdown(cancel_futures=True)
-    return Warmed(compiled, cached, time.perf_counter() - start)
+    return WarmupResult(compiled, cached, time.perf_counter() - start)
 
 
-def _kept(source: KernelSource, target: Target) -> CompiledKernel:
+def _compile_cached(source: KernelSource, target: Target) -> CompiledKernel:
     """Compile through the cache, and check that the next call will find the kernel there."""
     kernel = compile_kernel(source, target)
     if not kernel.from_cache and not compile_kernel(source, target).from_cache:
@@ -145,7 +145,7 @@ def _kept(source: KernelSource, target: Target) -> CompiledKernel:
     return kernel
 
 
-def _check(
+def _check_arguments(
     head_dims: Sequence[int], dtypes: Sequence[str], precisions: Sequence[str], causal: Sequence[bool],
     lengths: Sequence[int],
 ) -> None:  # fmt: skip
@@ -167,5 +167,5 @@ def _check(
             if name not in allowed:
                 raise unknown(what, name, allowed)
     for length in lengths:
-        if not 1 <= length <= _MOST_LENGTH:
-            raise UsageError(f"length {length}: the kernels take lengths from 1 to {_MOST_LENGTH}")
+        if not 1 <= length <= _MAX_LENGTH:
+            raise UsageError(f"length {length}: the kernels take lengths from 1 to {_MAX_LENGTH}")

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, padded_keys
 from greenfast.ops import reference
-from greenfast.ops.quantized import FINE, QuantizedQKV, config_of, padded_head_dim
+from greenfast.ops.quantized import FINE, QuantizedQKV, build_config, pad_head_dim_size
 
 _ALIGNMENT = 256  # bytes, of what lies in a buffer that travels
 
 
 @cache
-def gpu() -> Any:
+def load_cuda() -> Any:
     """``greenfast.parallel.cuda``, imported for the first CUDA tensor."""
     return importlib.import_module("greenfast.parallel.cuda")
 
 
 @dataclass(frozen=True)
-class Keys:
+class QuantizedKV:
     """Codes and scales of K and V of a rank, in one ``buffer``, uint8, which travels as it is.
 
     key: uint8 (B, HK, KV, D); value: uint8 (B, HK, D, KV rounded up to 16); the scales: float32 (B, HK, blocks of 128
@@ -43,43 +43,43 @@ class Keys:
     value_scale: Tensor
 
     @staticmethod
-    def like(key: Tensor, precision: str) -> Keys:
+    def like(key: Tensor, precision: str) -> QuantizedKV:
         """Memory for the codes of keys (B, HK, KV, D) and as many values."""
         batch, heads, length, head_dim = key.shape
-        width, blocks = padded_head_dim(head_dim), -(-length // ROW_BLOCK)
+        width, blocks = pad_head_dim_size(head_dim), -(-length // ROW_BLOCK)
         of_blocks = (batch, heads, blocks)
         of_keys = (*of_blocks, KEY_GROUPS) if precision == FINE else of_blocks
         codes = (batch, heads, length, width), (batch, heads, width, padded_keys(length))
         shapes = (*codes, of_keys, of_blocks)
         dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
-        return Keys(*in_one_buffer(shapes, dtypes, key.device))
+        return QuantizedKV(*allocate_buffer(shapes, dtypes, key.device))
 
 
-def place(shape: Sequence[int], dtype: torch.dtype) -> int:
+def get_aligned_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes that a tensor takes in a buffer, up to where the next one begins."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_one_buffer(
+def allocate_buffer(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[Tensor, ...]:
     """An uninitialized uint8 buffer, and tensors of these shapes and dtypes in it, each at a multiple of 256 bytes."""
     wanted = list(zip(shapes, dtypes, strict=True))
-    buffer = torch.empty(sum(place(*each) for each in wanted), dtype=torch.uint8, device=device)
+    buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in wanted), dtype=torch.uint8, device=device)
     found, at = [buffer], 0
     for shape, dtype in wanted:
         found.append(buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        at += place(shape, dtype)
+        at += get_aligned_nbytes(shape, dtype)
     return tuple(found)
 
 
-def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: Keys) -> Tensor:
+def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
     """Write the codes of a rank's keys and values; returns the mean that was subtracted, float32 (B, HK, D), rotated.
 
     samples: (B, HK, 32, head_dim), the keys of all ranks by which the mean is estimated.
     """
     if key.is_cuda:
-        found: Tensor = gpu().quantize_keys(key, value, samples, precision, into)
+        found: Tensor = load_cuda().quantize_keys(key, value, samples, precision, into)
         return found
     codes = quantize(key[:, :, :0], key, value, samples, precision)
     for name in ("key", "value", "key_scale", "value_scale"):
@@ -90,14 +90,14 @@ def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, i
 def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
     """Codes of a rank's queries, keys and values, with the mean of ``samples`` subtracted from the keys."""
     if query.is_cuda:
-        found: QuantizedQKV = gpu().quantize(query, key, value, samples, precision)
+        found: QuantizedQKV = load_cuda().quantize(query, key, value, samples, precision)
         return found
-    config = config_of(query.shape[3], query.dtype, precision)
+    config = build_config(query.shape[3], query.dtype, precision)
     return reference.quantize(query, key, value, config, samples)
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
+    query: Tensor, keys: QuantizedKV, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries (B, H, S, D), of any strides, over the first ``count`` of the keys.
 
@@ -106,14 +106,14 @@ def attend(
     after it, like the divisor of the output, which a merge needs.
     """
     if query.is_cuda:
-        found: tuple[Tensor, Tensor] = gpu().attend(query, keys, count, precision, causal, scale, sum_unrounded_p)
+        found: tuple[Tensor, Tensor] = load_cuda().attend(query, keys, count, precision, causal, scale, sum_unrounded_p)
         return found
     nothing = query.new_zeros(*keys.key.shape[:2], 0, query.shape[3])
-    queries = reference.quantize(query, nothing, nothing, config_of(query.shape[3], query.dtype, precision))
-    return reference.attention(codes_of(queries, keys, count), causal, scale)
+    queries = reference.quantize(query, nothing, nothing, build_config(query.shape[3], query.dtype, precision))
+    return reference.attention(slice_codes(queries, keys, count), causal, scale)
 
 
-def codes_of(queries: QuantizedQKV, keys: Keys, count: int) -> QuantizedQKV:
+def slice_codes(queries: QuantizedQKV, keys: QuantizedKV, count: int) -> QuantizedQKV:
     """The codes of some queries with those of the first ``count`` keys."""
     blocks = -(-count // ROW_BLOCK)
     return QuantizedQKV(
@@ -131,12 +131,12 @@ def codes_of(queries: QuantizedQKV, keys: Keys, count: int) -> QuantizedQKV:
     )
 
 
-def codes_travel(chunk: int) -> bool:
+def can_send_quantized(chunk: int) -> bool:
     """Whether codes of chunks of so many rows are those of the whole: no block with a scale lies in two of them."""
     return chunk % max(QUERY_BLOCK, ROW_BLOCK) == 0
 
 
-class Merged:
+class LseMerge:
     """Results of the same queries over different keys, added one by one and merged in float32.
 
     of: how many are to come. The sum is held in the results' dtype while it is one of them and at the end, else in
@@ -157,7 +157,7 @@ class Merged:
         dtype = torch.float32 if self._left else out.dtype
         into = self.out if self.out.dtype == dtype else torch.empty_like(self.out, dtype=dtype)
         if out.is_cuda:
-            self.lse = gpu().merge(self.out, self.lse, out, lse, first, into)
+            self.lse = load_cuda().merge(self.out, self.lse, out, lse, first, into)
         else:
             self.lse = _merge(self.out, self.lse, out, lse, first, into)
         self.out = into

@@ -15,29 +15,36 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from greenfast.ops import torch_ops
 from greenfast.ops.arguments import (
-    causal_of,
-    check_cast,
+    check_cast_dtype,
     check_flag,
     check_length,
-    dropout_of,
-    number,
-    scale_of,
+    parse_causal,
+    parse_dropout,
+    parse_number,
+    parse_scale,
 )
-from greenfast.ops.canonicalize import Form, Refusal, arranged, dtype_of, form_of, restored
-from greenfast.ops.context_stack import SCOPES
+from greenfast.ops.canonicalize import (
+    CanonicalCall,
+    Refusal,
+    canonicalize,
+    from_kernel_layout,
+    get_cast_dtype,
+    to_kernel_layout,
+)
+from greenfast.ops.context_stack import ACTIVE
 from greenfast.ops.quantized import DTYPES, PRECISIONS_AND_AUTO, AutoPrecision, check_choice
 from greenfast.ops.routing import Explanation
 from greenfast.parallel import cost
-from greenfast.parallel.group import Group, group_of
-from greenfast.parallel.layout import Layout
+from greenfast.parallel.group import RankGroup, get_group
+from greenfast.parallel.layout import ShardLayout
 from greenfast.parallel.torch_ops import CONTEXT_ATTENTION, METHODS
 from greenfast.parallel.varlen import CONTEXT_VARLEN
-from greenfast.serving.checks import check_keys, check_out, check_starts, checks_values
-from greenfast.serving.plan import kind
+from greenfast.serving.checks import check_keys, check_out, check_starts, should_check_values
+from greenfast.serving.plan import describe_tensor
 
 Method = Literal["auto", "ring", "ulysses"]
 _NAMES = ("query", "key", "value")
-_LONGEST_TIMEOUT = 1e9  # seconds; what PyTorch counts in nanoseconds has an end
+_MAX_TIMEOUT = 1e9  # seconds; what PyTorch counts in nanoseconds has an end
 
 
 class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_parallel(mesh)
@@ -76,45 +83,45 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             raise TypeError(f"mesh: {found}; a DeviceMesh of one dimension is needed, such as mesh['cp']")
         check_choice("method", method, ("auto", *METHODS))
         check_flag("load_balance", load_balance)
-        if timeout is not None and not 0 < number("timeout", timeout) <= _LONGEST_TIMEOUT:
-            raise ValueError(f"timeout: {timeout}; seconds above 0, up to {_LONGEST_TIMEOUT:g}, are needed, or None")
+        if timeout is not None and not 0 < parse_number("timeout", timeout) <= _MAX_TIMEOUT:
+            raise ValueError(f"timeout: {timeout}; seconds above 0, up to {_MAX_TIMEOUT:g}, are needed, or None")
         if mesh.get_coordinate() is None:
             raise ValueError(f"mesh: its ranks are {mesh.mesh.tolist()}, and this is rank {get_rank()}")
         self.mesh, self.method, self.load_balance = mesh, method, load_balance
-        self.group: Group = group_of(mesh.get_group(), mesh.mesh.flatten().tolist(), timeout)
+        self.group: RankGroup = get_group(mesh.get_group(), mesh.mesh.flatten().tolist(), timeout)
         self.name = self.group.name
         self.size = self.group.size
 
     def __enter__(self) -> context_parallel:
-        SCOPES.append(self)
+        ACTIVE.append(self)
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Raises RuntimeError if it has not been entered."""
-        at = len(SCOPES) - 1
-        while at >= 0 and SCOPES[at] is not self:  # one that was entered later may still be open, on another thread
+        at = len(ACTIVE) - 1
+        while at >= 0 and ACTIVE[at] is not self:  # one that was entered later may still be open, on another thread
             at -= 1
         if at < 0:
             raise RuntimeError("context_parallel: left, but not entered")
-        del SCOPES[at]
+        del ACTIVE[at]
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor, a copy.
 
         Raises TypeError for a DTensor, and ValueError for a length that has no such parts.
         """
-        _check_plain("tensor", tensor, "distribute_tensor() and redistribute() shard it")
-        return Layout(self.size, self.load_balance).shard(tensor, dim, self.group.rank)
+        _check_no_dtensor("tensor", tensor, "distribute_tensor() and redistribute() shard it")
+        return ShardLayout(self.size, self.load_balance).shard(tensor, dim, self.group.rank)
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole tensor, on each rank, from this rank's part. No gradient flows through it.
 
         Raises TypeError for a DTensor, and ValueError where the ranks' parts differ in shape or dtype.
         """
-        _check_plain("tensor", tensor, "its full_tensor() is the whole")
+        _check_no_dtensor("tensor", tensor, "its full_tensor() is the whole")
         self.group.agree(f"unshard along {dim}, {tuple(tensor.shape)}, {tensor.dtype}")
         shards = self.group.gather(tensor.detach().contiguous())
-        return Layout(self.size, self.load_balance).whole(shards, dim)
+        return ShardLayout(self.size, self.load_balance).whole(shards, dim)
 
     def explain(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -125,7 +132,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
         Raises TypeError and ValueError for flags, numbers and choices, as ``greenfast.sdpa`` does.
         """
-        fixed = _precision(precision)
+        fixed = _parse_precision(precision)
         given = (query, key, value)
         _, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
         if isinstance(form, Refusal):
@@ -140,41 +147,41 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """``greenfast.sdpa`` inside this context."""
         given = (query, key, value)
         try:
-            precision = _precision(precision)
+            precision = _parse_precision(precision)
             check_flag("return_lse", return_lse)
             local, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
             if isinstance(form, Refusal):
                 raise form.error(f"{form.reason} (in a context_parallel)")
-            factor = scale_of(scale, query.shape[-1])
-            widened = float32_as is not None and dtype_of(local[0], None) == torch.float32
-            q, k, v = (x.to(dtype_of(x, float32_as)) for x in local)
-            tensors = arranged(form, q, k, v)
+            factor = parse_scale(scale, query.shape[-1])
+            widened = float32_as is not None and get_cast_dtype(local[0], None) == torch.float32
+            q, k, v = (x.to(get_cast_dtype(x, float32_as)) for x in local)
+            tensors = to_kernel_layout(form, q, k, v)
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
             self.group.agree("", error)
             raise
         out, lse = self._attend(form, tensors, precision, factor, return_lse)
-        out = restored(form, out)
+        out = from_kernel_layout(form, out)
         dims = len(form.out)
-        out = _as_given(query, out.float() if widened else out, dims)
-        return (out, _as_given(query, lse.reshape(form.out[:-1]), dims)) if return_lse else out
+        out = _match_placement(query, out.float() if widened else out, dims)
+        return (out, _match_placement(query, lse.reshape(form.out[:-1]), dims)) if return_lse else out
 
     def _read(
         self, given: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
         enable_gqa: bool, causal_alignment: str, float32_as: torch.dtype | None,
-    ) -> tuple[list[Any], Form | Refusal]:  # fmt: skip
+    ) -> tuple[list[Any], CanonicalCall | Refusal]:  # fmt: skip
         """This rank's rows, and the form of their attention or why it is refused."""
-        causal = causal_of(is_causal, causal_alignment)
+        causal = parse_causal(is_causal, causal_alignment)
         check_flag("enable_gqa", enable_gqa)
-        check_cast(float32_as)
-        dropout = dropout_of(dropout_p)
+        check_cast_dtype(float32_as)
+        dropout = parse_dropout(dropout_p)
         fault = self._misplaced(given, enable_gqa)
         if fault:
             return [], Refusal(ValueError, fault)
         local = [x.to_local() if isinstance(x, DTensor) else x for x in given]
         query, key, value = local
-        form = form_of(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+        form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
         fault = "" if isinstance(form, Refusal) else self._fault(form, any(isinstance(x, DTensor) for x in given))
         return local, Refusal(ValueError, fault) if fault else form
 
@@ -210,21 +217,27 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """The scale. Raises TypeError and ValueError, naming the argument, for what does not fit."""
         check_flag("causal", causal)
         for name, x in (("q", q), ("k", k), ("v", v)):
-            _check_plain(name, x, "pass its to_local()")
+            _check_no_dtensor(name, x, "pass its to_local()")
             if not isinstance(x, Tensor) or x.dim() != 3 or x.dtype not in DTYPES or x.dtype != q.dtype:
-                raise ValueError(f"{name}: {kind(x)}; (total, heads, head_dim) of float16 or bfloat16 is needed, as q")
+                raise ValueError(
+                    f"{name}: {describe_tensor(x)}; (total, heads, head_dim) of float16 or bfloat16 is needed, as q"
+                )
         if v.shape != k.shape or k.shape[2] != q.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ValueError(f"k, v: {kind(k)}, {kind(v)}; they do not fit q, {kind(q)}")
+            raise ValueError(
+                f"k, v: {describe_tensor(k)}, {describe_tensor(v)}; they do not fit q, {describe_tensor(q)}"
+            )
         for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True):
             if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 1 or x.shape != starts[0].shape:
-                raise ValueError(f"{name}: {kind(x)}; int32 (batch + 1,) is needed, this rank's rows of each sequence")
+                raise ValueError(
+                    f"{name}: {describe_tensor(x)}; int32 (batch + 1,) is needed, this rank's rows of each sequence"
+                )
         for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
             check_length(name, length)
         if causal and (q.shape[0] != k.shape[0] or longest[0] != longest[1]):
             raise ValueError("causal: the shards of q and k differ in length; with a mask they must be as long")
-        if number("softcap", softcap) < 0:
+        if parse_number("softcap", softcap) < 0:
             raise ValueError(f"softcap: {softcap}; 0 or more is needed")
-        if not torch.compiler.is_compiling() and checks_values(q):
+        if not torch.compiler.is_compiling() and should_check_values(q):
             lengths = check_starts("cu_seqlens_q", starts[0], q.shape[0], "q")
             if max(lengths, default=0) > longest[0]:
                 raise ValueError(f"max_seqlen_q: {longest[0]}; a sequence has {max(lengths)} rows here")
@@ -236,10 +249,10 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                     f"cu_seqlens_q: {starts[0].tolist()}; with load_balance each sequence has two chunks of the same "
                     "length here. Pad it to a multiple of twice the ranks"
                 )
-        return scale_of(scale, q.shape[2])
+        return parse_scale(scale, q.shape[2])
 
     def _attend(
-        self, form: Form, tensors: tuple[Tensor, Tensor, Tensor], precision: str, scale: float, with_lse: bool
+        self, form: CanonicalCall, tensors: tuple[Tensor, Tensor, Tensor], precision: str, scale: float, with_lse: bool
     ) -> tuple[Tensor, Tensor]:
         if self.size == 1 and not form.empty:
             if with_lse:
@@ -252,11 +265,11 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         )
         return both
 
-    def _balanced(self, form: Form) -> bool:
+    def _balanced(self, form: CanonicalCall) -> bool:
         """Without a mask the order of the keys changes nothing, and rows may be odd in number."""
         return self.load_balance and (form.causal > 0 or not (form.query[2] % 2 or form.key[2] % 2))
 
-    def _fault(self, form: Form, in_order: bool) -> str:
+    def _fault(self, form: CanonicalCall, in_order: bool) -> str:
         """What is wrong with the shapes of shards, or nothing. in_order: whether their rows are, as a DTensor's."""
         rows, keys = form.query[2], form.key[2]
         if self.size == 1 or not form.causal:
@@ -272,11 +285,11 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             )
         return ""
 
-    def _method(self, form: Form) -> tuple[str, str]:
+    def _method(self, form: CanonicalCall) -> tuple[str, str]:
         """The method of a call, and why."""
         (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = form.query, form.key
-        sizes = cost.Sizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
-        return cost.method_of(self.method, sizes)
+        sizes = cost.CallSizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
+        return cost.select_method(self.method, sizes)
 
     def _misplaced(self, given: Sequence[Any], enable_gqa: bool) -> str:
         """Why the DTensors of a call do not have this rank's rows of the same batches and heads; "" if they do.
@@ -296,13 +309,13 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                     f"{name}: a DTensor of {x.shape[-2]} rows on {self.size} ranks, which need as many rows each. Pad "
                     "the sequence to a multiple of the ranks"
                 )
-        if len({(x.device_mesh, tuple(sharded_dims(x))) for x in placed.values()}) > 1:
+        if len({(x.device_mesh, tuple(get_sharded_dims(x))) for x in placed.values()}) > 1:
             shown = ", ".join(f"{name} {x.placements}" for name, x in placed.items())
             return f"query, key and value: DTensors placed {shown}; they must be placed alike. Use redistribute()"
         if placed:
             first = next(iter(placed.values()))
-            for dim in sorted({dim for dim in sharded_dims(first) if dim is not None and dim < -2}):
-                fault = _divided_otherwise(placed, dim, enable_gqa)
+            for dim in sorted({dim for dim in get_sharded_dims(first) if dim is not None and dim < -2}):
+                fault = _find_uneven_sharding(placed, dim, enable_gqa)
                 if fault:
                     return fault
         return ""
@@ -311,22 +324,22 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         """Whether a DTensor has this rank's rows of whole numbers, of some batches and heads."""
         mesh = x.device_mesh
         dims = [i for i in range(mesh.ndim) if mesh.get_group(i) is self.group.process_group]
-        if len(dims) != 1 or x.dim() < 2 or not all(map(_is_plain, x.placements)):
+        if len(dims) != 1 or x.dim() < 2 or not all(map(_is_even_placement, x.placements)):
             return False
         place = mesh.get_coordinate()
         if place is None or place[dims[0]] != self.group.rank:  # a mesh with the same ranks in another order
             return False
-        by_dim = sharded_dims(x)
+        by_dim = get_sharded_dims(x)
         others = [dim for i, dim in enumerate(by_dim) if i != dims[0]]
         return by_dim[dims[0]] == -2 and all(dim is None or dim < -2 for dim in others)
 
 
-def _is_plain(placement: Any) -> bool:
+def _is_even_placement(placement: Any) -> bool:
     """Whether it replicates, or shards in parts of consecutive rows."""
     return isinstance(placement, Shard | Replicate) and not isinstance(placement, _StridedShard)
 
 
-def sharded_dims(x: DTensor) -> list[int | None]:
+def get_sharded_dims(x: DTensor) -> list[int | None]:
     """The dimension that each dimension of a DTensor's mesh shards, counted from the last one; None for Replicate.
 
     The last dimensions are those that the tensors of a call share: they can differ in number.
@@ -334,7 +347,7 @@ def sharded_dims(x: DTensor) -> list[int | None]:
     return [p.dim % x.dim() - x.dim() if isinstance(p, Shard) else None for p in x.placements]
 
 
-def _divided_otherwise(placed: dict[str, DTensor], dim: int, enable_gqa: bool) -> str:
+def _find_uneven_sharding(placed: dict[str, DTensor], dim: int, enable_gqa: bool) -> str:
     """Why ranks have other batches or heads of one tensor than of another, along a sharded dimension; "" if not."""
     if len(placed) < len(_NAMES):
         return (
@@ -355,28 +368,28 @@ def _divided_otherwise(placed: dict[str, DTensor], dim: int, enable_gqa: bool) -
         share = sizes["query"] // sizes[name] if sizes[name] else 0
         if share * sizes[name] != sizes["query"]:
             return f"{name}: the heads of query are not a multiple of its heads ({shown})"
-        for heads, kv_heads in zip(_parts(queries, dim), _parts(placed[name], dim), strict=True):
+        for heads, kv_heads in zip(_get_shard_ranges(queries, dim), _get_shard_ranges(placed[name], dim), strict=True):
             if heads != (kv_heads[0] * share, kv_heads[1] * share):
                 return (
                     f"{name}: a DTensor of {sizes[name]} heads, sharded so that some rank has the query heads "
-                    f"{_span(heads)} and the heads {_span(kv_heads)} of {name}, where {share} query heads share one "
-                    f"({shown}). Use as many ranks as divide the {sizes[name]} heads, or repeat those of key and "
-                    "value first"
+                    f"{_format_range(heads)} and the heads {_format_range(kv_heads)} of {name}, where {share} query "
+                    f"heads share one ({shown}). Use as many ranks as divide the {sizes[name]} heads, or repeat those "
+                    "of key and value first"
                 )
     return ""
 
 
-def _span(part: tuple[int, int]) -> str:
+def _format_range(part: tuple[int, int]) -> str:
     return f"{part[0]} to {part[1] - 1}" if part[1] > part[0] else "none"
 
 
-def _parts(x: DTensor, dim: int) -> list[tuple[int, int]]:
+def _get_shard_ranges(x: DTensor, dim: int) -> list[tuple[int, int]]:
     """The parts of a sharded dimension by their first and last + 1 index, of all places of the mesh that shard it.
 
     As DTensors are sharded: by one dimension of the mesh after another, in parts as long as the first.
     """
     parts = [(0, x.shape[dim])]
-    for i, sharded in enumerate(sharded_dims(x)):
+    for i, sharded in enumerate(get_sharded_dims(x)):
         if sharded == dim:
             count = x.device_mesh.size(i)
             divided: list[tuple[int, int]] = []
@@ -388,7 +401,7 @@ def _parts(x: DTensor, dim: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _as_given(like: Any, x: Tensor, dims: int) -> Tensor:
+def _match_placement(like: Any, x: Tensor, dims: int) -> Tensor:
     """A result as a DTensor where the query is one, sharded along the same dimensions.
 
     dims: of the output; the result has these or, as the log-sum-exp, the first of them.
@@ -397,7 +410,7 @@ def _as_given(like: Any, x: Tensor, dims: int) -> Tensor:
         return x
     shape = list(x.shape)
     placements: list[Any] = []
-    for dim in sharded_dims(like):
+    for dim in get_sharded_dims(like):
         placements.append(Replicate() if dim is None else Shard(dims + dim))
         if dim is not None:
             shape[dims + dim] = like.shape[dim]
@@ -411,12 +424,12 @@ def _as_given(like: Any, x: Tensor, dims: int) -> Tensor:
     )
 
 
-def _check_plain(name: str, x: Any, instead: str) -> None:
+def _check_no_dtensor(name: str, x: Any, instead: str) -> None:
     if isinstance(x, DTensor):
         raise TypeError(f"{name}: a DTensor; a plain tensor is needed: {instead}")
 
 
-def _precision(precision: str) -> str:
+def _parse_precision(precision: str) -> str:
     """The one that is asked for; of "auto" the faster one, as PyTorch's own attention knows no shards."""
     check_choice("precision", precision, PRECISIONS_AND_AUTO)
     return "fp8" if precision == "auto" else precision

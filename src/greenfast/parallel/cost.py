@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Machine:
+class Link:
     """Rates of a GPU and its links.
 
     flops: of attention on one GPU, 1/s. memory: bytes/s of kernels that copy. link: bytes/s of a GPU to another of its
@@ -27,7 +27,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """An attention on one rank: (batch, heads, rows, head_dim) of Q, and heads and rows of K and V. size: ranks."""
 
     size: int
@@ -55,7 +55,7 @@ class Estimate:
     exposed: float
 
 
-def ring(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
+def estimate_ring(sizes: CallSizes, machine: Link = Link()) -> Estimate:
     """K and V, a byte an element, to the next rank in each turn; beyond a node the slowest link sets the pace."""
     codes = 2.0 * sizes.batch * sizes.kv_heads * sizes.keys * sizes.head_dim
     rate = machine.link if sizes.size <= machine.node else machine.network
@@ -71,7 +71,7 @@ def ring(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
     return Estimate(computing + exposed + first, computing, exposed + first)
 
 
-def ulysses(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
+def estimate_ulysses(sizes: CallSizes, machine: Link = Link()) -> Estimate:
     """Codes of Q, K and V to the heads and 16-bit outputs back; a quarter of each is not hidden where heads allow."""
     each = -(-sizes.heads // sizes.size)  # heads of a rank
     keys = max(1, min(each, -(-sizes.kv_heads // sizes.size)))
@@ -95,22 +95,23 @@ def ulysses(sizes: Sizes, machine: Machine = Machine()) -> Estimate:
     return Estimate(computing + exposed, computing, exposed)
 
 
-def method_of(asked: str, sizes: Sizes) -> tuple[str, str]:
+def select_method(asked: str, sizes: CallSizes) -> tuple[str, str]:
     """The method of a call, and why. asked: its name, or "auto"."""
     if sizes.size == 1:
         return "single", "a mesh of one rank: nothing is exchanged"
     if 0 in (sizes.batch, sizes.heads, sizes.rows, sizes.keys):
         return "ring", "no rows, or no keys that they attend to: nothing is exchanged"
-    return choose(sizes) if asked == "auto" else (asked, f"{asked} was asked for")
+    return choose_method(sizes) if asked == "auto" else (asked, f"{asked} was asked for")
 
 
-def choose(sizes: Sizes, machine: Machine = Machine()) -> tuple[str, str]:
+def choose_method(sizes: CallSizes, machine: Link = Link()) -> tuple[str, str]:
     """The method for these sizes, and why."""
-    found = {"ring": ring(sizes, machine), "ulysses": ulysses(sizes, machine)}
+    found = {"ring": estimate_ring(sizes, machine), "ulysses": estimate_ulysses(sizes, machine)}
     name = min(found, key=lambda method: found[method].seconds)
     other = "ring" if name == "ulysses" else "ulysses"
     reason = (
-        f"{_shown(found[name])} by {name}, {_shown(found[other])} by {other}, of a model with {sizes.size} ranks, "
+        f"{_format_estimate(found[name])} by {name}, {_format_estimate(found[other])} by {other}, of a model with "
+        f"{sizes.size} ranks, "
         f"{machine.link / 1e9:g} GB/s within a node of {machine.node} and {machine.network / 1e9:g} GB/s between nodes"
     )
     if sizes.heads % sizes.size:
@@ -118,5 +119,5 @@ def choose(sizes: Sizes, machine: Machine = Machine()) -> tuple[str, str]:
     return name, reason
 
 
-def _shown(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate) -> str:
     return f"{estimate.seconds * 1e3:.3g} ms ({estimate.exposed * 1e3:.2g} ms of exchanges that nothing hides)"

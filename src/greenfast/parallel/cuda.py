@@ -22,23 +22,23 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import cuda
-from greenfast.ops.cuda import sizes_of
-from greenfast.ops.launch_plans import Plan, Step, cached, target_of
-from greenfast.ops.layout import readable
-from greenfast.ops.quantized import QuantizedQKV, config_of
-from greenfast.parallel.blocks import Keys
+from greenfast.ops.cuda import get_sizes
+from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, put_bounded
+from greenfast.ops.layout import make_tma_compatible
+from greenfast.ops.quantized import QuantizedQKV, build_config
+from greenfast.parallel.blocks import QuantizedKV
 from greenfast.spec.arch import Target
 
 #: Blocks of the attention kernel for each multiprocessor: NCCL's kernels hold some of these for a part of its time.
-BLOCKS_EACH = 4
-_MOST_PLANS = 4096
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+CTAS_PER_SM = 4
+_MAX_PLANS = 4096
+_PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
 
-_config_of = lru_cache(maxsize=1024)(config_of)
+_build_config = lru_cache(maxsize=1024)(build_config)
 
 
-def _target(device: int) -> Target:
-    target = target_of(device)
+def _get_target(device: int) -> Target:
+    target = get_target(device)
     if target.name != hopper.TARGET.name:
         raise NotImplementedError(
             f"context_parallel: its kernels are for Hopper (compute capability 9.0), this is {target.name}; "
@@ -47,47 +47,47 @@ def _target(device: int) -> Target:
     return target
 
 
-def _launch(device: int, at: tuple[Any, ...], step: Callable[[], Step], buffers: dict[str, Tensor]) -> None:
+def _launch(device: int, at: tuple[Any, ...], step: Callable[[], LaunchStep], buffers: dict[str, Tensor]) -> None:
     plan = _PLANS.get(at)
     if plan is None:
-        plan = cached(_PLANS, at, Plan(device, (step(),), tuple(buffers)), _MOST_PLANS)
+        plan = put_bounded(_PLANS, at, LaunchPlan(device, (step(),), tuple(buffers)), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in buffers.values()])
 
 
-def _quantizing(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
+def _launch_quantizer(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
     """Launch the quantizer on tensors that it can read, with the buffers ``samples`` and what it writes."""
     device = k.get_device()
-    _target(device)
+    _get_target(device)
     given = {"q": q, "k": k, "v": v}
     at = ("quantize", config, device, *(x.shape for x in given.values()), *(x.stride() for x in given.values()))
 
-    def step() -> Step:
-        sizes, strides = sizes_of(q.shape, k.shape), Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
-        return Step(qkv.kernel(config, sizes, sampled=True), qkv.launch(config, sizes, strides, sampled=True))
+    def step() -> LaunchStep:
+        sizes, strides = get_sizes(q.shape, k.shape), Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
+        return LaunchStep(qkv.kernel(config, sizes, sampled=True), qkv.launch(config, sizes, strides, sampled=True))
 
     _launch(device, at, step, {**given, **buffers})
 
 
-def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: Keys) -> Tensor:
+def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
     """``blocks.quantize_keys`` of CUDA tensors."""
-    key, value = readable(key), readable(value)
-    config = replace(_config_of(key.shape[3], key.dtype, precision), fuse_q_quant=True)  # no Q here
+    key, value = make_tma_compatible(key), make_tma_compatible(value)
+    config = replace(_build_config(key.shape[3], key.dtype, precision), fuse_q_quant=True)  # no Q here
     mean = into.key_scale.new_empty(*key.shape[:2], into.key.shape[3])
     written = {
         "k_codes": into.key, "v_codes": into.value, "k_scale": into.key_scale, "v_scale": into.value_scale,
         "k_mean": mean, "samples": samples,
     }  # fmt: skip
-    _quantizing(config, key, key, value, written)
+    _launch_quantizer(config, key, key, value, written)
     return mean
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
     """``blocks.quantize`` of CUDA tensors."""
-    query, key, value = readable(query), readable(key), readable(value)
-    config = _config_of(query.shape[3], query.dtype, precision)
-    shapes = cuda.quantized_sizes(query.shape, key.shape, config)
-    found = {name: query.new_empty(shape, dtype=cuda.buffer_dtype(name)) for name, shape in shapes.items()}
-    _quantizing(config, query, key, value, {**found, "samples": samples})
+    query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
+    config = _build_config(query.shape[3], query.dtype, precision)
+    shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
+    found = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
+    _launch_quantizer(config, query, key, value, {**found, "samples": samples})
     return QuantizedQKV(
         query=found["q_codes"],
         key=found["k_codes"],
@@ -104,15 +104,15 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 
 
 def attend(
-    query: Tensor, keys: Keys, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
+    query: Tensor, keys: QuantizedKV, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
     """``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
-    config = _config_of(head_dim, query.dtype, precision)
+    config = _build_config(head_dim, query.dtype, precision)
     config = replace(
         config, mask=Mask(causal), log_sum_exp=True, sum_quantized_p=not sum_unrounded_p, fuse_q_quant=True
     )
-    query = readable(query, by_tma=True)
+    query = make_tma_compatible(query, unique_rows=True)
     blocks = -(-count // ROW_BLOCK)
     out = query.new_empty(query.shape)
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
@@ -126,13 +126,13 @@ def attend(
         "lse": lse,
     }
     sizes = Sizes(batch, heads, keys.key.shape[1], length, count)
-    _attending(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers)
+    _launch_attention(config, sizes, scale, query.stride()[:3], keys.key.shape[2], buffers)
     return out, lse
 
 
 def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
     """Attention on codes of Q too, as ``torch.ops.greenfast.attention``, while NCCL's kernels may run."""
-    config = _config_of(codes.head_dim, codes.dtype, codes.precision)
+    config = _build_config(codes.head_dim, codes.dtype, codes.precision)
     config = replace(config, mask=Mask(causal), log_sum_exp=with_lse)
     batch, heads, length, _ = codes.query.shape
     out = torch.empty((batch, heads, length, codes.head_dim), dtype=codes.dtype, device=codes.device)
@@ -147,25 +147,25 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
         "out": out,
         "lse": lse,
     }
-    sizes = sizes_of(codes.query.shape, codes.key.shape)
-    _attending(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
+    sizes = get_sizes(codes.query.shape, codes.key.shape)
+    _launch_attention(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
     return out, lse
 
 
-def _attending(
+def _launch_attention(
     config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int, buffers: dict[str, Tensor]
 ) -> None:
     device = buffers["out"].get_device()
-    target = _target(device)
+    target = _get_target(device)
 
-    def step() -> Step:
+    def step() -> LaunchStep:
         size = target.multiprocessors
         launch = hopper.launch(
-            config, sizes, scale, Strides(query=query), size, kv_len_allocated=kept, ctas_per_sm=BLOCKS_EACH
+            config, sizes, scale, Strides(query=query), size, kv_len_allocated=kept, ctas_per_sm=CTAS_PER_SM
         )
         names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
         # What lies before it on the stream may be a wait for NCCL, not the quantizer.
-        return Step(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
+        return LaunchStep(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 
     _launch(device, ("attend", config, sizes, scale, device, query, kept), step, buffers)
 
@@ -177,9 +177,9 @@ def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: 
     shape, strides = tuple(a.shape), tuple(x.stride()[:3] for x in (a, b, into))
     names = [str(x.dtype).removeprefix("torch.") for x in (a, b, into)]
 
-    def step() -> Step:
+    def step() -> LaunchStep:
         source = merge_kernel.kernel(shape[3], *names, in_place=in_place)
-        return Step(source, merge_kernel.launch(shape, first, *strides))
+        return LaunchStep(source, merge_kernel.launch(shape, first, *strides))
 
     buffers = {"a": a, "b": b, "out": into, "lse_a": lse_a, "lse_b": lse_b, "lse_out": lse}
     _launch(device, ("merge", *names, in_place, device, shape, first, *strides), step, buffers)

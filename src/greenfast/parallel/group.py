@@ -26,13 +26,13 @@ from torch.distributed import distributed_c10d
 #: How long a rank may stay away from a call before the others end with an error, in seconds.
 TIMEOUT = 600.0
 _C10D: Any = distributed_c10d
-_SHOWN = 500  # characters of a call in an error
-_ENDED = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
-_MOMENT = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
+_MAX_MESSAGE = 500  # characters of a call in an error
+_CLOSED_MESSAGES = ("connection closed", "connection reset", "broken pipe")  # gloo's errors where another rank is gone
+_GRACE_PERIOD = 5.0  # seconds by which ranks may begin a call, and so give it up, one after another
 
 
 @dataclass(eq=False)
-class Group:
+class RankGroup:
     """The ranks that share a sequence; ``rank`` counts in the mesh, 0 .. size - 1.
 
     name: what operators in a graph know it by. ranks: in the world, in the mesh's order, which the process group need
@@ -100,7 +100,9 @@ class Group:
         if fault is None and not refused and most == -least:
             return
         said = call if fault is None else str(fault)
-        self.store.set(f"{self.calls}/call/{self.rank}", said if len(said) <= _SHOWN else f"{said[:_SHOWN]}...")
+        self.store.set(
+            f"{self.calls}/call/{self.rank}", said if len(said) <= _MAX_MESSAGE else f"{said[:_MAX_MESSAGE]}..."
+        )
         if fault is not None:
             raise fault
         with self.watched():
@@ -134,7 +136,9 @@ class Group:
         except Exception as error:
             if self.host is not None and not self.failed:
                 with suppress(RuntimeError):  # the store can be gone
-                    self.store.set(f"raised/{self.rank}", f"{self.calls} {type(error).__name__}: {error}"[:_SHOWN])
+                    self.store.set(
+                        f"raised/{self.rank}", f"{self.calls} {type(error).__name__}: {error}"[:_MAX_MESSAGE]
+                    )
             raise
 
     def raised(self) -> dict[int, str]:
@@ -147,9 +151,9 @@ class Group:
                     errors[i] = text
         return errors if len(errors) < self.size else {}
 
-    def watched(self) -> _Watched:
+    def watched(self) -> _ErrorContext:
         """A context in which the error of an exchange becomes one that names the ranks that are lost."""
-        return _Watched(self)
+        return _ErrorContext(self)
 
     @contextmanager
     def exchanging(self, send: Tensor, receive: Tensor) -> Iterator[None]:
@@ -212,7 +216,7 @@ class Group:
         exchange failed as a rank has ended, which is the last one that has not answered.
         """
         self.store.set(f"here/{self.rank}", str(self.calls))
-        until = max(self.since + self.timeout, time.monotonic()) + min(_MOMENT, self.timeout / 2)
+        until = max(self.since + self.timeout, time.monotonic()) + min(_GRACE_PERIOD, self.timeout / 2)
         missing = list(range(self.size))
         while len(missing) > closed and time.monotonic() < until:
             missing = [i for i in missing if not self._answered(f"here/{i}")]
@@ -222,7 +226,7 @@ class Group:
 
     def await_readers(self, lost: list[int]) -> None:
         """Wait a moment until the other ranks have read the store too: it can end with this process."""
-        until = time.monotonic() + min(_MOMENT, self.timeout / 2)
+        until = time.monotonic() + min(_GRACE_PERIOD, self.timeout / 2)
         reading = [i for i in range(self.size) if self.ranks[i] not in lost]
         with suppress(RuntimeError):  # the store has ended, after this rank has read it
             self.store.set(f"read/{self.rank}", str(self.calls))
@@ -236,10 +240,10 @@ class Group:
         return bool(self.store.check([place])) and int(self.store.get(place)) >= self.calls - 1
 
 
-class _Watched:
+class _ErrorContext:
     """See ``Group.watched``."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
 
     def __enter__(self) -> None:
@@ -251,7 +255,7 @@ class _Watched:
         if not isinstance(error, RuntimeError):
             return
         group.failed = True
-        closed = any(words in str(error).lower() for words in _ENDED)
+        closed = any(words in str(error).lower() for words in _CLOSED_MESSAGES)
         try:
             lost = group.lost(closed)
             raised = group.raised()
@@ -273,12 +277,12 @@ class _Watched:
             raise RuntimeError(f"{group.left_early(raised)} ({error})") from error
 
 
-_GROUPS: dict[str, Group] = {}
-_ALL: weakref.WeakSet[Group] = weakref.WeakSet()  # these and those that they replaced
-_MADE: Counter[str] = Counter()  # groups by their ranks
+_GROUPS: dict[str, RankGroup] = {}
+_ALL_GROUPS: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # these and those that they replaced
+_GROUP_COUNTS: Counter[str] = Counter()  # groups by their ranks
 
 
-def group_of(process_group: Any, order: Sequence[int] = (), timeout: float | None = None) -> Group:
+def get_group(process_group: Any, order: Sequence[int] = (), timeout: float | None = None) -> RankGroup:
     """The group of a process group. The first call for it is made by all of its ranks, and waits for them.
 
     order: its ranks in the world, in a mesh's order; by default in its own. timeout: in seconds, of this call and those
@@ -289,13 +293,13 @@ def group_of(process_group: Any, order: Sequence[int] = (), timeout: float | Non
     name = f"{process_group.group_name}/{place}"
     found = _GROUPS.get(name)
     if found is None or found.process_group is not process_group:
-        _MADE[place] += 1
-        store = _C10D.PrefixStore(f"greenfast/{place}/{_MADE[place]}", _C10D._get_default_store())
-        found = Group(name, process_group, store, timeout or TIMEOUT, ranks)
+        _GROUP_COUNTS[place] += 1
+        store = _C10D.PrefixStore(f"greenfast/{place}/{_GROUP_COUNTS[place]}", _C10D._get_default_store())
+        found = RankGroup(name, process_group, store, timeout or TIMEOUT, ranks)
         if len(ranks) > 1:
             found.connect()
         _GROUPS[name] = found
-        _ALL.add(found)
+        _ALL_GROUPS.add(found)
     elif timeout:
         found.timeout = timeout
     return found
@@ -304,13 +308,13 @@ def group_of(process_group: Any, order: Sequence[int] = (), timeout: float | Non
 @atexit.register
 def _close() -> None:
     """Ends gloo's threads, which must not outlive the interpreter."""
-    for group in _ALL:
+    for group in _ALL_GROUPS:
         group.host = None
 
 
-def group_named(name: str) -> Group:
+def find_group(name: str) -> RankGroup:
     """The group of this name, or of the process group that has it in PyTorch. Raises ValueError where there is none."""
     found = _GROUPS.get(name)
     if found is not None:
         return found
-    return group_of(_C10D._resolve_process_group(name))
+    return get_group(_C10D._resolve_process_group(name))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """size: of the group. balanced: see above."""
 
     size: int

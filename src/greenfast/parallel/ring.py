@@ -13,33 +13,33 @@ from torch import Tensor
 
 from greenfast.kernels.quantize.qkv import MEAN_KEYS, sample_places
 from greenfast.ops import torch_ops
-from greenfast.ops.layout import settled
+from greenfast.ops.layout import synchronized
 from greenfast.parallel import blocks
-from greenfast.parallel.blocks import Keys, Merged
-from greenfast.parallel.group import Group
-from greenfast.parallel.layout import Layout
+from greenfast.parallel.blocks import LseMerge, QuantizedKV
+from greenfast.parallel.group import RankGroup
+from greenfast.parallel.layout import ShardLayout
 
 
-def samples_of(group: Group, layout: Layout, key: Tensor) -> Tensor:
+def gather_samples(group: RankGroup, layout: ShardLayout, key: Tensor) -> Tensor:
     """The keys by which the mean of all keys is estimated, (B, HK, 32, D): those of one GPU, of all ranks."""
     batch, heads, length, head_dim = key.shape
     samples = key.new_zeros(batch, heads, MEAN_KEYS, head_dim)
-    at, rows = _own_samples(layout, group.rank, length, key.device)
+    at, rows = _find_local_samples(layout, group.rank, length, key.device)
     if len(at):
         samples.index_copy_(2, at, key.index_select(2, rows))
     return group.sum_of_bits(samples)
 
 
 @lru_cache(maxsize=256)
-def _own_samples(layout: Layout, rank: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _find_local_samples(layout: ShardLayout, rank: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of the samples are a rank's, and where its rows are; kept, as copies to a GPU take longer than they do."""
     places = [layout.row_of(place, length) for place in sample_places(length * layout.size)]
     mine = [(i, row) for i, (owner, row) in enumerate(places) if owner == rank]
-    at, rows = settled(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
+    at, rows = synchronized(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
     return at, rows
 
 
-def turns(rank: int, layout: Layout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
+def build_ring_steps(rank: int, layout: ShardLayout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
     """What a rank computes while it has the keys of rank ``rank - turn``: (first query row, count of keys, masked).
 
     None where its queries attend to none of them. length: rows of each rank.
@@ -58,15 +58,15 @@ def turns(rank: int, layout: Layout, length: int, causal: bool) -> list[tuple[in
 
 
 def forward(
-    group: Group, layout: Layout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float,
-    with_lse: bool,
+    group: RankGroup, layout: ShardLayout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int,
+    scale: float, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
-    samples = samples_of(group, layout, key)
-    here, there = (Keys.like(key, precision) for _ in range(2))
+    samples = gather_samples(group, layout, key)
+    here, there = (QuantizedKV.like(key, precision) for _ in range(2))
     mean = blocks.quantize_keys(key, value, samples, precision, here)
-    plan = turns(group.rank, layout, key.shape[2], bool(causal))
-    merged = Merged(of=sum(turn is not None for turn in plan))
+    plan = build_ring_steps(group.rank, layout, key.shape[2], bool(causal))
+    merged = LseMerge(of=sum(turn is not None for turn in plan))
     for number, turn in enumerate(plan):
         with group.exchanging(here.buffer, there.buffer) if number + 1 < group.size else nullcontext():
             if turn is not None:

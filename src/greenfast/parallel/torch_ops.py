@@ -13,8 +13,8 @@ from torch import Tensor
 
 from greenfast.ops import autograd, torch_ops
 from greenfast.parallel import cost, ring, ulysses
-from greenfast.parallel.group import Group, group_named
-from greenfast.parallel.layout import Layout
+from greenfast.parallel.group import RankGroup, find_group
+from greenfast.parallel.layout import ShardLayout
 
 METHODS = {"ring": ring.forward, "ulysses": ulysses.forward}
 _OPTIONS = "int causal, float scale, str method, bool balanced, str group"
@@ -24,23 +24,23 @@ _SCHEMAS = {
     "context_attention_backward": f"(Tensor grad, Tensor query, Tensor key, Tensor value, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)",
 }
-_TWICE = "greenfast.sdpa: its gradients in a context_parallel are not differentiable"
+_SECOND_DERIVATIVE_MESSAGE = "greenfast.sdpa: its gradients in a context_parallel are not differentiable"
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, precision: str, with_lse: bool, causal: int, scale: float, method: str,
     balanced: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ranks = group_named(group)
+    ranks = find_group(group)
     (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
-    sizes = cost.Sizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
-    method, _ = cost.method_of(method, sizes)  # here, as a graph would depend on the lengths that it compares
+    sizes = cost.CallSizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
+    method, _ = cost.select_method(method, sizes)  # here, as a graph would depend on the lengths that it compares
     options = f", {precision}, return_lse {with_lse}"
     _agree(ranks, f"sdpa by {method}", (query, key, value), causal, scale, balanced, options)
-    if _empty(query, key):
+    if _is_empty(query, key):
         out, lse = query.new_zeros(query.shape), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     else:
-        layout = Layout(ranks.size, balanced)
+        layout = ShardLayout(ranks.size, balanced)
         with ranks.computing():
             out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
     return out, lse if with_lse else lse.new_empty(0)
@@ -50,16 +50,22 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, method: str, balanced: bool,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks = group_named(group)
+    ranks = find_group(group)
     _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, balanced)
-    if _empty(query, key):
+    if _is_empty(query, key):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     with ranks.computing():
-        return ulysses.backward(ranks, Layout(ranks.size, balanced), grad, query, key, value, causal, scale)
+        return ulysses.backward(ranks, ShardLayout(ranks.size, balanced), grad, query, key, value, causal, scale)
 
 
 def _agree(
-    ranks: Group, name: str, tensors: tuple[Tensor, ...], causal: int, scale: float, balanced: bool, options: str = ""
+    ranks: RankGroup,
+    name: str,
+    tensors: tuple[Tensor, ...],
+    causal: int,
+    scale: float,
+    balanced: bool,
+    options: str = "",
 ) -> None:
     """Return once all ranks make this call."""
     shapes = ", ".join(f"{of} {tuple(x.shape)}" for of, x in zip(("query", "key", "value"), tensors, strict=True))
@@ -68,22 +74,22 @@ def _agree(
     )
 
 
-def _empty(query: Tensor, key: Tensor) -> bool:
+def _is_empty(query: Tensor, key: Tensor) -> bool:
     return 0 in (*query.shape, *key.shape)
 
 
-def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, precision: str, with_lse: bool, *options: Any) -> Any:
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, precision: str, with_lse: bool, *options: Any) -> Any:
     lse = query.new_empty(query.shape[:3] if with_lse else (0,), dtype=torch.float32)
     return query.new_empty(query.shape), lse
 
 
-def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     return tuple(torch.empty_like(x) for x in (query, key, value))
 
 
 for _name, _call, _shapes, _message in (
-    ("context_attention", _forward, _forward_shapes, None),
-    ("context_attention_backward", _backward, _backward_shapes, _TWICE),
+    ("context_attention", _forward, _forward_fake, None),
+    ("context_attention_backward", _backward, _backward_fake, _SECOND_DERIVATIVE_MESSAGE),
 ):
     torch_ops.LIBRARY.define(_name + _SCHEMAS[_name])
     for _device in ("CPU", "CUDA"):

@@ -17,18 +17,18 @@ from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.ops import torch_ops
 from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks
-from greenfast.parallel.group import Group
-from greenfast.parallel.layout import Layout
-from greenfast.parallel.ring import samples_of
+from greenfast.parallel.group import RankGroup
+from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.ring import gather_samples
 
-Coming = tuple[tuple[Tensor, ...], object]  # what an exchange receives, and the work to wait for
+PendingExchange = tuple[tuple[Tensor, ...], object]  # what an exchange receives, and the work to wait for
 
-_PARTS = (4, 2)
-_LEAST = 2 << 20  # bytes of a part for each rank: links are slow below
+_PART_COUNTS = (4, 2)
+_MIN_PART_BYTES = 2 << 20  # bytes of a part for each rank: links are slow below
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSharding:
     """Which heads each rank computes: ``queries`` heads of Q, each ``share`` of which share one head of K and V.
 
     Where the group does not divide the heads, the last ranks have heads that do not exist. Where there are fewer heads
@@ -65,7 +65,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Field:
+class ExchangedTensor:
     """One of the tensors that travel: (B, heads, ...), with the rows of the sequence in dimension ``rows``.
 
     of_keys: whether its heads are K's and V's.
@@ -76,13 +76,13 @@ class Field:
     of_keys: bool
 
 
-class Exchange:
+class HeadExchange:
     """What a group exchanges for one attention."""
 
-    def __init__(self, group: Group, layout: Layout, heads: Heads) -> None:
+    def __init__(self, group: RankGroup, layout: ShardLayout, heads: HeadSharding) -> None:
         self.group, self.layout, self.heads = group, layout, heads
 
-    def by_rank(self, field: Field) -> Tensor:
+    def by_rank(self, field: ExchangedTensor) -> Tensor:
         """The field with its heads divided among the ranks: (B, size, heads of a rank, ...)."""
         x, size = field.tensor, self.group.size
         if field.of_keys:
@@ -93,30 +93,30 @@ class Exchange:
             x = torch.cat([x, missing], 1)
         return torch.unflatten(x, 1, (size, x.shape[1] // size))
 
-    def send(self, fields: Sequence[Tensor]) -> Coming:
+    def send(self, fields: Sequence[Tensor]) -> PendingExchange:
         """Exchange fields (B, size, heads, ...): the received ones, (size, B, heads, ...), and the work to wait for."""
         shapes = [(x.shape[0], *x.shape[2:]) for x in fields]
         return self._exchange(fields, shapes, lambda x, into: into.copy_(x.transpose(0, 1)))
 
-    def send_back(self, results: Sequence[Tensor]) -> Coming:
+    def send_back(self, results: Sequence[Tensor]) -> PendingExchange:
         """Exchange results of whole sequences, (B, heads, S, ...), as fields of each rank's rows of them."""
         shapes = [(*x.shape[:2], x.shape[2] // self.group.size, *x.shape[3:]) for x in results]
         return self._exchange(results, shapes, self.scatter)
 
     def _exchange(
         self, tensors: Sequence[Tensor], shapes: list[tuple[int, ...]], write: Callable[[Tensor, Tensor], object]
-    ) -> Coming:
+    ) -> PendingExchange:
         """shapes: of each tensor for one rank. write(tensor, into): fills its place, (size, *shape)."""
         dtypes = [x.dtype for x in tensors]
         # All of them in one buffer for each rank, so that the exchange is one.
-        width = sum(blocks.place(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        width = sum(blocks.get_aligned_nbytes(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
         sent = torch.empty(self.group.size, width, dtype=torch.uint8, device=tensors[0].device)
-        for x, into in zip(tensors, _views(sent, shapes, dtypes), strict=True):
+        for x, into in zip(tensors, _view_buffer(sent, shapes, dtypes), strict=True):
             write(x, into)
         received, work = self.group.all_to_all(sent)
-        return _views(received, shapes, dtypes), work
+        return _view_buffer(received, shapes, dtypes), work
 
-    def wait(self, coming: Coming) -> tuple[Tensor, ...]:
+    def wait(self, coming: PendingExchange) -> tuple[Tensor, ...]:
         """What ``send`` receives, in the order of the ranks."""
         received, work = coming
         self.group.wait(received[0], work)
@@ -153,17 +153,17 @@ class Exchange:
         return [heads, *((2 * size - 1 - rank, tails[rank]) for rank in range(size))]
 
 
-def _views(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+def _view_buffer(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
     """Tensors (size, *shape) in a buffer (size, bytes)."""
     found, at = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         size = torch.Size(shape).numel() * dtype.itemsize
         found.append(torch.unflatten(buffer[:, at : at + size].view(dtype), 1, shape))
-        at += blocks.place(shape, dtype)
+        at += blocks.get_aligned_nbytes(shape, dtype)
     return tuple(found)
 
 
-def _wide(x: Tensor, together: int) -> Tensor:
+def _view_as_int64(x: Tensor, together: int) -> Tensor:
     """The same bytes as int64, which copies move faster than single codes; as they are where that cannot be.
 
     together: how many neighbours in the last dimension are never parted.
@@ -175,33 +175,40 @@ def _wide(x: Tensor, together: int) -> Tensor:
     return x.view(torch.int64)
 
 
-def _of(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes of a dense tensor as another dtype."""
     return x if x.dtype == dtype else x.view(dtype)
 
 
 def forward(
-    group: Group, layout: Layout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float,
-    with_lse: bool,
+    group: RankGroup, layout: ShardLayout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int,
+    scale: float, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
     batch, count, length, head_dim = query.shape
-    heads = Heads(count, key.shape[1], group.size)
-    exchange = Exchange(group, layout, heads)
-    as_codes = all(blocks.codes_travel(x.shape[2] // layout.parts) for x in (query, key))
+    heads = HeadSharding(count, key.shape[1], group.size)
+    exchange = HeadExchange(group, layout, heads)
+    as_codes = all(blocks.can_send_quantized(x.shape[2] // layout.parts) for x in (query, key))
     mean = None
-    scales: list[Field] = []
+    scales: list[ExchangedTensor] = []
     if as_codes:
-        codes = blocks.quantize(query, key, value, samples_of(group, layout, key), precision)
+        codes = blocks.quantize(query, key, value, gather_samples(group, layout, key), precision)
         mean = codes.key_mean
         q, k, v, *of_blocks = codes.tensors()[:6]
-        v = _wide(v, key.shape[2] // layout.parts)
-        fields = [Field(_wide(q, q.shape[3]), 2, False), Field(_wide(k, k.shape[3]), 2, True), Field(v, 3, True)]
-        scales = [Field(x, 2, of_keys) for x, of_keys in zip(of_blocks, (False, True, True), strict=True)]
+        v = _view_as_int64(v, key.shape[2] // layout.parts)
+        fields = [
+            ExchangedTensor(_view_as_int64(q, q.shape[3]), 2, False),
+            ExchangedTensor(_view_as_int64(k, k.shape[3]), 2, True),
+            ExchangedTensor(v, 3, True),
+        ]
+        scales = [ExchangedTensor(x, 2, of_keys) for x, of_keys in zip(of_blocks, (False, True, True), strict=True)]
     else:
-        fields = [Field(_wide(x, head_dim), 2, of_keys) for x, of_keys in ((query, False), (key, True), (value, True))]
+        fields = [
+            ExchangedTensor(_view_as_int64(x, head_dim), 2, of_keys)
+            for x, of_keys in ((query, False), (key, True), (value, True))
+        ]
     divided = [exchange.by_rank(field) for field in fields]
-    parts = parts_of(divided, heads)
+    parts = count_parts(divided, heads)
     # Scales are small: those of all parts come with the first one.
     coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.by_rank, scales)])
     of_parts: list[list[Tensor]] = []
@@ -216,7 +223,7 @@ def forward(
             of_all = (exchange.gathered(x, field.rows) for x, field in zip(received[3:], scales, strict=True))
             of_parts = [[one.contiguous() for one in x.tensor_split(parts, 1)] for x in of_all]
         whole = [
-            _of(exchange.gathered(x, field.rows), torch.uint8 if as_codes else query.dtype)
+            _view_as(exchange.gathered(x, field.rows), torch.uint8 if as_codes else query.dtype)
             for x, field in zip(received[:3], fields, strict=True)
         ] + [x[part] for x in of_parts]
         if as_codes:
@@ -225,12 +232,12 @@ def forward(
             found = torch_ops.SDPA_LSE(*whole, precision, causal, scale)
         else:
             found = (torch_ops.SDPA(*whole, precision, causal, scale),)
-        going.append(exchange.send_back([_wide(found[0], head_dim), *found[1 : 1 + with_lse]]))
+        going.append(exchange.send_back([_view_as_int64(found[0], head_dim), *found[1 : 1 + with_lse]]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
     for part, some in enumerate(going):
         for into, x in zip((out, lse), exchange.wait(some), strict=False):
-            _of(into, x.dtype).tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
+            _view_as(into, x.dtype).tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
     out = out.flatten(1, 2)[:, :count]
     if with_lse:
         lse = lse.flatten(1, 2)[:, :count]
@@ -239,11 +246,11 @@ def forward(
     return out.contiguous(), lse.contiguous()
 
 
-def parts_of(divided: list[Tensor], heads: Heads) -> int:
+def count_parts(divided: list[Tensor], heads: HeadSharding) -> int:
     """In how many parts the heads of a rank go: whole heads of K and V, and enough bytes of each."""
     keys = heads.queries // heads.share
     each = sum(x.nbytes for x in divided) // heads.size
-    return next((n for n in _PARTS if keys % n == 0 and each >= n * _LEAST), 1)
+    return next((n for n in _PART_COUNTS if keys % n == 0 and each >= n * _MIN_PART_BYTES), 1)
 
 
 def _attend(
@@ -265,22 +272,34 @@ def _attend(
         dtype=dtype,
     )
     if query.is_cuda:
-        found: tuple[Tensor, Tensor] = blocks.gpu().attend_codes(codes, causal, scale, with_lse)
+        found: tuple[Tensor, Tensor] = blocks.load_cuda().attend_codes(codes, causal, scale, with_lse)
         return found
     arguments = (*codes.tensors()[:6], precision, head_dim, codes.key_length, dtype, causal, scale)
     return torch_ops.ATTENTION_LSE(*arguments)  # type: ignore[no-any-return]
 
 
 def backward(
-    group: Group, layout: Layout, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+    group: RankGroup,
+    layout: ShardLayout,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's queries, keys and values, by ``torch.ops.greenfast.sdpa_backward`` of whole heads.
 
     In 16 bits, whatever the precision of the forward pass is.
     """
-    heads = Heads(query.shape[1], key.shape[1], group.size)
-    exchange = Exchange(group, layout, heads)
-    fields = [Field(grad, 2, False), Field(query, 2, False), Field(key, 2, True), Field(value, 2, True)]
+    heads = HeadSharding(query.shape[1], key.shape[1], group.size)
+    exchange = HeadExchange(group, layout, heads)
+    fields = [
+        ExchangedTensor(grad, 2, False),
+        ExchangedTensor(query, 2, False),
+        ExchangedTensor(key, 2, True),
+        ExchangedTensor(value, 2, True),
+    ]
     received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
     whole = [exchange.gathered(x, 2) for x in received]
     found = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
@@ -288,11 +307,11 @@ def backward(
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
     return (
         torch.empty_like(query).copy_(by_query[:, : query.shape[1]]),
-        *(_added(x, heads, like) for x, like in ((by_key, key), (by_value, value))),
+        *(_sum_copies(x, heads, like) for x, like in ((by_key, key), (by_value, value))),
     )  # type: ignore[return-value]
 
 
-def _added(x: Tensor, heads: Heads, like: Tensor) -> Tensor:
+def _sum_copies(x: Tensor, heads: HeadSharding, like: Tensor) -> Tensor:
     """The gradient of K or V from the gradients of its copies: (B, HK, KV, D) from (B, heads of all ranks, KV, D)."""
     out = torch.empty_like(like)
     if heads.keys == list(range(like.shape[1])):

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from greenfast.ops import autograd, torch_ops
 from greenfast.parallel import cost
-from greenfast.parallel.blocks import Merged
-from greenfast.parallel.group import Group, group_named
-from greenfast.parallel.layout import Layout
-from greenfast.parallel.ring import turns
-from greenfast.parallel.ulysses import Exchange, Field, Heads
+from greenfast.parallel.blocks import LseMerge
+from greenfast.parallel.group import RankGroup, find_group
+from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.ring import build_ring_steps
+from greenfast.parallel.ulysses import ExchangedTensor, HeadExchange, HeadSharding
 from greenfast.serving import torch_ops as serving_ops
-from greenfast.serving.call import Call
-from greenfast.serving.checks import checks_values
-from greenfast.serving.pages import PAGE, KVPages, page_bytes, page_count, pages_in, sequences_of
+from greenfast.serving.call import AttentionCall
+from greenfast.serving.checks import should_check_values
+from greenfast.serving.pages import PAGE, KVPages, count_pages, find_sequences, get_page_bytes, view_pages
 from greenfast.serving.torch_ops import NO_GRADIENT
 
 _SCHEMA = (
@@ -34,7 +34,7 @@ _SCHEMA = (
 )
 
 
-class Options(NamedTuple):
+class VarlenOptions(NamedTuple):
     """causal and softcap as in ``flash_attn_varlen_func``; scale: of the scores."""
 
     causal: bool
@@ -42,7 +42,7 @@ class Options(NamedTuple):
     scale: float
 
 
-class Rows(NamedTuple):
+class VarlenRows(NamedTuple):
     """Sequences that lie one after another: where they begin, int32 (batch + 1,), and the longest one's length."""
 
     starts: Tensor
@@ -58,15 +58,15 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     causal: bool, softcap: float, scale: float, method: str, balanced: bool, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    ranks = group_named(group)
-    layout, options = Layout(ranks.size, balanced), Options(causal, softcap, scale)
-    queries, keys = Rows(cu_seqlens_q, max_seqlen_q), Rows(cu_seqlens_k, max_seqlen_k)
+    ranks = find_group(group)
+    layout, options = ShardLayout(ranks.size, balanced), VarlenOptions(causal, softcap, scale)
+    queries, keys = VarlenRows(cu_seqlens_q, max_seqlen_q), VarlenRows(cu_seqlens_k, max_seqlen_k)
     batch = max(1, cu_seqlens_q.shape[0] - 1)
-    sizes = cost.Sizes(
+    sizes = cost.CallSizes(
         ranks.size, batch, q.shape[1], k.shape[1], -(-q.shape[0] // batch), -(-k.shape[0] // batch), q.shape[2], causal
     )
-    method, _ = cost.method_of(method, sizes)
-    starts = [x.tolist() if checks_values(x) else tuple(x.shape) for x in (cu_seqlens_q, cu_seqlens_k)]
+    method, _ = cost.select_method(method, sizes)
+    starts = [x.tolist() if should_check_values(x) else tuple(x.shape) for x in (cu_seqlens_q, cu_seqlens_k)]
     ranks.agree(
         f"flash_attn_varlen_func by {method}, q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}, causal {causal}, "
         f"softcap {softcap}, scale {scale}, load_balance {balanced}, max_seqlen_q {max_seqlen_q}, max_seqlen_k "
@@ -80,79 +80,96 @@ def _run(
 
 
 def _ring(
-    group: Group, layout: Layout, q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, options: Options
+    group: RankGroup,
+    layout: ShardLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: VarlenRows,
+    keys: VarlenRows,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
-    pages = page_count(k.shape[0], keys.starts.shape[0] - 1)
-    shape = (pages, page_bytes(PAGE, k.shape[1], k.shape[2]))
+    pages = count_pages(k.shape[0], keys.starts.shape[0] - 1)
+    shape = (pages, get_page_bytes(PAGE, k.shape[1], k.shape[2]))
     here, there = (torch.empty(shape, dtype=torch.uint8, device=k.device) for _ in range(2))
     width = max(1, -(-keys.longest // PAGE))
     slots, _, _, table = serving_ops.token_slots(keys.starts, None, None, None, k.shape[0], width, PAGE)
-    cache = pages_in(here, PAGE, *k.shape[1:])
+    cache = view_pages(here, PAGE, *k.shape[1:])
     serving_ops.append_kv(None, k, v, *cache[:2], slots, *cache[2:], *[None] * 5, 0.0, False)
-    plan = turns(group.rank, layout, 2, options.causal)  # in halves of a sequence
-    merged = Merged(of=sum(turn is not None for turn in plan))
-    tails, of_tails = _tails(queries, q.shape[0]) if layout.balanced else (None, queries)
+    plan = build_ring_steps(group.rank, layout, 2, options.causal)  # in halves of a sequence
+    merged = LseMerge(of=sum(turn is not None for turn in plan))
+    tails, of_tails = _find_tails(queries, q.shape[0]) if layout.balanced else (None, queries)
     for number, turn in enumerate(plan):
         with group.exchanging(here, there) if number + 1 < group.size else nullcontext():
             if turn is not None:
                 first, count, masked = turn
                 used = keys.lengths if count == 2 else keys.lengths // 2
                 some = options._replace(causal=bool(masked))
-                cache = pages_in(here, PAGE, *k.shape[1:])
+                cache = view_pages(here, PAGE, *k.shape[1:])
                 if first and tails is not None:
-                    out, lse = _spread(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
+                    out, lse = _scatter_rows(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
                 else:
                     out, lse = _attend(q, queries, cache, table, used, some)
-                merged.add(_as_batch(out), lse.unsqueeze(0))
+                merged.add(_view_as_batch(out), lse.unsqueeze(0))
         here, there = there, here
     return merged.out.squeeze(0).transpose(0, 1), merged.lse.squeeze(0)
 
 
 def _attend(
-    q: Tensor, queries: Rows, cache: KVPages, table: Tensor, used: Tensor, options: Options
+    q: Tensor, queries: VarlenRows, cache: KVPages, table: Tensor, used: Tensor, options: VarlenOptions
 ) -> tuple[Tensor, Tensor]:
-    call = Call(
+    call = AttentionCall(
         q, queries.starts, queries.longest, options.scale, options.causal, (-1, -1), options.softcap, None, None, None
     )
     found: Any = call.attend(*cache[:2], table, used, (None, *cache[2:]), True)
     return found[0], found[1]
 
 
-def _as_batch(out: Tensor) -> Tensor:
+def _view_as_batch(out: Tensor) -> Tensor:
     """(total, H, D) as (1, H, total, D), a view."""
     return out.transpose(0, 1).unsqueeze(0)
 
 
-def _tails(rows: Rows, total: int) -> tuple[Tensor, Rows]:
+def _find_tails(rows: VarlenRows, total: int) -> tuple[Tensor, VarlenRows]:
     """The rows of the second half of each sequence, int64 (total / 2,), and how they lie one after another."""
-    halves = Rows(rows.starts // 2, rows.longest // 2)
+    halves = VarlenRows(rows.starts // 2, rows.longest // 2)
     places = torch.arange(total // 2, dtype=torch.int64, device=rows.starts.device)
-    of = sequences_of(halves.starts, places)
+    of = find_sequences(halves.starts, places)
     # Sequence s begins at twice the place where its tails begin, and its tails half its length behind that.
     return places + halves.starts[1:].long()[of], halves
 
 
-def _spread(at: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _scatter_rows(at: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Results of some rows as results of all, which have seen no key in the other rows."""
     whole, sums = torch.zeros_like(like), lse.new_full((lse.shape[0], like.shape[0]), -math.inf)
     return whole.index_copy_(0, at, out), sums.index_copy_(1, at, lse)
 
 
 def _ulysses(
-    group: Group, layout: Layout, q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, options: Options
+    group: RankGroup,
+    layout: ShardLayout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: VarlenRows,
+    keys: VarlenRows,
+    options: VarlenOptions,
 ) -> tuple[Tensor, Tensor]:
-    heads = Heads(q.shape[1], k.shape[1], group.size)
-    exchange = Exchange(group, layout, heads)
-    fields = [Field(_as_batch(x), 2, of_keys) for x, of_keys in ((q, False), (k, True), (v, True))]
+    heads = HeadSharding(q.shape[1], k.shape[1], group.size)
+    exchange = HeadExchange(group, layout, heads)
+    fields = [ExchangedTensor(_view_as_batch(x), 2, of_keys) for x, of_keys in ((q, False), (k, True), (v, True))]
     received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
-    of_queries, of_keys = _whole_order(layout, queries, q.shape[0]), _whole_order(layout, keys, k.shape[0])
+    of_queries, of_keys = (
+        _get_sequence_order(layout, queries, q.shape[0]),
+        _get_sequence_order(layout, keys, k.shape[0]),
+    )
     rows = []
     for x, order in zip(received, (of_queries, of_keys, of_keys), strict=True):
         by_place = x.squeeze(1).transpose(1, 2).flatten(0, 1)  # (size * total, heads, D)
         rows.append(by_place.index_select(0, order))
     size = group.size
-    whole = [Rows(x.starts * size, x.longest * size) for x in (queries, keys)]
-    call = Call(
+    whole = [VarlenRows(x.starts * size, x.longest * size) for x in (queries, keys)]
+    call = AttentionCall(
         rows[0], whole[0].starts, whole[0].longest, options.scale, options.causal, (-1, -1), options.softcap, None,
         None, None,
     )  # fmt: skip
@@ -160,18 +177,18 @@ def _ulysses(
     out, lse = torch.empty_like(rows[0]), torch.empty_like(found[1])
     out.index_copy_(0, of_queries, found[0])
     lse.index_copy_(1, of_queries, found[1])
-    parts = (torch.unflatten(_as_batch(out), 2, (size, q.shape[0])), torch.unflatten(lse, 1, (size, q.shape[0])))
+    parts = (torch.unflatten(_view_as_batch(out), 2, (size, q.shape[0])), torch.unflatten(lse, 1, (size, q.shape[0])))
     going = [parts[0].movedim(2, 1), parts[1].transpose(0, 1).unsqueeze(0)]  # (1, size, heads, ...)
     outs, sums = (x.squeeze(1).flatten(0, 1)[: q.shape[1]] for x in exchange.wait(exchange.send(going)))
     return outs.transpose(0, 1).contiguous(), sums.contiguous()
 
 
-def _whole_order(layout: Layout, rows: Rows, total: int) -> Tensor:
+def _get_sequence_order(layout: ShardLayout, rows: VarlenRows, total: int) -> Tensor:
     """Where each row of the whole sequences, one after another, lies in the ranks' rows: int64 (size * total,)."""
     device = rows.starts.device
     places = torch.arange(total * layout.size, dtype=torch.int64, device=device)
     starts = rows.starts.long()
-    of = sequences_of(rows.starts * layout.size, places)
+    of = find_sequences(rows.starts * layout.size, places)
     position = places - starts[of] * layout.size
     chunk = ((starts[1:] - starts[:-1])[of] // layout.parts).clamp(min=1)
     number = (position // chunk).clamp(max=layout.parts * layout.size - 1)
@@ -182,14 +199,14 @@ def _whole_order(layout: Layout, rows: Rows, total: int) -> Tensor:
     return torch.where(behind < 0, found, behind // spare * total + starts[-1] + behind % spare)
 
 
-def _shapes(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 torch_ops.LIBRARY.define(_SCHEMA)
 for _device in ("CPU", "CUDA"):
     torch_ops.LIBRARY.impl("context_varlen", _run, _device)
-torch.library.register_fake("greenfast::context_varlen", _shapes, lib=torch_ops.LIBRARY)
+torch.library.register_fake("greenfast::context_varlen", _fake, lib=torch_ops.LIBRARY)
 autograd.register(torch_ops.LIBRARY, "context_varlen", f"greenfast.flash_attn: {NO_GRADIENT}")
 
 CONTEXT_VARLEN = torch.ops.greenfast.context_varlen.default

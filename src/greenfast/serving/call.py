@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, check_length, number
-from greenfast.ops.layout import capturing, settled
+from greenfast.ops.arguments import check_flag, check_length, parse_number
+from greenfast.ops.layout import is_capturing, synchronized
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
-from greenfast.ops.symbols import known, require, require_same
+from greenfast.ops.symbols import is_known, require, require_same_shape
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import (
     E4M3,
-    MOST_GROUPED,
-    MOST_LENGTH,
+    MAX_GROUP_SIZE,
+    MAX_LENGTH,
     check_append_once,
     check_attention_once,
     check_keys,
@@ -24,24 +24,24 @@ from greenfast.serving.checks import (
     check_starts,
     check_strided,
     check_values,
-    checks_values,
-    shares_heads,
+    is_valid_grouping,
+    should_check_values,
 )
-from greenfast.serving.launch_cache import remember
+from greenfast.serving.launch_cache import record_attention
 from greenfast.serving.pages import (
     PAGE,
+    allocate_pages,
     copy_codes,
-    empty_pages,
-    page_count,
+    count_pages,
 )
-from greenfast.serving.plan import NO_GRADIENT_OF, ServingPlan, kind, requires_grad, window_of
+from greenfast.serving.plan import GRADIENT_MESSAGE, ServingPlan, describe_tensor, parse_window, requires_grad
 
 Result = Tensor | tuple[Tensor, Tensor]
 _CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
-_MOST_CONSTANTS = 1024
+_MAX_CONSTANTS = 1024
 
 
-class Call:
+class AttentionCall:
     """What both functions share: queries in rows, (total_q, heads, head_dim), and the options of the attention."""
 
     def __init__(
@@ -51,11 +51,11 @@ class Call:
     ) -> None:  # fmt: skip
         if causal is not True and causal is not False:
             check_flag("causal", causal)
-        self.q = rows_of("q", q)
+        self.q = make_rows_dense("q", q)
         self.cu_seqlens_q, self.max_seqlen_q = cu_seqlens_q, max_seqlen_q
-        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else number("softmax_scale", softmax_scale)
-        self.mask = (causal, *window_of(causal, window_size))
-        self.softcap = number("softcap", softcap)
+        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else parse_number("softmax_scale", softmax_scale)
+        self.mask = (causal, *parse_window(causal, window_size))
+        self.softcap = parse_number("softcap", softcap)
         if sinks is not None and isinstance(sinks, Tensor) and sinks.dtype in DTYPES:
             sinks = sinks.float()
         self.sinks, self.out = sinks, out
@@ -71,7 +71,7 @@ class Call:
         """The operator's; scales are of Q, K and V."""
         q_scale, k_scale, v_scale = scales
         if q_scale is None and self.q.dtype == E4M3:
-            q_scale = one(self.q).expand(used.shape[0], k.shape[2])
+            q_scale = get_unit_scale(self.q).expand(used.shape[0], k.shape[2])
         elif isinstance(q_scale, Tensor) and (
             q_scale.dim() == 0 or (q_scale.dim() == 1 and require(q_scale.shape[0] == k.shape[2]))
         ):
@@ -80,8 +80,8 @@ class Call:
         if dtype == E4M3:
             dtype = self.out.dtype if self.out is not None else torch.bfloat16
         return (
-            self.q, k, v, table, self.cu_seqlens_q, used, one(self.q) if k_scale is None else k_scale,
-            one(self.q) if v_scale is None else v_scale, q_scale, self.sinks,
+            self.q, k, v, table, self.cu_seqlens_q, used, get_unit_scale(self.q) if k_scale is None else k_scale,
+            get_unit_scale(self.q) if v_scale is None else v_scale, q_scale, self.sinks,
             None if self.plan is None else self.plan.tensor, self.max_seqlen_q, *self.mask, self.softcap, self.scale,
             dtype,
         )  # fmt: skip
@@ -99,7 +99,7 @@ class Call:
             self._check_out_gradient(*args[:11])
             out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
         if request is not None:
-            remember(request, args, out, self.before, lse=wants_lse)
+            record_attention(request, args, out, self.before, lse=wants_lse)
         return (out, lse) if wants_lse else out
 
     def over_keys(
@@ -110,15 +110,19 @@ class Call:
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
             if x.dim() != 3:
-                raise ValueError(f"{name}: {kind(x)}; without block_table (total_k, kv_heads, head_dim) is needed")
+                raise ValueError(
+                    f"{name}: {describe_tensor(x)}; without block_table (total_k, kv_heads, head_dim) is needed"
+                )
         starts = self.cu_seqlens_q
         if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.shape[0] == 0:
-            raise ValueError(f"cu_seqlens_q: {kind(starts)}; int32 (batch + 1,) is needed")
-        if not isinstance(cu_seqlens_k, Tensor) or not require_same(cu_seqlens_k.shape, starts.shape):
-            raise ValueError(f"cu_seqlens_k: {kind(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed")
+            raise ValueError(f"cu_seqlens_q: {describe_tensor(starts)}; int32 (batch + 1,) is needed")
+        if not isinstance(cu_seqlens_k, Tensor) or not require_same_shape(cu_seqlens_k.shape, starts.shape):
+            raise ValueError(
+                f"cu_seqlens_k: {describe_tensor(cu_seqlens_k)}; as cu_seqlens_q, without block_table it is needed"
+            )
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
-        check_length("max_seqlen_k", max_seqlen_k, MOST_LENGTH)
+        check_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         given = k.dtype == E4M3
         if not given and (scales[1] is not None or scales[2] is not None):
@@ -127,16 +131,16 @@ class Call:
             raise NotImplementedError(f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}")
         if not require(self.q.shape[-1] == k.shape[2]):
             raise ValueError(f"q: its head_dim is {self.q.shape[-1]}, k's {k.shape[2]}; they must agree")
-        if not shares_heads(self.q.shape[1], k.shape[1]):
+        if not is_valid_grouping(self.q.shape[1], k.shape[1]):
             raise ValueError(
-                f"q: it has {self.q.shape[1]} heads, k {k.shape[1]}; 1 to {MOST_GROUPED} query heads share each head "
+                f"q: it has {self.q.shape[1]} heads, k {k.shape[1]}; 1 to {MAX_GROUP_SIZE} query heads share each head "
                 "of K and V"
             )
-        if not require_same(v.shape, k.shape):
-            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
-        k, v = rows_of("k", k), rows_of("v", v)
-        pages = empty_pages(
-            page_count(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
+        if not require_same_shape(v.shape, k.shape):
+            raise ValueError(f"v: {describe_tensor(v)}, k {describe_tensor(k)}; they must agree")
+        k, v = make_rows_dense("k", k), make_rows_dense("v", v)
+        pages = allocate_pages(
+            count_pages(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
         )
         if not given:
             scales = (scales[0], pages.k_scale, pages.v_scale)
@@ -147,8 +151,8 @@ class Call:
         if not given:
             self._check_append(None, k, v, pages[:2], scales)
         elif v.dtype != E4M3 or v.device != k.device:
-            raise ValueError(f"v: {kind(v)}, k {kind(k)}; they must agree")
-        if _readable(cu_seqlens_k, seqused_k):
+            raise ValueError(f"v: {describe_tensor(v)}, k {describe_tensor(k)}; they must agree")
+        if _can_check_values(cu_seqlens_k, seqused_k):
             check_keys(cu_seqlens_k, total, max_seqlen_k, seqused_k)
         self._refuse_gradients_of(k, v)
         of_slots = (cu_seqlens_k, None, None, None, total, width, PAGE)
@@ -175,29 +179,38 @@ class Call:
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
             if x.dim() != (4 if starts is None else 3) or (starts is None and not require(x.shape[0] == batch)):
-                raise ValueError(f"{name}: {kind(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}")
+                raise ValueError(
+                    f"{name}: {describe_tensor(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}"
+                )
         for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
             if given is not None and (
-                not isinstance(given, Tensor) or given.dtype != torch.int32 or not require_same(given.shape, (count,))
+                not isinstance(given, Tensor)
+                or given.dtype != torch.int32
+                or not require_same_shape(given.shape, (count,))
             ):
-                raise ValueError(f"{name}: {kind(given)}; int32 ({count},) is needed")
-        if known(table.shape[1] == 0):
+                raise ValueError(f"{name}: {describe_tensor(given)}; int32 ({count},) is needed")
+        if is_known(table.shape[1] == 0):
             raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
         new = None if starts is not None else k.shape[1]
         if new is not None:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
         rotates = cos is not None or sin is not None
         if rotates:
-            several = (new is None and not known(self.max_seqlen_q == 1)) or (new is not None and not known(new <= 1))
+            several = (new is None and not is_known(self.max_seqlen_q == 1)) or (
+                new is not None and not is_known(new <= 1)
+            )
             same = require(new == length) if starts is None else require(self.q.shape[0] == k.shape[0])
             if not same or (several and self.mask == (False, -1, -1)):
                 raise NotImplementedError(
                     "rotary_cos: q and k must have the same tokens, and several of each a causal mask or a window"
                 )
         if starts is None:
-            starts = constant(self.q, "arange", new, batch)
-        k, v = rows_of("k", k), rows_of("v", v)
-        q, scales = self.q if rotates else None, (scales[0], *[one(self.q) if x is None else x for x in scales[1:]])
+            starts = get_constant(self.q, "arange", new, batch)
+        k, v = make_rows_dense("k", k), make_rows_dense("v", v)
+        q, scales = (
+            self.q if rotates else None,
+            (scales[0], *[get_unit_scale(self.q) if x is None else x for x in scales[1:]]),
+        )
         self._check((k_cache, v_cache), table, used, scales, like=used)
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
@@ -205,10 +218,10 @@ class Call:
         self._check_rest(k_cache.shape[2], (k_cache, v_cache, *scales, cos, sin))
         of_slots = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
         slots, at, lengths, _ = serving_ops.token_slots(*of_slots)
-        if _readable(self.q, table, used, starts, lengths):
+        if _can_check_values(self.q, table, used, starts, lengths):
             new_counts = check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
             if not self.has_table:
-                _check_room(table.shape[1] * k_cache.shape[1], used, new_counts)
+                _check_capacity(table.shape[1] * k_cache.shape[1], used, new_counts)
             check_values(self.q, k_cache, table, self.cu_seqlens_q, used, self.max_seqlen_q)
             check_values(self.q, k_cache, table, self.cu_seqlens_q, lengths, self.max_seqlen_q)
             if self.plan is not None and self.q.is_cpu:
@@ -235,7 +248,7 @@ class Call:
         args = self.arguments(pages[0], pages[1], block_table, used, scales)
         check_attention_once(*args)
         if self.plan is not None and type(self.q) is Tensor and self.q.is_cuda and type(self.plan.tensor) is Tensor:
-            serving_ops.gpu().attention_plan(*args)  # it refuses plans of another size
+            serving_ops.load_cuda().get_attention_plan(*args)  # it refuses plans of another size
 
     def _check_plan(self, kv_heads: int) -> None:
         if self.plan is not None:
@@ -260,7 +273,7 @@ class Call:
         if not requires_grad(k, v) or self.q.requires_grad:
             return
         if self.q.dtype == E4M3:
-            raise NotImplementedError(NO_GRADIENT_OF.format("k, v"))
+            raise NotImplementedError(GRADIENT_MESSAGE.format("k, v"))
         self.q = self.q + (k[:0].sum() + v[:0].sum()).to(self.q.dtype)
 
     def _check_append(
@@ -273,7 +286,7 @@ class Call:
         check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
 
 
-def _check_room(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
+def _check_capacity(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
     """Raises ValueError if a sequence's cache has no room for its new keys."""
     for b, (n, new) in enumerate(zip(used.tolist(), new_counts, strict=True)):
         if n + new > most:
@@ -283,25 +296,25 @@ def _check_room(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
             )
 
 
-def _readable(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether lengths are to be read and checked here: in eager calls, where ``checks_values`` says so."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not checks_values(first):
+def _can_check_values(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether lengths are to be read and checked here: in eager calls, where ``should_check_values`` says so."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not should_check_values(first):
         return False
     return all(x is None or type(x) is Tensor for x in (first, *others))
 
 
-def rows_of(name: str, x: Tensor) -> Tensor:
+def make_rows_dense(name: str, x: Tensor) -> Tensor:
     """x with dense rows. Raises TypeError for nested and sparse tensors."""
     check_strided(name, x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def one(like: Tensor) -> Tensor:
+def get_unit_scale(like: Tensor) -> Tensor:
     """A scale of 1."""
-    return constant(like, "one")
+    return get_constant(like, "one")
 
 
-def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
+def get_constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
     """A float32 1; int32 0, step .. count * step; or with a "table" the pages of PagedRows, count being (batch, pages).
 
     It is kept, where a later call may use the memory.
@@ -321,8 +334,8 @@ def constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
     else:
         made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
     # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.
-    if kept and not torch._C._len_torch_dispatch_stack() and not capturing(device):
-        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+    if kept and not torch._C._len_torch_dispatch_stack() and not is_capturing(device):
+        if len(_CONSTANTS) >= _MAX_CONSTANTS:
             _CONSTANTS.clear()
-        return _CONSTANTS.setdefault(at, settled(made))
+        return _CONSTANTS.setdefault(at, synchronized(made))
     return made

@@ -12,23 +12,23 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.ops.arguments import check_length
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
-from greenfast.ops.symbols import known, require, require_same
+from greenfast.ops.symbols import is_known, require, require_same_shape
 
 E4M3 = torch.float8_e4m3fn
 PAGE_SIZES = (16, 32, 64, 128)
-MOST_GROUPED = 16  # query heads of a KV head
+MAX_GROUP_SIZE = 16  # query heads of a KV head
 #: Set to 1: block tables and lengths on a GPU are read back and checked before each call, which waits for the GPU.
 CHECK_PAGES = "GREENFAST_CHECK_PAGES"
-_CHECKS_PAGES = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
+_CHECK_PAGES_ENABLED = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
 
 #: Lengths are int32, and numbers are float32 in the kernels.
-MOST_LENGTH = 2**31 - 1
-_MOST_FLOAT = torch.finfo(torch.float32).max
-_MOST_STRIDE = 2**34  # bytes: in units of 8 an int32 to the kernels
-_ROW_BYTES = 16  # of which the beginnings of rows are multiples
+MAX_LENGTH = 2**31 - 1
+_MAX_FLOAT = torch.finfo(torch.float32).max
+_MAX_STRIDE = 2**34  # bytes: in units of 8 an int32 to the kernels
+_ROW_ALIGNMENT = 16  # of which the beginnings of rows are multiples
 _FLOATS = (*DTYPES, torch.float32)
 #: Names of the operators' arguments as errors have them: FlashAttention's names follow.
-_SHOWN = {
+_DISPLAY_NAMES = {
     "q_scale": "q_scale (q_descale)",
     "k_scale": "k_scale (k_descale)",
     "v_scale": "v_scale (v_descale)",
@@ -37,11 +37,11 @@ _SHOWN = {
     "sinks": "sinks (s_aux)",
     "plan": "plan (scheduler_metadata)",
 }
-_SEEN: set[tuple[Any, ...]] = set()
-_MOST_SEEN = 4096
+_CHECKED: set[tuple[Any, ...]] = set()
+_MAX_CHECKED = 4096
 
 
-def _once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
     """``check`` of tensors and others, once per combination of what it looks at."""
     try:
         kind = (
@@ -49,74 +49,76 @@ def _once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None
             *[x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout) for x in tensors],
             others,
         )
-        if kind in _SEEN:
+        if kind in _CHECKED:
             return
     except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says; or symbolic sizes
         check(*tensors, *others)
         return
     check(*tensors, *others)
-    if len(_SEEN) >= _MOST_SEEN:
-        _SEEN.clear()
-    _SEEN.add(kind)
+    if len(_CHECKED) >= _MAX_CHECKED:
+        _CHECKED.clear()
+    _CHECKED.add(kind)
 
 
 def check_attention_once(*args: Any) -> None:
     """``check_attention`` of the same arguments, of which the tensors come first."""
-    _once(check_attention, args[:11], args[11:])
+    _check_once(check_attention, args[:11], args[11:])
 
 
 def check_append_once(*args: Any) -> None:
     """``check_append`` of the same arguments, of which the tensors come first."""
-    _once(check_append, args[:13], args[13:])
+    _check_once(check_append, args[:13], args[13:])
 
 
 def check_strided(name: str, x: Any) -> None:
     """Raises TypeError unless it is a tensor with strides: nested and sparse tensors have none."""
-    shown = _SHOWN.get(name, name)
+    shown = _DISPLAY_NAMES.get(name, name)
     if not isinstance(x, Tensor):
         raise TypeError(f"{shown}: a torch.Tensor is needed, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{shown}: it is nested or sparse; a strided tensor is needed")
 
 
-def _tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, more: str = "") -> None:
+def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, more: str = "") -> None:
     check_strided(name, x)
-    shown = _SHOWN.get(name, name)
+    shown = _DISPLAY_NAMES.get(name, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{more}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{shown}: it is on {x.device}, q or k on {like.device}; they must agree")
 
 
-def _shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:
+def _check_shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:
     """Raises ValueError unless x has one of these shapes, each with the names of its dimensions."""
     if not any(
-        len(x.shape) == len(shape) and all(known(a == b) for a, b in zip(x.shape, shape, strict=True))
+        len(x.shape) == len(shape) and all(is_known(a == b) for a, b in zip(x.shape, shape, strict=True))
         for shape, _ in allowed
-    ) and not (len(allowed) == 1 and require_same(x.shape, allowed[0][0])):
+    ) and not (len(allowed) == 1 and require_same_shape(x.shape, allowed[0][0])):
         wanted = " or ".join(f"{tuple(shape)} = ({names})" for shape, names in allowed)
-        raise ValueError(f"{_SHOWN.get(name, name)}: its shape is {tuple(x.shape)}; {wanted} is needed")
+        raise ValueError(f"{_DISPLAY_NAMES.get(name, name)}: its shape is {tuple(x.shape)}; {wanted} is needed")
 
 
-def _strides(x: Tensor) -> list[Any]:
+def _get_relevant_strides(x: Tensor) -> list[Any]:
     """The strides that matter: 1 for the last dimension if it has one element; none for other dimensions of one.
 
     Empty if the tensor has no elements.
     """
-    if any(known(n == 0) for n in x.shape):
+    if any(is_known(n == 0) for n in x.shape):
         return []
     pairs = [*zip(x.shape, x.stride(), strict=True)]
     if not pairs:
         return []
-    return [step for n, step in pairs[:-1] if not known(n == 1)] + [1 if known(pairs[-1][0] == 1) else pairs[-1][1]]
+    return [step for n, step in pairs[:-1] if not is_known(n == 1)] + [
+        1 if is_known(pairs[-1][0] == 1) else pairs[-1][1]
+    ]
 
 
-def _rows(name: str, x: Tensor) -> None:
+def _check_rows(name: str, x: Tensor) -> None:
     """Raises ValueError unless the last dimension is dense and every row begins at a multiple of 16 bytes."""
-    strides = _strides(x)
-    if strides and (strides[-1] != 1 or any(known(s * x.itemsize % _ROW_BYTES != 0) for s in strides[:-1])):
+    strides = _get_relevant_strides(x)
+    if strides and (strides[-1] != 1 or any(is_known(s * x.itemsize % _ROW_ALIGNMENT != 0) for s in strides[:-1])):
         raise ValueError(
-            f"{name}: its strides are {x.stride()}; 1 in the last dimension, and multiples of {_ROW_BYTES} bytes "
+            f"{name}: its strides are {x.stride()}; 1 in the last dimension, and multiples of {_ROW_ALIGNMENT} bytes "
             "in the others are needed; .contiguous() makes them"
         )
 
@@ -124,46 +126,46 @@ def _rows(name: str, x: Tensor) -> None:
 def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
     """Return whether the last dimensions have these strides; those of one element may have any."""
     last = zip(x.shape[-len(wanted) :], x.stride()[-len(wanted) :], wanted, strict=True)
-    return all(known(n == 1) or known(step == needed) for n, step, needed in last)
+    return all(is_known(n == 1) or is_known(step == needed) for n, step, needed in last)
 
 
-def _dense(name: str, x: Tensor) -> None:
+def _check_dense(name: str, x: Tensor) -> None:
     size: Any = 1
-    for n, step in reversed([*zip(x.shape, x.stride(), strict=True)] if _strides(x) else []):
-        if known(n == 1):
+    for n, step in reversed([*zip(x.shape, x.stride(), strict=True)] if _get_relevant_strides(x) else []):
+        if is_known(n == 1):
             continue
-        if known(step != size):
+        if is_known(step != size):
             break
         size *= n
     else:
         return
-    raise ValueError(f"{_SHOWN.get(name, name)}: it is not contiguous, strides {x.stride()}")
+    raise ValueError(f"{_DISPLAY_NAMES.get(name, name)}: it is not contiguous, strides {x.stride()}")
 
 
-def _apart(name: str, x: Tensor) -> None:
+def _check_no_overlap(name: str, x: Tensor) -> None:
     """Raises ValueError where elements lie in the same memory, which expand() makes."""
-    if any(known(step == 0) and not known(n <= 1) for n, step in zip(x.shape, x.stride(), strict=True)):
+    if any(is_known(step == 0) and not is_known(n <= 1) for n, step in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"{name}: its strides are {x.stride()}; elements that share memory cannot be written")
 
 
-def _number(name: str, value: Any, least: float, *, above: bool = False) -> None:
-    if isinstance(value, float) and not abs(value) <= _MOST_FLOAT:
+def _check_number(name: str, value: Any, least: float, *, above: bool = False) -> None:
+    if isinstance(value, float) and not abs(value) <= _MAX_FLOAT:
         raise ValueError(f"{name}: {value}; a finite number of float32 is needed")
-    if known(value < least) or (above and known(value == least)):
+    if is_known(value < least) or (above and is_known(value == least)):
         raise ValueError(f"{name}: {value}; a number {'above' if above else 'of at least'} {least:g} is needed")
 
 
-def shares_heads(heads: Any, kv_heads: Any) -> bool:
+def is_valid_grouping(heads: Any, kv_heads: Any) -> bool:
     """Return whether 1 to MOST_GROUPED query heads share each KV head; the graph asserts what only the run decides."""
     if not require(kv_heads > 0) or not require(heads % kv_heads == 0):
         return False
-    return require(heads >= kv_heads) and require(heads <= MOST_GROUPED * kv_heads)
+    return require(heads >= kv_heads) and require(heads <= MAX_GROUP_SIZE * kv_heads)
 
 
 def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
     """Raises TypeError, ValueError and NotImplementedError unless the two are pages of K and V of one cache."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _tensor(name, x, (E4M3,), like, "; bytes of a cache become it by .view(torch.float8_e4m3fn)")
+        _check_tensor(name, x, (E4M3,), like, "; bytes of a cache become it by .view(torch.float8_e4m3fn)")
     if k_cache.dim() != 4:
         raise ValueError(
             f"k_cache: its shape is {tuple(k_cache.shape)}; (pages, page_size, kv_heads, head_dim) is needed"
@@ -173,17 +175,17 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
         raise NotImplementedError(f"k_cache: page size {page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"k_cache: head_dim {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
-    _rows("k_cache", k_cache)
+    _check_rows("k_cache", k_cache)
     if v_cache.dim() == 5:
         grouped = (pages, kv_heads, page_size // KEY_GROUP, head_dim, KEY_GROUP)
-        _shape("v_cache", v_cache, (grouped, "pages, kv_heads, page_size / 16, head_dim, 16"))
+        _check_shape("v_cache", v_cache, (grouped, "pages, kv_heads, page_size / 16, head_dim, 16"))
         inner = (head_dim * KEY_GROUP, KEY_GROUP, 1)
-        if _strides(v_cache) and not _has_strides(v_cache, inner):
+        if _get_relevant_strides(v_cache) and not _has_strides(v_cache, inner):
             raise ValueError(f"v_cache: its strides are {v_cache.stride()}; the last three must be {inner}")
-        _rows("v_cache", v_cache)
+        _check_rows("v_cache", v_cache)
     else:
-        _shape("v_cache", v_cache, (tuple(k_cache.shape), "as k_cache, or with 5 dimensions the layout grouped"))
-        _rows("v_cache", v_cache)
+        _check_shape("v_cache", v_cache, (tuple(k_cache.shape), "as k_cache, or with 5 dimensions the layout grouped"))
+        _check_rows("v_cache", v_cache)
 
 
 def _check_scales(k_cache: Tensor, k_scale: Tensor, v_scale: Tensor, batch: Any, like: Tensor) -> None:
@@ -194,13 +196,13 @@ def _check_scales(k_cache: Tensor, k_scale: Tensor, v_scale: Tensor, batch: Any,
     if batch is not None:
         heads.append(((batch, kv_heads), "batch, kv_heads"))
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _tensor(name, x, (torch.float32,), like)
-        _shape(name, x, *heads, tokens)
-        if x.dim() == 3 and _strides(x) and not _has_strides(x, (page_size, 1)):
-            raise ValueError(f"{_SHOWN[name]}: its strides are {x.stride()}; each page's must be contiguous")
+        _check_tensor(name, x, (torch.float32,), like)
+        _check_shape(name, x, *heads, tokens)
+        if x.dim() == 3 and _get_relevant_strides(x) and not _has_strides(x, (page_size, 1)):
+            raise ValueError(f"{_DISPLAY_NAMES[name]}: its strides are {x.stride()}; each page's must be contiguous")
     if (k_scale.dim() == 3) != (v_scale.dim() == 3):
         raise ValueError(
-            f"{_SHOWN['v_scale']}: its shape is {tuple(v_scale.shape)}, k_scale's {tuple(k_scale.shape)}; "
+            f"{_DISPLAY_NAMES['v_scale']}: its shape is {tuple(v_scale.shape)}, k_scale's {tuple(k_scale.shape)}; "
             "both are per token, or neither"
         )
 
@@ -212,64 +214,77 @@ def check_attention(
     out_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Raises TypeError, ValueError and NotImplementedError for arguments that no kernel could compute."""
-    _tensor("q", q, (*DTYPES, E4M3), None)
+    _check_tensor("q", q, (*DTYPES, E4M3), None)
     if q.dim() != 3:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; (total_q, heads, head_dim) is needed")
     check_cache(k_cache, v_cache, q)
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], k_cache.shape[2]
     if head_dim != k_cache.shape[3]:
         raise ValueError(f"q: its head_dim is {head_dim}, the cache's {k_cache.shape[3]}; they must agree")
-    if not shares_heads(heads, kv_heads):
+    if not is_valid_grouping(heads, kv_heads):
         raise ValueError(
-            f"q: it has {heads} heads, the cache {kv_heads}; 1 to {MOST_GROUPED} query heads share each head of K and V"
+            f"q: it has {heads} heads, the cache {kv_heads}; 1 to {MAX_GROUP_SIZE} query heads share each head of K "
+            "and V"
         )
-    _rows("q", q)
-    steps = [step for n, step in zip(q.shape, q.stride(), strict=True) if not known(n <= 1)]
-    if any(known(step * q.itemsize >= _MOST_STRIDE) for step in steps):
-        raise ValueError(f"q: its strides are {q.stride()}; less than {_MOST_STRIDE} bytes are needed")
+    _check_rows("q", q)
+    steps = [step for n, step in zip(q.shape, q.stride(), strict=True) if not is_known(n <= 1)]
+    if any(is_known(step * q.itemsize >= _MAX_STRIDE) for step in steps):
+        raise ValueError(f"q: its strides are {q.stride()}; less than {_MAX_STRIDE} bytes are needed")
     for name, x in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
-        _tensor(name, x, (torch.int32,), q)
+        _check_tensor(name, x, (torch.int32,), q)
     if seqused_k.dim() != 1:
-        raise ValueError(f"{_SHOWN['seqused_k']}: its shape is {tuple(seqused_k.shape)}; (batch,) is needed")
+        raise ValueError(f"{_DISPLAY_NAMES['seqused_k']}: its shape is {tuple(seqused_k.shape)}; (batch,) is needed")
     batch = seqused_k.shape[0]
-    _shape("cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1, batch being that of {_SHOWN['seqused_k']}"))
+    _check_shape(
+        "cu_seqlens_q", cu_seqlens_q, ((batch + 1,), f"batch + 1, batch being that of {_DISPLAY_NAMES['seqused_k']}")
+    )
     if block_table.dim() != 2 or not require(block_table.shape[0] == batch):
         shape = tuple(block_table.shape)
-        raise ValueError(f"{_SHOWN['block_table']}: its shape is {shape}; ({batch}, max_pages) is needed")
-    if _strides(block_table) and known(block_table.shape[1] > 1) and known(block_table.stride(1) != 1):
-        raise ValueError(f"{_SHOWN['block_table']}: its strides are {block_table.stride()}; rows must be contiguous")
-    _dense("cu_seqlens_q", cu_seqlens_q)
-    _dense("seqused_k", seqused_k)
+        raise ValueError(f"{_DISPLAY_NAMES['block_table']}: its shape is {shape}; ({batch}, max_pages) is needed")
+    if (
+        _get_relevant_strides(block_table)
+        and is_known(block_table.shape[1] > 1)
+        and is_known(block_table.stride(1) != 1)
+    ):
+        raise ValueError(
+            f"{_DISPLAY_NAMES['block_table']}: its strides are {block_table.stride()}; rows must be contiguous"
+        )
+    _check_dense("cu_seqlens_q", cu_seqlens_q)
+    _check_dense("seqused_k", seqused_k)
     _check_scales(k_cache, k_scale, v_scale, batch, q)
     if q.dtype == E4M3:
         if q_scale is None:
-            raise ValueError(f"{_SHOWN['q_scale']}: None; for q of {E4M3} its scales (batch, kv_heads) are needed")
-        _tensor("q_scale", q_scale, (torch.float32,), q)
-        _shape("q_scale", q_scale, ((batch, kv_heads), "batch, kv_heads"))
+            raise ValueError(
+                f"{_DISPLAY_NAMES['q_scale']}: None; for q of {E4M3} its scales (batch, kv_heads) are needed"
+            )
+        _check_tensor("q_scale", q_scale, (torch.float32,), q)
+        _check_shape("q_scale", q_scale, ((batch, kv_heads), "batch, kv_heads"))
     elif q_scale is not None:
-        raise ValueError(f"{_SHOWN['q_scale']}: given for q of {q.dtype}, which is quantized here; None is needed")
+        raise ValueError(
+            f"{_DISPLAY_NAMES['q_scale']}: given for q of {q.dtype}, which is quantized here; None is needed"
+        )
     if sinks is not None:
-        _tensor("sinks", sinks, (torch.float32,), q)
-        _shape("sinks", sinks, ((heads,), "heads"))
-        _dense("sinks", sinks)
+        _check_tensor("sinks", sinks, (torch.float32,), q)
+        _check_shape("sinks", sinks, ((heads,), "heads"))
+        _check_dense("sinks", sinks)
     if plan is not None:
-        _tensor("plan", plan, (torch.int32,), q)
-        _dense("plan", plan)
+        _check_tensor("plan", plan, (torch.int32,), q)
+        _check_dense("plan", plan)
     if out_dtype not in DTYPES:
         raise TypeError(f"out: dtype {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    check_length("max_seqlen_q", max_seqlen_q, MOST_LENGTH)
-    _number("window_size", window_left, -1)
-    _number("window_size", window_right, -1)
-    _number("softcap", softcap, 0)
-    _number("softmax_scale", softmax_scale, 0, above=True)
+    check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
+    _check_number("window_size", window_left, -1)
+    _check_number("window_size", window_right, -1)
+    _check_number("softcap", softcap, 0)
+    _check_number("softmax_scale", softmax_scale, 0, above=True)
 
 
 def check_out(out: Tensor, q: Tensor, dtype: torch.dtype) -> None:
     """Raises TypeError and ValueError unless the output can be written to ``out``."""
-    _tensor("out", out, (dtype,), q)
-    _shape("out", out, (tuple(q.shape), "as q"))
-    _rows("out", out)
-    _apart("out", out)
+    _check_tensor("out", out, (dtype,), q)
+    _check_shape("out", out, (tuple(q.shape), "as q"))
+    _check_rows("out", out)
+    _check_no_overlap("out", out)
 
 
 def check_append(
@@ -278,38 +293,38 @@ def check_append(
     positions: Tensor | None, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
     """Raises TypeError, ValueError and NotImplementedError for arguments that cannot be appended."""
-    _tensor("k", k, DTYPES, None)
+    _check_tensor("k", k, DTYPES, None)
     check_cache(k_cache, v_cache, k)
     kv_heads, head_dim = k_cache.shape[2:]
     tokens = k.shape[0] if k.dim() else 0
-    _shape("k", k, ((tokens, kv_heads, head_dim), "tokens, kv_heads, head_dim"))
-    _tensor("v", v, (k.dtype,), k)
-    _shape("v", v, (tuple(k.shape), "as k"))
+    _check_shape("k", k, ((tokens, kv_heads, head_dim), "tokens, kv_heads, head_dim"))
+    _check_tensor("v", v, (k.dtype,), k)
+    _check_shape("v", v, (tuple(k.shape), "as k"))
     if q is not None:
-        _tensor("q", q, (k.dtype,), k)
+        _check_tensor("q", q, (k.dtype,), k)
         if q.dim() != 3 or not require(q.shape[0] == tokens) or not require(q.shape[2] == head_dim):
             raise ValueError(f"q: its shape is {tuple(q.shape)}; ({tokens}, heads, {head_dim}) is needed")
-        _rows("q", q)
-    _rows("k", k)
-    _rows("v", v)
-    _tensor("slot_mapping", slot_mapping, (torch.int64,), k)
-    _shape("slot_mapping", slot_mapping, ((tokens,), "tokens"))
-    _dense("slot_mapping", slot_mapping)
+        _check_rows("q", q)
+    _check_rows("k", k)
+    _check_rows("v", v)
+    _check_tensor("slot_mapping", slot_mapping, (torch.int64,), k)
+    _check_shape("slot_mapping", slot_mapping, ((tokens,), "tokens"))
+    _check_dense("slot_mapping", slot_mapping)
     _check_scales(k_cache, k_scale, v_scale, None, k)
     of_tokens = {"k_scale": k_scale, "v_scale": v_scale} if k_scale.dim() == 3 else {}
     for name, written in ({"k_cache": k_cache, "v_cache": v_cache} | of_tokens).items():
-        _apart(name, written)
+        _check_no_overlap(name, written)
     for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
         if x is not None:
-            _tensor(name, x, _FLOATS, k)
-            _shape(name, x, ((head_dim,), "head_dim"))
-            _dense(name, x)
+            _check_tensor(name, x, _FLOATS, k)
+            _check_shape(name, x, ((head_dim,), "head_dim"))
+            _check_dense(name, x)
     if q_weight is not None and q is None:
         raise ValueError("q_weight: given without q")
     if q is not None and (q_weight is None) != (k_weight is None):
         raise NotImplementedError("q_weight, k_weight: one is None; with q both are given, or neither")
     _check_rotation(cos, sin, positions, k)
-    _number("eps", eps, 0)
+    _check_number("eps", eps, 0)
 
 
 def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, k: Tensor) -> None:
@@ -321,24 +336,24 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | 
     assert cos is not None
     assert sin is not None
     assert positions is not None
-    _tensor("cos", cos, _FLOATS, k)
-    _tensor("sin", sin, (cos.dtype,), k)
+    _check_tensor("cos", cos, _FLOATS, k)
+    _check_tensor("sin", sin, (cos.dtype,), k)
     if cos.dim() != 2 or cos.shape[1] % 8 or not 8 <= cos.shape[1] <= k.shape[2] // 2:
         raise ValueError(
             f"cos: its shape is {tuple(cos.shape)}; (positions, rotary_dim / 2) is needed, rotary_dim a multiple of 16 "
             f"up to head_dim {k.shape[2]}"
         )
-    _shape("sin", sin, (tuple(cos.shape), "as cos"))
-    _dense("cos", cos)
-    _dense("sin", sin)
-    _tensor("positions", positions, (torch.int64, torch.int32), k)
-    _shape("positions", positions, ((k.shape[0],), "tokens"))
-    _dense("positions", positions)
+    _check_shape("sin", sin, (tuple(cos.shape), "as cos"))
+    _check_dense("cos", cos)
+    _check_dense("sin", sin)
+    _check_tensor("positions", positions, (torch.int64, torch.int32), k)
+    _check_shape("positions", positions, ((k.shape[0],), "tokens"))
+    _check_dense("positions", positions)
 
 
-def checks_values(x: Tensor) -> bool:
+def should_check_values(x: Tensor) -> bool:
     """Whether lengths and block tables are read before a call: on the CPU always, on a GPU where it was asked for."""
-    return _CHECKS_PAGES or x.is_cpu
+    return _CHECK_PAGES_ENABLED or x.is_cpu
 
 
 def check_starts(name: str, starts: Tensor, tokens: int, of: str) -> list[int]:
@@ -374,9 +389,9 @@ def check_values(
         raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
     for b, n in enumerate(used):
         if not 0 <= n <= most:
-            shown = _SHOWN["seqused_k"]
+            shown = _DISPLAY_NAMES["seqused_k"]
             raise ValueError(f"{shown}: {n} of sequence {b}; 0 to {most} keys fit a row of the block table")
         entries = block_table[b, : -(-n // page_size)]
         if n and not bool(((entries >= 0) & (entries < pages)).all()):
-            shown = _SHOWN["block_table"]
+            shown = _DISPLAY_NAMES["block_table"]
             raise ValueError(f"{shown}: {entries.tolist()} of sequence {b}; the cache has pages 0 to {pages - 1}")

@@ -16,26 +16,31 @@ from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
 from greenfast.kernels.serving.config import NARROW_ROWS, TILE, ServingConfig
-from greenfast.ops.launch_plans import ALIGNMENT, Plan, Step, cached, target_of
-from greenfast.ops.launch_plans import joined as joined
-from greenfast.ops.layout import aligned
+from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
+from greenfast.ops.launch_plans import concat_plans as concat_plans
+from greenfast.ops.layout import is_aligned
 from greenfast.serving.checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
-_MOST_PLANS = 4096
+_MAX_PLANS = 4096
 #: TMA takes strides that are multiples of this number of bytes, and below that number.
-_TMA_STEP, _TMA_MOST = 16, 2**40
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float8_e4m3fn: "e4m3"}
-_NAMES |= {torch.int64: "int64", torch.int32: "int32"}
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_TMA_ALIGNMENT, _TMA_MAX_STRIDE = 16, 2**40
+_DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "e4m3",
+}
+_DTYPE_NAMES |= {torch.int64: "int64", torch.int32: "int32"}
+_PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
 
 
 @cache
-def hopper_target(device: int) -> Target:
+def get_hopper_target(device: int) -> Target:
     """The device's target; of meta tensors the kernels' own. Raises NotImplementedError where these do not run."""
     if device < 0:
         return attention.TARGET
-    target = target_of(device)
+    target = get_target(device)
     require_hopper(target)
     return target
 
@@ -49,7 +54,9 @@ def require_hopper(target: Target) -> None:
         )
 
 
-def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: Tensor | None) -> tuple[bool, int]:
+def _choose_row_tiles(
+    head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: Tensor | None
+) -> tuple[bool, int]:
     """Those of ``attention.row_tiles``, or of a plan that is given, which may have been made for fewer tokens."""
     wide, few_rows = attention.row_tiles(head_dim, sizes, multiprocessors)
     if plan is not None and sizes.max_q_len * sizes.group > NARROW_ROWS:
@@ -57,7 +64,7 @@ def _row_tiles(head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: T
     return wide, few_rows
 
 
-def _row_steps(x: Tensor) -> tuple[int, ...]:
+def _get_row_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides of all dimensions but the last, in elements.
 
     A dimension of one element may have any stride. One that TMA would refuse is replaced by a row's.
@@ -66,28 +73,30 @@ def _row_steps(x: Tensor) -> tuple[int, ...]:
     if 1 not in x.shape[:-1]:
         return steps
     return tuple(
-        x.shape[-1] if n == 1 and (step * x.itemsize % _TMA_STEP or not 0 < step * x.itemsize < _TMA_MOST) else step
+        x.shape[-1]
+        if n == 1 and (step * x.itemsize % _TMA_ALIGNMENT or not 0 < step * x.itemsize < _TMA_MAX_STRIDE)
+        else step
         for n, step in zip(x.shape[:-1], steps, strict=True)
     )
 
 
-def _window(causal: bool, left: int, right: int) -> tuple[int, int]:
+def _normalize_window(causal: bool, left: int, right: int) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
 def _check_addresses(k_cache: Tensor, v_cache: Tensor) -> None:
-    if aligned(k_cache.data_ptr() | v_cache.data_ptr()):
+    if is_aligned(k_cache.data_ptr() | v_cache.data_ptr()):
         return
-    name, x = ("v_cache", v_cache) if aligned(k_cache.data_ptr()) else ("k_cache", k_cache)
+    name, x = ("v_cache", v_cache) if is_aligned(k_cache.data_ptr()) else ("k_cache", k_cache)
     raise ValueError(f"{name}: it begins at address {x.data_ptr():#x}; a multiple of 16 is needed")
 
 
-def attention_plan(
+def get_attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
     out_dtype: torch.dtype, *, lse: bool = True,
-) -> Plan:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """The launches of ``paged_attention`` with such tensors, which are checked once for each combination.
 
     lse: whether the log-sum-exp is written.
@@ -103,8 +112,8 @@ def attention_plan(
     if found is None:
         check_attention(*given, *others)
         mask = (causal, window_left, window_right)
-        made = _attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
-        found = cached(_PLANS, at, made, _MOST_PLANS)
+        made = _build_attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
+        found = put_bounded(_PLANS, at, made, _MAX_PLANS)
     return found
 
 
@@ -114,10 +123,10 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     lse: whether the log-sum-exp is wanted, which is None otherwise. Rows behind the last of cu_seqlens_q are not
     written.
     """
-    found = attention_plan(*args[:18], lse=lse)
+    found = get_attention_plan(*args[:18], lse=lse)
     q, k_cache, v_cache, block_table, _, seqused_k, _, _, _, sinks = args[:10]
     out = args[18] if len(args) > 18 else None
-    if out is not None and not (out.is_contiguous() and aligned(out.data_ptr())):
+    if out is not None and not (out.is_contiguous() and is_aligned(out.data_ptr())):
         made, sums = paged_attention(*args[:18], lse=lse)
         return out.copy_(made), sums
     if out is None:
@@ -126,8 +135,8 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
         return out, sums
     if k_cache.shape[0] == 0 or block_table.shape[1] == 0:
-        return _without_keys(out, sums, sinks)
-    if not aligned(q.data_ptr()):
+        return _fill_without_keys(out, sums, sinks)
+    if not is_aligned(q.data_ptr()):
         q = q.clone(memory_format=torch.contiguous_format)
         return paged_attention(q, *args[1:18], out, lse=lse)
     _check_addresses(k_cache, v_cache)
@@ -142,7 +151,7 @@ _ATTENTION_BUFFERS = (
 )  # fmt: skip
 
 
-def _without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     if lse is None:
         pass
     elif sinks is None:
@@ -152,44 +161,44 @@ def _without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tupl
     return out.zero_(), lse
 
 
-def _attention_plan(
+def _build_attention_plan(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
     k_scale: Tensor, v_scale: Tensor, q_scale: Tensor | None, sinks: Tensor | None, plan: Tensor | None,
     max_seqlen_q: int, mask: tuple[bool, int, int], softcap: float, softmax_scale: float, out_dtype: torch.dtype,
     *, lse: bool = True,
-) -> Plan:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """The launches for such tensors, with the plan of the work where none is given."""
     device = q.get_device()
-    multiprocessors = hopper_target(device).multiprocessors
+    multiprocessors = get_hopper_target(device).multiprocessors
     (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
     per_token = k_scale.dim() == 3
     sizes = ServingSizes(
         sequences=seqused_k.shape[0], tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads,
         pages=pages, page=page, table_entries=block_table.shape[1],
     )  # fmt: skip
-    wide, few_rows = _row_tiles(head_dim, sizes, multiprocessors, plan)
+    wide, few_rows = _choose_row_tiles(head_dim, sizes, multiprocessors, plan)
     config = ServingConfig(
-        head_dim=head_dim, query=_NAMES[q.dtype], out=_NAMES[out_dtype], wide=wide, few_rows=few_rows,
+        head_dim=head_dim, query=_DTYPE_NAMES[q.dtype], out=_DTYPE_NAMES[out_dtype], wide=wide, few_rows=few_rows,
         token_scales=per_token, softcap=softcap > 0, value_layout="rows" if v_cache.dim() == 4 else "grouped",
     )  # fmt: skip
 
     def strides(scale: Tensor) -> tuple[int, int]:
         return scale.stride()[:2] if scale.dim() > 1 else (0, *scale.stride()) if scale.dim() else (0, 0)  # type: ignore[return-value]
 
-    blocks, window = attention.grid_blocks(config, sizes, multiprocessors), _window(*mask)
-    needed = _plan_words(config, sizes, blocks)
+    blocks, window = attention.grid_blocks(config, sizes, multiprocessors), _normalize_window(*mask)
+    needed = _count_plan_words(config, sizes, blocks)
     if plan is not None and plan.numel() != needed:
         raise ValueError(
             f"plan (scheduler_metadata): {plan.numel()} elements, {needed} are needed; it was made for another "
             "batch, max_seqlen_q or number of heads"
         )
-    of_page, of_token, of_head = _row_steps(k_cache)
+    of_page, of_token, of_head = _get_row_strides(k_cache)
     launch = attention.launch(
         config, sizes,
         ServingStrides(
-            q=_row_steps(q),  # type: ignore[arg-type]
+            q=_get_row_strides(q),  # type: ignore[arg-type]
             k=(of_page, of_token, of_head),
-            v=_row_steps(v_cache)[: 3 if v_cache.dim() == 4 else 2],
+            v=_get_row_strides(v_cache)[: 3 if v_cache.dim() == 4 else 2],
             table=block_table.stride(0),
             q_scale=(0, 0) if q_scale is None else strides(q_scale),
             k_scale=strides(k_scale), v_scale=strides(v_scale),
@@ -200,27 +209,27 @@ def _attention_plan(
         ),
         multiprocessors,
     )  # fmt: skip
-    steps = [Step(attention.kernel(config), launch)]
+    steps = [LaunchStep(attention.kernel(config), launch)]
     work, size = {"partials": 0}, -(-4 * attention.partial_words(config, sizes, blocks) // ALIGNMENT) * ALIGNMENT
     if plan is None:
         steps.insert(
-            0, Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
+            0, LaunchStep(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
         )
         work["plan"], size = size, size + 4 * needed
-    return Plan(device, tuple(steps), _ATTENTION_BUFFERS, work, size)
+    return LaunchPlan(device, tuple(steps), _ATTENTION_BUFFERS, work, size)
 
 
 def plan(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
     window_left: int, window_right: int, total_q: int | None = None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``plan_size`` elements.
+    """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``get_plan_size`` elements.
 
     into: memory of a plan for the same, which is written.
     """
     device = cu_seqlens_q.get_device()
-    of_batch = (seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
-    found, size = _planning(device, of_batch, causal, window_left, window_right)
+    batch_sizes = (seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    found, size = _get_planner(device, batch_sizes, causal, window_left, window_right)
     if into is not None and (into.shape != (size,) or into.dtype != torch.int32):
         raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
     made = cu_seqlens_q.new_empty(size) if into is None else into
@@ -231,7 +240,7 @@ def plan(
     return made
 
 
-def _of_plan(
+def _build_plan_config(
     device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None
 ) -> tuple[ServingConfig, ServingSizes]:
     """What a plan depends on; the rest is anything. total_q: query tokens of all sequences, None if not known."""
@@ -240,40 +249,45 @@ def _of_plan(
         sequences=batch, tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
         table_entries=0,
     )  # fmt: skip
-    wide, few_rows = attention.row_tiles(head_dim, sizes, hopper_target(device).multiprocessors)
+    wide, few_rows = attention.row_tiles(head_dim, sizes, get_hopper_target(device).multiprocessors)
     return ServingConfig(head_dim=head_dim, wide=wide, few_rows=few_rows), replace(sizes, tokens=0)
 
 
-@lru_cache(maxsize=_MOST_PLANS)
-def _planning(
-    device: int, of_batch: tuple[Any, ...], causal: bool, window_left: int, window_right: int
-) -> tuple[Plan, int]:
-    """The launch that makes a plan, and the plan's elements. of_batch: what follows the device in ``_of_plan``."""
-    return _planning_with(device, *_of_plan(device, *of_batch), causal, window_left, window_right)
+@lru_cache(maxsize=_MAX_PLANS)
+def _get_planner(
+    device: int, batch_sizes: tuple[Any, ...], causal: bool, window_left: int, window_right: int
+) -> tuple[LaunchPlan, int]:
+    """Return the launch that makes a plan, and the size of the plan. batch_sizes: see ``_build_plan_config``."""
+    return _build_planner(device, *_build_plan_config(device, *batch_sizes), causal, window_left, window_right)
 
 
-@lru_cache(maxsize=_MOST_PLANS)
-def _planning_with(
+@lru_cache(maxsize=_MAX_PLANS)
+def _build_planner(
     device: int, config: ServingConfig, sizes: ServingSizes, causal: bool, window_left: int, window_right: int
-) -> tuple[Plan, int]:
+) -> tuple[LaunchPlan, int]:
     """The same for all numbers of tokens that have the same row tiles."""
-    multiprocessors, window = hopper_target(device).multiprocessors, _window(causal, window_left, window_right)
-    step = Step(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
-    size = _plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
-    return Plan(device, (step,), ("cu_seqlens_q", "seqused_k", "plan")), size
+    multiprocessors, window = (
+        get_hopper_target(device).multiprocessors,
+        _normalize_window(causal, window_left, window_right),
+    )
+    step = LaunchStep(attention.plan_kernel(config), attention.plan_launch(config, sizes, window, multiprocessors))
+    size = _count_plan_words(config, sizes, attention.grid_blocks(config, sizes, multiprocessors))
+    return LaunchPlan(device, (step,), ("cu_seqlens_q", "seqused_k", "plan")), size
 
 
-def plan_size(
+def get_plan_size(
     batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None = None
 ) -> int:
     """Elements of a plan on the current device, for tracing."""
     device = torch.cuda.current_device()
     # Of no cache: traced numbers have no hash.
-    config, sizes = _of_plan(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
-    return _plan_words(config, sizes, attention.grid_blocks(config, sizes, hopper_target(device).multiprocessors))
+    config, sizes = _build_plan_config(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
+    return _count_plan_words(
+        config, sizes, attention.grid_blocks(config, sizes, get_hopper_target(device).multiprocessors)
+    )
 
 
-def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
+def _count_plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
     """As ``attention.plan_words``, or one more. Raises ValueError for more than the kernels can count.
 
     A plan is known by its size. That of another batch may have the other row tiles: sizes for wide ones are odd.
@@ -287,10 +301,10 @@ def _plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
     return words
 
 
-def slots_plan(
+def get_slots_plan(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
     max_pages: int, page_size: int,
-) -> Plan:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """The launch of ``token_slots`` with such tensors, contiguous ones but for the table."""
     device, batch = starts.get_device(), starts.shape[0] - 1
     given = {"starts": starts, "before": before, "counted_from": counted_from, "block_table": block_table}
@@ -300,10 +314,10 @@ def slots_plan(
     options = ("slots", device, batch, tokens, page_size, entries, row, optional)
     plan = _PLANS.get(options)
     if plan is None:
-        hopper_target(device)
-        step = Step(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
+        get_hopper_target(device)
+        step = LaunchStep(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
         names = (*given, "slots", "positions", "lengths", "made_table")
-        plan = cached(_PLANS, options, Plan(device, (step,), names), _MOST_PLANS)
+        plan = put_bounded(_PLANS, options, LaunchPlan(device, (step,), names), _MAX_PLANS)
     return plan
 
 
@@ -320,13 +334,13 @@ def token_slots(
         return places.fill_(-1), positions.zero_(), lengths, table
     before, counted = (x if x is None else x.contiguous() for x in (before, counted_from))
     starts = starts.contiguous()
-    plan = slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
+    plan = get_slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
     buffers = (starts, before, counted, block_table, places, positions, lengths, table)
     plan.launch([0 if x is None else x.data_ptr() for x in buffers])
     return places, positions, lengths, table
 
 
-def append_plan(*args: Any) -> Plan:
+def get_append_plan(*args: Any) -> LaunchPlan:
     """The launch of ``append_kv`` with such tensors, which are checked once for each combination."""
     given, options = args[:13], args[13:]
     try:
@@ -338,7 +352,7 @@ def append_plan(*args: Any) -> Plan:
         raise
     if found is None:
         check_append(*given, *options)
-        found = cached(_PLANS, at, _append_plan(given, *options), _MOST_PLANS)
+        found = put_bounded(_PLANS, at, _build_append_plan(given, *options), _MAX_PLANS)
     return found
 
 
@@ -348,9 +362,9 @@ def append_kv(*args: Any) -> Tensor:
     if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
         check_append(*args)
         return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    plan = append_plan(*args)
+    plan = get_append_plan(*args)
     addresses = [0 if x is None else x.data_ptr() for x in args[:13]]
-    if not all(aligned(addresses[i]) for i in _IN_VECTORS):
+    if not all(is_aligned(addresses[i]) for i in _IN_VECTORS):
         _check_addresses(k_cache, v_cache)
         moved = [x.clone() if i in _IN_VECTORS and x is not None else x for i, x in enumerate(args[:13])]
         return append_kv(*moved[:3], k_cache, v_cache, *moved[5:], *args[13:])
@@ -369,52 +383,54 @@ _IN_VECTORS = tuple(
 )
 
 
-def _append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Plan:
+def _build_append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchPlan:
     q, k, v, k_cache, v_cache, _, k_scale, v_scale, _, k_weight, cos, sin, positions = given
     assert k is not None and v is not None and k_cache is not None and v_cache is not None  # noqa: PT018
     assert k_scale is not None and v_scale is not None  # noqa: PT018
     device = k.get_device()
-    hopper_target(device)
+    get_hopper_target(device)
     grouped, per_token = v_cache.dim() == 5, k_scale.dim() == 3
     config = AppendConfig(
         head_dim=k.shape[2],
         page_size=k_cache.shape[1],
-        dtype=_NAMES[k.dtype],
+        dtype=_DTYPE_NAMES[k.dtype],
         value_layout="grouped" if grouped else "rows",
         scales="token" if per_token else "head",
         queries=q is not None,
-        norm="" if k_weight is None else _NAMES[k_weight.dtype],
+        norm="" if k_weight is None else _DTYPE_NAMES[k_weight.dtype],
         rotary_dim=0 if cos is None else 2 * cos.shape[1],
         interleaved=interleaved,
-        tables="float32" if cos is None else _NAMES[cos.dtype],
-        positions="int64" if positions is None else _NAMES[positions.dtype],
+        tables="float32" if cos is None else _DTYPE_NAMES[cos.dtype],
+        positions="int64" if positions is None else _DTYPE_NAMES[positions.dtype],
     )
     sizes = AppendSizes(
         k.shape[0], 0 if q is None else q.shape[1], k.shape[1], k_cache.shape[0], 0 if cos is None else cos.shape[0]
     )
-    of_value = _row_steps(v_cache)
+    of_value = _get_row_strides(v_cache)
     strides = AppendStrides(
-        query=(0, 0) if q is None else _row_steps(q),  # type: ignore[arg-type]
-        key=_row_steps(k),  # type: ignore[arg-type]
-        value=_row_steps(v),  # type: ignore[arg-type]
-        key_cache=_row_steps(k_cache),  # type: ignore[arg-type]
+        query=(0, 0) if q is None else _get_row_strides(q),  # type: ignore[arg-type]
+        key=_get_row_strides(k),  # type: ignore[arg-type]
+        value=_get_row_strides(v),  # type: ignore[arg-type]
+        key_cache=_get_row_strides(k_cache),  # type: ignore[arg-type]
         value_cache=(of_value[0], 0, of_value[1]) if grouped else of_value[:3],  # type: ignore[arg-type]
         key_scale=k_scale.stride(0) if k_scale.dim() else 0,
         value_scale=v_scale.stride(0) if v_scale.dim() else 0,
         cos=0 if cos is None else cos.stride(0),
         sin=0 if sin is None else sin.stride(0),
     )
-    return Plan(device, (Step(append.kernel(config), append.launch(config, sizes, strides, eps)),), _APPEND_BUFFERS)
+    return LaunchPlan(
+        device, (LaunchStep(append.kernel(config), append.launch(config, sizes, strides, eps)),), _APPEND_BUFFERS
+    )
 
 
-def attention_steps(*args: Any) -> tuple[Step, ...]:
+def build_attention_steps(*args: Any) -> tuple[LaunchStep, ...]:
     """The launches of ``paged_attention`` on such tensors, which may be meta tensors, without a plan: it is the first.
 
     args: as ``paged_attention`` takes them, the plan None and causal, window_left and window_right as one tuple.
     """
-    return _attention_plan(*args).steps
+    return _build_attention_plan(*args).steps
 
 
-def append_step(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> Step:
+def build_append_step(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchStep:
     """The launch of ``append_kv`` on such tensors, which may be meta tensors."""
-    return _append_plan(given, eps, interleaved).steps[0]
+    return _build_append_plan(given, eps, interleaved).steps[0]

@@ -43,10 +43,10 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
     found = torch.cuda.get_device_capability(device)
     if found != _HOPPER:
         return Explanation(TORCH, f"q: on a GPU of compute capability {found[0]}.{found[1]}; the kernels are for 9.0")
-    return Explanation("serving", reason_of(tensors))
+    return Explanation("serving", format_reason(tensors))
 
 
-def reason_of(tensors: Sequence[Tensor]) -> str:
+def format_reason(tensors: Sequence[Tensor]) -> str:
     """Where K and V come from, and how V lies there, of a call with these tensors that the kernels take."""
     dims = {x.dim() for x in tensors if x.dtype == E4M3}
     if dims <= {3}:

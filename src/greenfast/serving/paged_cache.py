@@ -12,7 +12,7 @@ from torch import Tensor
 from greenfast.ops.arguments import check_length
 from greenfast.ops.quantized import HEAD_DIMS, check_choice
 from greenfast.serving.checks import PAGE_SIZES, check_strided
-from greenfast.serving.pages import KVPages, empty_pages
+from greenfast.serving.pages import KVPages, allocate_pages
 
 
 class PagedKVCache:
@@ -57,12 +57,12 @@ class PagedKVCache:
         where = torch.empty(0, device=device).device
         self._layers = []
         for _ in range(layers):
-            made = empty_pages(
+            made = allocate_pages(
                 pages, page_size, kv_heads, head_dim, where, heads_first=layout == "HND", grouped=values == "grouped"
             )
             if scales == "head":
                 of_keys, of_values = (
-                    _given(x, n, kv_heads, where) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale"))
+                    _check_scale(x, n, kv_heads, where) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale"))
                 )
                 made = made._replace(k_scale=of_keys, v_scale=of_values)
             elif k_scale is not None or v_scale is not None:
@@ -151,7 +151,7 @@ class PagedKVCache:
         return torch.from_numpy(np.array(slots, dtype=np.int64)).to(self._device)
 
 
-def _given(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
+def _check_scale(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
     if scale is None:
         return torch.ones((), dtype=torch.float32, device=device)
     check_strided(name, scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.ops.symbols import known, require
+from greenfast.ops.symbols import is_known, require
 from greenfast.serving.checks import E4M3, PAGE_SIZES
 
 #: Of temporary pages: as many keys as the kernels take at a time.
@@ -32,7 +32,7 @@ class KVPages(NamedTuple):
     v_scale: Tensor
 
 
-def empty_pages(
+def allocate_pages(
     pages: Any, page_size: int, kv_heads: int, head_dim: int, device: torch.device | None, *, heads_first: bool = False,
     grouped: bool = True,
 ) -> KVPages:  # fmt: skip
@@ -49,16 +49,15 @@ def empty_pages(
     return KVPages(rows(), values, k_scale, v_scale)
 
 
-def page_bytes(page_size: int, kv_heads: int, head_dim: int, *, scales: bool = True) -> int:
+def get_page_bytes(page_size: int, kv_heads: int, head_dim: int, *, scales: bool = True) -> int:
     """Bytes of one page of K and V, with scales per token unless ``scales`` is False: a multiple of 128."""
     return 2 * page_size * kv_heads * (head_dim + (torch.float32.itemsize if scales else 0))
 
 
-def pages_in(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KVPages:
+def view_pages(memory: Tensor, page_size: int, kv_heads: int, head_dim: int) -> KVPages:
     """Pages as views of memory that an engine owns: in each page K by heads, V in groups, K's scales, V's scales.
 
-    memory: uint8 (pages, bytes), dense in its second dimension, bytes that of ``page_bytes``. Without room for scales
-    both are 1.
+    memory: uint8 (pages, ``get_page_bytes``), dense in its second dimension. Without room for scales both are 1.
     """
     of_codes, of_scales = page_size * kv_heads * head_dim, page_size * kv_heads * torch.float32.itemsize
     ends = (0, of_codes, 2 * of_codes, 2 * of_codes + of_scales, 2 * of_codes + 2 * of_scales)
@@ -86,12 +85,12 @@ class Slots(NamedTuple):
     table: Tensor
 
 
-def page_count(total_k: Any, batch: Any) -> Any:
+def count_pages(total_k: Any, batch: Any) -> Any:
     """Pages that any lengths of ``batch`` sequences with ``total_k`` keys together fit in."""
     return total_k // PAGE + batch
 
 
-def token_slots(
+def compute_token_slots(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
     max_pages: Any, page_size: int,
 ) -> Slots:  # fmt: skip
@@ -102,11 +101,11 @@ def token_slots(
     positions of the first new tokens, ``before`` by default.
     """
     device, batch = starts.device, starts.shape[0] - 1
-    if known(batch == 0):
+    if is_known(batch == 0):
         none = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         return Slots(none, torch.zeros_like(none), starts.new_empty(0), starts.new_empty((0, max_pages)))
     new = torch.arange(tokens, dtype=torch.int64, device=device)
-    of_sequence = sequences_of(starts, new)
+    of_sequence = find_sequences(starts, new)
     inside = new - starts.long()[of_sequence]
     counts = starts[1:] - starts[:-1]
     lengths = counts if before is None else before + counts
@@ -117,13 +116,13 @@ def token_slots(
         slots = first.long()[of_sequence] * page_size + positions
     else:
         table = starts.new_empty((0, 0))
-        slots = appended_slots(block_table, page_size, of_sequence, positions)
+        slots = compute_slots(block_table, page_size, of_sequence, positions)
     if counted_from is not None:
         positions = counted_from.long()[of_sequence] + inside
     return Slots(torch.where(new < starts[-1], slots, -1), positions, lengths, table)
 
 
-def sequences_of(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+def find_sequences(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
     """The sequence of each token, int64; the last one for tokens behind all sequences."""
     found = torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)
     return found.clamp(max=cu_seqlens.shape[0] - 2)
@@ -140,7 +139,7 @@ def copy_codes(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
         cache.view(torch.uint8).flatten(0, 1)[at] = x.view(torch.uint8)
 
 
-def appended_slots(block_table: Tensor, page_size: int, of_sequence: Tensor, positions: Tensor) -> Tensor:
+def compute_slots(block_table: Tensor, page_size: int, of_sequence: Tensor, positions: Tensor) -> Tensor:
     """Slots, int64, of tokens at these positions of their sequences; -1 behind the last page of the block table."""
     most = block_table.shape[1]
     known = (positions >= 0) & (positions < most * page_size)
@@ -161,23 +160,23 @@ class PagedRows(NamedTuple):
     pages: Any
 
 
-def pages_of_rows(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
+def view_rows_as_pages(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
     """View caches of rows (batch, length, kv_heads, head_dim), of one shape, as pages.
 
     Raises ValueError for a length that is no multiple of a page's, and for strides that no pages have.
     """
     batch, length = k_cache.shape[:2]
-    sizes = [n for n in reversed(PAGE_SIZES) if not known(length == 0) and require_divides(n, length)]
+    sizes = [n for n in reversed(PAGE_SIZES) if not is_known(length == 0) and is_page_multiple(n, length)]
     if not sizes:
         raise ValueError(f"k_cache: {length} keys; without page_table a multiple of {PAGE_SIZES[0]} is needed")
     caches = k_cache, v_cache
     for size in sizes:
-        dense = [known(batch <= 1) or known(x.stride(0) == length * x.stride(1)) for x in caches]
+        dense = [is_known(batch <= 1) or is_known(x.stride(0) == length * x.stride(1)) for x in caches]
         if all(dense):
             keys, values = (x.view(batch, length // size, size, *x.shape[2:]).flatten(0, 1) for x in caches)
             return PagedRows(keys, values, length // size, length // size)
-        steps = [_step(x, size, length) for x in caches]
-        if steps[0] is not None and steps[1] is not None and known(steps[0] == steps[1]):
+        steps = [_get_page_step(x, size, length) for x in caches]
+        if steps[0] is not None and steps[1] is not None and is_known(steps[0] == steps[1]):
             count = (batch - 1) * steps[0] + length // size
             keys, values = (
                 x.as_strided((count, size, *x.shape[2:]), (size * x.stride(1), *x.stride()[1:])) for x in caches
@@ -189,14 +188,18 @@ def pages_of_rows(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
     )
 
 
-def require_divides(size: int, length: Any) -> bool:
+def is_page_multiple(size: int, length: Any) -> bool:
     """Return whether pages of ``size`` keys divide a length; of a length of the run, the smallest pages are assumed."""
-    return known(length % size == 0) or (size == PAGE_SIZES[0] and require(length % size == 0))
+    return is_known(length % size == 0) or (size == PAGE_SIZES[0] and require(length % size == 0))
 
 
-def _step(x: Tensor, size: int, length: Any) -> Any:
+def _get_page_step(x: Tensor, size: int, length: Any) -> Any:
     """The pages from one sequence of a cache to the next, None if that is no whole number."""
     of_batch, of_key = x.stride()[:2]
-    if not known(of_key > 0) or not known(of_batch % (size * of_key) == 0) or not known(of_batch >= of_key * length):
+    if (
+        not is_known(of_key > 0)
+        or not is_known(of_batch % (size * of_key) == 0)
+        or not is_known(of_batch >= of_key * length)
+    ):
         return None
     return of_batch // (size * of_key)

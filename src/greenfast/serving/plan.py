@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, check_length, number
+from greenfast.ops.arguments import check_flag, check_length, parse_number
 from greenfast.ops.quantized import HEAD_DIMS
 from greenfast.ops.symbols import require
 from greenfast.serving import launch_cache as serving_request
 from greenfast.serving import torch_ops as serving_ops
-from greenfast.serving.checks import MOST_GROUPED, MOST_LENGTH, check_strided, shares_heads
+from greenfast.serving.checks import MAX_GROUP_SIZE, MAX_LENGTH, check_strided, is_valid_grouping
 
 #: Of tensors whose gradient no result could refuse when it is asked for.
-NO_GRADIENT_OF = "{}: a gradient is required, of which there is none; use torch.no_grad()"
+GRADIENT_MESSAGE = "{}: a gradient is required, of which there is none; use torch.no_grad()"
 
 
 def append_kv(
@@ -60,21 +60,21 @@ def append_kv(
     )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        known = serving_request.again(serving_request.APPENDS, request, q)
+        known = serving_request.replay(serving_request.APPEND_CACHE, request, q)
         if known is not None:
             return known[0]  # type: ignore[no-any-return]
     check_flag("interleaved", interleaved)
     if q is None and torch.is_grad_enabled():
         given = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
         if names := [name for name, x in given.items() if requires_grad(x)]:
-            raise NotImplementedError(NO_GRADIENT_OF.format(", ".join(names)))
+            raise NotImplementedError(GRADIENT_MESSAGE.format(", ".join(names)))
     args = (
         q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
-        number("eps", eps), interleaved,
+        parse_number("eps", eps), interleaved,
     )  # fmt: skip
     found = serving_ops.append_kv(*args)
     if not compiling:
-        serving_request.remember_append(request, args)
+        serving_request.record_append(request, args)
     return None if q is None else found
 
 
@@ -100,7 +100,7 @@ class ServingPlan:
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
             check_strided(name, x)
             if x.dtype != torch.int32 or x.dim() != 1:
-                raise TypeError(f"{name}: {kind(x)}; an int32 tensor of one dimension is needed")
+                raise TypeError(f"{name}: {describe_tensor(x)}; an int32 tensor of one dimension is needed")
         if not require(cu_seqlens_q.shape[0] == seqused_k.shape[0] + 1):
             raise ValueError(
                 f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
@@ -114,17 +114,17 @@ class ServingPlan:
             ("head_dim", head_dim),
             ("max_seqlen_q", max_seqlen_q),
         ):
-            check_length(name, n, MOST_LENGTH)
+            check_length(name, n, MAX_LENGTH)
         if head_dim not in HEAD_DIMS:
             raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
-        if not shares_heads(heads, kv_heads):
-            raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MOST_GROUPED} heads share each of kv_heads")
+        if not is_valid_grouping(heads, kv_heads):
+            raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MAX_GROUP_SIZE} heads share each of kv_heads")
         if total_q is not None:
-            check_length("total_q", total_q, MOST_LENGTH)
+            check_length("total_q", total_q, MAX_LENGTH)
         check_flag("causal", causal)
         self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
         self.heads, self.kv_heads, self.head_dim, self.total_q = heads, kv_heads, head_dim, total_q
-        self.mask = (causal, *window_of(causal, window_size))
+        self.mask = (causal, *parse_window(causal, window_size))
         self.tensor = self._made(None)
 
     def _made(self, into: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ class ServingPlan:
                 raise ValueError(f"plan (scheduler_metadata): made for {name} {mine}, called with {wanted}")
 
 
-def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
+def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
     """The window as (left, right), -1 for no limit; with ``causal`` right is 0. Raises TypeError and ValueError."""
     if window_size is None or window_size == (-1, -1):
         return -1, 0 if causal else -1
@@ -172,6 +172,6 @@ def requires_grad(*given: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
 
 
-def kind(x: object) -> str:
+def describe_tensor(x: object) -> str:
     """A tensor's dtype and shape, or what else it is, for errors."""
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

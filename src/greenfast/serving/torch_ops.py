@@ -19,7 +19,7 @@ from greenfast.serving.checks import (
     check_attention_once,
     check_out,
     check_values,
-    checks_values,
+    should_check_values,
 )
 
 _ATTENTION = (
@@ -42,14 +42,14 @@ _SCHEMAS = {
 
 
 @cache
-def gpu() -> Any:
+def load_cuda() -> Any:
     """``greenfast.serving.cuda``, imported for the first CUDA tensor."""
     return importlib.import_module("greenfast.serving.cuda")
 
 
 def _check_values(args: tuple[Any, ...]) -> None:
     """The check of lengths and block tables, of tensors that fit, where that is cheap or asked for."""
-    if checks_values(args[0]):
+    if should_check_values(args[0]):
         check_attention_once(*args[:18])
         q, k_cache, _, block_table, cu_seqlens_q, seqused_k = args[:6]
         check_values(q, k_cache, block_table, cu_seqlens_q, seqused_k, args[11])
@@ -70,11 +70,11 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
     _check_values(args)
-    found: tuple[Tensor, Tensor] = gpu().paged_attention(*args, lse=lse)
+    found: tuple[Tensor, Tensor] = load_cuda().paged_attention(*args, lse=lse)
     return found
 
 
-def _attention_shapes(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
     check_attention(*args)
     q: Tensor = args[0]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -93,9 +93,9 @@ def _attention_out_cuda(*args: Any, lse: bool = True) -> Tensor:
     return _attention_cuda(*args, lse=lse)[1]
 
 
-def _attention_out_shapes(*args: Any) -> Tensor:
+def _attention_out_fake(*args: Any) -> Tensor:
     check_out(args[18], args[0], args[17])
-    return _attention_shapes(*args[:18])[1]
+    return _attention_fake(*args[:18])[1]
 
 
 def _plan_cpu(cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any) -> Tensor:
@@ -108,26 +108,28 @@ def check_plan(plan: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor) -> None:
         raise ValueError("plan (scheduler_metadata): it was made for other lengths; call its update() in every step")
 
 
-def _plan_shape(
+def _plan_fake(
     cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, causal: bool,
     window_left: int, window_right: int, total_q: int | None = None,
 ) -> Tensor:  # fmt: skip
     batch = seqused_k.shape[0]
     on_gpu = cu_seqlens_q.device.type == "cuda"
-    size = gpu().plan_size(batch, max_seqlen_q, heads, kv_heads, head_dim, total_q) if on_gpu else 2 * batch + 1
+    size = (
+        load_cuda().get_plan_size(batch, max_seqlen_q, heads, kv_heads, head_dim, total_q) if on_gpu else 2 * batch + 1
+    )
     return cu_seqlens_q.new_empty(size)
 
 
 def _slots_cpu(*args: Any) -> tuple[Tensor, ...]:
-    return serving_pages.token_slots(*args)
+    return serving_pages.compute_token_slots(*args)
 
 
 def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = gpu().token_slots(*args)
+    found: tuple[Tensor, ...] = load_cuda().token_slots(*args)
     return found
 
 
-def _slots_shapes(
+def _slots_fake(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: Any,
     max_pages: Any, page_size: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -144,28 +146,28 @@ def _append_cpu(*args: Any) -> Tensor:
 
 
 def _append_cuda(*args: Any) -> Tensor:
-    found: Tensor = gpu().append_kv(*args)
+    found: Tensor = load_cuda().append_kv(*args)
     return found
 
 
-def _append_shape(*args: Any) -> Tensor:
+def _append_fake(*args: Any) -> Tensor:
     check_append(*args)
     q: Tensor | None = args[0]
     return args[1].new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _plan_cuda(*args: Any) -> Tensor:
-    found: Tensor = gpu().plan(*args)
+    found: Tensor = load_cuda().plan(*args)
     return found
 
 
 NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
 _IMPLEMENTATIONS: dict[str, tuple[Any, Any, Any, str]] = {
-    "paged_attention": (_attention_cpu, _attention_cuda, _attention_shapes, "greenfast.flash_attn"),
-    "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_shapes, "greenfast.flash_attn"),
-    "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_shape, "greenfast.ServingPlan"),
-    "token_slots": (_slots_cpu, _slots_cuda, _slots_shapes, "greenfast.flash_attn"),
-    "append_kv": (_append_cpu, _append_cuda, _append_shape, "greenfast.append_kv"),
+    "paged_attention": (_attention_cpu, _attention_cuda, _attention_fake, "greenfast.flash_attn"),
+    "paged_attention_out": (_attention_out_cpu, _attention_out_cuda, _attention_out_fake, "greenfast.flash_attn"),
+    "paged_attention_plan": (_plan_cpu, _plan_cuda, _plan_fake, "greenfast.ServingPlan"),
+    "token_slots": (_slots_cpu, _slots_cuda, _slots_fake, "greenfast.flash_attn"),
+    "append_kv": (_append_cpu, _append_cuda, _append_fake, "greenfast.append_kv"),
 }
 for _name, (_cpu, _cuda, _shapes, _call) in _IMPLEMENTATIONS.items():
     torch_ops.LIBRARY.define(_name + _SCHEMAS[_name])
@@ -186,53 +188,53 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
 
     lse: whether the log-sum-exp is wanted, which is anything otherwise.
     """
-    if _direct(*args[:11]):
+    if _can_launch_directly(*args[:11]):
         return _attention_cuda(*args, lse=lse)
-    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_checked(check_attention_once, args))
+    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_check_eager(check_attention_once, args))
     return found
 
 
 def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     """The same with the output written to the last argument; returns the log-sum-exp."""
-    if _direct(*args[:11], args[18]):
+    if _can_launch_directly(*args[:11], args[18]):
         return _attention_out_cuda(*args, lse=lse)
     if not torch.compiler.is_compiling():
         check_out(args[18], args[0], args[17])
-    found: Tensor = _PAGED_ATTENTION_OUT(*_checked(check_attention_once, args[:18]), args[18])
+    found: Tensor = _PAGED_ATTENTION_OUT(*_check_eager(check_attention_once, args[:18]), args[18])
     return found
 
 
 def plan(*args: Any, into: Tensor | None = None) -> Tensor:
     """``torch.ops.greenfast.paged_attention_plan`` in the same way; into: where it is written, if given."""
-    if _direct(*args[:2], into):
-        found: Tensor = gpu().plan(*args, into=into)
+    if _can_launch_directly(*args[:2], into):
+        found: Tensor = load_cuda().plan(*args, into=into)
         return found
     made: Tensor = PLAN(*args)
     return made if into is None else into.copy_(made)
 
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
-    found: tuple[Tensor, ...] = (_slots_cuda if _direct(*args[:4]) else _TOKEN_SLOTS)(*args)
+    """``torch.ops.greenfast.compute_token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
+    found: tuple[Tensor, ...] = (_slots_cuda if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS)(*args)
     return found
 
 
 def append_kv(*args: Any) -> Tensor:
     """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
-    if _direct(*args[:13]):
+    if _can_launch_directly(*args[:13]):
         return _append_cuda(*args)
-    found: Tensor = _APPEND_KV(*_checked(check_append_once, args))
+    found: Tensor = _APPEND_KV(*_check_eager(check_append_once, args))
     return found
 
 
-def _checked(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _check_eager(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, checked before PyTorch's dispatcher has its say; a graph checks them when it is traced."""
     if not torch.compiler.is_compiling():
         check(*args)
     return args
 
 
-def _direct(*given: Any) -> bool:
+def _can_launch_directly(*given: Any) -> bool:
     """Whether nothing observes a call with these tensors, or None in their place."""
     tensors = [x for x in given if x is not None]
-    return len(tensors) > 0 and isinstance(tensors[0], Tensor) and torch_ops.may_skip_dispatcher(*tensors)
+    return len(tensors) > 0 and isinstance(tensors[0], Tensor) and torch_ops.can_skip_dispatcher(*tensors)

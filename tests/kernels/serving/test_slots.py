@@ -9,7 +9,7 @@ import torch
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.kernels.serving import slots
-from greenfast.serving.pages import token_slots
+from greenfast.serving.pages import compute_token_slots
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import OutputSpec
 
@@ -37,7 +37,7 @@ def test_slots_are_the_cpus(seed: int) -> None:
     found = run_chain([KernelLaunch(ptx, slots.ENTRY, slots.KERNEL.block, 0, launch)], given, outputs).outputs
     tensors = {name: torch.from_numpy(x) for name, x in given.items()}
     before, table, counted = (tensors.get(name) for name in ("before", "block_table", "counted_from"))
-    wanted = token_slots(tensors["starts"], before, table, counted, tokens, entries, page)
+    wanted = compute_token_slots(tensors["starts"], before, table, counted, tokens, entries, page)
     assert found["slots"].tolist() == wanted.slots.tolist()
     assert found["lengths"].tolist() == wanted.lengths.tolist()
     end = int(starts[-1])
