@@ -33,7 +33,7 @@ from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, GuardedBuffer
 from greenfast.evolve.space import Space, read_space
 from greenfast.judge.error_metrics import worst_bound_ratio
-from greenfast.judge.gates.sides import image_of
+from greenfast.judge.gates.sides import build_image
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import planned
@@ -149,7 +149,7 @@ def executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executabl
     if toggles is None:
         toggles = shipped(dims, fmt)
     kernel = compiled(toggles, dims, fmt)
-    return Executable.single(image_of(kernel), tuning_space.launch(toggles, fmt, dims)), kernel
+    return Executable.single(build_image(kernel), tuning_space.launch(toggles, fmt, dims)), kernel
 
 
 def checked(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, references: Any) -> str:

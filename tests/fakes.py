@@ -153,17 +153,17 @@ class FakeDevice:
         self._variant_of: dict[bytes, str] = {}
         for name in self.scripts:
             variant = r.task.config.variant(name)
-            side = build_side("fake", r.task.family, variant, r.format, r.built_shapes, r.target, refused={})
+            side = build_side("fake", r.task.family, variant, r.format, r.built_shapes, r.target, rejections={})
             for _, kernel in side.distinct:
                 self._variant_of[kernel.cubin] = name
         #: By shape, the sizes of its inputs, and what tells its cases apart.
         self._sizes: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
         self._seeds: dict[tuple[int, ...], tuple[int, str]] = {}
-        for cell in r.cells:
-            dims = tuple(cell.shape.dims.items())
-            inputs = self.case(dims, cell.seed, cell.variant)[0].inputs
+        for case_plan in r.case_plans:
+            dims = tuple(case_plan.shape.dims.items())
+            inputs = self.case(dims, case_plan.seed, case_plan.variant)[0].inputs
             self._sizes[dims] = {name: array.nbytes for name, array in inputs.items()}
-            self._seeds[tuple(hash(inputs[name].tobytes()) for name in inputs)] = cell.seed, cell.variant
+            self._seeds[tuple(hash(inputs[name].tobytes()) for name in inputs)] = case_plan.seed, case_plan.variant
 
     def variant(self, image: KernelImage) -> str:
         """The name of the scripted variant that an image was built from, or "default"."""
@@ -492,12 +492,14 @@ def request(
     task = task or shipped("fp8_sdpa")
     chosen = [task.config.shape(name) for name in shapes]
     last = chosen[-1], seeds[-1]
-    cells = tuple(CasePlan(shape, seed, drawn=(shape, seed) == last) for shape in chosen for seed in seeds)
+    case_plans = tuple(CasePlan(shape, seed, randomized=(shape, seed) == last) for shape in chosen for seed in seeds)
     return Request(
         task=task,
         shapes=chosen,
         seeds=list(seeds),
-        exam=CheckPlan(cells, tuple(chosen), chosen[0], (chosen[0],), drawn=(chosen[-1],), seed=seeds[-1])
+        check_plan=CheckPlan(
+            case_plans, tuple(chosen), chosen[0], (chosen[0],), random_shapes=(chosen[-1],), seed=seeds[-1]
+        )
         if whole
         else None,
         format=fmt,

@@ -61,9 +61,9 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
     task = loaded(tmp_path / "twice")
     plain = request(tmp_path, task=task, shapes=("tiny",), fmt="float", whole=False)
     asked = add_check_plan(plain, task.config.rung("fast"), chosen=False, seed=77)
-    assert asked.exam is not None
+    assert asked.check_plan is not None
     public = tuple(CasePlan(shape, seed) for shape in asked.shapes for seed in (0, 1, 2))
-    asked = replace(asked, exam=replace(asked.exam, cells=(*asked.exam.cells, *public)))
+    asked = replace(asked, check_plan=replace(asked.check_plan, case_plans=(*asked.check_plan.case_plans, *public)))
     monkeypatch.setattr("greenfast.judge.request.draw_seed", lambda: 77)
     install(monkeypatch, FakeDevice(asked, {"plain": Script(us=20.0), "fast": Script(us=10.0)}))
 

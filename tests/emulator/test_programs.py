@@ -19,7 +19,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.gates.sides import build_side, image_of
+from greenfast.judge.gates.sides import build_side, build_image
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
@@ -36,7 +36,7 @@ def source(entry: str, parameters: str, body: str) -> KernelSource:
 
 
 def executable(program: Program) -> Executable:
-    steps = ((image_of(compile_kernel(step.kernel, TARGET)), step.launch) for step in program.steps)
+    steps = ((build_image(compile_kernel(step.kernel, TARGET)), step.launch) for step in program.steps)
     return Executable(tuple(steps), program.workspaces)
 
 
@@ -105,13 +105,13 @@ def test_a_table_that_a_launch_changes_is_a_violation() -> None:
         f"{{ int i = threadIdx.x; {body} }}"
     )
     built = compile_kernel(KernelSource("k", text, "k.cu", (), (4, 1, 1)), TARGET)
-    image = replace(image_of(built), tables=("table",))
+    image = replace(build_image(built), tables=("table",))
     case = Case({"x": np.zeros(1, np.uint64)}, {"y": OutputSpec((4,), "float32")})
     launch = Launch((1, 1, 1), ("x", "y"))
     found = EmulatorSession().run(Executable.single(image, launch), case, 1)
     assert found.violations == ["variable 'k: table' of its module was changed"]
     honest = replace(built.source, source=text.replace(body, "y[i] = table[i % 4];"))
-    image = image_of(compile_kernel(honest, TARGET))
+    image = build_image(compile_kernel(honest, TARGET))
     assert image.tables == ("table",)
     assert EmulatorSession().run(Executable.single(image, launch), case, 2).violations == []
 

@@ -178,9 +178,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
     task = load(find_task(str(write_search_task(tmp_path / "task"))))
     plain = request(tmp_path, task=task, shapes=("tiny",), seeds=(0, 1, 2), fmt="float", whole=False)
     asked = add_check_plan(plain, None, chosen=False, seed=77)
-    assert asked.exam is not None
+    assert asked.check_plan is not None
     public = tuple(CasePlan(shape, seed) for shape in asked.shapes for seed in plain.seeds)  # what the search takes
-    asked = replace(asked, exam=replace(asked.exam, cells=(*asked.exam.cells, *public)))
+    asked = replace(asked, check_plan=replace(asked.check_plan, case_plans=(*asked.check_plan.case_plans, *public)))
     scripts = {"plain": Script(us=20.0), "fast": Script(us=15.0), "KIND=0,THREADS=64": Script(us=12.0)}
     device = install(monkeypatch, FakeDevice(asked, scripts, default=Script(us=30.0)))
 

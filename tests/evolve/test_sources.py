@@ -64,8 +64,8 @@ def of_solution(asked: Request, mine: Path, **fields: Any) -> Sources:
 def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
     sources = of_solution(asked, mine, parameters={"THREADS": {"values": [64, 128]}})
     implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
-    assert implementation.found is not None
-    found = implementation.found
+    assert implementation.solution is not None
+    found = implementation.solution
     assert found.solution.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
     assert implementation.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
     assert implementation.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)

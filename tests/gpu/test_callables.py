@@ -13,7 +13,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.rotating_buffers import WRONG_VARIABLES
 from greenfast.device.worker import Worker
-from greenfast.judge.gates.sides import image_of
+from greenfast.judge.gates.sides import build_image
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution
 from greenfast.spec.arch import Target
@@ -47,7 +47,7 @@ def replay(folder: Path, body: str, problem: Matrices, seed: int = 5) -> tuple[C
     program = family.program({}, "", DIMS)
     capability = torch.cuda.get_device_capability()
     target = Target.of_device(capability)
-    steps = tuple((image_of(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
+    steps = tuple((build_image(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
     case = problem.make_case(DIMS, seed, "")
     with Worker(0, timeout_s=60) as worker:
         result = worker.run(Executable(steps, program.workspaces), case, 2)
@@ -139,7 +139,7 @@ def test_state_in_a_variable_of_machine_code_is_found(change: str, state: bool) 
     source = KernelSource("counts", COUNTS.replace("CHANGE", change), "counts.cu", (), (512, 1, 1))
     binary = compile_kernel(source, target).cubin
     given = KernelSource("counts", "", "counts.cubin", (), (512, 1, 1), language="cubin", binary=binary)
-    image = image_of(compile_kernel(given, target))
+    image = build_image(compile_kernel(given, target))
     assert image.variables == ("calls",)
     executable = Executable.single(image, Launch((256, 1, 1), ("x", "y")))
     case = Matrices().make_case(DIMS, 0, "")

@@ -16,7 +16,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.device.session import RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.gates.sides import build_side, image_of
+from greenfast.judge.gates.sides import build_side, build_image
 from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution, find_solution
@@ -69,7 +69,7 @@ def judge(body: str, n: int = N) -> RunResult | WorkerError:
     """The check of a cubin without PTX."""
     source = KernelSource("k", f"{SIGNATURE} {body} }}", "k.cu", (), (256, 1, 1))
     kernel = compile_kernel(source, Target.of_device(Gpu().capability))
-    image = replace(image_of(kernel), ptx="", tables=())
+    image = replace(build_image(kernel), ptx="", tables=())
     launch = Launch((-(-n // 256), 1, 1), ("x", "y", np.int32(n)))
     with Worker(0, timeout_s=60) as worker:
         try:
@@ -147,7 +147,7 @@ def test_a_function_that_returns_what_a_freed_tensor_left(tmp_path: Path, body: 
     program = RemoteFamily("mine", tmp_path, solution, problem=Doubling(), gpu=0).program({}, "", {"N": N})  # type: ignore[arg-type]
     assert program.allocations, "the allocations of the captured call are known"
     target = Target.of_device(Gpu().capability)
-    steps = tuple((image_of(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
+    steps = tuple((build_image(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
     with Worker(0, timeout_s=60) as worker:
         result = worker.check_memory(Executable(steps, program.workspaces, program.allocations), case())
     assert (result.violations == []) == right

@@ -19,7 +19,7 @@ from greenfast.judge.check_plan import (
     NOTHING_DRAWN,
     CasePlan,
     CheckPlan,
-    _extent,
+    _compute_extent,
     build_check_plan,
     derive_seeds,
     draw_seed,
@@ -138,25 +138,29 @@ def test_the_whole_exam_has_secret_seeds_for_every_shape_and_drawn_ones(tmp_path
     found = asked(task, ("page", "tiny"), (77, 78, 79), 77)
     assert found.missing == ()
     assert found.secret
-    assert [str(c) for c in found.cells[:6]] == [
+    assert [str(c) for c in found.case_plans[:6]] == [
         *(f"page seed {n}" for n in (77, 78, 79)), *(f"tiny seed {n}" for n in (77, 78, 79)),
     ]  # fmt: skip
-    assert not any(c.seed in task.config.seeds for c in found.cells), "a public seed"
-    assert not any(c.format_is_judged for c in found.cells)
-    assert [c.new_shape for c in found.cells] == [c.shape in found.drawn for c in found.cells]
-    assert {c.shape.name for c in found.cells if c.new_shape and c.variant == "normal"} == {
-        shape.name for shape in found.drawn
+    assert not any(c.seed in task.config.seeds for c in found.case_plans), "a public seed"
+    assert not any(c.format_is_judged for c in found.case_plans)
+    assert [c.new_shape for c in found.case_plans] == [c.shape in found.random_shapes for c in found.case_plans]
+    assert {c.shape.name for c in found.case_plans if c.new_shape and c.variant == "normal"} == {
+        shape.name for shape in found.random_shapes
     }
-    assert found.small.name == "page", "on five elements all variants are much alike"
-    smallest = min(found.drawn, key=lambda shape: shape.dims["N"])
-    long = found.drawn[-1]
-    assert found.emulated == (found.small, smallest, long), "a GPU runs all, and shapes of the task hide tails"
+    assert found.small_shape.name == "page", "on five elements all variants are much alike"
+    smallest = min(found.random_shapes, key=lambda shape: shape.dims["N"])
+    long = found.random_shapes[-1]
+    assert found.emulated_shapes == (found.small_shape, smallest, long), (
+        "a GPU runs all, and shapes of the task hide tails"
+    )
     assert smallest.dims["N"] == 1
     assert 32 < long.dims["N"] <= 50, "longer than a warp, within the emulator's limit"
-    assert asked(task, ("page", "tiny"), (0, 1), None).emulated == (found.small,)
+    assert asked(task, ("page", "tiny"), (0, 1), None).emulated_shapes == (found.small_shape,)
     emulated = asked(task, ("page", "tiny"), (77, 78, 79), 77, emulated=True)
-    assert len(emulated.drawn) == task.config.drawing.count
-    assert all(c.shape == found.small or c.shape.dims["N"] <= 50 for c in emulated.cells if c.variant != "normal")
+    assert len(emulated.random_shapes) == task.config.drawing.count
+    assert all(
+        c.shape == found.small_shape or c.shape.dims["N"] <= 50 for c in emulated.case_plans if c.variant != "normal"
+    )
 
 
 @pytest.mark.parametrize("emulated", [False, True])
@@ -174,21 +178,21 @@ def test_every_variant_has_a_small_a_large_and_an_odd_shape(name: str, emulated:
             emulated=emulated,
         )  # fmt: skip
         of: dict[str, list[Shape]] = {}
-        for cell in found.cells:
-            if cell.variant != "normal":
-                of.setdefault(cell.variant, []).append(cell.shape)
+        for case_plan in found.case_plans:
+            if case_plan.variant != "normal":
+                of.setdefault(case_plan.variant, []).append(case_plan.shape)
         assert set(of) == set(task.problem.VARIANTS)  # type: ignore[attr-defined]
-        sizes = {id(s): _extent(s, config) for s in (*shapes, *found.drawn)}
-        most = max(limit, _extent(found.small, config)) if emulated else max(sizes.values())
+        sizes = {id(s): _compute_extent(s, config) for s in (*shapes, *found.random_shapes)}
+        most = max(limit, _compute_extent(found.small_shape, config)) if emulated else max(sizes.values())
         largest = max(size for size in sizes.values() if size <= most)
         for given in of.values():
-            assert found.small in given
+            assert found.small_shape in given
             assert any(4 * sizes[id(s)] >= largest for s in given)
             assert any(d > 32 and d % 32 for s in given for d in s.dims.values())
-        dealt.add(tuple(sorted((c.shape.name, c.variant) for c in found.cells if c.shape in config.shapes)))
+        dealt.add(tuple(sorted((c.shape.name, c.variant) for c in found.case_plans if c.shape in config.shapes)))
         if not emulated:
-            varied = {c.shape.name for c in found.cells if c.variant != "normal"}
-            assert varied == {s.name for s in (*shapes, *found.drawn)}, "a shape without a variant"
+            varied = {c.shape.name for c in found.case_plans if c.variant != "normal"}
+            assert varied == {s.name for s in (*shapes, *found.random_shapes)}, "a shape without a variant"
     assert emulated or len(dealt) > 1, "variants by index"
 
 
@@ -197,11 +201,11 @@ def test_a_long_shape_has_several_blocks_and_tiles(tmp_path: Path) -> None:
     task = doubling(tmp_path, ranges=sized, max_size_emulated=600)
     for seed in range(5):
         found = asked(task, ("page", "tiny"), (seed,), seed)
-        n, m = (shape.dims for shape in found.drawn[-2:])
+        n, m = (shape.dims for shape in found.random_shapes[-2:])
         assert n["N"] >= 225
         assert m["M"] >= 225
         assert (n["M"], m["N"]) == (2, 2)
-        assert found.emulated[-2:] == found.drawn[-2:]
+        assert found.emulated_shapes[-2:] == found.random_shapes[-2:]
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert asked(task, ("tiny", "page"), (0, 1), None).missing == (KNOWN_INPUTS, NOTHING_DRAWN)
     other = asked(task, ("tiny",), (0, 1, 5), 9)
     assert other.missing == ("1 of 2 shapes", KNOWN_INPUTS)
-    assert [c.format_is_judged for c in other.cells[:3]] == [True, True, False], "seed 5 is not the task's"
+    assert [c.format_is_judged for c in other.case_plans[:3]] == [True, True, False], "seed 5 is not the task's"
     assert asked(task, ("tiny",), (9, 10, 11), 9).missing == ("1 of 2 shapes",)
 
 
@@ -221,7 +225,7 @@ def test_a_secret_seed_has_64_bits() -> None:
     assert any(seed >= 2**60 for seed in found)
     for name in TASKS:  # all of whose problems take them
         task = shipped(name)
-        shape = min(task.config.shapes, key=lambda s: _extent(s, task.config))
+        shape = min(task.config.shapes, key=lambda s: _compute_extent(s, task.config))
         case_of(task.problem, shape.dims, 2**64 - 1, task.config.defaults.format, "outliers")
 
 
@@ -309,13 +313,19 @@ def test_a_new_seed_is_in_the_command(tmp_path: Path) -> None:
     seeds = set()
     for _ in range(2):
         found = add_check_plan(plain, None, chosen=False)
-        assert found.exam is not None
-        assert found.command == f"{plain.command} --exam-seed {found.exam.seed}"
-        again = add_check_plan(plain, None, chosen=False, seed=found.exam.seed)
-        assert again.exam is not None
-        assert (again.exam.cells, again.exam.drawn, again.seeds) == (found.exam.cells, found.exam.drawn, found.seeds)
-        assert (found.exam.missing, again.exam.missing) == ((), (KNOWN_INPUTS,)), "its inputs are known by now"
-        seeds.add(found.exam.seed)
+        assert found.check_plan is not None
+        assert found.command == f"{plain.command} --exam-seed {found.check_plan.seed}"
+        again = add_check_plan(plain, None, chosen=False, seed=found.check_plan.seed)
+        assert again.check_plan is not None
+        assert (again.check_plan.case_plans, again.check_plan.random_shapes, again.seeds) == (
+            found.check_plan.case_plans,
+            found.check_plan.random_shapes,
+            found.seeds,
+        )
+        assert (found.check_plan.missing, again.check_plan.missing) == ((), (KNOWN_INPUTS,)), (
+            "its inputs are known by now"
+        )
+        seeds.add(found.check_plan.seed)
     assert len(seeds) == 2
 
 
@@ -356,7 +366,7 @@ def test_the_formats_error_is_told_and_not_judged_where_nobody_chose_the_case() 
         )
         found = RunResult({"out": wanted.exact.astype(np.float16)})
         return _row(
-            CasePlan(shape, 1001, drawn=drawn), case, wanted, gates.error, gates.kernel_error, found, wanted.exact
+            CasePlan(shape, 1001, randomized=drawn), case, wanted, gates.error, gates.kernel_error, found, wanted.exact
         )
 
     assert not row(drawn=False).gates["format_error_pass"]
@@ -372,7 +382,7 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     emulated = dataclasses.replace(L4, kind="emulated", name="an emulator")
     plain = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", whole=False, device=emulated)
     plain = dataclasses.replace(plain, seeds=[9, 10, 11])
-    here = dataclasses.replace(plain, exam=asked(task, ("tiny",), (9, 10, 11), 9, emulated=True))
+    here = dataclasses.replace(plain, check_plan=asked(task, ("tiny",), (9, 10, 11), 9, emulated=True))
 
     def decided(here: Request, kept: list[Kept]) -> Record:
         install(monkeypatch, FakeDevice(here))
@@ -388,7 +398,7 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     seeds = msgspec.structs.replace(task.config, seeds=[0, 1, 2, 3])
     newer = dataclasses.replace(here, task=dataclasses.replace(task, config=seeds))
     assert not completes(record.quoted, kept, newer), "more seeds than the task had then"
-    known = dataclasses.replace(here, exam=asked(task, ("tiny",), (0, 1), 9, emulated=True))
+    known = dataclasses.replace(here, check_plan=asked(task, ("tiny",), (0, 1), 9, emulated=True))
     assert not completes(record.quoted, kept, known), "inputs that were known before"
     source = SolutionSource(language="cuda", sha256="0" * 64, files={})
     side = msgspec.structs.replace(measured.candidate, solution=source, timing=[])

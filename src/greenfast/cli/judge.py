@@ -66,7 +66,7 @@ def _named_problem(found: ResolvedSolution) -> str:
     """The known problem that the solution names. Raises UsageError where it names none."""
     named = found.solution.problem
     if not named:
-        raise UsageError(f"{found.where}: names no problem; --problem names a task or its folder")
+        raise UsageError(f"{found.path}: names no problem; --problem names a task or its folder")
     if named not in task_names():
-        raise unknown(f"problem of {found.where}", named, task_names())
+        raise unknown(f"problem of {found.path}", named, task_names())
     return named

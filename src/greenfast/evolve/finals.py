@@ -52,9 +52,10 @@ class _Whole(Request):
 
     @property
     def built_shapes(self) -> list[Shape]:
-        """All that the exam asks."""
-        asked = [*self.shapes, *(self.exam.whole if self.exam else ()), *(self.exam.drawn if self.exam else ())]
-        return list({shape.name: shape for shape in asked}.values())
+        """All shapes of the check plan."""
+        plan = self.check_plan
+        shapes = [*self.shapes, *(plan.required_shapes if plan else ()), *(plan.random_shapes if plan else ())]
+        return list({shape.name: shape for shape in shapes}.values())
 
 
 def confidence_of(confidence: float, finalists: int) -> float:
@@ -127,6 +128,6 @@ def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: 
             "toggles": {name: value for name, value in implementation.variant.toggles if value},
             "after": stages.manifest.baseline or stages.task.config.defaults.baseline,
             "required_speedup": max(1.0, round(verdict.low - 0.005, 2)),
-            "budget": msgspec.to_builtins(implementation.asked.budget),
+            "budget": msgspec.to_builtins(implementation.requirements.budget),
         }
         write_whole(winner / "rung.json", to_json(rung))

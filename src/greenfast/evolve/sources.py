@@ -116,7 +116,7 @@ class Sources:
         else:
             implementation = build_rung_implementation(config, self._family, config.toggle_variant(toggles))
             if implementation.rung is None and self.rung is not None:
-                implementation = dataclasses.replace(implementation, asked=self.rung)
+                implementation = dataclasses.replace(implementation, requirements=self.rung)
         if not edits:
             return implementation
         folder = self._work / candidate.key / "kernels"
@@ -141,7 +141,7 @@ class Sources:
             write_whole(folder / name, data)
         for name, text in edits.items():
             write_whole(folder / name, text)
-        where = folder / found.where.name
+        where = folder / found.path.name
         solution = find_solution(where).solution if edits else found.solution
         given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
         options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}

@@ -1,4 +1,4 @@
-"""What a solution or a search is compared with: a rung or toggles of the task, or another solution."""
+"""The baseline of a comparison: a rung or toggles of the task, or another solution."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def load_solution(request: Request, found: ResolvedSolution, *, is_reference: bo
 
 
 def load_baseline(request: Request, text: str) -> Implementation:
-    """A rung or toggles of the task, or a solution: a path, from here or from the task's folder.
+    """Load the baseline that ``text`` names: a rung, toggles of the task, or the path of a solution.
 
-    Raises UsageError naming the rungs.
+    A path is relative to the working directory or to the task's folder. Raises UsageError with the names of the rungs.
     """
     task, config = request.task, request.task.config
     if text in [rung.name for rung in config.rungs] or ("=" in text and config.rungs):
         return build_rung_implementation(config, task.family, config.variant(text))
-    is_own = text == config.defaults.baseline
-    # A folder of its name may lie where the command is given.
-    for path in (task.folder / text,) if is_own else (Path(text), task.folder / text):
+    is_task_baseline = text == config.defaults.baseline
+    # The working directory may contain an unrelated folder of the same name as the task's baseline.
+    for path in (task.folder / text,) if is_task_baseline else (Path(text), task.folder / text):
         if is_solution(path):
-            found = find_solution(import_solution(path, task.folder, request.out))
-            return replace(load_solution(request, found, is_reference=True), is_own=is_own)
+            solution = find_solution(import_solution(path, task.folder, request.out))
+            return replace(load_solution(request, solution, is_reference=True), is_task_baseline=is_task_baseline)
     rungs = [rung.name for rung in config.rungs]
     raise unknown("reference", text, [*rungs, "the path of a solution"])

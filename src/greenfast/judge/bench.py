@@ -1,4 +1,4 @@
-"""One variant through BUILD, RESOURCES and CORRECTNESS, then timed: what is wrong is not timed."""
+"""Timing of one implementation after BUILD, RESOURCES and CORRECTNESS. An incorrect kernel is not timed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from greenfast.judge.variant import Variant
 
 @dataclass(frozen=True)
 class BenchOutcome:
-    """A record, and the folder that holds it with the three JSON files."""
+    """A record, and the folder with its file and the three JSON files."""
 
     record: BenchRecord
     folder: Path
 
 
 def bench(request: Request, variant: Implementation | Variant, observer: ProgressListener) -> BenchOutcome:
-    """Check and time one variant and write its artifacts. Raises MachineError for a folder that cannot be written."""
+    """Check and time one implementation and write its artifacts. Raises MachineError for an unwritable folder."""
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     run = GateRun(request, {CANDIDATE: variant}, observer)
@@ -48,9 +48,9 @@ def bench(request: Request, variant: Implementation | Variant, observer: Progres
 
 
 def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
-    """Time the one side; its PERFORMANCE gate asks only that the timed launches computed what was checked.
+    """Time the implementation. PERFORMANCE passes if the timed launches computed the checked outputs.
 
-    Returns its rows, the clocks seen, and the seed of what was drawn.
+    Return the timing rows, the observed clocks and the seed of the random order.
     """
     request = run.request
     try:

@@ -133,7 +133,7 @@ def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
     It had the whole exam with every check, all shapes and as many seeds as today's, and all its kernels are today's,
     launched as they are today. Of a solution, which could hold answers, its timed inputs were secret too.
     """
-    record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.exam
+    record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.check_plan
     if record.exam is None or not record.exam.complete or exam is None or not exam.secret:
         return False
     if any(gate.unchecked for gate in record.gates):
@@ -147,7 +147,7 @@ def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
         if row.variant == NORMAL:
             held.setdefault(str(sorted(row.dims.items())), set()).add(row.seed)
     seeds = len(config.seeds)
-    whole = all(len(held.get(str(sorted(shape.dims.items())), ())) >= seeds for shape in exam.whole)
+    whole = all(len(held.get(str(sorted(shape.dims.items())), ())) >= seeds for shape in exam.required_shapes)
     return whole and freshness(record).status == CURRENT
 
 

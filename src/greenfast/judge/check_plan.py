@@ -1,9 +1,8 @@
-"""The exam: the cases that CORRECTNESS checks, and what a run lacks of the whole exam.
+"""The check plan: the cases of CORRECTNESS, and the parts of the full plan that a run skips.
 
-All inputs of the whole exam come from one secret seed that is drawn at run time. Its cases are every shape of the task,
-shapes that are drawn within the ranges that the task declares, and the variants of the inputs. No kernel can hold
-answers for inputs that nobody knew before the run. The seed is recorded, so that a run can be repeated; a run with a
-given seed is not the whole exam.
+The full plan has three kinds of cases: every shape of the task, random shapes within the ranges that the task declares,
+and the variants of the inputs. All inputs come from one secret seed that is drawn at run time, so no kernel can hold
+precomputed answers. The seed is recorded, so that a run can be repeated. A run with a known seed is not the full plan.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ from greenfast.judge.task import Drawing, Range, Rung, Shape, TaskConfig
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import NORMAL, Problem, case_of, variants_of
 
-#: A secret seed has 64 bits. It is above the seeds that tasks name, and the seeds that follow it have 64 bits too.
+#: Range of secret seeds: 64 bits, above the seeds in task files, with room for the seeds that follow it.
 _LEAST_SEED, _LAST_SEED = 2**32, 2**64 - 2**16
-#: The least number of seeds per shape: each timed launch draws its inputs from the cases of these seeds.
+#: The minimum number of seeds per shape. Each timed launch draws its inputs from the cases of these seeds.
 MIN_SEEDS = 3
 _TRIES, _EDGE_TRIES, _LONG_TRIES = 2000, 200, 200
 #: A dimension whose range reaches this size gets a small shape that is longer than a tile in this dimension.
 _LONG = 64
 #: A shape of at least this share of the largest one is large.
 _LARGE = 0.25
-#: Threads of a warp: a size above it that it does not divide is odd.
+#: Threads of a warp. A size above it that is not a multiple of it is odd.
 _WARP = 32
-#: Variants and the emulator take the smallest shape whose inputs and outputs have at least this many bytes: on a single
-#: element every input is alike.
+#: Variants and the emulator use the smallest shape with at least this many bytes of inputs and outputs. With a single
+#: element, all inputs look the same.
 _LEAST_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class CasePlan:
-    """A case that is asked.
+    """One planned case of CORRECTNESS: a shape, a seed and a variant of the inputs.
 
-    drawn: whether its shape or its seed is not the task's. The limits on a format's error are the task's for its own
-    shapes and seeds, so here, and in variants, the format's error is told and not judged. new_shape: whether its shape
-    is not the task's.
+    randomized: True if the shape or the seed is not the task's. The task's limits on the format's error hold for its
+        own shapes and seeds. In randomized cases and in variants the format's error is reported and not judged.
+    new_shape: True if the shape is not the task's.
     """
 
     shape: Shape
     seed: int
     variant: str = NORMAL
-    drawn: bool = False
+    randomized: bool = False
     new_shape: bool = False
 
     @property
     def format_is_judged(self) -> bool:
-        """Whether the limits on the format's error, and on the total error, apply."""
-        return not self.drawn and self.variant == NORMAL
+        """True if the limits on the format's error and on the total error apply."""
+        return not self.randomized and self.variant == NORMAL
 
     def __str__(self) -> str:
         return f"{self.shape.name} seed {self.seed}" + (f" {self.variant}" if self.variant != NORMAL else "")
@@ -61,44 +60,47 @@ class CasePlan:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """What a run asks.
+    """The cases of a run, and the parts of the full plan that it skips.
 
-    whole: the task's shapes that the whole exam has. small: the shape on which all variants run. emulated: the shapes
-    that the emulator also runs while a GPU runs all: ``small``, the smallest drawn one if it is not larger, and those
-    that are longer than a tile. examined: the names of the shapes that neither an option nor a default names. drawn:
-    the shapes that were drawn. seed: the first seed of the inputs, from which all else is drawn; None if the inputs
-    come from public seeds. missing: what the whole exam has in addition, in words. secret: whether ``seed`` was unknown
-    before the run.
+    required_shapes: the task's shapes in the full plan.
+    small_shape: the shape on which all variants run.
+    emulated_shapes: the shapes that the emulator runs too while a GPU runs all shapes: ``small_shape``, the smallest
+        random shape if it is not larger, and the random shapes that are longer than a tile.
+    unnamed_shapes: names of the shapes that are in no option and no default.
+    random_shapes: the shapes that were drawn at run time.
+    seed: the first seed of the inputs and the source of all randomness; None if the inputs come from public seeds.
+    missing: the skipped parts of the full plan, in words.
+    secret: True if ``seed`` was unknown before the run.
     """
 
-    cells: tuple[CasePlan, ...]
-    whole: tuple[Shape, ...]
-    small: Shape
-    emulated: tuple[Shape, ...]
-    examined: frozenset[str] = frozenset()
-    drawn: tuple[Shape, ...] = ()
+    case_plans: tuple[CasePlan, ...]
+    required_shapes: tuple[Shape, ...]
+    small_shape: Shape
+    emulated_shapes: tuple[Shape, ...]
+    unnamed_shapes: frozenset[str] = frozenset()
+    random_shapes: tuple[Shape, ...] = ()
     seed: int | None = None
     missing: tuple[str, ...] = ()
     secret: bool = True
 
 
-#: What a run with a given seed lacks.
+#: The part of the full plan that a run with a known seed skips.
 KNOWN_INPUTS = "inputs that nobody knew before the run (a seed was given)"
 NOTHING_DRAWN = "nothing drawn"
 
 
 def draw_seed() -> int:
-    """Draw the secret seed of an exam from the system's random numbers."""
+    """Draw a secret seed from the operating system's random numbers."""
     return _LEAST_SEED + secrets.randbelow(_LAST_SEED - _LEAST_SEED)
 
 
 def derive_seeds(config: TaskConfig, seed: int) -> list[int]:
-    """Return the seeds of the inputs of each of the task's shapes: ``seed`` and those that follow it."""
+    """Return the seeds for the inputs of each shape of the task: ``seed`` and its successors."""
     return [seed + n for n in range(max(MIN_SEEDS, len(config.seeds)))]
 
 
 def select_shapes(config: TaskConfig, rung: Rung | None) -> list[Shape]:
-    """The task's shapes that an exam asks: those that the candidate's rung is for, all where it is not a rung."""
+    """Return the task's shapes that the candidate's rung supports; all shapes if the candidate is not a rung."""
     return [shape for shape in config.shapes if rung is None or rung.answers_for(shape.dims)]
 
 
@@ -116,41 +118,55 @@ def build_check_plan(
     draws: bool = True,
     secret: bool = True,
 ) -> CheckPlan:
-    """Plan the cases of these shapes and seeds, the variants and the drawn shapes.
+    """Plan the cases of these shapes and seeds, the variants and the random shapes.
 
-    rung: the candidate's, if it is one. seed: of all that is drawn; None draws nothing. emulated: whether the emulator
-    is the device; then drawn shapes are smaller, and only small shapes have variants. added: the shapes that neither an
-    option nor a default names. draws: whether shapes and variants are drawn. secret: whether ``seed`` was unknown
-    before the run; else the exam is not the whole one. It is not if the inputs' seeds are others than ``derive_seeds``.
-    Raises UsageError for ranges in which no valid shape is found.
+    rung: the candidate's rung; None if the candidate is not a rung.
+    seed: the source of all randomness; None for no random shapes and no variants.
+    emulated: True if the device is the emulator. Random shapes are smaller then, and only small shapes have variants.
+    added: the shapes that are in no option and no default.
+    draws: False for no random shapes and no variants.
+    secret: True if ``seed`` was unknown before the run. The plan is full only with a secret seed, and only if the
+        inputs' seeds are those of ``derive_seeds``.
+    Raises UsageError if the task's ranges hold too few valid shapes.
     """
-    whole, small = select_shapes(config, rung), _small(problem, fmt, shapes, seeds[0])
-    cells = [CasePlan(s, n, drawn=n not in config.seeds) for s in shapes for n in seeds]
+    required_shapes, small = select_shapes(config, rung), _find_small_shape(problem, fmt, shapes, seeds[0])
+    case_plans = [CasePlan(s, n, randomized=n not in config.seeds) for s in shapes for n in seeds]
     missing = []
     secret = secret and seed is not None and set(seeds) >= set(derive_seeds(config, seed))
-    asked = [s for s in whole if s in shapes]
-    if len(asked) < len(whole):
-        missing.append(f"{len(asked)} of {len(whole)} shapes")
+    covered = [s for s in required_shapes if s in shapes]
+    if len(covered) < len(required_shapes):
+        missing.append(f"{len(covered)} of {len(required_shapes)} shapes")
     if not secret:
         missing.append(KNOWN_INPUTS)
-    drawn: list[Shape] = []
-    long: list[Shape] = []
+    random_shapes: list[Shape] = []
+    long_shapes: list[Shape] = []
     if seed is None or not draws:
         missing.append(NOTHING_DRAWN)
     else:
-        drawn = draw_shapes(config, problem, fmt, seed, rung=rung, emulated=emulated)
-        long = draw_long_shapes(config, problem, fmt, seed, rung=rung, known=drawn)
-        drawn = [*drawn[: len(drawn) - len(long)], *long] if emulated else [*drawn, *long]
-        for shape, variant in _assign_variants(config, problem, shapes, drawn, small, long, seed, emulated):
-            cells.append(CasePlan(shape, seed, variant, drawn=True, new_shape=shape in drawn))
-        cells += [CasePlan(shape, seed, drawn=True, new_shape=True) for shape in drawn]
-    examined = frozenset(shape.name for shape in (*added, *drawn))
-    smallest = min(drawn, key=lambda shape: _size(shape.dims, config.drawing), default=small)
-    limit = _size(small.dims, config.drawing)
-    few = [smallest] if smallest is not small and _size(smallest.dims, config.drawing) <= limit else []
-    also = list({shape.name: shape for shape in (small, *few, *long)}.values())
+        random_shapes = draw_shapes(config, problem, fmt, seed, rung=rung, emulated=emulated)
+        long_shapes = draw_long_shapes(config, problem, fmt, seed, rung=rung, known=random_shapes)
+        if emulated:
+            random_shapes = random_shapes[: len(random_shapes) - len(long_shapes)]
+        random_shapes += long_shapes
+        assigned = _assign_variants(config, problem, shapes, random_shapes, small, long_shapes, seed, emulated)
+        for shape, variant in assigned:
+            case_plans.append(CasePlan(shape, seed, variant, randomized=True, new_shape=shape in random_shapes))
+        case_plans += [CasePlan(shape, seed, randomized=True, new_shape=True) for shape in random_shapes]
+    unnamed_shapes = frozenset(shape.name for shape in (*added, *random_shapes))
+    smallest = min(random_shapes, key=lambda shape: _compute_size(shape.dims, config.drawing), default=small)
+    limit = _compute_size(small.dims, config.drawing)
+    has_smaller = smallest is not small and _compute_size(smallest.dims, config.drawing) <= limit
+    emulated_shapes = {shape.name: shape for shape in (small, *([smallest] if has_smaller else []), *long_shapes)}
     return CheckPlan(
-        tuple(cells), tuple(whole), small, tuple(also), examined, tuple(drawn), seed, tuple(missing), secret
+        case_plans=tuple(case_plans),
+        required_shapes=tuple(required_shapes),
+        small_shape=small,
+        emulated_shapes=tuple(emulated_shapes.values()),
+        unnamed_shapes=unnamed_shapes,
+        random_shapes=tuple(random_shapes),
+        seed=seed,
+        missing=tuple(missing),
+        secret=secret,
     )
 
 
@@ -158,30 +174,31 @@ def _assign_variants(
     config: TaskConfig,
     problem: Problem,
     shapes: Sequence[Shape],
-    drawn: Sequence[Shape],
+    random_shapes: Sequence[Shape],
     small: Shape,
-    long: Sequence[Shape],
+    long_shapes: Sequence[Shape],
     seed: int,
     emulated: bool,
 ) -> Iterator[tuple[Shape, str]]:
-    """Yield pairs of a shape and a variant: each variant on ``small``, on ``long``, on a large and on an odd shape.
+    """Yield pairs of a shape and a variant.
 
-    Each other shape has one of the variants. On the emulator, shapes beyond its limit have none.
+    Each variant runs on ``small``, on each of ``long_shapes``, on a large and on an odd shape. Every other shape gets
+    one variant. On the emulator, shapes beyond its limit get none.
     """
     variants = variants_of(problem)
     if not variants:
         return
     rng = random.Random(f"variants {seed}")
-    pool = [*shapes, *drawn]
+    pool = [*shapes, *random_shapes]
     if emulated:
-        limit = max(config.drawing.max_size_emulated, _extent(small, config))
-        pool = [shape for shape in pool if shape == small or _extent(shape, config) <= limit]
-    most = max(_extent(shape, config) for shape in pool)
-    large = [shape for shape in pool if _extent(shape, config) >= _LARGE * most]
+        limit = max(config.drawing.max_size_emulated, _compute_extent(small, config))
+        pool = [shape for shape in pool if shape == small or _compute_extent(shape, config) <= limit]
+    largest = max(_compute_extent(shape, config) for shape in pool)
+    large = [shape for shape in pool if _compute_extent(shape, config) >= _LARGE * largest]
     odd = [shape for shape in pool if _is_odd(shape, config)]
-    if emulated and long:  # which are large and odd, where cases take long
+    if emulated and long_shapes:  # The long shapes are large and odd, and cases are slow on the emulator.
         large, odd = [], []
-    pairs = [(shape, variant) for shape in (small, *long) for variant in variants]
+    pairs = [(shape, variant) for shape in (small, *long_shapes) for variant in variants]
     for candidates in (large, odd):
         candidates = [shape for shape in candidates if shape != small] or candidates
         rng.shuffle(candidates)
@@ -192,55 +209,57 @@ def _assign_variants(
     yield from {(shape.name, variant): (shape, variant) for shape, variant in pairs}.values()
 
 
-def _sized(shape: Shape, config: TaskConfig) -> dict[str, int]:
-    """The dimensions of a shape that are sizes. A dimension that the task's ranges may leave out is an option."""
+def _select_sizes(shape: Shape, config: TaskConfig) -> dict[str, int]:
+    """Return the dimensions of a shape that are sizes. A dimension that a range allows to be 0 is an option."""
     ranges = config.drawing.ranges
     options = {name for name, allowed in ranges.items() if not isinstance(allowed, Range) and 0 in allowed}
     return {name: size for name, size in shape.dims.items() if name not in options}
 
 
-def _extent(shape: Shape, config: TaskConfig) -> int:
-    return _size(shape.dims, config.drawing) if config.drawing.ranges else math.prod(shape.dims.values())
+def _compute_extent(shape: Shape, config: TaskConfig) -> int:
+    if config.drawing.ranges:
+        return _compute_size(shape.dims, config.drawing)
+    return math.prod(shape.dims.values())
 
 
 def _is_odd(shape: Shape, config: TaskConfig) -> bool:
-    """Whether a size of the shape ends in a part of a warp."""
-    return any(size > _WARP and size % _WARP for size in _sized(shape, config).values())
+    """Return True if a size of the shape is above a warp and not a multiple of it."""
+    return any(size > _WARP and size % _WARP for size in _select_sizes(shape, config).values())
 
 
 def draw_long_shapes(
     config: TaskConfig, problem: Problem, fmt: str, seed: int, *, rung: Rung | None, known: Sequence[Shape]
 ) -> list[Shape]:
-    """Draw a shape for each dimension with a long range: as long as the emulator's limit allows, and not a warp's.
+    """Draw a long shape for each dimension with a long range, so that the emulator runs several blocks and tiles.
 
-    So that the emulator sees several blocks and several tiles. Another dimension is 2, the others have their least
-    size. A dimension for which the problem takes no such shape has none.
+    The long dimension is as long as the emulator's limit allows and is not a multiple of a warp. One other dimension is
+    2, the rest have their minimum. A dimension gets no shape if the problem rejects all tries.
     """
     drawing, generator = config.drawing, random.Random(f"long {seed}")
-    sized = {name: allowed for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)}
-    taken = [shape.dims for shape in (*config.shapes, *known)]
-    found: list[Shape] = []
-    for long in [name for name, allowed in sized.items() if allowed.max >= _LONG][: drawing.count]:
+    ranges = {name: allowed for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)}
+    used = [shape.dims for shape in (*config.shapes, *known)]
+    shapes: list[Shape] = []
+    for long in [name for name, allowed in ranges.items() if allowed.max >= _LONG][: drawing.count]:
         for _ in range(_LONG_TRIES):
-            dims = _drawn(generator, drawing, rung.only if rung else {}) | {n: r.min for n, r in sized.items()}
-            others = [name for name, allowed in sized.items() if name != long and allowed.min < 2 <= allowed.max]
+            dims = _draw_dims(generator, drawing, rung.only if rung else {}) | {n: r.min for n, r in ranges.items()}
+            others = [name for name, allowed in ranges.items() if name != long and allowed.min < 2 <= allowed.max]
             if others:
                 dims[generator.choice(others)] = 2
-            rest = math.prod(dims[name] for name in sized if name != long)
-            most = min(sized[long].max, drawing.max_size_emulated // rest)
-            if most < max(2, sized[long].min):
+            other_size = math.prod(dims[name] for name in ranges if name != long)
+            longest = min(ranges[long].max, drawing.max_size_emulated // other_size)
+            if longest < max(2, ranges[long].min):
                 break
-            dims[long] = generator.randint(max(2, sized[long].min, most * 3 // 4), most)
-            if dims[long] % _WARP == 0 and dims[long] > sized[long].min:
+            dims[long] = generator.randint(max(2, ranges[long].min, longest * 3 // 4), longest)
+            if dims[long] % _WARP == 0 and dims[long] > ranges[long].min:
                 dims[long] -= 1
-            if _refusal(config, problem, fmt, seed, dims, taken, rung) is None:
-                taken.append(dims)
-                found.append(_drawn_shape(dims))
+            if _explain_rejection(config, problem, fmt, seed, dims, used, rung) is None:
+                used.append(dims)
+                shapes.append(_name_shape(dims))
                 break
-    return found
+    return shapes
 
 
-def _refusal(
+def _explain_rejection(
     config: TaskConfig,
     problem: Problem,
     fmt: str,
@@ -249,7 +268,10 @@ def _refusal(
     known: Sequence[Mapping[str, int]],
     rung: Rung | None,
 ) -> str | None:
-    """Return why these dimensions make no new case; None if they do, empty if they are known or not the rung's."""
+    """Return the reason why the problem rejects these dimensions.
+
+    None if it accepts them. Empty if they are in ``known`` or the rung does not support them.
+    """
     if dims in known or (rung is not None and not rung.answers_for(dims)):
         return ""
     try:
@@ -259,7 +281,7 @@ def _refusal(
     return None
 
 
-def _drawn_shape(dims: dict[str, int]) -> Shape:
+def _name_shape(dims: dict[str, int]) -> Shape:
     name = "_".join(f"{key.lower()}{value}" for key, value in dims.items())
     return Shape(name=f"{DRAWN}{name}", dims=dims, purpose="drawn at run time")
 
@@ -267,46 +289,47 @@ def _drawn_shape(dims: dict[str, int]) -> Shape:
 def draw_shapes(
     config: TaskConfig, problem: Problem, fmt: str, seed: int, *, rung: Rung | None, emulated: bool
 ) -> list[Shape]:
-    """Shapes within the task's ranges, the same ones for the same seed; none where the task declares no ranges.
+    """Draw random shapes within the task's ranges. The same seed gives the same shapes.
 
-    Up to half of them have the least size that is allowed in one dimension, each in another one, where such a shape is
-    found: there kernels break first.
-    What the problem refuses with a UsageError is drawn again. Raises UsageError where too few shapes are found.
+    Return no shapes if the task declares no ranges. Up to half of the shapes have the minimum size in one dimension, a
+    different one for each shape, because kernels often fail there. A shape that the problem rejects with UsageError is
+    drawn again. Raises UsageError if too few shapes are valid.
     """
     drawing = config.drawing
     if not drawing.ranges:
         return []
-    generator, edges = random.Random(seed), _edges(drawing, seed)
+    generator, edges = random.Random(seed), _draw_edges(drawing, seed)
     limit = drawing.max_size_emulated if emulated else drawing.max_size
     known = [shape.dims for shape in config.shapes]
-    found: list[Shape] = []
-    refused = ""
+    shapes: list[Shape] = []
+    last_rejection = ""
     for n in range(_TRIES):
-        if len(found) == drawing.count:
-            return found
-        dims = _drawn(generator, drawing, rung.only if rung else {})
-        if len(found) < len(edges) and n < _EDGE_TRIES:
-            dims = {key: value for key, value in {**dims, **edges[len(found)]}.items() if value}
-        if _size(dims, drawing) > limit:
+        if len(shapes) == drawing.count:
+            return shapes
+        dims = _draw_dims(generator, drawing, rung.only if rung else {})
+        if len(shapes) < len(edges) and n < _EDGE_TRIES:
+            dims = {key: value for key, value in {**dims, **edges[len(shapes)]}.items() if value}
+        if _compute_size(dims, drawing) > limit:
             continue
-        why = _refusal(config, problem, fmt, seed, dims, known, rung)
-        if why is not None:
-            refused = f"; the last one was refused: {why}" if why else refused
+        rejection = _explain_rejection(config, problem, fmt, seed, dims, known, rung)
+        if rejection is not None:
+            last_rejection = f"; the last one was refused: {rejection}" if rejection else last_rejection
             continue
         known.append(dims)
-        found.append(_drawn_shape(dims))
-    if len(found) == drawing.count:
-        return found
+        shapes.append(_name_shape(dims))
+    if len(shapes) == drawing.count:
+        return shapes
     raise UsageError(
-        f"task {config.name}: drawing: of {_TRIES} shapes within the ranges {len(found)} fit, and count is "
-        f"{drawing.count}; max_size is {limit} here{refused}"
+        f"task {config.name}: drawing: of {_TRIES} shapes within the ranges {len(shapes)} fit, and count is "
+        f"{drawing.count}; max_size is {limit} here{last_rejection}"
     )
 
 
-def _drawn(generator: random.Random, drawing: Drawing, only: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """One value for each range; a range's sizes are as often evenly spread as their logarithms are, 0 is left out.
+def _draw_dims(generator: random.Random, drawing: Drawing, only: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Draw one value for each range. Dimensions with the value 0 are left out.
 
-    only: the values that a dimension may have, where not all of its range's are asked.
+    A size is drawn with equal probability from a uniform and from a log-uniform distribution.
+    only: by dimension, the values that the rung supports.
     """
     dims = {}
     for name, allowed in drawing.ranges.items():
@@ -320,17 +343,17 @@ def _drawn(generator: random.Random, drawing: Drawing, only: Mapping[str, Sequen
     return {name: value for name, value in dims.items() if value}
 
 
-def _edges(drawing: Drawing, seed: int) -> list[dict[str, int]]:
-    """The least that a range allows, of different dimensions, for the first of the drawn shapes."""
-    least = [{name: allowed.min} for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)]
-    return random.Random(f"edge {seed}").sample(least, min(len(least), drawing.count // 2))
+def _draw_edges(drawing: Drawing, seed: int) -> list[dict[str, int]]:
+    """Draw the dimensions that have their minimum size, one for each of the first random shapes."""
+    minima = [{name: allowed.min} for name, allowed in drawing.ranges.items() if isinstance(allowed, Range)]
+    return random.Random(f"edge {seed}").sample(minima, min(len(minima), drawing.count // 2))
 
 
-def _size(dims: Mapping[str, int], drawing: Drawing) -> int:
+def _compute_size(dims: Mapping[str, int], drawing: Drawing) -> int:
     return math.prod(dims.get(name, 1) for name, allowed in drawing.ranges.items() if isinstance(allowed, Range))
 
 
-def _small(problem: Problem, fmt: str, shapes: Sequence[Shape], seed: int) -> Shape:
-    """The smallest of the shapes that is not all too small, the largest where all are."""
+def _find_small_shape(problem: Problem, fmt: str, shapes: Sequence[Shape], seed: int) -> Shape:
+    """Return the smallest shape with at least _LEAST_BYTES of inputs and outputs, or the largest if none has."""
     by_size = sorted(shapes, key=lambda shape: math.prod(shape.dims.values()))
     return next((s for s in by_size if case_of(problem, s.dims, seed, fmt).nbytes >= _LEAST_BYTES), by_size[-1])

@@ -18,9 +18,9 @@ def compare(baseline: Path, candidate: Path, *, required: float | None, out: Pat
     """
     files = [path / PERFORMANCE if path.is_dir() else path for path in (baseline, candidate)]
     a, b = (read_json(path, PerformanceFile, "perf_baseline.json") for path in files)
-    for what, x, y in (("task", a.task, b.task), ("format", a.format, b.format)):
+    for field, x, y in (("task", a.task, b.task), ("format", a.format, b.format)):
         if x and y and x != y:
-            raise UsageError(f"the runs differ in {what}: {x} ({files[0]}) and {y} ({files[1]})")
+            raise UsageError(f"the runs differ in {field}: {x} ({files[0]}) and {y} ({files[1]})")
     task = a.task or b.task
     a, b = with_shape_names(a, task), with_shape_names(b, task)
     text = compare_markdown(a.require_results(str(files[0])), b.require_results(str(files[1])), required=required)

@@ -1,4 +1,4 @@
-"""What the gates come to; a record says it, and it is drawn again when the record is read."""
+"""The decision of a run from its gates. It is recomputed whenever a record is read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from greenfast.judge.report.speedups import quoted_from
 def decide(
     gates: Sequence[GateResult], quoted: Quote | None = None, exam: Exam | None = None
 ) -> tuple[Decision, list[str]]:
-    """Decide from the gates and the exam, with reasons.
+    """Decide from the gates and the check plan, and return the decision with its reasons.
 
-    MERGE if all gates pass on the whole exam and every check of it was done, DEFER if a gate fails, PENDING if one is.
-    Otherwise UNCHECKED if a check was not done, and PARTIAL for a part of the exam.
+    DEFER: a gate failed. PENDING: a gate is pending. UNCHECKED: all gates passed, but a check was skipped.
+    PARTIAL: all gates passed on a part of the plan. MERGE: all gates passed on the full plan with every check.
     """
     missing = exam.missing if exam is not None else []
-    rest_held = quoted is not None and exam is not None and exam.complete and bool(missing)
-    decision, reasons = _decide(gates, [] if rest_held else missing)
+    is_completed = quoted is not None and exam is not None and exam.complete and bool(missing)
+    decision, reasons = _decide(gates, [] if is_completed else missing)
     if exam is not None and exam.seed is not None and not exam.drawn and NOTHING_DRAWN not in missing:
         reasons.append("no shapes were drawn: the task declares no ranges of them")
-    if quoted is not None and rest_held:
+    if quoted is not None and is_completed:
         reasons.append(f"the rest of the exam held in the record {quoted_from(quoted)}")
     if quoted is not None:
         reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
@@ -43,21 +43,21 @@ def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decisi
     if unchecked:
         return "UNCHECKED", [*unchecked, *(f"partial: {part}" for part in missing)]
     if missing:
-        return "PARTIAL", [f"partial: {', '.join(missing)}; {_all(gates)} hold on those"]
-    return "MERGE", [f"{_all(gates)} hold"]
+        return "PARTIAL", [f"partial: {', '.join(missing)}; {_describe_all(gates)} hold on those"]
+    return "MERGE", [f"{_describe_all(gates)} hold"]
 
 
-def _all(gates: Sequence[GateResult]) -> str:
+def _describe_all(gates: Sequence[GateResult]) -> str:
     return f"all {'five' if len(gates) == 5 else len(gates)} gates"
 
 
 def quoted_performance(quoted: Quote, required: float | None) -> GateResult:
-    """PERFORMANCE from quoted speedups; each line says so."""
+    """Build the PERFORMANCE result from cached speedups. Each line names the record that they come from."""
     result = judge(quoted.speedups, required)
     source = quoted_from(quoted)
     return msgspec.structs.replace(
         result,
         summary=f"{source}, not measured here: {result.summary}",
         reasons=[f"{reason} ({source})" for reason in result.reasons],
-        checks=[(f"{what}, quoted", *rest) for what, *rest in result.checks],
+        checks=[(f"{check}, quoted", required, actual, status) for check, required, actual, status in result.checks],
     )

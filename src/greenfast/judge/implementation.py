@@ -1,4 +1,4 @@
-"""Who takes part in a comparison: a rung of the task, or a solution from a folder of another author."""
+"""A kernel implementation under judgement: a rung of the task, or a solution from a separate folder."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ _ANY_STATE = 1 << 40
 
 @dataclass(frozen=True)
 class Implementation:
-    """What takes part under a role.
+    """A kernel implementation with the requirements that it is judged by.
 
-    asked: the rung whose budget, kernel error and required speedup it answers to; for a solution, what the task asks
-    of solutions. rung: its own, with promises; None for a solution, and for toggles that are not a rung's.
-    found: the solution, in the folder that it is judged from; None for a rung. files: what lies there, by name.
-    sandbox: what protects the judge from its code. is_own: whether it is what the task itself compares solutions with.
+    requirements: the budget, kernel error and required speedup, as a rung; for a solution, the task's rules for
+        solutions.
+    rung: its own rung, with promises; None for a solution, and for toggles that belong to no rung.
+    solution: the solution in its private folder; None for a rung.
+    files: contents of the solution's files by name.
+    sandbox: the protections against the solution's code.
+    is_task_baseline: True if the task compares solutions with this implementation by default.
     """
 
     variant: Variant
     family: Family
-    asked: Rung
+    requirements: Rung
     rung: Rung | None = None
-    found: ResolvedSolution | None = None
+    solution: ResolvedSolution | None = None
     source: SolutionSource | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     sandbox: tuple[str, ...] = ()
-    is_own: bool = False
+    is_task_baseline: bool = False
 
-    def named(self, text: str) -> str:
-        """A message of a compiler, with a solution's headers under the names that the user knows."""
-        if self.found is None:
+    def restore_paths(self, text: str) -> str:
+        """Replace the private folder in a compiler's message with the folder that the user named."""
+        if self.solution is None:
             return text
-        return text.replace(str(self.found.folder), str(self.found.where.parent.resolve()))
+        return text.replace(str(self.solution.folder), str(self.solution.path.parent.resolve()))
 
 
 def find_rung(config: TaskConfig, variant: Variant) -> Rung:
-    """The rung that a variant answers to: its own, or the task's default candidate for toggles that are not a rung."""
+    """Return the rung of a variant; the task's default candidate for toggles that belong to no rung."""
     names = {rung.name for rung in config.rungs}
     return config.rung(variant.name if variant.name in names else config.defaults.candidate)
 
@@ -74,19 +77,20 @@ def build_solution_implementation(
 ) -> Implementation:
     """Build the implementation of a solution. Start its process if it brings code. Raises UsageError and SolutionError.
 
-    problem: the task's, whose buffers Python code is told of. gpu: the one that a callable is captured on.
-    is_reference: whether others are compared with it; what it keeps from launch to launch is then its own gain.
-    results: the folder of runs, which is no part of a solution whose folder it lies in.
+    problem: the task's problem; Python code gets the names of its buffers.
+    gpu: the ordinal of the GPU that captures a callable.
+    is_reference: True for a baseline. It may keep state between launches.
+    results: the folder of runs. It is excluded from the solution's files if it is inside the solution's folder.
     """
     solution = found.solution
     files = solution_files(found, results)
     judged = private_copy(found, files)
     family: DeclaredFamily | RemoteFamily
     if found.is_code:
-        family = RemoteFamily(str(found.where), judged.folder, solution, target=target, problem=problem, gpu=gpu)
+        family = RemoteFamily(str(found.path), judged.folder, solution, target=target, problem=problem, gpu=gpu)
     else:
         family = DeclaredFamily(judged)
-    asked = config.solutions
+    rules = config.solutions
     source = SolutionSource(
         language=solution.language,
         author=solution.author,
@@ -94,22 +98,22 @@ def build_solution_implementation(
         sha256=_digest(files),
         files={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
     )
-    demands = Rung(
+    requirements = Rung(
         name=solution.name,
         title=solution.description,
-        budget=hardware_budget(target, _ANY_STATE) if is_reference else asked.budget or hardware_budget(target),
-        budget_where=[] if is_reference else asked.budget_where,
-        required_speedup=asked.required_speedup,
-        kernel_error=asked.kernel_error,
+        budget=hardware_budget(target, _ANY_STATE) if is_reference else rules.budget or hardware_budget(target),
+        budget_where=[] if is_reference else rules.budget_where,
+        required_speedup=rules.required_speedup,
+        kernel_error=rules.kernel_error,
     )
     variant = Variant(solution.name, tuple(solution.toggles.items()))
     return Implementation(
-        variant, family, demands, found=judged, source=source, files=files, sandbox=tuple(family.sandbox)
+        variant, family, requirements, solution=judged, source=source, files=files, sandbox=tuple(family.sandbox)
     )
 
 
 def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
-    """What a block of the target can have, and ``state_bytes`` of state from one launch to the next."""
+    """Return the hardware limits of a block on the target, with ``state_bytes`` of state between launches."""
     return Budget(
         registers=255,
         smem_bytes=most_shared(target),

@@ -1,4 +1,4 @@
-"""The gates that every run begins with, for one or two variants, and what every record says."""
+"""The gates BUILD, RESOURCES and CORRECTNESS for one or two implementations, and the fields that all records share."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
 
 
 def pending(gate: str, reason: str) -> GateResult:
-    """A gate that could not be run."""
+    """Return the result of a gate that could not run."""
     return GateResult(gate=gate, status="PENDING", summary=reason)
 
 
 class GateRun:
-    """One pass through the gates over the variants of each role; every gate's result is kept and shown as it ends."""
+    """One pass of the implementations through the gates. Each result is stored and reported when its gate ends."""
 
     def __init__(
         self, request: Request, implementations: Mapping[str, Implementation | Variant], observer: ProgressListener
     ) -> None:
-        """By role, what takes part: an implementation, or a variant of the task."""
+        """implementations: by role, an implementation or a variant of the task."""
         self.request = request
         task = request.task
         self.implementations = {
@@ -52,46 +52,46 @@ class GateRun:
         self._observer = observer
 
     def add(self, result: GateResult) -> GateResult:
-        """Keep and show a gate's result."""
+        """Store and report a gate's result."""
         self.gates.append(result)
         self._observer.gate(result)
         return result
 
     def status(self, gate: str) -> Status:
-        """A gate's status so far; PENDING before it ended."""
+        """Return a gate's status; PENDING until it ends."""
         return status_of(self.gates, gate)
 
     def progress(self, gate: str) -> Callable[[float, str], None]:
-        """The function through which a gate tells how far it is."""
+        """Return the function that reports a gate's progress."""
         return lambda share, text: self._observer.progress(gate, share, text)
 
     def until_correct(self, untimed: Callable[[str], GateResult] | None = None) -> bool:
-        """BUILD, RESOURCES and CORRECTNESS; says whether the sides may be timed.
+        """Run BUILD, RESOURCES and CORRECTNESS. Return True if the implementations may be timed.
 
-        Where they may not, what follows is added as PENDING with its reason (EVIDENCE only where nothing was built).
-        untimed: makes PERFORMANCE from that reason where the sides are correct but nothing can be timed here.
+        Otherwise PERFORMANCE is added as PENDING with its reason, and EVIDENCE too if a build failed.
+        untimed: makes the PERFORMANCE result from the reason if all is correct but this machine cannot time.
         """
         request = self.request
-        examined = request.exam.examined if request.exam else ()
+        unnamed_shapes = request.check_plan.unnamed_shapes if request.check_plan else ()
         result, self.sides = build.check(
-            self.implementations, request.format, request.built_shapes, request.target, examined
+            self.implementations, request.format, request.built_shapes, request.target, unnamed_shapes
         )
         if self.add(result).status != "PASS":
-            why = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
+            reason = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
             for gate in list(GATES)[1:]:
-                self.add(pending(gate, why))
+                self.add(pending(gate, reason))
             return False
-        asked = {role: implementation.asked for role, implementation in self.implementations.items()}
-        self.add(resources.check(self.sides, asked, request.built_shapes))
-        reason = request.cannot_run() or self._cannot_run()
-        if reason:
-            self.add(pending("CORRECTNESS", reason))
-            self.add(pending("PERFORMANCE", reason))
+        requirements = {role: implementation.requirements for role, implementation in self.implementations.items()}
+        self.add(resources.check(self.sides, requirements, request.built_shapes))
+        obstacle = request.cannot_run() or self._cannot_run()
+        if obstacle:
+            self.add(pending("CORRECTNESS", obstacle))
+            self.add(pending("PERFORMANCE", obstacle))
             return False
         result, self.correctness = correctness.check(
             self.sides,
             request.task.problem,
-            request.cells,
+            request.case_plans,
             request.format,
             request.task.config.gates(request.format),
             self._own_gates(),
@@ -100,36 +100,43 @@ class GateRun:
             emulated=self._emulated(),
             memory=self._memory_checks(),
             check_awaited=check_awaited,
-            own=next((role for role, implementation in self.implementations.items() if implementation.is_own), None),
+            own=next(
+                (role for role, implementation in self.implementations.items() if implementation.is_task_baseline), None
+            ),
         )
         if self.add(result).status != "PASS":
             self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
             return False
-        reason = request.cannot_time()
-        if reason:
-            self.add(untimed(reason) if untimed else pending("PERFORMANCE", reason))
-        return reason is None
+        obstacle = request.cannot_time()
+        if obstacle:
+            self.add(untimed(obstacle) if untimed else pending("PERFORMANCE", obstacle))
+        return obstacle is None
 
     def _emulated(self) -> EmulatedRuns | None:
-        """Small cases on the emulator, where a GPU runs all of them; without sides that have no PTX."""
+        """Return the emulator's runs of small cases beside a GPU, for all implementations with PTX; None if no GPU."""
         request = self.request
-        if request.exam is None or request.make_emulator is None:
+        if request.check_plan is None or request.make_emulator is None:
             return None
-        cells = [next(cell for cell in request.cells if cell.shape == shape) for shape in request.exam.emulated]
+        case_plans = [
+            next(case_plan for case_plan in request.case_plans if case_plan.shape == shape)
+            for shape in request.check_plan.emulated_shapes
+        ]
         sides = [side for side in self.sides if all(kernel.ptx for _, kernel in side.distinct)]
-        return EmulatedRuns(sides, cells, request.make_emulator)
+        return EmulatedRuns(sides, case_plans, request.make_emulator)
 
     def _memory_checks(self) -> MemoryChecks | None:
-        """The memory check, or None if the run has none."""
+        """Return the memory check, or None if the run has none."""
         return MemoryChecks(self.sides, self.request.make_worker) if self.request.checks_memory else None
 
     def _own_gates(self) -> dict[str, KernelErrorGate]:
-        """The kernel-error gates of the roles whose rungs define one."""
-        asked = {role: implementation.asked.kernel_error for role, implementation in self.implementations.items()}
+        """Return the kernel-error gates by role, for rungs that define their own."""
+        asked = {
+            role: implementation.requirements.kernel_error for role, implementation in self.implementations.items()
+        }
         return {role: gate for role, gate in asked.items() if gate is not None}
 
     def _cannot_run(self) -> str | None:
-        """Why one of the kernels cannot run on the chosen device, or None where all can."""
+        """Return the reason why a kernel cannot run on the chosen device, or None if all can."""
         emulated = self.request.device is not None and self.request.device.kind != "gpu"
         for side in self.sides:
             for _, kernel in side.distinct:
@@ -140,11 +147,11 @@ class GateRun:
         return None
 
     def built(self, role: str) -> BuiltSide | None:
-        """A role's kernels, or None where they did not compile."""
+        """Return the compiled kernels of a role, or None if they did not compile."""
         return next((side for side in self.sides if side.role == role), None)
 
     def side(self, role: str, timing: list[TimingRow]) -> Side:
-        """All that was found out about a role's variant."""
+        """Return the results of a role's implementation for the record."""
         implementation, built = self.implementations[role], self.built(role)
         variant = implementation.variant
         return Side(
@@ -160,7 +167,7 @@ class GateRun:
         )
 
     def _limits(self, role: str) -> dict[str, Limits]:
-        """What CORRECTNESS allows a role, by shape."""
+        """Return the limits of CORRECTNESS for a role, by shape."""
         gates = self.request.task.config.gates(self.request.format)
         kernel = self._own_gates().get(role, gates.kernel_error)
         return {
@@ -175,7 +182,7 @@ class GateRun:
         }
 
     def facts(self) -> dict[str, Any]:
-        """The fields that every record shares, by name."""
+        """Return the fields that all records share, by name."""
         request = self.request
         return {
             "created": self.created.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -192,19 +199,19 @@ class GateRun:
         }
 
     def least_work(self) -> dict[str, dict[str, int]]:
-        """By shape, what the problem says that every kernel must execute; empty where nothing was counted."""
+        """Return the problem's minimum counts by shape, for the shapes whose instructions were counted."""
         request = self.request
         counted = {shape for counts in self.correctness.counts.values() for shape in counts}
-        found = {s.name: least_work(request.task.problem, s.dims) for s in request.built_shapes if s.name in counted}
-        return {shape: least for shape, least in found.items() if least}
+        minima = {s.name: least_work(request.task.problem, s.dims) for s in request.built_shapes if s.name in counted}
+        return {shape: minimum for shape, minimum in minima.items() if minimum}
 
     @property
     def stamp(self) -> str:
-        """The name of the run's folder, YYYYMMDD-HHMMSS."""
+        """Return the name of the run's folder, YYYYMMDD-HHMMSS."""
         return self.created.strftime("%Y%m%d-%H%M%S")
 
     def _builds(self, side: BuiltSide) -> list[Build]:
-        counts = evidence.instruction_counts(side)
+        counts = evidence.count_side_instructions(side)
         dims = {shape.name: shape.dims for shape in self.request.built_shapes}
         return [
             Build(

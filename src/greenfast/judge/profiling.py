@@ -55,9 +55,10 @@ def take_profile(
     if isinstance(implementation, Variant):
         implementation = build_rung_implementation(request.task.config, request.task.family, implementation)
     program = program_of(implementation.family, implementation.variant.values, request.format, shape.dims)
+    solution = implementation.solution
     job = {
         "task": str(request.task.folder),
-        "solution": str(implementation.found.folder / implementation.found.where.name) if implementation.found else "",
+        "solution": str(solution.folder / solution.path.name) if solution else "",
         "toggles": implementation.variant.values,
         "shape": shape.name,
         "seed": seed,

@@ -1,4 +1,4 @@
-"""What a run is asked to do, with every choice made."""
+"""The request of a run: the task, shapes, seeds, device and check plan, with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from greenfast.spec.problem import NORMAL
 
 
 class ProgressListener(Protocol):
-    """Whoever watches a run."""
+    """The interface for reports of a run's progress."""
 
     def gate(self, result: GateResult) -> None:
-        """A gate has ended."""
+        """Report a gate that ended."""
 
     def progress(self, gate: str, share: float, text: str) -> None:
-        """A gate is ``share`` (0 to 1) done and now at ``text``."""
+        """Report that a gate has done ``share`` (0 to 1) of its work; ``text`` names the current step."""
 
 
 class NullListener:
-    """An observer that does not look."""
+    """A progress listener that ignores all events."""
 
     def gate(self, result: GateResult) -> None:
         """Do nothing."""
@@ -45,10 +45,11 @@ class NullListener:
 
 @dataclass(frozen=True)
 class Request:
-    """The choices that every run shares; the variants are the verb's own.
+    """The choices that all runs share. Each command adds its own implementations.
 
-    shapes, seeds: which are timed, and without an exam also which CORRECTNESS asks.
-    exam: what CORRECTNESS asks (see ``add_check_plan``); None for a run that decides nothing.
+    shapes, seeds: the timed cases; without a check plan, also the cases of CORRECTNESS.
+    ordinal: the number of the GPU, the emulator's name, or None.
+    check_plan: the cases of CORRECTNESS (see ``add_check_plan``); None for a run without a decision.
     """
 
     task: LoadedTask
@@ -62,35 +63,38 @@ class Request:
     timeout_s: float
     out: Path
     command: str
-    exam: CheckPlan | None = None
+    check_plan: CheckPlan | None = None
 
     @property
-    def cells(self) -> tuple[CasePlan, ...]:
-        """The cases that CORRECTNESS asks; where kernels are timed, also all that timing takes inputs from."""
-        asked = self.exam.cells if self.exam else tuple(CasePlan(s, n) for s in self.shapes for n in self.seeds)
+    def case_plans(self) -> tuple[CasePlan, ...]:
+        """The cases of CORRECTNESS. If kernels are timed, these include all cases that give inputs to timing."""
+        if self.check_plan:
+            planned = self.check_plan.case_plans
+        else:
+            planned = tuple(CasePlan(s, n) for s in self.shapes for n in self.seeds)
         if self.cannot_time():
-            return asked
-        have = {(cell.shape.name, cell.seed) for cell in asked if cell.variant == NORMAL}
-        own = self.task.config.seeds
-        timed = [CasePlan(s, n, drawn=n not in own) for s in self.shapes for n in timed_seeds(self.seeds)]
-        return (*asked, *(cell for cell in timed if (cell.shape.name, cell.seed) not in have))
+            return planned
+        covered = {(case_plan.shape.name, case_plan.seed) for case_plan in planned if case_plan.variant == NORMAL}
+        task_seeds = self.task.config.seeds
+        timed = [CasePlan(s, n, randomized=n not in task_seeds) for s in self.shapes for n in timed_seeds(self.seeds)]
+        return (*planned, *(plan for plan in timed if (plan.shape.name, plan.seed) not in covered))
 
     @property
     def built_shapes(self) -> list[Shape]:
         """The shapes that kernels are built for."""
-        return [*self.shapes, *(self.exam.drawn if self.exam else ())]
+        return [*self.shapes, *(self.check_plan.random_shapes if self.check_plan else ())]
 
     @property
     def make_emulator(self) -> Callable[[], Worker] | None:
-        """A function that starts an emulator, for a run on a GPU: it finds faults that a GPU cannot show."""
-        if self.exam is None or isinstance(self.ordinal, str):
+        """A function that starts an emulator beside a GPU, to detect faults that a GPU cannot show; None if unused."""
+        if self.check_plan is None or isinstance(self.ordinal, str):
             return None
         return lambda: Worker(timeout_s=max(self.timeout_s, _SMALL_CASE_TIMEOUT_S), make_session=EmulatorSession)
 
     @property
     def checks_memory(self) -> bool:
-        """Whether the memory check on the GPU is part of the run: of every exam on one."""
-        return self.exam is not None and self.device is not None and self.device.kind == "gpu"
+        """True if the run includes the memory check on the GPU: a run with a check plan on a GPU."""
+        return self.check_plan is not None and self.device is not None and self.device.kind == "gpu"
 
     @property
     def make_worker(self) -> Callable[[], Worker]:
@@ -102,14 +106,14 @@ class Request:
 
     @property
     def gpu(self) -> int:
-        """The number of the GPU that was chosen. Raises MachineError where none was."""
+        """The ordinal of the chosen GPU. Raises MachineError if no GPU was chosen."""
         reason = self.cannot_time()
         if reason or not isinstance(self.ordinal, int):
             raise MachineError(f"this needs a GPU; {reason}")
         return self.ordinal
 
     def cannot_run(self) -> str | None:
-        """Why kernels cannot run here, or None where they can."""
+        """Return the reason why kernels cannot run on this device, or None if they can."""
         if self.device is None:
             return "no GPU: nothing can run the kernel here"
         if self.device.kind != "gpu":
@@ -119,16 +123,16 @@ class Request:
         return None
 
     def cannot_time(self) -> str | None:
-        """Why kernels cannot be timed or profiled here, or None where they can."""
+        """Return the reason why kernels cannot be timed or profiled on this device, or None if they can."""
         if self.device is not None and self.device.kind != "gpu":
             return f"{self.device.kind}: {self.device.name} says nothing about time"
         return self.cannot_run()
 
 
-#: Seconds that one case may take on the emulator: it is some thousand times slower than a GPU.
+#: Time limit of one case on the emulator, in seconds. The emulator is about a thousand times slower than a GPU.
 _EMULATOR_TIMEOUT_S = 1200.0
-#: The same for the small case that it runs while a GPU runs all of them: being late there is no fault of the kernel, so
-#: a limit that is right for a GPU would let one pass whose fault it takes the emulator to see.
+#: The same for the small cases that the emulator runs beside a GPU. A timeout there is not a fault of the kernel, so a
+#: limit that suits a GPU would let a kernel pass although only the emulator can detect its fault.
 _SMALL_CASE_TIMEOUT_S = 60.0
 
 
@@ -147,9 +151,10 @@ def make_request(
     out: Path,
     command: str,
 ) -> Request:
-    """Fill in the task's defaults for what is None, and check the rest.
+    """Build a request: replace None with the task's defaults and check all values.
 
-    Raises UsageError for anything that the task does not know, and MachineError for a device that is not there.
+    Raises UsageError for a shape, seed, format or target that the task does not have, and MachineError for a missing
+    device.
     """
     config = task.config
     chosen = [config.shape(name) for name in (shapes or config.defaults.shapes)]
@@ -161,12 +166,12 @@ def make_request(
     fmt = fmt or config.defaults.format
     config.gates(fmt)
     changes = {"warmup_iters": warmup, "timed_iters": iters, "processes": processes}
-    given = {key: value for key, value in changes.items() if value is not None}
-    for key, value in given.items():
+    overrides = {key: value for key, value in changes.items() if value is not None}
+    for key, value in overrides.items():
         if value < 1:
             raise UsageError(f"{key}: {value} is not at least 1")
-    timing = msgspec.structs.replace(config.timing, **given)
-    if timing.timed_iters < timing.blocks:  # a block has at least one launch
+    timing = msgspec.structs.replace(config.timing, **overrides)
+    if timing.timed_iters < timing.blocks:  # Each block needs at least one launch.
         timing = msgspec.structs.replace(timing, blocks=max(2, timing.timed_iters))
     ordinal = choose_device(device)
     info = device_info(ordinal, timeout_s)
@@ -188,29 +193,30 @@ def make_request(
 def add_check_plan(
     request: Request, rung: Rung | None, *, chosen: bool, seed: int | None = None, public: bool | None = None
 ) -> Request:
-    """Return the request with its exam: the whole one on a GPU; on the emulator what it can run in some minutes.
+    """Return the request with its check plan: the full plan on a GPU, a part that takes some minutes on the emulator.
 
-    The inputs come from a secret seed that is drawn here. It is added to the request's command.
-    rung: the candidate's, if it is one. chosen: whether options chose the shapes or seeds; if they are less than all,
-    nothing is drawn unless there is a ``seed`` to draw from. public: whether options chose the seeds (as ``chosen`` if
-    None); then these are the seeds of the inputs. seed: to repeat an exam. With ``public`` or ``seed`` the inputs were
-    known before the run, so the exam is not the whole one.
-    Raises UsageError as ``plan`` does.
+    The inputs come from a secret seed that is drawn here and added to the request's command.
+    rung: the candidate's rung; None if the candidate is not a rung.
+    chosen: True if options chose the shapes or seeds. If they chose a part, nothing is drawn unless ``seed`` is set.
+    seed: the seed of an earlier run, to repeat its plan.
+    public: True if options chose the seeds of the inputs; None for the value of ``chosen``.
+    With ``public`` or ``seed`` the inputs were known before the run, so the plan is not the full plan.
+    Raises UsageError as ``build_check_plan`` does.
     """
     config = request.task.config
     public = chosen if public is None else public
-    runs, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
-    before = request.shapes
-    if not chosen and runs and not emulated:
+    can_run, emulated = request.cannot_run() is None, isinstance(request.ordinal, str)
+    named_shapes = request.shapes
+    if not chosen and can_run and not emulated:
         request = replace(request, shapes=select_shapes(config, rung))
-    whole = not chosen or all(shape in request.shapes for shape in select_shapes(config, rung))
-    draws, secret = whole or seed is not None, seed is None and not public
-    if seed is None and runs and (whole or not public):
+    has_all_shapes = not chosen or all(shape in request.shapes for shape in select_shapes(config, rung))
+    draws, secret = has_all_shapes or seed is not None, seed is None and not public
+    if seed is None and can_run and (has_all_shapes or not public):
         seed = draw_seed()
         request = replace(request, command=f"{request.command} --exam-seed {seed}")
     if seed is not None and not public:
         request = replace(request, seeds=derive_seeds(config, seed))
-    asked = build_check_plan(
+    check_plan = build_check_plan(
         config,
         request.task.problem,
         request.format,
@@ -219,20 +225,20 @@ def add_check_plan(
         rung=rung,
         seed=seed,
         emulated=emulated,
-        added=[shape for shape in request.shapes if shape not in before],
+        added=[shape for shape in request.shapes if shape not in named_shapes],
         draws=draws,
         secret=secret,
     )
-    return replace(request, exam=asked)
+    return replace(request, check_plan=check_plan)
 
 
 def is_partial(request: Request) -> bool:
-    """Return whether the request has less than what this device is asked without ``--shapes`` and ``--seeds``.
+    """Return True if the request has fewer cases than a run without ``--shapes`` and ``--seeds`` on this device.
 
-    The emulator is asked the default shapes, which may not be all of the task's.
+    On the emulator such a run has the task's default shapes, on a GPU all shapes.
     """
-    config, exam = request.task.config, request.exam
-    other = [part for part in (exam.missing if exam else ()) if not part.endswith(" shapes")]
+    config, plan = request.task.config, request.check_plan
+    other = [part for part in (plan.missing if plan else ()) if not part.endswith(" shapes")]
     emulated = isinstance(request.ordinal, str) or request.cannot_run() is not None
     usual = set(config.defaults.shapes) if emulated else {shape.name for shape in config.shapes}
     return bool(other) or not usual <= {shape.name for shape in request.shapes}

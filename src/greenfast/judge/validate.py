@@ -65,7 +65,7 @@ def validate(
     check_writable(parent)
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
-    required = required or run.implementations[CANDIDATE].asked.required_speedup
+    required = required or run.implementations[CANDIDATE].requirements.required_speedup
     quoted: Quote | None = None
 
     def untimed(reason: str) -> GateResult:
@@ -107,10 +107,10 @@ def validate(
 
 def _exam(run: GateRun) -> Exam:
     """What was asked, for the record."""
-    asked = run.request.exam
+    asked = run.request.check_plan
     if asked is None:
         return Exam(seed=None, complete=False, missing=["some of the task's cases"])
-    drawn = {shape.name: dict(shape.dims) for shape in asked.drawn}
+    drawn = {shape.name: dict(shape.dims) for shape in asked.random_shapes}
     missing = [*asked.missing, *_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
     return Exam(seed=asked.seed, drawn=drawn, complete=not missing, missing=missing)
 
@@ -150,7 +150,7 @@ def _evidence(run: GateRun, profile: bool) -> None:
     candidate = run.built(CANDIDATE)
     assert candidate is not None  # until_correct built every side
     counts = run.correctness.counts
-    emulated = evidence.emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
+    emulated = evidence.format_emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
     result = evidence.check(candidate, *_promising_rung(run), emulated)
     note = request.cannot_time() if profile else "not asked for"
     if note is None and run.status("CORRECTNESS") != "PASS":
@@ -175,7 +175,7 @@ def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     before = config.rung_variant(config.rung(rung.after))
     family, shapes = request.task.family, request.shapes
     try:
-        return rung, build_side("predecessor", family, before, request.format, shapes, request.target, refused={})
+        return rung, build_side("predecessor", family, before, request.format, shapes, request.target, rejections={})
     except UsageError:  # the rung does what no rung before it did
         return rung, None
 

@@ -1,4 +1,4 @@
-"""Which variant of a task a shape should take, where its family chooses."""
+"""Automatic choice of a rung for each shape, for families that define ``choose``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from greenfast.spec.kernel import Choice
 
 
 def choices(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> list[tuple[Shape, Choice | str]]:
-    """For each shape the rung and why, or why there is none.
+    """Return, for each shape, the chosen rung or the reason why no rung supports it.
 
-    Raises UsageError for a task whose family does not choose, and for an unknown format.
+    Raises UsageError if the task's family has no ``choose``, and for an unknown format.
     """
     config, choose = task.config, getattr(task.family, "choose", None)
     if choose is None:
@@ -22,17 +22,17 @@ def choices(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape])
             f"the kernels of task {config.name} are chosen by name: {', '.join(r.name for r in config.rungs)}"
         )
     config.gates(fmt)
-    found: list[tuple[Shape, Choice | str]] = []
+    chosen: list[tuple[Shape, Choice | str]] = []
     for shape in shapes:
         try:
-            found.append((shape, choose(target, fmt, shape.dims)))
+            chosen.append((shape, choose(target, fmt, shape.dims)))
         except UsageError as e:
-            found.append((shape, str(e)))
-    return found
+            chosen.append((shape, str(e)))
+    return chosen
 
 
 def chosen_rung(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> str:
-    """The rung that all the shapes should take. Raises UsageError where they differ or one has none."""
+    """Return the one rung for all shapes. Raises UsageError if the shapes need different rungs or one has none."""
     by_rung: dict[str, list[str]] = {}
     for shape, choice in choices(task, target, fmt, shapes):
         if isinstance(choice, str):

@@ -48,7 +48,12 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: typ
 def test_a_short_limit_for_the_gpu_is_not_the_emulators(tmp_path: Path) -> None:
     """Late, it would say nothing of the kernel, whose fault it takes the emulator to see."""
     asked = request(tmp_path, task=doubling(), shapes=("tail",), fmt="fp32")
-    asked = replace(asked, timeout_s=0.05, ordinal=0, exam=asked.exam or add_check_plan(asked, None, chosen=True).exam)
+    asked = replace(
+        asked,
+        timeout_s=0.05,
+        ordinal=0,
+        check_plan=asked.check_plan or add_check_plan(asked, None, chosen=True).check_plan,
+    )
     config, family = asked.task.config, asked.task.family
     side = build_side("candidate", family, config.variant("stale_shared"), "fp32", asked.shapes, asked.target)
     case = asked.task.problem.make_case(config.shape("tail").dims, 0, "fp32")
@@ -100,7 +105,7 @@ class Late(Worker):
 def test_of_a_slow_case_some_blocks_run() -> None:
     """A fault in the last of many blocks is found; without one it says what ran, and that it was not all."""
     task, target = doubling(), Target("sm_90a")
-    cell = CasePlan(Shape(name="large", dims={"N": 300_001}), 0)
+    case_plan = CasePlan(Shape(name="large", dims={"N": 300_001}), 0)
     sides = []
     solutions = {
         "baseline": "honest/plain.cu",
@@ -110,9 +115,9 @@ def test_of_a_slow_case_some_blocks_run() -> None:
     for role, path in solutions.items():
         found = find_solution(FOLDER / path)
         implementation = build_solution_implementation(task.config, found, target, task.problem)
-        sides.append(build_side(role, implementation.family, implementation.variant, "fp32", [cell.shape], target))
-    with EmulatedRuns(sides, [cell], Late) as runs:
-        runs.start(cell, task.problem.make_case(cell.shape.dims, 0, "fp32"))
+        sides.append(build_side(role, implementation.family, implementation.variant, "fp32", [case_plan.shape], target))
+    with EmulatedRuns(sides, [case_plan], Late) as runs:
+        runs.start(case_plan, task.problem.make_case(case_plan.shape.dims, 0, "fp32"))
         results = runs.results()
     assert "read out of bounds" in str(results["candidate", 0])
     assert not isinstance(results["candidate", 0], UnsupportedByDeviceError)
@@ -127,13 +132,13 @@ def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
     task, target = doubling(), Target("sm_90a")
     found = find_solution(FOLDER / "memory" / "bulk_copy_rounded_up.cu")
     implementation = build_solution_implementation(task.config, found, target, task.problem)
-    cells = [CasePlan(task.config.shape("tail"), 0)]
-    cells += [CasePlan(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, drawn=True) for n in (1, 2)]
-    shapes = [cell.shape for cell in cells]
+    case_plans = [CasePlan(task.config.shape("tail"), 0)]
+    case_plans += [CasePlan(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, randomized=True) for n in (1, 2)]
+    shapes = [case_plan.shape for case_plan in case_plans]
     side = build_side("candidate", implementation.family, implementation.variant, "fp32", shapes, target)
-    with EmulatedRuns([side], cells, lambda: Worker(timeout_s=60, make_session=EmulatorSession)) as runs:
-        for cell in cells:
-            runs.start(cell, task.problem.make_case(cell.shape.dims, cell.seed, "fp32"))
+    with EmulatedRuns([side], case_plans, lambda: Worker(timeout_s=60, make_session=EmulatorSession)) as runs:
+        for case_plan in case_plans:
+            runs.start(case_plan, task.problem.make_case(case_plan.shape.dims, case_plan.seed, "fp32"))
         results = runs.results()
     assert isinstance(results["candidate", 0], RunResult)
     assert "bulk read out of bounds" in str(results["candidate", 1])

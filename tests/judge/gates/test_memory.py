@@ -22,7 +22,7 @@ from tests.fakes import Behaviour, Call, FakeDevice, Script, Watcher, install, r
 def judge(monkeypatch: pytest.MonkeyPatch, out: Path, behave: Behaviour = right) -> Record:
     """The verdict on a candidate of the doubling task that does this on a fake GPU, where no emulator runs."""
     asked = request(out, task=doubling(), shapes=("even", "tail"), seeds=(0,), fmt="fp32", timed_iters=60)
-    asked = replace(asked, exam=add_check_plan(asked, None, chosen=True, seed=7).exam)
+    asked = replace(asked, check_plan=add_check_plan(asked, None, chosen=True, seed=7).check_plan)
     install(monkeypatch, FakeDevice(asked, {"good": Script(us=20.0), "slow": Script(us=10.0, behave=behave)}))
     config = asked.task.config
     return validate(asked, config.variant("good"), config.variant("slow"), Watcher(), profile=False).record

@@ -8,8 +8,8 @@ import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.module_variables import HEAP_BYTES
-from greenfast.judge.gates.resources import _state_bytes, check
-from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, image_of, watched_variables
+from greenfast.judge.gates.resources import _count_state_bytes, check
+from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, build_image, watched_variables
 from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape
 from greenfast.judge.variant import Variant
 from greenfast.spec.arch import Target
@@ -46,33 +46,33 @@ def test_variables_of_machine_code_are_compared(
 ) -> None:
     kernel = as_cubin(source, entry)
     assert kernel.resources.global_bytes > 0  # of the module
-    assert watched_variables(kernel) == image_of(kernel).variables == watched
-    assert _state_bytes(kernel) == (0, nbytes)
+    assert watched_variables(kernel) == build_image(kernel).variables == watched
+    assert _count_state_bytes(kernel) == (0, nbytes)
 
 
 @pytest.mark.parametrize("entry", ["allocates", "through_a_function"])
 def test_the_device_heap_counts_for_machine_code_that_allocates(source: KernelSource, entry: str) -> None:
     """What lies there outlives a launch and cannot be compared; ``neither``, of the same module, has none of it."""
-    assert _state_bytes(as_cubin(source, entry))[0] == HEAP_BYTES
+    assert _count_state_bytes(as_cubin(source, entry))[0] == HEAP_BYTES
 
 
 def test_a_table_is_compared_too(source: KernelSource) -> None:
     kernel = as_cubin(source, "reads")
     assert "table" in watched_variables(kernel)
-    assert _state_bytes(kernel)[1] >= 32
+    assert _count_state_bytes(kernel)[1] >= 32
 
 
 def test_memory_without_a_name_cannot_be_compared(source: KernelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = as_cubin(source, "counts")
     for module in ("resources", "sides"):
         monkeypatch.setattr(f"greenfast.judge.gates.{module}.state_variables", lambda _: {"": 20, "calls": 4})
-    assert _state_bytes(kernel) == (20, 4)
+    assert _count_state_bytes(kernel) == (20, 4)
 
 
 def test_what_ptx_shows_is_decided_by_it(source: KernelSource) -> None:
     kernel = compile_kernel(dataclasses.replace(source, entry="counts"), TARGET)
     assert watched_variables(kernel) == ()
-    assert _state_bytes(kernel) == (kernel.resources.global_bytes, 0)
+    assert _count_state_bytes(kernel) == (kernel.resources.global_bytes, 0)
     assert kernel.resources.global_bytes >= 4
 
 

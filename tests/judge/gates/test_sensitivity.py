@@ -161,9 +161,9 @@ def judged(
         executable=lambda name: SimpleNamespace(workspaces={}),
     )  # fmt: skip
     gates = FormatGates(error=ErrorGate(**OPEN), kernel_error=KernelErrorGate(relative_error=1e300))
-    cells = [CasePlan(shape, 2**40 + n, drawn=True) for n in range(seeds)]
+    case_plans = [CasePlan(shape, 2**40 + n, randomized=True) for n in range(seeds)]
     make_worker: Any = Worker
-    return check([side], cast(Any, problem), cells, "f", gates, {}, make_worker, lambda share, text: None)[0]
+    return check([side], cast(Any, problem), case_plans, "f", gates, {}, make_worker, lambda share, text: None)[0]
 
 
 def zeros(problem: Problem, case: Case) -> dict[str, Array]:

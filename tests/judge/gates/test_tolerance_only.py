@@ -62,9 +62,9 @@ def passed(problem: Problem, own: str | None, *, baseline: Sequence[int], candid
         def close(self) -> None:
             """There is no process."""
 
-    cell = CasePlan(Shape(name="one", dims={"N": N}), 0)
+    case_plan = CasePlan(Shape(name="one", dims={"N": N}), 0)
     make: Any = Runs
-    _, outcome = check(sides, problem, [cell], "float", GATES, {}, make, lambda *_: None, own=own)
+    _, outcome = check(sides, problem, [case_plan], "float", GATES, {}, make, lambda *_: None, own=own)
     return [outcome.rows[role][0].passed for role in ("baseline", "candidate")]
 
 

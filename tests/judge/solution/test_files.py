@@ -95,7 +95,7 @@ def test_a_header_and_a_source_that_change_after_they_were_read_are_judged_as_re
 
 def test_the_config_that_is_kept_is_the_one_that_was_read(tmp_path: Path) -> None:
     found = find_solution(cuda(tmp_path / "mine"))
-    then = found.where.read_bytes()
+    then = found.path.read_bytes()
     cuda(tmp_path / "mine", name="another")
     assert solution_files(found)["solution.json"] == then
 
@@ -128,8 +128,8 @@ def test_code_reads_nothing_next_to_it_that_is_not_in_its_digest(tmp_path: Path)
 
 def test_the_copy_goes_with_what_takes_part(tmp_path: Path) -> None:
     made = implementation(cuda(tmp_path / "mine"))
-    assert made.found is not None
-    folder = made.found.folder
+    assert made.solution is not None
+    folder = made.solution.folder
     assert {path.name for path in folder.iterdir()} == {"solution.json", "kernel.cu", "factor.cuh"}
     del made
     assert not folder.exists()

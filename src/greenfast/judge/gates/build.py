@@ -20,73 +20,73 @@ def check(
     fmt: str,
     shapes: Sequence[Shape],
     target: Target,
-    examined: Collection[str] = (),
+    unnamed_shapes: Collection[str] = (),
 ) -> tuple[GateResult, list[BuiltSide]]:
-    """Compile each role's implementation; returns the sides that can be launched, in order.
+    """Compile the implementation of each role. Return the result and the compiled implementations that can be launched.
 
-    PENDING where what an implementation's language needs is not here, as a GPU for a callable.
+    PENDING if a dependency of an implementation's language is missing, such as a GPU for a callable.
 
-    examined: the names of shapes that no option or default names and the exam asks. A candidate must compute them; a
-    baseline need not, and is then compared on those that it computes.
-    Raises UsageError for an implementation that refuses any other shape.
+    unnamed_shapes: shapes of the check plan that are in no option and no default. A candidate must support them. A
+    baseline may reject them; it is then compared on the shapes that it supports.
+    Raises UsageError if an implementation rejects any other shape.
     """
     sides: list[BuiltSide] = []
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
-    absent: list[str] = []
+    missing: list[str] = []
     for role, implementation in implementations.items():
         variant = implementation.variant
-        what = f"{role} {variant.name}"
-        refused: dict[str, str] = {}
+        label = f"{role} {variant.name}"
+        rejections: dict[str, str] = {}
         try:
-            side = build_side(role, implementation.family, variant, fmt, shapes, target, refused=refused)
+            side = build_side(role, implementation.family, variant, fmt, shapes, target, rejections=rejections)
             for _, kernel in side.distinct:
                 if kernel.source.language == "cubin":
                     check_code(kernel)
         except CompileError as e:
-            checks.append((what, "compiles", "does not compile", "FAIL"))
-            reasons.append(implementation.named(str(e)))
+            checks.append((label, "compiles", "does not compile", "FAIL"))
+            reasons.append(implementation.restore_paths(str(e)))
             continue
         except AbsentError as e:
-            checks.append((what, "compiles", "not here", "PENDING"))
-            absent.append(str(e))
+            checks.append((label, "compiles", "not here", "PENDING"))
+            missing.append(str(e))
             continue
-        if chosen := [name for name in refused if name not in examined or not side.programs]:
-            raise UsageError(refused[chosen[0]])
-        faults = _faults(side, target)
-        if refused and role != BASELINE:
-            shapes_of: dict[str, list[str]] = {}
-            for name, why in refused.items():
-                shapes_of.setdefault(why, []).append(name)
+        if named := [name for name in rejections if name not in unnamed_shapes or not side.programs]:
+            raise UsageError(rejections[named[0]])
+        faults = _list_launch_faults(side, target)
+        if rejections and role != BASELINE:
+            shapes_by_reason: dict[str, list[str]] = {}
+            for name, reason in rejections.items():
+                shapes_by_reason.setdefault(reason, []).append(name)
             faults += [
-                f"refuses {', '.join(names)}, which the task asks of every kernel: {why}"
-                for why, names in shapes_of.items()
+                f"refuses {', '.join(names)}, which the task asks of every kernel: {reason}"
+                for reason, names in shapes_by_reason.items()
             ]
         reasons += [f"{variant.name} {fault}" for fault in faults]
         times = ", ".join(f"{k.compile_ms:.0f} ms{' from the cache' if k.from_cache else ''}" for _, k in side.distinct)
-        checks.append((what, "compiles", f"{len(side.distinct)} kernel(s), {times}", "PASS"))
+        checks.append((label, "compiles", f"{len(side.distinct)} kernel(s), {times}", "PASS"))
         if faults:
-            checks.append((what, "computes every shape, within CUDA's limits", f"{len(faults)} fault(s)", "FAIL"))
+            checks.append((label, "computes every shape, within CUDA's limits", f"{len(faults)} fault(s)", "FAIL"))
             continue
-        if refused:
-            computed = f"{len(side.programs)}; not {', '.join(refused)}"
-            checks.append((what, f"computes some of {len(shapes)} shapes", computed, "PASS"))
+        if rejections:
+            computed = f"{len(side.programs)}; not {', '.join(rejections)}"
+            checks.append((label, f"computes some of {len(shapes)} shapes", computed, "PASS"))
         sides.append(side)
     if reasons:
-        some = any(check[1] == "compiles" and check[3] == "FAIL" for check in checks)
-        summary = "a variant does not compile" if some else "a variant cannot be launched for every shape"
+        is_compile_error = any(check[1] == "compiles" and check[3] == "FAIL" for check in checks)
+        summary = "a variant does not compile" if is_compile_error else "a variant cannot be launched for every shape"
         return GateResult(gate="BUILD", status="FAIL", summary=summary, reasons=reasons, checks=checks), sides
-    if absent:
-        summary = "; ".join(dict.fromkeys(absent))
+    if missing:
+        summary = "; ".join(dict.fromkeys(missing))
         return GateResult(gate="BUILD", status="PENDING", summary=summary, checks=checks), sides
     compilers = dict.fromkeys(kernel.compiler for side in sides for _, kernel in side.distinct)
     summary = f"{', '.join(compilers)} for {target.name}"
     return GateResult(gate="BUILD", status="PASS", summary=summary, checks=checks), sides
 
 
-def _faults(side: BuiltSide, target: Target) -> list[str]:
-    """What no GPU can launch, each fault once, at the first shape that has it."""
-    found: dict[str, str] = {}
+def _list_launch_faults(side: BuiltSide, target: Target) -> list[str]:
+    """Return the launch parameters that no GPU of the target allows, each with the first shape that has it."""
+    first_shapes: dict[str, str] = {}
     for shape, program in side.programs.items():
         for kernel, step in zip(program.kernels, program.program.steps, strict=True):
             faults = launch_faults(kernel.source, step.launch, kernel.reported, target)
@@ -94,5 +94,5 @@ def _faults(side: BuiltSide, target: Target) -> list[str]:
                 image = read_cubin(kernel.cubin, kernel.source.name)
                 faults += filter(None, [block_fault(image, kernel.source.entry, kernel.source.block)])
             for fault in faults:
-                found.setdefault(fault, shape)
-    return [f"cannot be launched at {shape}: {fault}" for fault, shape in found.items()]
+                first_shapes.setdefault(fault, shape)
+    return [f"cannot be launched at {shape}: {fault}" for fault, shape in first_shapes.items()]

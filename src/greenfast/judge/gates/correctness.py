@@ -1,4 +1,4 @@
-"""CORRECTNESS: format error and kernel error per shape and seed, both sides, and the sides against each other."""
+"""CORRECTNESS: format error and kernel error per case for both implementations, and their parity."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
     error_stats,
-    nearer_of,
     relative_error_factor,
+    select_closest_reference,
     worst_bound_ratio,
     worst_element,
 )
@@ -31,11 +31,11 @@ from greenfast.judge.gates.sensitivity import (
     FILLS,
     NEED_OTHERS,
     ZEROS,
-    filled,
+    fill_outputs,
     find_dropped,
+    generate_trivial_answers,
     is_far,
-    segments,
-    trivial_answers,
+    split_outputs,
 )
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import (
@@ -54,11 +54,11 @@ from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import PHASE_BUFFER
 from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, references_of
 
-#: The share of its elements that a reference on a GPU has within the tolerance around the same reference on the CPU.
-#: Where sums are rounded to 16 bits and cancel afterwards, a few may be further away.
-_LIKE_ITSELF = 0.99
+#: The share of elements of the problem's own reference on a GPU that must be within the tolerance around the same
+#: reference on the CPU. If sums are rounded to 16 bits and cancel, a few elements differ more.
+_OWN_REFERENCE_RATIO = 0.99
 #: The gates of a row that judge the values of the output.
-_OF_VALUES = (
+_VALUE_GATES = (
     "finite_pass",
     "max_abs_err_pass",
     "mean_abs_err_pass",
@@ -66,24 +66,27 @@ _OF_VALUES = (
     "kernel_relative_error_pass",
     "kernel_bound_pass",
 )
-#: The statistics of the error against the unquantized reference that have limits, and the largest share of a limit that
-#: the format's own error may take of it where the seed is not the task's.
-_ERRORS, _ROOM = ("max_abs_err", "mean_abs_err", "pct_bad"), 0.9
+#: The statistics of the error against the unquantized reference that have limits.
+_ERRORS = ("max_abs_err", "mean_abs_err", "pct_bad")
+#: With a secret seed, a limit applies only if the format's own error is at most this share of it.
+_MAX_FORMAT_SHARE = 0.9
 _AWAITED = "asynchronous operations are awaited"
 _NUMBER = re.compile(r"(?<![:\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-#: Each case runs this often on equal input in fresh memory; outputs that differ in a bit show a race.
+#: Each case runs this often on equal input in fresh memory. Outputs that differ in a bit indicate a race.
 REPEATS = 2
 _REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
 
 
 @dataclass
 class CorrectnessOutcome:
-    """What the gate found: rows by role, parity, and a digest of each output by (role, shape, seed).
+    """The results of the gate: rows by role, parity, and a digest of each output by (role, shape, seed).
 
-    counts: by role and shape, from the first seed; empty where nothing counts. tightened: the shapes whose stated
-    tolerance an answer that computes nothing would meet, and which are judged relative to their outputs' size. trivial:
-    by shape, the answers that compute nothing and pass nevertheless, on all cases. constant: by shape, the name
-    of the right answer if it is the same number everywhere and for all inputs, as the softmax of one number is; or "".
+    counts: by role and shape, from the first seed; empty if the device does not count.
+    tightened: by shape, the trivial answer that would meet the stated tolerance. These shapes are judged relative to
+        the size of their outputs.
+    trivial: by shape, the trivial answers that pass all cases nevertheless.
+    constant: by shape, the name of the right answer if it is one number for all elements and inputs, such as the
+        softmax of one number; otherwise "".
     """
 
     rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class CorrectnessOutcome:
 def check(
     sides: Sequence[BuiltSide],
     problem: Problem,
-    cells: Sequence[CasePlan],
+    case_plans: Sequence[CasePlan],
     fmt: str,
     gates: FormatGates,
     own_gates: Mapping[str, KernelErrorGate],
@@ -110,19 +113,21 @@ def check(
     check_awaited: Callable[[BuiltSide], tuple[Status, str] | None] | None = None,
     own: str | None = None,
 ) -> tuple[GateResult, CorrectnessOutcome]:
-    """Run every side on every case that it computes, each side in a separate process.
+    """Run each implementation on all cases that it supports, in a separate process.
 
-    A side whose process fails is not run further. What the device could not run is no fault of the kernel: the gate is
-    PENDING, or FAIL where another case was wrong.
+    An implementation stops after a case that ended its process. A case that the device cannot run is not the kernel's
+    fault: the gate is PENDING, or FAIL if another case was wrong.
 
-    own_gates: by role, the kernel-error gate of a side whose rung defines one.
-    emulated: cases that the emulator runs at the same time. memory: the memory check on the GPU. The faults of both
-    count. A side for which neither could be done is named in the result's ``unchecked``.
-    check_awaited: tells of a side's kernels whether their asynchronous operations are awaited (``in_flight``).
-    own: the role of the problem's own reference, whose output here is as right as its reference where that is a run.
+    own_gates: by role, the kernel-error gate of an implementation whose rung defines one.
+    emulated: cases that the emulator runs at the same time.
+    memory: the memory check on the GPU. An implementation that neither of the two could check is listed in the result's
+        ``unchecked``.
+    check_awaited: returns the status of an implementation's asynchronous operations (``pending_operations``).
+    own: the role of the problem's own reference. If the problem's reference is itself a run on the CPU, the output of
+        this role is an equally valid reference.
 
-    Raises UsageError for a problem whose references do not hold (``spec.problem.references_of``), and for a workspace
-    with a buffer's name.
+    Raises UsageError for invalid references (``spec.problem.references_of``) and for a workspace with the name of a
+    buffer.
     """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
     workers = {side.role: make_worker() for side in sides}
@@ -130,7 +135,7 @@ def check(
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(max(1, len(sides))))
         for worker in workers.values():
-            stack.callback(worker.close)  # before the threads are waited for
+            stack.callback(worker.close)  # Close the workers before the executor waits for its threads.
         if emulated:
             stack.enter_context(emulated)
         if memory:
@@ -138,114 +143,128 @@ def check(
         checked = _Checked(problem, fmt, gates, own_gates)
         inputs: dict[tuple[str, int, str], str] = {}
         others: dict[str, tuple[str, NDArray[np.float64]]] = {}
-        shown: set[str] = set()
-        seen: dict[int, tuple[CasePlan, Case, References, NDArray[np.float64] | None]] = {}
-        _require_same_inputs(problem, cells[0], fmt)
-        for done, cell in enumerate(cells):
-            progress(done / len(cells), str(cell))
-            shape = cell.shape.name
-            case = case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
-            _require_other_inputs(inputs, cell, case)
-            if emulated and cell in emulated.cells:
-                emulated.start(cell, case)
-            asked = [side for side in sides if shape in side.programs]
-            for side in asked:
+        sensitive_shapes: set[str] = set()
+        emulated_cases: dict[int, tuple[CasePlan, Case, References, NDArray[np.float64] | None]] = {}
+        _require_same_inputs(problem, case_plans[0], fmt)
+        for done, case_plan in enumerate(case_plans):
+            progress(done / len(case_plans), str(case_plan))
+            shape = case_plan.shape.name
+            case = case_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
+            _require_other_inputs(inputs, case_plan, case)
+            if emulated and case_plan in emulated.case_plans:
+                emulated.start(case_plan, case)
+            supporting = [side for side in sides if shape in side.programs]
+            for side in supporting:
                 _require_own_workspaces(side, shape, case)
             running = {
-                side.role: threads.submit(_ran, workers[side.role], side, cell, case, broken.get(side.role), memory)
-                for side in asked
+                side.role: threads.submit(
+                    _ran, workers[side.role], side, case_plan, case, broken.get(side.role), memory
+                )
+                for side in supporting
             }
-            references = references_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant)
+            references = references_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
             digest, other = others.get(shape, ("", None))
             stated = references
             references = checked.settle(
-                cell, case, references, None if digest == case.digest else other, shape not in others, outcome
+                case_plan, case, references, None if digest == case.digest else other, shape not in others, outcome
             )
-            if cell.variant == NORMAL:
+            if case_plan.variant == NORMAL:
                 others.setdefault(shape, (case.digest, references.exact))
             decoded: dict[str, NDArray[np.float64]] = {}
-            also = None
-            for side in sorted(asked, key=lambda side: side.role != own):
+            alternative = None
+            for side in sorted(supporting, key=lambda side: side.role != own):
                 result = running[side.role].result()
                 if isinstance(result, WorkerError) and result.ended:
                     broken.setdefault(side.role, result)
-                expected = _of_itself(stated) if side.role == own else references
-                row, values = checked.row(side.role, cell, case, expected, result, also)
+                expected = _relax_matched(stated) if side.role == own else references
+                row, values = checked.row(side.role, case_plan, case, expected, result, alternative)
                 outcome.rows[side.role].append(row)
                 if side.role == own and references.is_run and row.passed:
-                    also = values
-                    _note_noise(outcome, cell, references, values)
-                if values is None or cell.variant != NORMAL:
+                    alternative = values
+                    _note_noise(outcome, case_plan, references, values)
+                if values is None or case_plan.variant != NORMAL:
                     continue
                 assert isinstance(result, RunResult)
-                if row.passed and shape not in shown:
-                    checked.require_shown(side.role, cell, case, expected, result, values)
-                    shown.add(shape)
+                if row.passed and shape not in sensitive_shapes:
+                    checked.require_sensitive(side.role, case_plan, case, expected, result, values)
+                    sensitive_shapes.add(shape)
                 decoded[side.role] = values
-                outcome.digests[side.role, shape, cell.seed] = output_digest(result.outputs)
+                outcome.digests[side.role, shape, case_plan.seed] = output_digest(result.outputs)
                 if result.counts is not None:
                     outcome.counts.setdefault(side.role, {}).setdefault(shape, result.counts)
             if len(decoded) == 2:
                 decoded = {side.role: decoded[side.role] for side in sides}
-                same_bits = len({outcome.digests[role, shape, cell.seed] for role in decoded}) == 1
-                outcome.parity.append(_parity(cell.shape, cell.seed, same_bits, *decoded.values()))
-            if emulated and cell in emulated.cells:
-                seen[emulated.cells.index(cell)] = cell, case, references, also
+                same_bits = len({outcome.digests[role, shape, case_plan.seed] for role in decoded}) == 1
+                outcome.parity.append(_parity(case_plan.shape, case_plan.seed, same_bits, *decoded.values()))
+            if emulated and case_plan in emulated.case_plans:
+                emulated_cases[emulated.case_plans.index(case_plan)] = case_plan, case, references, alternative
         emulated_rows = [
-            (role, result, checked.row(role, cell, case, references, result, also)[0])
+            (role, result, checked.row(role, case_plan, case, references, result, alternative)[0])
             for (role, number), result in (emulated.results().items() if emulated else ())
-            for cell, case, references, also in (seen[number],)
+            for case_plan, case, references, alternative in (emulated_cases[number],)
         ]
     return _result(outcome, sides, emulated_rows, memory, check_awaited), outcome
 
 
 def _ran(
-    worker: Worker, side: BuiltSide, cell: CasePlan, case: Case, broken: WorkerError | None, memory: MemoryChecks | None
+    worker: Worker,
+    side: BuiltSide,
+    case_plan: CasePlan,
+    case: Case,
+    broken: WorkerError | None,
+    memory: MemoryChecks | None,
 ) -> RunResult | WorkerError:
-    """Run a case in a side's process, and check its memory; broken: why the process is not used further."""
+    """Run a case in the implementation's process and check its memory.
+
+    broken: the error that ended the process at an earlier case, or None.
+    """
     if broken is not None:
         return type(broken)(f"{NOT_RUN}{broken}")
     try:
-        result = worker.run(side.executable(cell.shape.name), case, REPEATS)
+        result = worker.run(side.executable(case_plan.shape.name), case, REPEATS)
     except WorkerError as e:
         return e
     if memory is not None:
-        memory.run(side, cell, case, result)
+        memory.run(side, case_plan, case, result)
     return result
 
 
-def _require_same_inputs(problem: Problem, cell: CasePlan, fmt: str) -> None:
-    """The references are of what make_case gives when it is asked again."""
-    first, again = (case_of(problem, cell.shape.dims, cell.seed, fmt, cell.variant).digest for _ in range(2))
-    if first != again:
+def _require_same_inputs(problem: Problem, case_plan: CasePlan, fmt: str) -> None:
+    """Raise UsageError if make_case gives different inputs on a second call."""
+    first, second = (
+        case_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant).digest for _ in range(2)
+    )
+    if first != second:
         raise UsageError(
-            f"make_case gives other inputs when it is asked for {cell} again; draw them from a generator with the seed"
+            f"make_case gives other inputs when it is asked for {case_plan} again; "
+            "draw them from a generator with the seed"
         )
 
 
-def _require_other_inputs(seen: dict[tuple[str, int, str], str], cell: CasePlan, case: Case) -> None:
-    """A variant whose inputs are the normal ones asks nothing."""
-    if not case.inputs or (cell.variant == NORMAL and not cell.drawn):
+def _require_other_inputs(seen: dict[tuple[str, int, str], str], case_plan: CasePlan, case: Case) -> None:
+    """Raise UsageError if two variants of one case have equal inputs: the second would check nothing."""
+    if not case.inputs or (case_plan.variant == NORMAL and not case_plan.randomized):
         return
-    variant = seen.setdefault((cell.shape.name, cell.seed, case.digest), cell.variant)
-    if variant != cell.variant:
+    variant = seen.setdefault((case_plan.shape.name, case_plan.seed, case.digest), case_plan.variant)
+    if variant != case_plan.variant:
         raise UsageError(
-            f"make_case gives the inputs of variant {variant!r} for {cell} too; give each name of VARIANTS its own"
+            f"make_case gives the inputs of variant {variant!r} for {case_plan} too; give each name of VARIANTS its own"
         )
 
 
 def _require_own_workspaces(side: BuiltSide, shape: str, case: Case) -> None:
-    """A workspace in the place of an output would begin with what the solution says, such as zeros."""
+    """Raise UsageError for a workspace with a buffer's name: it would replace the contents of the buffer."""
     names = case.inputs.keys() | case.outputs.keys() | {PHASE_BUFFER}
-    if taken := sorted(names & side.executable(shape).workspaces.keys()):
+    if duplicates := sorted(names & side.executable(shape).workspaces.keys()):
         raise UsageError(
-            f"{side.variant.name}: workspaces: {', '.join(taken)}: the problem has buffers of this name; choose others"
+            f"{side.variant.name}: workspaces: {', '.join(duplicates)}: the problem has buffers of this name; "
+            "choose others"
         )
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """What outputs are compared with."""
+    """Comparison of decoded outputs with the problem's references."""
 
     problem: Problem
     fmt: str
@@ -255,145 +274,152 @@ class _Checked:
     def row(
         self,
         role: str,
-        cell: CasePlan,
+        case_plan: CasePlan,
         case: Case,
         references: References,
         result: RunResult | WorkerError,
-        also: NDArray[np.float64] | None,
+        alternative: NDArray[np.float64] | None,
     ) -> tuple[CorrectnessRow, NDArray[np.float64] | None]:
-        """One side's row of a case, and its decoded output; None where it did not run.
+        """Return an implementation's row of a case, and its decoded output (None if it did not run).
 
-        also: another output that is as right; each element is compared with the nearer of the two.
+        alternative: another valid reference. Each element is compared with the closer of the two.
         """
         decoded = None
         if not isinstance(result, WorkerError):
-            result = replace(result, violations=[*result.violations, *_odd_booleans(result.outputs)])
+            result = replace(result, violations=[*result.violations, *_find_invalid_booleans(result.outputs)])
             decoded = self.problem.decode(result.outputs, self.fmt)
             if not isinstance(decoded, np.ndarray) or decoded.dtype.kind not in "fiub":
-                found = getattr(decoded, "dtype", type(decoded).__name__)
-                raise UsageError(f"{cell}: decode gives {found}; an array of float64 is asked for")
+                kind = getattr(decoded, "dtype", type(decoded).__name__)
+                raise UsageError(f"{case_plan}: decode gives {kind}; an array of float64 is asked for")
             if decoded.shape != references.exact.shape:
                 shapes_differ = f"{decoded.shape}, the references have {references.exact.shape}"
-                raise UsageError(f"{cell}: decode gives an array of shape {shapes_differ}")
-        if decoded is not None and also is not None:
-            nearer = nearer_of(decoded, also, references.exact)
-            references = replace(references, full=nearer, exact=nearer)
+                raise UsageError(f"{case_plan}: decode gives an array of shape {shapes_differ}")
+        if decoded is not None and alternative is not None:
+            closest = select_closest_reference(decoded, alternative, references.exact)
+            references = replace(references, full=closest, exact=closest)
         kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
-        gate = self.gates.error_for(cell.shape.dims)
-        return _row(cell, case, references, gate, kernel_gate, result, decoded), decoded
+        gate = self.gates.error_for(case_plan.shape.dims)
+        return _row(case_plan, case, references, gate, kernel_gate, result, decoded), decoded
 
     def settle(
         self,
-        cell: CasePlan,
+        case_plan: CasePlan,
         case: Case,
         references: References,
         other: NDArray[np.float64] | None,
         first: bool,
         outcome: CorrectnessOutcome,
     ) -> References:
-        """Return the references with a relative bound if an answer that computes nothing is within the stated one.
+        """Return the references, with the relative bound if a trivial answer is within the stated bound.
 
-        Answers that pass nevertheless are noted in ``outcome.trivial``, for the task's own shapes and normal inputs.
-        other: the exact answer to the first inputs of this shape, if these are not the same ones. first: whether these
-        are the first.
+        Trivial answers that pass nevertheless are noted in ``outcome.trivial``, for the task's own shapes and normal
+        inputs.
+        other: the exact answer to the first inputs of this shape; None if the inputs are equal to the first.
+        first: True if these inputs are the first of the shape.
         """
-        asked = cell.variant == NORMAL and not cell.new_shape
-        if references.relative is None and not asked:
+        is_noted = case_plan.variant == NORMAL and not case_plan.new_shape
+        if references.relative is None and not is_noted:
             return references
-        passing = self._trivial(cell, case, references, other)
+        passing = self._find_trivial(case_plan, case, references, other)
         if passing and references.relative is not None:
-            outcome.tightened.setdefault(cell.shape.name, passing[0])
+            outcome.tightened.setdefault(case_plan.shape.name, passing[0])
             references = replace(references, bound=references.relative)
-            passing = self._trivial(cell, case, references, other)
-        if asked:
+            passing = self._find_trivial(case_plan, case, references, other)
+        if is_noted:
             names = set(passing) | (NEED_OTHERS if first else set())
-            outcome.trivial[cell.shape.name] = names & outcome.trivial.get(cell.shape.name, names)
+            outcome.trivial[case_plan.shape.name] = names & outcome.trivial.get(case_plan.shape.name, names)
             exact = references.exact
-            if other is not None and exact.size:  # one case alone cannot show it: a sum is one number too
+            if other is not None and exact.size:  # One case is not enough: a sum is one number too.
                 same = bool((exact == exact.flat[0]).all()) and np.array_equal(other, exact)
                 name = ZEROS if exact.flat[0] == 0 else CONSTANT
-                outcome.constant[cell.shape.name] = name if same and outcome.constant.get(cell.shape.name, name) else ""
+                outcome.constant[case_plan.shape.name] = (
+                    name if same and outcome.constant.get(case_plan.shape.name, name) else ""
+                )
         return references
 
-    def _trivial(
-        self, cell: CasePlan, case: Case, references: References, other: NDArray[np.float64] | None
+    def _find_trivial(
+        self, case_plan: CasePlan, case: Case, references: References, other: NDArray[np.float64] | None
     ) -> list[str]:
-        """Name the answers that compute nothing and pass; of each output alone too, the others being right."""
-        gate = self.gates.error_for(cell.shape.dims)
+        """Return the names of the trivial answers that pass, including those with a single wrong output."""
+        gate = self.gates.error_for(case_plan.shape.dims)
         kernel_gates = [self.gates.kernel_error, *self.own_gates.values()]
         passing: list[str] = []
         format_error = None
-        for name, answer in trivial_answers(case, references, other):
-            if np.array_equal(answer, references.exact):  # right, as the softmax of one number is 1
+        for name, answer in generate_trivial_answers(case, references, other):
+            if np.array_equal(answer, references.exact):  # It is the right answer, such as 1 for softmax of one number.
                 continue
             for kernel_gate in kernel_gates:
                 if is_far(answer, references, references.bound_of(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
                 format_error = format_error or error_stats(references.exact, references.full, gate.bad_abs_err)
-                values = _measure(cell, references, gate, kernel_gate, format_error, answer)
+                values = _measure(case_plan, references, gate, kernel_gate, format_error, answer)
                 if all(values.gates.values()):
                     passing.append(name)
                     break
         return list(dict.fromkeys(passing))
 
-    def require_shown(
+    def require_sensitive(
         self,
         role: str,
-        cell: CasePlan,
+        case_plan: CasePlan,
         case: Case,
         references: References,
         result: RunResult,
         decoded: NDArray[np.float64],
     ) -> None:
-        """Raise UsageError if the check does not notice a change of an output that passed."""
+        """Raise UsageError if the check does not detect a change of an output that passed."""
         dropped = find_dropped(lambda outputs: self.problem.decode(outputs, self.fmt), result.outputs, decoded)
         if dropped:
             raise UsageError(
-                f"{cell}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. Let "
-                "decode return them and references their values, or declare no output that is not compared"
+                f"{case_plan}: CORRECTNESS cannot check all outputs: {dropped}; a kernel could write anything there. "
+                "Let decode return them and references their values, or declare no output that is not compared"
             )
         kernel_gate = self.own_gates.get(role, self.gates.kernel_error)
-        gate = self.gates.error_for(cell.shape.dims)
+        gate = self.gates.error_for(case_plan.shape.dims)
 
         def passes(outputs: dict[str, NDArray[Any]]) -> bool:
             with np.errstate(all="ignore"):
                 values = self.problem.decode(outputs, self.fmt)
             if values.shape != decoded.shape or not np.isfinite(values).all() or np.array_equal(values, decoded):
                 return False
-            return _row(cell, case, references, gate, kernel_gate, replace(result, outputs=outputs), values).passed
+            return _row(case_plan, case, references, gate, kernel_gate, replace(result, outputs=outputs), values).passed
 
-        for name, variants in filled(result.outputs):
+        for name, variants in fill_outputs(result.outputs):
             if all(map(passes, variants)):
                 raise UsageError(
-                    f"{cell}: CORRECTNESS cannot judge output {name!r}: it passes with {FILLS[0]:g} in all of its "
+                    f"{case_plan}: CORRECTNESS cannot judge output {name!r}: it passes with {FILLS[0]:g} in all of its "
                     f"elements, and with {FILLS[1]:g}. Give it a bound that such values exceed"
                 )
 
 
 def _note_noise(
-    outcome: CorrectnessOutcome, cell: CasePlan, references: References, values: NDArray[np.float64] | None
+    outcome: CorrectnessOutcome, case_plan: CasePlan, references: References, values: NDArray[np.float64] | None
 ) -> None:
-    """Note a shape whose own reference, run here, is beyond the relative bound that was to be used."""
-    shape = cell.shape.name
+    """Note a shape if the problem's own reference on this device exceeds the relative bound."""
+    shape = case_plan.shape.name
     if references.bound is not references.relative or values is None or not np.isfinite(values).all():
         return
-    if worst_bound_ratio(values, references.exact, references.bound, matched=_LIKE_ITSELF) > 1:
+    if worst_bound_ratio(values, references.exact, references.bound, matched=_OWN_REFERENCE_RATIO) > 1:
         outcome.trivial.setdefault(shape, set()).add(outcome.tightened[shape])
 
 
-def _of_itself(references: References) -> References:
-    """What the problem's own reference is compared with."""
-    return replace(references, matched=min(references.matched, _LIKE_ITSELF)) if references.is_run else references
+def _relax_matched(references: References) -> References:
+    """Return the references for the problem's own reference, with a lower matched ratio if they come from a run."""
+    if not references.is_run:
+        return references
+    return replace(references, matched=min(references.matched, _OWN_REFERENCE_RATIO))
 
 
-def _odd_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Bytes of truth values that are neither 0 nor 1. Such as 255, which unwritten ones hold, some take for true."""
-    odd = {n: int((a.view(np.uint8) > 1).sum()) for n, a in outputs.items() if a.dtype == np.bool_}
-    return [f"{count} elements of {name!r}, which is bool, are neither 0 nor 1" for name, count in odd.items() if count]
+def _find_invalid_booleans(outputs: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Return a violation for each bool output with bytes other than 0 and 1. Unwritten elements hold 255."""
+    counts = {n: int((a.view(np.uint8) > 1).sum()) for n, a in outputs.items() if a.dtype == np.bool_}
+    return [
+        f"{count} elements of {name!r}, which is bool, are neither 0 nor 1" for name, count in counts.items() if count
+    ]
 
 
 def _row(
-    cell: CasePlan,
+    case_plan: CasePlan,
     case: Case,
     references: References,
     gate: ErrorGate,
@@ -401,16 +427,17 @@ def _row(
     result: RunResult | WorkerError,
     decoded: NDArray[np.float64] | None,
 ) -> CorrectnessRow:
-    """One side's row; a kernel that did not run, or wrote NaN, has no error statistics and fails.
+    """Build an implementation's row of a case.
 
-    A row of what the device cannot run has no gates.
+    A kernel that did not run or wrote NaN fails and has no error statistics. If the device cannot run the case, the row
+    has no gates.
     """
     bad = gate.bad_abs_err
     format_error = error_stats(references.exact, references.full, bad)
     error = kernel_error = bound_ratio = None
     histograms: dict[str, Histogram] = {}
     worst: WorstElement | None = None
-    held = {"format_error_pass": _within(format_error, gate)} if cell.format_is_judged else {}
+    held = {"format_error_pass": _is_within(format_error, gate)} if case_plan.format_is_judged else {}
     notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations, *result.notes]
     if isinstance(result, UnsupportedByDeviceError):
         held = {}
@@ -428,20 +455,20 @@ def _row(
         if bad_elements:
             notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
         else:
-            values = _measure(cell, references, gate, kernel_gate, format_error, decoded)
+            values = _measure(case_plan, references, gate, kernel_gate, format_error, decoded)
             error, kernel_error, bound_ratio = values.error, values.kernel_error, values.bound_ratio
             histograms["error_histogram"] = error_histogram(decoded, references.exact)
             histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
             held |= values.gates
-        if not all(held.get(name, True) for name in _OF_VALUES):
+        if not all(held.get(name, True) for name in _VALUE_GATES):
             notes.append(str(worst))
     return CorrectnessRow(
-        shape=cell.shape.name,
-        dims=dict(cell.shape.dims),
-        seed=cell.seed,
-        variant=cell.variant,
-        drawn=cell.drawn,
-        own_shape=cell.drawn and not cell.new_shape,
+        shape=case_plan.shape.name,
+        dims=dict(case_plan.shape.dims),
+        seed=case_plan.seed,
+        variant=case_plan.variant,
+        drawn=case_plan.randomized,
+        own_shape=case_plan.randomized and not case_plan.new_shape,
         inputs_digest=case.digest,
         error=error,
         format_error=format_error,
@@ -466,14 +493,14 @@ class _Values:
 
 
 def _measure(
-    cell: CasePlan,
+    case_plan: CasePlan,
     references: References,
     gate: ErrorGate,
     kernel_gate: KernelErrorGate,
     format_error: ErrorStats,
     decoded: NDArray[np.float64],
 ) -> _Values:
-    """Measure and judge decoded values, all of which are finite."""
+    """Measure and judge decoded values. All values must be finite."""
     error = error_stats(decoded, references.full, gate.bad_abs_err)
     same = references.exact is references.full
     kernel_error = error if same else error_stats(decoded, references.exact, gate.bad_abs_err)
@@ -481,35 +508,35 @@ def _measure(
     ratios = (
         worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
         for got, exact, allowed in zip(
-            *(segments(references, array) for array in (decoded, references.exact, bound)), strict=True
+            *(split_outputs(references, array) for array in (decoded, references.exact, bound)), strict=True
         )
     )
     bound_ratio = float(np.max(list(ratios), initial=0.0))
     held = {}
-    for name in _judged_errors(cell, format_error, gate):
+    for name in _judged_errors(case_plan, format_error, gate):
         held[f"{name}_pass"] = getattr(error, name) <= getattr(gate, name)
     allowed = kernel_gate.relative_error
-    if cell.variant != NORMAL or cell.new_shape:
-        allowed *= relative_error_factor(decoded.size, cell.variant)
+    if case_plan.variant != NORMAL or case_plan.new_shape:
+        allowed *= relative_error_factor(decoded.size, case_plan.variant)
     held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
     held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
     return _Values(error, kernel_error, bound_ratio, held)
 
 
-def _judged_errors(cell: CasePlan, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
-    """Return which limits on the error against the unquantized reference apply to a case.
+def _judged_errors(case_plan: CasePlan, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
+    """Return the names of the limits on the error against the unquantized reference that apply to a case.
 
-    They are the task's for its own shapes and seeds. With a secret seed, the format alone may come close to one of them
-    or beyond. Then that one does not apply: a right kernel could not meet it.
+    All limits apply to the task's own shapes and seeds. With a secret seed, the format's own error may be near a limit
+    or above it. Then this limit does not apply, because a correct kernel could not meet it.
     """
-    if cell.format_is_judged:
+    if case_plan.format_is_judged:
         return list(_ERRORS)
-    if cell.new_shape or cell.variant != NORMAL:
+    if case_plan.new_shape or case_plan.variant != NORMAL:
         return []
-    return [name for name in _ERRORS if getattr(format_error, name) <= _ROOM * getattr(gate, name)]
+    return [name for name in _ERRORS if getattr(format_error, name) <= _MAX_FORMAT_SHARE * getattr(gate, name)]
 
 
-def _within(error: ErrorStats, gate: ErrorGate) -> bool:
+def _is_within(error: ErrorStats, gate: ErrorGate) -> bool:
     return (
         error.max_abs_err <= gate.max_abs_err
         and error.mean_abs_err <= gate.mean_abs_err
@@ -544,36 +571,37 @@ def _result(
     for side in sides:
         rows = outcome.rows[side.role]
         passed = sum(row.passed for row in rows)
-        before = len(reasons), len(unknown)
+        num_reasons, num_unknown = len(reasons), len(unknown)
         for row, more in group_by_cause(rows):
             if row.gates:
-                reasons.append(f"{_where(side, row)}: {_missed(row)}{more}")
+                reasons.append(f"{_name_case(side, row)}: {_list_failures(row)}{more}")
             else:
-                unknown.append(f"{_where(side, row)}: could not be run here: {'; '.join(row.notes)}{more}")
+                unknown.append(f"{_name_case(side, row)}: could not be run here: {'; '.join(row.notes)}{more}")
         counts.append(f"{side.variant.name} {passed}/{len(rows)}")
         checks.append(
             (
                 f"{side.role} {side.variant.name}",
                 f"{len(rows)}/{len(rows)}",
                 f"{passed}/{len(rows)}",
-                "FAIL" if len(reasons) > before[0] else "PENDING" if len(unknown) > before[1] else "PASS",
+                "FAIL" if len(reasons) > num_reasons else "PENDING" if len(unknown) > num_unknown else "PASS",
             )
         )
-        by_emulator: list[Status] = []
-        why = ""
-        on_emulator = [(result, row) for role, result, row in emulated if role == side.role]
-        for result, row in on_emulator:
+        emulator_statuses: list[Status] = []
+        gap = ""
+        emulator_rows = [(result, row) for role, result, row in emulated if role == side.role]
+        for result, row in emulator_rows:
             status: Status = (
                 "PENDING" if isinstance(result, UnsupportedByDeviceError) else "PASS" if row.passed else "FAIL"
             )
-            actual = "; ".join(["no fault", *row.notes] if status == "PASS" else row.notes) or _missed(row)
-            checks.append((f"{_where(side, row)} on the emulator", "no fault", actual, status))
+            actual = "; ".join(["no fault", *row.notes] if status == "PASS" else row.notes) or _list_failures(row)
+            checks.append((f"{_name_case(side, row)} on the emulator", "no fault", actual, status))
             if status == "PENDING":
-                why = actual
-            by_emulator.append(status)
-        judged = [row for result, row in on_emulator if not isinstance(result, UnsupportedByDeviceError)]
+                gap = actual
+            emulator_statuses.append(status)
+        judged = [row for result, row in emulator_rows if not isinstance(result, UnsupportedByDeviceError)]
         reasons += [
-            f"{_where(side, row)} on the emulator: {_missed(row)}{more}" for row, more in group_by_cause(judged)
+            f"{_name_case(side, row)} on the emulator: {_list_failures(row)}{more}"
+            for row, more in group_by_cause(judged)
         ]
         if awaited := check_awaited(side) if check_awaited else None:
             status, actual = awaited
@@ -584,29 +612,29 @@ def _result(
                 unchecked.append(f"{side.variant.name}: {_AWAITED}: {actual}")
         if memory is None:
             continue
-        if not by_emulator:
-            why = "no case ran" if all(k.ptx for _, k in side.distinct) else "it runs PTX, and there is none"
-            checks.append((f"{side.variant.name} on the emulator", "no fault", why, "PENDING"))
-        status, actual = memory.check_of(side)
-        complete = bool(by_emulator) and "PENDING" not in by_emulator
+        if not emulator_statuses:
+            gap = "no case ran" if all(k.ptx for _, k in side.distinct) else "it runs PTX, and there is none"
+            checks.append((f"{side.variant.name} on the emulator", "no fault", gap, "PENDING"))
+        status, actual = memory.summarize(side)
+        complete = bool(emulator_statuses) and "PENDING" not in emulator_statuses
         note = "" if complete or status != "PASS" else f" ({NOT_COVERED})"
         checks.append((f"{side.variant.name} memory check on the GPU", "no fault", actual + note, status))
         if status == "FAIL":
             reasons.append(f"{side.variant.name} memory check on the GPU: {actual}")
-        elif left_open := memory.left_open(side):
-            unchecked.append(f"{side.variant.name}: writes to inputs at the timed shapes: {left_open}")
+        elif unchecked_writes := memory.list_unchecked(side):
+            unchecked.append(f"{side.variant.name}: writes to inputs at the timed shapes: {unchecked_writes}")
         elif status == "PENDING" and not complete:
             unchecked.append(
-                f"{side.variant.name}: neither the check on the emulator ({why}) nor the memory check on the GPU "
+                f"{side.variant.name}: neither the check on the emulator ({gap}) nor the memory check on the GPU "
                 f"({actual}) was done"
             )
     for shape, answer in outcome.tightened.items():
         checks.append((f"tolerance at {shape}", "as stated", f"relative: {answer} would meet the stated one", "PASS"))
-    cells = [row.shape for row in outcome.rows[sides[0].role] if row.variant == NORMAL] if sides else []
-    known = {
-        shape: names - NEED_OTHERS if cells.count(shape) < 2 else names for shape, names in outcome.trivial.items()
+    row_shapes = [row.shape for row in outcome.rows[sides[0].role] if row.variant == NORMAL] if sides else []
+    trivial = {
+        shape: names - NEED_OTHERS if row_shapes.count(shape) < 2 else names for shape, names in outcome.trivial.items()
     }
-    unjudged = {shape: sorted(names) for shape, names in known.items() if names}
+    unjudged = {shape: sorted(names) for shape, names in trivial.items() if names}
     if outcome.constant and all(outcome.constant.values()):
         unjudged = {shape: [name] for shape, name in outcome.constant.items()}
     for shape, names in unjudged.items():
@@ -629,42 +657,42 @@ def _result(
     )
 
 
-def _where(side: BuiltSide, row: CorrectnessRow) -> str:
+def _name_case(side: BuiltSide, row: CorrectnessRow) -> str:
     variant = f" {row.variant}" if row.variant != NORMAL else ""
     return f"{side.variant.name} {row.shape} seed {row.seed}{variant}"
 
 
 def group_by_cause(rows: Sequence[CorrectnessRow]) -> list[tuple[CorrectnessRow, str]]:
-    """Return the first row of each cause for which rows did not pass, and how many more rows have this cause.
+    """Return, for each cause of failure, its first row and the number of further rows with this cause, in words.
 
-    The record has all rows.
+    The record lists all rows.
     """
     groups: dict[tuple[object, ...], list[CorrectnessRow]] = {}
     for row in rows:
         if not row.passed or not row.gates:
-            groups.setdefault(_cause(row), []).append(row)
-    found = []
+            groups.setdefault(_identify_cause(row), []).append(row)
+    causes = []
     for first, *others in groups.values():
         skipped = sum(row.is_skipped for row in others)
         alike = len(others) - skipped
         counts = [f"{alike} more of {len(rows)} cases {'fail alike' if first.gates else 'alike'}"] if alike else []
         counts += [f"{skipped}{'' if alike else f' more of {len(rows)} cases'} were not run"] if skipped else []
-        found.append((first, "".join(f"; {count}" for count in counts)))
-    return found
+        causes.append((first, "".join(f"; {count}" for count in counts)))
+    return causes
 
 
-def _cause(row: CorrectnessRow) -> tuple[object, ...]:
-    """Return what rows of one cause have in common.
+def _identify_cause(row: CorrectnessRow) -> tuple[object, ...]:
+    """Return a key that rows with the same cause of failure share.
 
-    That is the failed gates. If they judge more than the values of the output, it is the notes too, without the numbers
-    that differ from case to case; line numbers stay.
+    The key is the failed gates. If a failed gate does not judge the values of the output, the key includes the notes
+    without their numbers, because these differ from case to case. Line numbers stay.
     """
     failed = frozenset(name for name, held in row.gates.items() if not held)
-    if failed and failed <= set(_OF_VALUES) and len(row.notes) == 1:
+    if failed and failed <= set(_VALUE_GATES) and len(row.notes) == 1:
         return (failed,)
     return failed, *(_NUMBER.sub("#", note.removeprefix(NOT_RUN)) for note in row.notes)
 
 
-def _missed(row: CorrectnessRow) -> str:
-    missed = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
-    return missed + (f" ({'; '.join(row.notes)})" if row.notes else "")
+def _list_failures(row: CorrectnessRow) -> str:
+    failures = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
+    return failures + (f" ({'; '.join(row.notes)})" if row.notes else "")

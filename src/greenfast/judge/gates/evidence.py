@@ -1,4 +1,4 @@
-"""EVIDENCE: what the machine code contains against what the rung promises. Needs no GPU."""
+"""EVIDENCE: the instructions in the machine code against the promises of the rung. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from greenfast.judge.task import Rung
 from greenfast.spec.facts import KernelCounts
 
 
-def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
-    """Instruction counts of each different kernel, by its hash; none of one without machine code."""
+def count_side_instructions(side: BuiltSide) -> dict[str, dict[str, int]]:
+    """Count the instructions of each distinct kernel, by kernel hash. The counts are empty without machine code."""
     return {
         k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) if k.cubin else {}
         for _, k in side.distinct
@@ -23,19 +23,20 @@ def instruction_counts(side: BuiltSide) -> dict[str, dict[str, int]]:
 
 
 def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
-    """Compare the candidate's machine code with its rung's promises, and with what an early launch allows.
+    """Check the candidate's machine code against its rung's promises and against the rules of an early launch.
 
-    rung: None for toggles that are not a rung: no promises. predecessor: the rung's, built for the same shapes,
-    where a promise compares with it. emulated: what was counted while the kernel ran, for the summary; no promise.
+    rung: the candidate's rung; None if it has none and thus no promises.
+    predecessor: the rung before it, compiled for the same shapes; None if no promise compares with it.
+    emulated: counts from the emulator as text for the summary. No promise covers them.
     """
     if not all(kernel.cubin for side in (candidate, predecessor) if side for _, kernel in side.distinct):
         return GateResult(gate="EVIDENCE", status="PENDING", summary=f"no machine code to look at: {assembler.MISSING}")
-    counts = instruction_counts(candidate)
+    counts = count_side_instructions(candidate)
     checks: list[tuple[str, str, str, Status]] = []
     reasons: list[str] = []
-    before = instruction_counts(predecessor) if predecessor else {}
+    predecessor_counts = count_side_instructions(predecessor) if predecessor else {}
 
-    def promise(shape: str, counter: str, target: str, actual: int, held: bool) -> None:
+    def check_promise(shape: str, counter: str, target: str, actual: int, held: bool) -> None:
         checks.append((f"{shape}: {counter}", target, str(actual), "PASS" if held else "FAIL"))
         if not held:
             reasons.append(f"{shape}: {counter} is {actual}, promised {target}")
@@ -46,17 +47,17 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
         if rung is None or hashes in seen:
             continue
         seen.add(hashes)
-        found = sum((Counter(counts[found]) for found in hashes), Counter())
-        for counter, least in rung.promises.at_least.items():
-            promise(shape, counter, f">= {least}", found[counter], found[counter] >= least)
-        for counter, most in rung.promises.at_most.items():
-            promise(shape, counter, f"<= {most}", found[counter], found[counter] <= most)
+        actual = sum((Counter(counts[kernel_hash]) for kernel_hash in hashes), Counter())
+        for counter, minimum in rung.promises.at_least.items():
+            check_promise(shape, counter, f">= {minimum}", actual[counter], actual[counter] >= minimum)
+        for counter, maximum in rung.promises.at_most.items():
+            check_promise(shape, counter, f"<= {maximum}", actual[counter], actual[counter] <= maximum)
         if predecessor is not None and shape in predecessor.programs:
             kernels = predecessor.programs[shape].kernels
-            earlier = sum((Counter(before[kernel.kernel_hash]) for kernel in kernels), Counter())
+            earlier = sum((Counter(predecessor_counts[kernel.kernel_hash]) for kernel in kernels), Counter())
             for counter in rung.promises.more_than_predecessor:
                 target = f"> {earlier[counter]} ({predecessor.variant.name})"
-                promise(shape, counter, target, found[counter], found[counter] > earlier[counter])
+                check_promise(shape, counter, target, actual[counter], actual[counter] > earlier[counter])
     for shape, program in candidate.programs.items():
         for kernel, step in zip(program.kernels, program.program.steps, strict=True):
             if not step.launch.early:
@@ -64,10 +65,10 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
             faults = early_launch_faults(disassemble(kernel.cubin, kernel.source.entry))
             checks.append((f"{shape}: accesses before the wait", "0", str(len(faults)), "FAIL" if faults else "PASS"))
             reasons += [f"{shape}: it begins early, with {fault}" for fault in faults]
-    first = next(iter(candidate.programs.values()))
-    of_first = sum((Counter(counts[kernel.kernel_hash]) for kernel in first.kernels), Counter())
-    shown = {name: n for name, n in of_first.items() if n and name != "total"}
-    summary = f"{candidate.variant.name}: " + (", ".join(f"{n} {name}" for name, n in shown.items()) or "none counted")
+    first_program = next(iter(candidate.programs.values()))
+    first_counts = sum((Counter(counts[kernel.kernel_hash]) for kernel in first_program.kernels), Counter())
+    text = ", ".join(f"{n} {name}" for name, n in first_counts.items() if n and name != "total")
+    summary = f"{candidate.variant.name}: {text or 'none counted'}"
     if rung is None:
         summary += " (no rung, so nothing is promised)"
     if emulated:
@@ -77,30 +78,32 @@ def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None
     )
 
 
-def emulated_counts(
+def format_emulated_counts(
     baseline: Mapping[str, KernelCounts],
     candidate: Mapping[str, KernelCounts],
     least_work: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """The candidate's counts at the task's own shape where it executes most, beside the baseline's and the least work.
+    """Format the candidate's counts from the emulator, beside those of the baseline and the problem's minimum.
 
-    By shape; empty where the kernels did not run in the emulator.
+    The shape is the task's shape with the most executed instructions.
+    baseline, candidate, least_work: by shape. The text is empty if the kernels did not run on the emulator.
     """
     if not candidate:
         return ""
     shape = largest_named_shape(candidate)
-    found, before, least = candidate[shape], baseline.get(shape), least_work.get(shape, {})
+    counts, baseline_counts, minima = candidate[shape], baseline.get(shape), least_work.get(shape, {})
 
-    def against(name: str) -> str:
-        return f"{getattr(found, name)}" + (f" (baseline {getattr(before, name)})" if before else "")
+    def compare(name: str) -> str:
+        text = f"{getattr(counts, name)}"
+        return f"{text} (baseline {getattr(baseline_counts, name)})" if baseline_counts else text
 
-    parts = [f"{against('warp_instructions')} instructions", f"{against('conflicts')} bank conflicts"]
-    parts += [f"{name} {getattr(found, name) / value:.2f}x the least" for name, value in least.items() if value]
+    parts = [f"{compare('warp_instructions')} instructions", f"{compare('conflicts')} bank conflicts"]
+    parts += [f"{name} {getattr(counts, name) / value:.2f}x the least" for name, value in minima.items() if value]
     return f"emulated {shape}: " + ", ".join(parts)
 
 
 def profile_check(path: Sequence[str], note: str) -> tuple[str, str, str, Status]:
-    """The row that says whether a Nsight Compute profile was taken: its files, or why there is none."""
+    """Return the row of the Nsight Compute profile, with its files or the reason why there is none."""
     return (
         "Nsight Compute profile",
         "taken where ncu is there",

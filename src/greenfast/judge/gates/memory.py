@@ -1,4 +1,4 @@
-"""The memory check on the GPU for cases of each side, in a process of its own that an illegal access may end."""
+"""The memory check on the GPU. It runs in a separate process per implementation, which an illegal access may end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import Status
 from greenfast.spec.problem import Case
 
-#: What takes the place of the emulator's check, and what it leaves open.
+#: The faults that the memory check does not cover and the emulator does.
 NOT_COVERED = "not covered: races, barriers, fences, and accesses outside of a shared array"
 
 
 class MemoryChecks:
-    """Checks the first case of each shape. Use as a context manager, which ends the processes.
+    """Memory checks of the first case of each shape. Use as a context manager, which ends the processes.
 
-    A side is not checked further after a case whose process ended.
+    The check of an implementation stops after a case that ended its process.
     """
 
     def __init__(self, sides: Sequence[BuiltSide], make_worker: Callable[[], Worker]) -> None:
@@ -36,9 +36,9 @@ class MemoryChecks:
         for worker in self._workers.values():
             worker.close()
 
-    def run(self, side: BuiltSide, cell: CasePlan, case: Case, expected: RunResult) -> None:
-        """Check a case, unless its shape has been checked. expected: what an ordinary run left."""
-        results, shape = self._results[side.role], cell.shape.name
+    def run(self, side: BuiltSide, case_plan: CasePlan, case: Case, expected: RunResult) -> None:
+        """Check a case unless its shape has been checked. expected: the result of an ordinary run."""
+        results, shape = self._results[side.role], case_plan.shape.name
         if shape in results or side.role in self._failed:
             return
         if case.nbytes > MOST_BYTES:
@@ -54,37 +54,37 @@ class MemoryChecks:
                 self._failed.add(side.role)
             return
         if not same_bits(result.outputs, expected.outputs):
-            differ = "the outputs are other bits than in ordinary memory"
-            result = replace(result, violations=[*result.violations, differ])
+            difference = "the outputs are other bits than in ordinary memory"
+            result = replace(result, violations=[*result.violations, difference])
         results[shape] = result
 
-    def check_of(self, side: BuiltSide) -> tuple[Status, str]:
-        """The status of a side, and the first fault, or what was checked."""
+    def summarize(self, side: BuiltSide) -> tuple[Status, str]:
+        """Return an implementation's status with its first fault, or with the number of checked shapes."""
         results = self._results[side.role]
         for shape, result in results.items():
-            fault = _fault_of(result)
+            fault = _describe_fault(result)
             if fault:
                 return "FAIL", f"{shape}: {fault}"
         checked = [shape for shape, result in results.items() if isinstance(result, RunResult)]
-        lacking: dict[str, list[str]] = {}
+        unchecked: dict[str, list[str]] = {}
         for shape, result in results.items():
             if isinstance(result, WorkerError):
-                lacking.setdefault(str(result), []).append(shape)
-        notes = "".join(f"; {', '.join(shapes)}: {why}" for why, shapes in lacking.items())
+                unchecked.setdefault(str(result), []).append(shape)
+        notes = "".join(f"; {', '.join(shapes)}: {error}" for error, shapes in unchecked.items())
         if not checked:
             return "PENDING", notes.removeprefix("; ") or "no case ran"
-        left_open = self.left_open(side)
-        notes += f"; {left_open}" if left_open else ""
+        limitations = self.list_unchecked(side)
+        notes += f"; {limitations}" if limitations else ""
         return "PASS", f"no fault on {len(checked)} of {len(results)} shapes{notes}"
 
-    def left_open(self, side: BuiltSide) -> str:
-        """What the device could not check of any case of a side; empty if nothing."""
+    def list_unchecked(self, side: BuiltSide) -> str:
+        """Return the parts that the device could not check in an implementation's cases; empty if there are none."""
         results = self._results[side.role].values()
         return "; ".join(dict.fromkeys(note for r in results if isinstance(r, RunResult) for note in r.notes))
 
 
-def _fault_of(result: RunResult | WorkerError) -> str:
-    """What a result says against the kernel; empty if it says nothing."""
+def _describe_fault(result: RunResult | WorkerError) -> str:
+    """Return the kernel's fault in a result; empty if there is none."""
     if isinstance(result, UnsupportedByDeviceError):
         return ""
     if isinstance(result, WorkerError):

@@ -12,10 +12,10 @@ from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Budget, Rung, Shape
 
 
-def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
-    """Compare every kernel's resources with the budget of its side for the shape.
+def check(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
+    """Check the resources of every kernel against the budget for its shape.
 
-    asked: by role, what the budget is of. shapes: what was built for.
+    requirements: by role, the rung with the budgets. shapes: the shapes that the kernels were compiled for.
     """
     dims = {shape.name: shape.dims for shape in shapes}
     checks: list[tuple[str, str, str, Status]] = []
@@ -27,17 +27,17 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
             gate="RESOURCES", status="PENDING", summary=f"{unknown[0].source.name} is PTX, and {assembler.MISSING}"
         )
     for side in sides:
-        rung = asked[side.role]
+        rung = requirements[side.role]
         for shape, kernel in side.distinct:
             r = kernel.resources
-            only = f" ({_place(side, shape, kernel)})" if len(side.distinct) > 1 else ""
+            label = f" ({_name_kernel(side, shape, kernel)})" if len(side.distinct) > 1 else ""
             constant = f", {r.constant_bytes} bytes of __constant__" if r.constant_bytes else ""
-            _, compared = _state_bytes(kernel)
+            _, compared = _count_state_bytes(kernel)
             constant += f", {compared} bytes of variables, compared after its launches" if compared else ""
-            used.append(f"{side.variant.name}{only} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
-        for shape, kernel, budget in _budgets(side, rung, dims):
-            r, (state, _) = kernel.resources, _state_bytes(kernel)
-            for what, limit, actual in (
+            used.append(f"{side.variant.name}{label} {r.registers} registers, {r.smem_bytes / 1024:.1f} KB{constant}")
+        for shape, kernel, budget in _pair_with_budgets(side, rung, dims):
+            r, (state, _) = kernel.resources, _count_state_bytes(kernel)
+            for resource, limit, actual in (
                 ("registers", budget.registers, r.registers),
                 ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
                 ("stack, bytes", budget.stack_bytes, r.stack_bytes),
@@ -45,7 +45,7 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
                 ("device variables, bytes", budget.global_bytes, state),
             ):
                 held = actual <= limit
-                name = f"{side.role} {side.variant.name} ({_place(side, shape, kernel)}): {what}"
+                name = f"{side.role} {side.variant.name} ({_name_kernel(side, shape, kernel)}): {resource}"
                 checks.append((name, f"<= {limit} ({rung.name})", str(actual), "PASS" if held else "FAIL"))
                 if not held:
                     reasons.append(f"{name} is {actual}, the budget of {rung.name} allows {limit}")
@@ -54,30 +54,31 @@ def check(sides: Sequence[BuiltSide], asked: Mapping[str, Rung], shapes: Sequenc
     )
 
 
-def _place(side: BuiltSide, shape: str, kernel: CompiledKernel) -> str:
-    """The shape, with the kernel's name where several are for it."""
+def _name_kernel(side: BuiltSide, shape: str, kernel: CompiledKernel) -> str:
+    """Return the name of the shape, and the kernel's entry if the shape has several kernels."""
     return f"{shape}, {kernel.source.entry}" if len(side.programs[shape].kernels) > 1 else shape
 
 
-def _budgets(
+def _pair_with_budgets(
     side: BuiltSide, rung: Rung, dims: Mapping[str, dict[str, int]]
 ) -> list[tuple[str, CompiledKernel, Budget]]:
-    """Each kernel with each budget that it has to meet, and the first shape for which it has."""
-    found: dict[tuple[str, int], tuple[str, CompiledKernel, Budget]] = {}
+    """Return each pair of a kernel and a budget that it must meet, with the first shape of the pair."""
+    pairs: dict[tuple[str, int], tuple[str, CompiledKernel, Budget]] = {}
     for shape, program in side.programs.items():
         budget = rung.budget_for(dims[shape])
         for kernel in program.kernels:
-            found.setdefault((kernel.kernel_hash, id(budget)), (shape, kernel, budget))
-    return list(found.values())
+            pairs.setdefault((kernel.kernel_hash, id(budget)), (shape, kernel, budget))
+    return list(pairs.values())
 
 
-def _state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
-    """Bytes in which state could outlive a launch, and bytes that a device compares after the launches instead.
+def _count_state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
+    """Return the bytes that could hold state between launches, and the bytes that are compared after the launches.
 
-    Of a cubin, which may be a library's, what this kernel has of it; its tables cannot be told from state by its PTX.
+    A cubin may be a whole library, so only the variables of this kernel count. Without PTX, constant tables cannot be
+    distinguished from state; they are compared after the launches.
     """
-    found = kernel.resources.global_bytes
-    if not found or kernel.source.language != "cubin":
-        return found, 0
+    global_bytes = kernel.resources.global_bytes
+    if not global_bytes or kernel.source.language != "cubin":
+        return global_bytes, 0
     compared = sum(state_variables(kernel)[name] for name in watched_variables(kernel))
-    return min(found, sum(state_variables(kernel).values()) - compared), compared
+    return min(global_bytes, sum(state_variables(kernel).values()) - compared), compared

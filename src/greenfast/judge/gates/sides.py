@@ -1,4 +1,4 @@
-"""The two sides of a comparison as built kernels."""
+"""Compiled implementations: the baseline and the candidate of a comparison."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class BuiltProgram:
 
     @property
     def executable(self) -> Executable:
-        """What a device runs."""
+        """The program in the form that a device runs."""
         plans = (step.launch for step in self.program.steps)
-        steps = tuple(zip(map(image_of, self.kernels), plans, strict=True))
+        steps = tuple(zip(map(build_image, self.kernels), plans, strict=True))
         return Executable(steps, self.program.workspaces, self.program.allocations)
 
     def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
-        """Each launch with its kernel, by its name in records."""
+        """Return each launch with its kernel, by the launch's name in records."""
         names = launches_of(self.program, shape, dims).items()
         return {name: (kernel, facts) for kernel, (name, (_, facts)) in zip(self.kernels, names, strict=True)}
 
 
 @dataclass(frozen=True)
 class BuiltSide:
-    """One variant, compiled for every shape that it computes; shapes that render the same source share a kernel."""
+    """One implementation, compiled for every shape that it supports. Shapes with equal source share a kernel."""
 
     role: str
     variant: Variant
@@ -49,20 +49,20 @@ class BuiltSide:
 
     @property
     def distinct(self) -> list[tuple[str, CompiledKernel]]:
-        """Each different kernel once, with the first shape that uses it."""
-        seen: dict[str, tuple[str, CompiledKernel]] = {}
+        """Each distinct kernel, with the first shape that uses it."""
+        first_uses: dict[str, tuple[str, CompiledKernel]] = {}
         for shape, program in self.programs.items():
             for kernel in program.kernels:
-                seen.setdefault(kernel.kernel_hash, (shape, kernel))
-        return list(seen.values())
+                first_uses.setdefault(kernel.kernel_hash, (shape, kernel))
+        return list(first_uses.values())
 
     def executable(self, shape: str) -> Executable:
-        """What a device runs for a shape."""
+        """Return the program for a shape in the form that a device runs."""
         return self.programs[shape].executable
 
 
-def image_of(kernel: CompiledKernel) -> KernelImage:
-    """What a device loads of a kernel."""
+def build_image(kernel: CompiledKernel) -> KernelImage:
+    """Return the parts of a kernel that a device loads."""
     source = kernel.source
     return KernelImage(
         kernel.cubin,
@@ -77,7 +77,7 @@ def image_of(kernel: CompiledKernel) -> KernelImage:
 
 
 def watched_variables(kernel: CompiledKernel) -> tuple[str, ...]:
-    """The variables of a cubin that must be after its launches what they were before; of other sources PTX decides."""
+    """Return the variables of a cubin that its launches must not change. For other sources, the PTX shows the state."""
     if kernel.source.language != "cubin" or not kernel.resources.global_bytes:
         return ()
     return tuple(sorted(filter(None, state_variables(kernel))))
@@ -92,22 +92,22 @@ def build_side(
     target: Target,
     *,
     instrumented: bool = False,
-    refused: dict[str, str] | None = None,
+    rejections: dict[str, str] | None = None,
 ) -> BuiltSide:
     """Compile a variant for every shape.
 
-    refused: filled with the shapes that the family refuses with a UsageError, and why; None to raise it.
-    Raises CompileError, or UsageError for an illegal variant and for dimensions that are too large for the family.
+    rejections: receives the shapes that the family rejects with UsageError and the reasons; None to raise the error.
+    Raises CompileError, and UsageError for an illegal variant or for dimensions that are too large for the family.
     """
     programs = {}
     compiled: dict[KernelSource, CompiledKernel] = {}
     for shape in shapes:
         try:
-            program = _program(family, variant, fmt, shape, instrumented)
+            program = _render_program(family, variant, fmt, shape, instrumented)
         except UsageError as e:
-            if refused is None:
+            if rejections is None:
                 raise
-            refused[shape.name] = str(e)
+            rejections[shape.name] = str(e)
             continue
         for source in dict.fromkeys(step.kernel for step in program.steps):
             if source not in compiled:
@@ -116,7 +116,7 @@ def build_side(
     return BuiltSide(role, variant, programs)
 
 
-def _program(family: Family, variant: Variant, fmt: str, shape: Shape, instrumented: bool) -> Program:
+def _render_program(family: Family, variant: Variant, fmt: str, shape: Shape, instrumented: bool) -> Program:
     try:
         return program_of(family, variant.values, fmt, shape.dims, instrumented=instrumented)
     except Exception as e:

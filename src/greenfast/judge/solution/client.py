@@ -144,7 +144,7 @@ class SolutionProcess:
             raise self._ended(f"its answer is not what was asked for: {e}") from None
         if answer.number != number:
             raise self._ended(f"it answered question {answer.number}, not {number}")
-        return answer.said
+        return answer.reply
 
     def _take(self, size: int, deadline: float) -> bytes:
         """The next bytes of the answers' pipe."""

@@ -46,7 +46,7 @@ def constants(found: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int
     names = dict(dims)
     for name, text in found.solution.constants.items():
         if name in dims:
-            raise UsageError(f"{found.where}: constants.{name}: a dimension of the shape has this name; choose another")
+            raise UsageError(f"{found.path}: constants.{name}: a dimension of the shape has this name; choose another")
         names[name] = _whole(found, f"constants.{name}", text, names)
     return names
 
@@ -58,7 +58,7 @@ def workspaces(found: ResolvedSolution, names: Mapping[str, int]) -> dict[str, W
         key = f"workspaces.{name}.bytes"
         nbytes = _whole(found, key, spec.bytes, names)
         if not 0 < nbytes <= _MAX_WORKSPACE:
-            raise UsageError(f"{found.where}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
+            raise UsageError(f"{found.path}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
         made[name] = Workspace(nbytes, spec.zeros)
     return made
 
@@ -71,7 +71,7 @@ def extents(
     x, y, z = (*values, 1, 1, 1)[:3]
     for n, (value, limit) in enumerate(zip((x, y, z), most, strict=True)):
         if not 1 <= value <= limit:
-            raise UsageError(f"{found.where}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
+            raise UsageError(f"{found.path}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
     return x, y, z
 
 
@@ -100,7 +100,7 @@ def block_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> 
     block = extents(found, key, found.solution.launches[number].block or (), names, _MOST_THREADS)
     threads = block[0] * block[1] * block[2]
     if threads > _MAX_THREADS:
-        raise UsageError(f"{found.where}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
+        raise UsageError(f"{found.path}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
     return block
 
 
@@ -109,7 +109,7 @@ def shared_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) ->
     key = f"launches[{number}].shared"
     shared = _whole(found, key, found.solution.launches[number].shared, names)
     if not 0 <= shared <= _MAX_SHARED:
-        raise UsageError(f"{found.where}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+        raise UsageError(f"{found.path}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
     return shared
 
 
@@ -145,7 +145,7 @@ def _whole(found: ResolvedSolution, key: str, text: Expression, names: Mapping[s
     try:
         return whole(text, names)
     except UsageError as e:
-        raise UsageError(f"{found.where}: {key}: {e}") from None
+        raise UsageError(f"{found.path}: {key}: {e}") from None
 
 
 def _argument(found: ResolvedSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
@@ -154,7 +154,7 @@ def _argument(found: ResolvedSolution, key: str, text: str, names: Mapping[str, 
     try:
         return scalar(text, names)
     except UsageError as e:
-        raise UsageError(f"{found.where}: {key}: {e}") from None
+        raise UsageError(f"{found.path}: {key}: {e}") from None
 
 
 def scalar(text: str, names: Mapping[str, int]) -> np.generic:

@@ -26,7 +26,7 @@ def solution_files(found: ResolvedSolution, results: Path | None = None) -> dict
     runs are written; and everywhere links that lead elsewhere.
     Raises UsageError for a file that cannot be read or named, and for more than can be kept.
     """
-    kept = {found.where.name: found.content}
+    kept = {found.path.name: found.content}
 
     def keep(path: Path) -> bytes | None:
         """Read a file that is not kept yet; None for any other, and for what is no file of the folder."""
@@ -34,11 +34,11 @@ def solution_files(found: ResolvedSolution, results: Path | None = None) -> dict
         if name in kept or not _is_inside(path, found.folder):
             return None
         if not name.isprintable():
-            raise UsageError(f"{found.where}: {name!r} in its folder is no name that can be shown; rename the file")
+            raise UsageError(f"{found.path}: {name!r} in its folder is no name that can be shown; rename the file")
         kept[name] = data = read_bytes(path, _MOST_BYTES)
         if len(kept) > _MOST_FILES or sum(map(len, kept.values())) > _MOST_BYTES:
             raise UsageError(
-                f"{found.where}: more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB; keep a solution's folder to "
+                f"{found.path}: more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB; keep a solution's folder to "
                 "its sources"
             )
         return data
@@ -46,9 +46,9 @@ def solution_files(found: ResolvedSolution, results: Path | None = None) -> dict
     source = os.path.relpath(found.file, found.folder)
     keep(found.file)
     if source not in kept:
-        raise UsageError(f"{found.where}: file: {found.file} does not exist")
+        raise UsageError(f"{found.path}: file: {found.file} does not exist")
     if found.is_code:
-        if found.where.suffix == ".json":
+        if found.path.suffix == ".json":
             for path in _all_of(found.folder, results):
                 keep(path)
         return dict(sorted(kept.items()))

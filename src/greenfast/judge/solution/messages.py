@@ -181,7 +181,7 @@ class RpcRequest(_Message, frozen=True):
     """What the judge asks."""
 
     number: int
-    ask: Load | Render | Choose
+    call: Load | Render | Choose
 
 
 class Ready(_Message, frozen=True, tag="confined"):
@@ -250,7 +250,7 @@ class RpcReply(_Message, frozen=True):
     """What the solution's process says."""
 
     number: int
-    said: Ready | Loaded | Rendered | Chosen | MissingDependency | Rejected | CompileFailed | ExceptionReply
+    reply: Ready | Loaded | Rendered | Chosen | MissingDependency | Rejected | CompileFailed | ExceptionReply
 
 
 def encode_program(program: Program) -> Rendered:

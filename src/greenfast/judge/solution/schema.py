@@ -116,13 +116,13 @@ class Solution(_Strict, frozen=True, kw_only=True):
 class ResolvedSolution:
     """A solution and where it was found.
 
-    folder: quoted includes and its source resolve there. where: the file that holds the JSON, for messages. content: of
+    folder: quoted includes and its source resolve there. path: the file that holds the JSON, for messages. content: of
     that file, as it was read.
     """
 
     solution: Solution
     folder: Path
-    where: Path
+    path: Path
     content: bytes = b""
 
     @property
@@ -294,7 +294,7 @@ def _allowed(message: str) -> str:
 
 def _check(found: ResolvedSolution) -> None:
     """What the types cannot say."""
-    solution, where = found.solution, found.where
+    solution, where = found.solution, found.path
     if not solution.file:
         raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")
     if not solution.file.isprintable():

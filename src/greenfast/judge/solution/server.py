@@ -53,7 +53,7 @@ def serve(questions: int, answers: int, sandbox: list[str]) -> None:
         if not header:
             os._exit(0)  # the judge has ended, or needs nothing more
         question = decoder.decode(_read(questions, int.from_bytes(header, "little")))
-        say(question.number, server.answer(question.ask))
+        say(question.number, server.answer(question.call))
 
 
 def _read(pipe: int, size: int) -> bytes:

@@ -75,7 +75,7 @@ def _step(
 ) -> Step:
     """Compile a launch, and check that its kernel takes what the launch passes."""
     spec = found.solution.launches[number]
-    where = f"{found.where}: launches[{number}]"
+    where = f"{found.path}: launches[{number}]"
     function = getattr(module, spec.kernel, None)
     if not callable(function):
         raise UsageError(f"{where}.kernel: no @cute.jit function {spec.kernel!r} in {found.file.name}")

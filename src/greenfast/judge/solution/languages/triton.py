@@ -84,7 +84,7 @@ def _call(
 ) -> _Call:
     """What a launch asks of the compiler. Raises UsageError as ``program`` does."""
     spec = found.solution.launches[number]
-    where = f"{found.where}: launches[{number}]"
+    where = f"{found.path}: launches[{number}]"
     function, heuristics = _function(f"{where}.kernel", module, spec.kernel, found)
     given = arguments(found, number, names)
     runtime = [p.name for p in function.params if not p.is_constexpr]
@@ -203,7 +203,7 @@ def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> 
 
 def _step(found: ResolvedSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
     """Compile a launch; adds the scratch memory that its code asks for to the workspaces."""
-    compiled = _compile(f"{found.where}: launches[{number}]", call, target)
+    compiled = _compile(f"{found.path}: launches[{number}]", call, target)
     about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
     (entry,) = entries(ptx)
     # After the function's parameters come pointers to scratch memory, null where it asks for none.
