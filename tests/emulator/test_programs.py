@@ -19,7 +19,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.session import EmulatorSession
-from greenfast.judge.gates.sides import build_side, build_image
+from greenfast.judge.gates.sides import build_image, build_side
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR

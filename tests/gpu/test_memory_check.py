@@ -16,7 +16,7 @@ from greenfast.device.gpu import Gpu
 from greenfast.device.session import RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.gates.sides import build_side, build_image
+from greenfast.judge.gates.sides import build_image, build_side
 from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import Solution, find_solution
