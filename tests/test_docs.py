@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from greenfast.judge.solution.schema import Solution
+from greenfast.judge.solution.schema import SolutionConfig
 from tests import snippets
 from tests.snippets import MODEL, PAGES, SIZES, Block, blocks
 
@@ -102,7 +102,7 @@ def check_json(text: str) -> None:
     text = text.strip().removesuffix(",")
     value = json.loads(text if text[0] in "{[" else "{" + text + "}")
     if "launches" in value:
-        msgspec.convert(value, Solution)
+        msgspec.convert(value, SolutionConfig)
 
 
 def test_each_size_that_is_shrunk_is_printed() -> None:

@@ -18,7 +18,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
-from greenfast.judge.solution.cuda_program import declared_program
+from greenfast.judge.solution.cuda_program import build_declared_program
 from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution
 from greenfast.judge.task import Shape, load_task
@@ -127,14 +127,14 @@ def test_the_plain_kernel_is_right_on_the_emulator(name: str) -> None:
     task = TASKS[name]
     found = find_solution(task.folder / task.config.defaults.baseline)
     for shape in small_shapes(task)[1:]:
-        assert emulated(task, declared_program(found, shape.dims), shape, "normal") <= 1
+        assert emulated(task, build_declared_program(found, shape.dims), shape, "normal") <= 1
 
 
 def rendered(found: ResolvedSolution, task: LoadedTask, shape: Shape) -> Program:
     case = task.problem.make_case(shape.dims, 0, FMT)
     buffers = {name: Buffer(array.dtype.name, list(array.shape)) for name, array in case.inputs.items()}
     buffers |= {name: Buffer(spec.dtype, list(spec.shape), True) for name, spec in case.outputs.items()}
-    language = importlib.import_module(f"greenfast.judge.solution.languages.{found.solution.language}")
+    language = importlib.import_module(f"greenfast.judge.solution.languages.{found.config.language}")
     program: Program = language.program(found, FMT, shape.dims, TARGET, buffers)
     return program
 
@@ -142,9 +142,9 @@ def rendered(found: ResolvedSolution, task: LoadedTask, shape: Shape) -> Program
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_the_solution_is_right_on_the_emulator(name: str) -> None:
     found = find_solution(EXAMPLES / "solutions" / f"{name}.py")
-    extra = found.solution.language
+    extra = found.config.language
     pytest.importorskip(EXTRAS[extra][0], reason=f"needs greenfast[{extra}]")
-    task = TASKS[found.solution.problem]
+    task = TASKS[found.config.problem]
     for shape in small_shapes(task):
         found_ratios = [
             emulated(task, rendered(found, task, shape), shape, variant)
@@ -156,7 +156,7 @@ def test_the_solution_is_right_on_the_emulator(name: str) -> None:
 
 
 def test_every_solution_names_its_problem_and_every_problem_has_one() -> None:
-    solved = {find_solution(EXAMPLES / "solutions" / f"{name}.py").solution.problem for name in SOLUTIONS}
+    solved = {find_solution(EXAMPLES / "solutions" / f"{name}.py").config.problem for name in SOLUTIONS}
     assert solved == set(TASKS)
 
 

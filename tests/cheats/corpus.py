@@ -73,7 +73,7 @@ class Entry:
         path = self.path
         if path is None or path.parent.name == "doubling":
             return rung(self.name, gpu)
-        return solution(path, find_solution(path).solution.problem, gpu)
+        return solution(path, find_solution(path).config.problem, gpu)
 
     def caught_as_expected(self, found: Finding) -> bool:
         """Whether it was caught by the gate, and with the words, that are expected without a GPU."""
@@ -88,7 +88,7 @@ def entries() -> tuple[Entry, ...]:
     for kind, expected in EXPECTED.items():
         for name, (gate, says) in expected.items():
             (path,) = (FOLDER / kind).glob(f"{name}.*")
-            about = find_solution(path).solution.description
+            about = find_solution(path).config.description
             found.append(Entry(kind, name, about, gate, says, name in GPU_ONLY))
     titles = {rung.name: rung.title for rung in task_of("doubling").config.rungs}
     for kind, names in _RUNGS.items():
@@ -97,6 +97,6 @@ def entries() -> tuple[Entry, ...]:
     found += [Entry("records", name, edit.about, "UsageError", edit.says) for name, edit in RECORDS.items()]
     found += [Entry(HONEST, name, title) for name, title in titles.items()]
     for path in sorted((FOLDER / HONEST).iterdir()):
-        found.append(Entry(HONEST, path.stem, find_solution(path).solution.description))
+        found.append(Entry(HONEST, path.stem, find_solution(path).config.description))
     kinds = [*EXPECTED, "host", "records", HONEST]
     return tuple(sorted(found, key=lambda entry: (kinds.index(entry.kind), entry.name)))

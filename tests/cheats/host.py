@@ -172,7 +172,7 @@ def host(cheat: HostCheat, gpu: bool) -> Finding:
                 request.task.config, found, request.target, request.task.problem
             )
             if cheat.answer_s < 60:
-                family = RemoteFamily("mine", found.folder, found.solution, answer_s=cheat.answer_s)
+                family = RemoteFamily("mine", found.folder, found.config, answer_s=cheat.answer_s)
                 implementation = replace(implementation, family=family)
             return judged(request, implementation)
         except GreenfastError as e:

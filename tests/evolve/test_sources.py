@@ -66,7 +66,7 @@ def test_constants_of_a_solution(asked: Request, mine: Path) -> None:
     implementation = sources.implementation(Candidate(parameters={"THREADS": 64}))
     assert implementation.solution is not None
     found = implementation.solution
-    assert found.solution.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
+    assert found.config.constants == {"THREADS": 64, "HALF": "THREADS // 2"}  # in their order: one uses the other
     assert implementation.family.kernel({}, "fp32", {"N": 100}).block == (64, 1, 1)
     assert implementation.family.launch({}, "fp32", {"N": 100}).grid == (2, 1, 1)
     assert (mine / "mine.cu").read_text() == SOLUTION  # the user's own is as it was

@@ -15,7 +15,7 @@ from greenfast.device.rotating_buffers import WRONG_VARIABLES
 from greenfast.device.worker import Worker
 from greenfast.judge.gates.sides import build_image
 from greenfast.judge.solution.family import RemoteFamily
-from greenfast.judge.solution.schema import Solution
+from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
@@ -42,7 +42,7 @@ class Matrices:
 def replay(folder: Path, body: str, problem: Matrices, seed: int = 5) -> tuple[Case, dict[str, np.ndarray]]:
     """What the captured launches of ``run`` leave on inputs of another seed, in another process."""
     (folder / "mine.py").write_text(f"import torch\n{body}\n")
-    solution = Solution(name="mine", language="callable", file="mine.py")
+    solution = SolutionConfig(name="mine", language="callable", file="mine.py")
     family = RemoteFamily("mine", folder, solution, problem=problem, gpu=0)  # type: ignore[arg-type]
     program = family.program({}, "", DIMS)
     capability = torch.cuda.get_device_capability()
@@ -176,7 +176,7 @@ def run(x, w):
 def test_the_driver_runs_under_the_filter_that_refuses_the_rest(tmp_path: Path) -> None:
     """If this fails where others pass, the driver needs a call that the filter refuses: strace -f shows EPERM."""
     (tmp_path / "mine.py").write_text(f"import torch\n{REFUSED}")
-    solution = Solution(name="mine", language="callable", file="mine.py")
+    solution = SolutionConfig(name="mine", language="callable", file="mine.py")
     family = RemoteFamily("mine", tmp_path, solution, problem=Matrices(), gpu=0)  # type: ignore[arg-type]
     assert {"no network", "system calls by seccomp", "no new privileges"} <= set(family.sandbox)
     assert family.program({}, "", DIMS).steps

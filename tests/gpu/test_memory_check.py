@@ -19,7 +19,7 @@ from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.gates.sides import build_image, build_side
 from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
-from greenfast.judge.solution.schema import Solution, find_solution
+from greenfast.judge.solution.schema import SolutionConfig, find_solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import KernelSource, Launch
@@ -100,7 +100,7 @@ def test_machine_code_without_ptx(name: str, n: int) -> None:
 def test_cheats_of_the_corpus_as_machine_code(name: str) -> None:
     path = FOLDER / "memory" / f"{name}.cu"
     found = find_solution(path)
-    task = task_of(found.solution.problem or "doubling")
+    task = task_of(found.config.problem or "doubling")
     target = Target.of_device(Gpu().capability)
     implementation = build_solution_implementation(task.config, found, target, task.problem)
     shape = task.config.shapes[1]
@@ -143,7 +143,7 @@ def test_a_function_that_returns_what_a_freed_tensor_left(tmp_path: Path, body: 
             return case()
 
     (tmp_path / "mine.py").write_text(f"import torch\n{body}")
-    solution = Solution(name="mine", language="callable", file="mine.py")
+    solution = SolutionConfig(name="mine", language="callable", file="mine.py")
     program = RemoteFamily("mine", tmp_path, solution, problem=Doubling(), gpu=0).program({}, "", {"N": N})  # type: ignore[arg-type]
     assert program.allocations, "the allocations of the captured call are known"
     target = Target.of_device(Gpu().capability)

@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
     if args.traces is not None:
         check_traces(args.traces, task.folder)
     found = find_solution(import_solution(args.solution, task.folder, args.out))
-    request = request_of(args, task, found.solution.target)
+    request = request_of(args, task, found.config.target)
     reference = args.against or task.config.defaults.baseline
     kept = kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
     note = ""
-    if args.arch is None and not found.solution.target:
-        request, note = at_measured_target(request, kept, Path(reference).stem, found.solution.name)
+    if args.arch is None and not found.config.target:
+        request, note = at_measured_target(request, kept, Path(reference).stem, found.config.name)
     baseline = load_baseline(request, reference)
     candidate = load_solution(request, found)
     chosen = args.shapes is not None or args.seeds is not None
@@ -64,7 +64,7 @@ def exit_code(record: Record, required: set[str], partial: bool) -> int:
 
 def _named_problem(found: ResolvedSolution) -> str:
     """The known problem that the solution names. Raises UsageError where it names none."""
-    named = found.solution.problem
+    named = found.config.problem
     if not named:
         raise UsageError(f"{found.path}: names no problem; --problem names a task or its folder")
     if named not in task_names():

@@ -17,7 +17,7 @@ from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.space import Region, Space, Value
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request
-from greenfast.judge.solution.files import solution_files
+from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, find_solution
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.task import Rung
@@ -57,11 +57,11 @@ class Sources:
             if space.family or space.rung:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
             self._solution = found = find_solution(space_folder / space.solution)
-            self._root, self._files = found.folder, solution_files(found, request.out)
-            if (language := found.solution.language) in EXTRAS:  # else each candidate would end with this
+            self._root, self._files = found.folder, collect_files(found, request.out)
+            if (language := found.config.language) in EXTRAS:  # else each candidate would end with this
                 require(f"{space.solution}, a solution in {language},", language)
-            options = dict.fromkeys(_TRITON_OPTIONS if found.solution.language == "triton" else ())
-            _known(space, "constant of the solution", {**found.solution.constants, **options})
+            options = dict.fromkeys(_TRITON_OPTIONS if found.config.language == "triton" else ())
+            _known(space, "constant of the solution", {**found.config.constants, **options})
             _typed(space, (int, str), "constants of a solution are whole numbers or expressions")
             return
         config = request.task.config
@@ -142,12 +142,12 @@ class Sources:
         for name, text in edits.items():
             write_whole(folder / name, text)
         where = folder / found.path.name
-        solution = find_solution(where).solution if edits else found.solution
+        solution = find_solution(where).config if edits else found.config
         given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
         options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
         changed = msgspec.structs.replace(
             solution,
-            name=f"{found.solution.name[:80]}-{key[:6]}",
+            name=f"{found.config.name[:80]}-{key[:6]}",
             constants={**solution.constants, **given},
             launches=[msgspec.structs.replace(launch, **options) for launch in solution.launches],
         )

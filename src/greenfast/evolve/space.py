@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.solution.expressions import NoValueError, evaluate, names_in
+from greenfast.judge.solution.expressions import NoValueError, evaluate, find_names
 from greenfast.judge.store import read_json
 from greenfast.spec.errors import UsageError, unknown
 
@@ -109,7 +109,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         constraint = self.violated(complete)
         if constraint is None:
             return ""
-        shown = ", ".join(f"{n}={v!r}" for n, v in complete.items() if n in names_in(constraint)) or "every setting"
+        shown = ", ".join(f"{n}={v!r}" for n, v in complete.items() if n in find_names(constraint)) or "every setting"
         try:
             evaluate(constraint, complete)  # type: ignore[arg-type]
         except NoValueError as e:
@@ -130,7 +130,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         names = list(self.parameters)
         due: list[list[str]] = [[] for _ in range(len(names) + 1)]  # by how many parameters have values
         for constraint in self.constraints:
-            due[max((names.index(name) + 1 for name in names_in(constraint)), default=0)].append(constraint)
+            due[max((names.index(name) + 1 for name in find_names(constraint)), default=0)].append(constraint)
         left = itertools.repeat(None) if steps is None else itertools.repeat(None, steps)
 
         def extended(point: dict[str, Value]) -> Iterator[dict[str, Value]]:
@@ -213,7 +213,7 @@ def check(space: Space) -> None:
             )
     numbers = [n for n, p in space.parameters.items() if not any(isinstance(v, str) for v in p.values)]
     for constraint in space.constraints:
-        if unknown_names := sorted(names_in(constraint) - set(numbers)):
+        if unknown_names := sorted(find_names(constraint) - set(numbers)):
             texts = " (its values are texts)" if unknown_names[0] in space.parameters else ""
             known = ", ".join(numbers) or "none"
             raise UsageError(

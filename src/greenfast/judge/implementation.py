@@ -8,7 +8,7 @@ from pathlib import Path
 
 from greenfast.judge.record_schema import SolutionSource
 from greenfast.judge.solution.family import DeclaredFamily, RemoteFamily
-from greenfast.judge.solution.files import private_copy, solution_files
+from greenfast.judge.solution.files import collect_files, make_private_copy
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.judge.task import Budget, Rung, TaskConfig
 from greenfast.judge.variant import Variant
@@ -82,9 +82,9 @@ def build_solution_implementation(
     is_reference: True for a baseline. It may keep state between launches.
     results: the folder of runs. It is excluded from the solution's files if it is inside the solution's folder.
     """
-    solution = found.solution
-    files = solution_files(found, results)
-    judged = private_copy(found, files)
+    solution = found.config
+    files = collect_files(found, results)
+    judged = make_private_copy(found, files)
     family: DeclaredFamily | RemoteFamily
     if found.is_code:
         family = RemoteFamily(str(found.path), judged.folder, solution, target=target, problem=problem, gpu=gpu)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import cast
 
 from greenfast.judge.solution.family import NoFamily, RemoteFamily
-from greenfast.judge.solution.schema import Solution
+from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.judge.task import CONFIG_NAME, Task, TaskConfig, load_task
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
@@ -113,7 +113,7 @@ def load_family(task: Task) -> Family:
     is_file = name.endswith(".py")
     if is_file and not (task.folder / name).is_file():
         raise UsageError(f"{task.folder / name}: no such file")
-    solution = Solution(name=task.config.name, language="family", file=name if is_file else "")
+    solution = SolutionConfig(name=task.config.name, language="family", file=name if is_file else "")
     family = RemoteFamily(where, task.folder, solution, module="" if is_file else name)
     missing = [f for f in ("kernel", "launch") if f not in family.functions]
     if missing and "program" not in family.functions:

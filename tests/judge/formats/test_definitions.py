@@ -21,7 +21,7 @@ from greenfast.judge.formats.convert import (
 )
 from greenfast.judge.formats.defined import DefinedProblem
 from greenfast.judge.formats.importers import import_problem, import_solution
-from greenfast.judge.formats.schema import dims_of, read_definition, read_workloads
+from greenfast.judge.formats.schema import evaluate_dims, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -77,7 +77,7 @@ def converted(tmp_path: Path, definition: dict[str, Any], *workloads: dict[str, 
 
 
 def first(problem: DefinedProblem) -> dict[str, int]:
-    return dims_of(problem.definition, problem.workloads, 1)
+    return evaluate_dims(problem.definition, problem.workloads, 1)
 
 
 def test_a_definition_becomes_a_task_whose_baseline_is_its_reference(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_a_definition_becomes_a_task_whose_baseline_is_its_reference(tmp_path: P
     ]
     assert "tolerance only" in config.description
     found = find_solution(folder / config.defaults.baseline)
-    assert found.solution.language == "callable"
-    assert found.solution.launches[0].args == ["x", "w", "float64(1e-06)"]
+    assert found.config.language == "callable"
+    assert found.config.launches[0].args == ["x", "w", "float64(1e-06)"]
     case = problem.make_case(config.shapes[0].dims, 1, FORMAT)
     assert {name: (a.dtype.name, a.shape) for name, a in case.inputs.items()} == {
         "x": ("bfloat16", (3, 64)),
@@ -210,7 +210,7 @@ def test_a_solution_becomes_a_callable(tmp_path: Path, style: bool) -> None:
     assert is_foreign_solution(path)
     assert not is_definition(path)
     made = convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
-    found = find_solution(made).solution
+    found = find_solution(made).config
     assert (found.name, found.author, found.file) == ("mine_v1", "someone", "main.py")
     assert found.launches[0].args == ["x", "w", "float64(1e-06)"] + (["y"] if style else [])
     assert is_definition(folder / "definition.json")

@@ -52,7 +52,7 @@ def test_a_problem_becomes_a_task_whose_baseline_is_its_model(tmp_path: Path) ->
     config = load_task(folder).config
     assert config.name == "1_linear"
     found = find_solution(folder / config.defaults.baseline)
-    assert (found.solution.language, found.solution.launches[0].kernel) == ("callable", "run")
+    assert (found.config.language, found.config.launches[0].kernel) == ("callable", "run")
     assert {file.name for file in (folder / "reference").iterdir()} == {"entry.py", "original.py", "solution.json"}
 
 
@@ -73,7 +73,7 @@ def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
     mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))
     assert is_kernelbench(mine, NEW_MODEL)
     folder = convert_model(mine, problem, tmp_path / "solution")
-    assert find_solution(folder).solution.name == "mine"
+    assert find_solution(folder).config.name == "mine"
     entry = (folder / "entry.py").read_text()
     assert "from new_model import ModelNew as Model" in entry
     compile(entry, "entry.py", "exec")

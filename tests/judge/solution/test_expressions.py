@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.judge.solution.expressions import MAX_LENGTH, evaluate, whole
+from greenfast.judge.solution.expressions import MAX_LENGTH, evaluate, evaluate_whole
 from greenfast.spec.errors import UsageError
 
 NAMES = {"R": 33, "C": 150}
@@ -26,7 +26,7 @@ NAMES = {"R": 33, "C": 150}
     ],
 )
 def test_a_whole_number(text: str | int, value: int) -> None:
-    assert whole(text, NAMES) == value
+    assert evaluate_whole(text, NAMES) == value
 
 
 def test_a_float_where_one_is_wanted() -> None:
@@ -61,6 +61,6 @@ def test_a_float_where_one_is_wanted() -> None:
 )
 def test_everything_else_is_one_line(text: str, said: str) -> None:
     with pytest.raises(UsageError) as found:
-        whole(text, NAMES)
+        evaluate_whole(text, NAMES)
     assert said in str(found.value)
     assert "\n" not in str(found.value)

@@ -11,7 +11,7 @@ import pytest
 from greenfast.judge.gates import build
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.implementation import Implementation, build_solution_implementation
-from greenfast.judge.solution.files import solution_files
+from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import SolutionError, UsageError
@@ -64,7 +64,7 @@ def implementation(path: Path) -> Implementation:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return solution_files(find_solution(path))
+    return collect_files(find_solution(path))
 
 
 def program(made: Implementation) -> Program:
@@ -97,7 +97,7 @@ def test_the_config_that_is_kept_is_the_one_that_was_read(tmp_path: Path) -> Non
     found = find_solution(cuda(tmp_path / "mine"))
     then = found.path.read_bytes()
     cuda(tmp_path / "mine", name="another")
-    assert solution_files(found)["solution.json"] == then
+    assert collect_files(found)["solution.json"] == then
 
 
 def test_code_that_changes_after_it_was_read_is_judged_as_read(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_runs_and_caches_within_a_solutions_folder_are_none_of_it(tmp_path: Path
     for name in ("results/run/record.json", "__pycache__/family.pyc", ".git/index"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(b"x")
-    assert solution_files(find_solution(folder), folder / "results") == before
+    assert collect_files(find_solution(folder), folder / "results") == before
     assert files(folder).keys() - before.keys() == {"results/run/record.json"}
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_named_is_refused(tmp_path: Path) -> None:
     folder = family(tmp_path / "mine", 2)
     (folder / "a\nb").write_text("")
     with pytest.raises(UsageError, match=r"solution\.json: 'a\\nb' in its folder is no name that can be shown") as e:
-        solution_files(find_solution(folder))
+        collect_files(find_solution(folder))
     assert "\n" not in str(e.value)
 
 
@@ -195,9 +195,9 @@ def test_data_may_be_larger_than_a_source(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_solutions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("greenfast.judge.solution.files._MOST_FILES", 3)
+    monkeypatch.setattr("greenfast.judge.solution.files._MAX_FILES", 3)
     folder = family(tmp_path / "mine", 2)
-    solution_files(find_solution(folder))
+    collect_files(find_solution(folder))
     (folder / "one_more").write_text("")
     with pytest.raises(UsageError, match=r"solution\.json: more than 3 files or 256 MiB; keep a solution's folder to"):
-        solution_files(find_solution(folder))
+        collect_files(find_solution(folder))

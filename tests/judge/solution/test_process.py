@@ -17,7 +17,7 @@ from greenfast.cli.main import main
 from greenfast.judge.solution import client
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.messages import decode_program, encode_program
-from greenfast.judge.solution.schema import Solution
+from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.spec.errors import SolutionError, UsageError
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Struct, TensorMap, Workspace
 from tests.judge.small_task import FAMILY, config, write_task
@@ -38,7 +38,7 @@ def say(data):
 def started(folder: Path, code: str, *, answer_s: float = 60.0) -> RemoteFamily:
     folder.mkdir(exist_ok=True)
     (folder / "family.py").write_text(code)
-    solution = Solution(name="mine", language="family", file="family.py")
+    solution = SolutionConfig(name="mine", language="family", file="family.py")
     return RemoteFamily("the solution 'mine'", folder, solution, answer_s=answer_s)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.judge.solution.cuda_program import declared_program
-from greenfast.judge.solution.files import solution_files
+from greenfast.judge.solution.cuda_program import build_declared_program
+from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Struct, TensorMap
@@ -39,8 +39,8 @@ def test_a_folder_is_a_program(tmp_path: Path) -> None:
         workspaces={"partial": {"bytes": "4 * N", "zeros": True}},
     )
     found = find_solution(folder)
-    assert found.solution.language == "cuda"
-    program = declared_program(found, {"N": 100})
+    assert found.config.language == "cuda"
+    program = build_declared_program(found, {"N": 100})
     first, second = program.steps
     assert (first.launch.grid, first.kernel.block, first.kernel.entry) == ((2, 1, 1), (64, 1, 1), "twice")
     assert first.launch.args == ("x", "y", np.int32(100))
@@ -54,7 +54,7 @@ def test_a_folder_is_a_program(tmp_path: Path) -> None:
 def test_structs_and_tensor_maps(tmp_path: Path) -> None:
     tile = {"buffer": "x", "dtype": "float16", "shape": ["N", 64], "strides": [128, 2], "box": [64, 64], "swizzle": 128}
     found = find_solution(write(tmp_path, launches=launch(args=[["x", "int64(N)"], tile, "float32(1 / sqrt(N))"])))
-    struct, mapped, scale = declared_program(found, {"N": 4}).steps[0].launch.args
+    struct, mapped, scale = build_declared_program(found, {"N": 4}).steps[0].launch.args
     assert struct == Struct(("x", np.int64(4)))
     assert mapped == TensorMap("x", "float16", (4, 64), (128, 2), (64, 64), 128)
     assert scale == np.float32(0.5)
@@ -76,9 +76,9 @@ def test_a_single_file_carries_its_config(tmp_path: Path, name: str, text: str) 
     lines = json.dumps(config, indent=1 if "// greenfast" not in text else None)
     (tmp_path / name).write_text(text.replace("CONFIG", lines))
     found = find_solution(tmp_path / name)
-    assert found.solution.file == name
-    assert found.solution.language == {".cu": "cuda", ".ptx": "ptx", ".py": "triton"}[Path(name).suffix]
-    assert found.solution.launches[0].kernel == "twice"
+    assert found.config.file == name
+    assert found.config.language == {".cu": "cuda", ".ptx": "ptx", ".py": "triton"}[Path(name).suffix]
+    assert found.config.launches[0].kernel == "twice"
 
 
 @pytest.mark.parametrize("name", ["k.cu", "k.ptx", "k.py", "solution.json"])
@@ -93,16 +93,16 @@ def test_a_byte_order_mark_is_read_over(tmp_path: Path, name: str) -> None:
     (tmp_path / "k.cu").write_text(SOURCE, encoding="utf-8-sig")
     (tmp_path / name).write_text(header.get(name, "CONFIG").replace("CONFIG", json.dumps(config)), encoding="utf-8-sig")
     found = find_solution(tmp_path / name)
-    assert found.solution.name == "mine"
+    assert found.config.name == "mine"
     if name != "k.py":
-        assert not declared_program(found, {"N": 1}).steps[0].kernel.source.startswith("\ufeff")
+        assert not build_declared_program(found, {"N": 1}).steps[0].kernel.source.startswith("\ufeff")
 
 
 def test_a_header_of_several_lines_of_comments(tmp_path: Path) -> None:
     body = json.dumps({"name": "mine", "launches": launch(grid=[1], block=[32])}, indent=2)
     header = "\n".join(f"// {line}" for line in f"greenfast: {body}".splitlines())
     (tmp_path / "k.ptx").write_text(f"{header}\n.version 8.0\n")
-    assert find_solution(tmp_path / "k.ptx").solution.name == "mine"
+    assert find_solution(tmp_path / "k.ptx").config.name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_mistake_in_the_config_is_named(tmp_path: Path, changes: dict[str, Any
 def test_a_mistake_for_a_shape_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     found = find_solution(write(tmp_path, **changes))
     with pytest.raises(UsageError) as raised:
-        declared_program(found, {"N": 100})
+        build_declared_program(found, {"N": 100})
     assert str(raised.value).startswith(f"{tmp_path / 'solution.json'}: ")
     assert said in str(raised.value)
 
@@ -168,7 +168,7 @@ def test_a_mistake_for_a_shape_is_named(tmp_path: Path, changes: dict[str, Any],
 @pytest.mark.parametrize("dims", [{"N": 2**40}, {"N": 2**62}])
 def test_huge_dimensions_are_one_line(tmp_path: Path, dims: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"launches\[0\]\.(grid|args)"):
-        declared_program(find_solution(write(tmp_path)), dims)
+        build_declared_program(find_solution(write(tmp_path)), dims)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_path_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90a", " sm_90a\n", "9.0a"])
 def test_a_target_has_one_name_however_it_is_written(tmp_path: Path, target: str) -> None:
-    assert find_solution(write(tmp_path, target=target)).solution.target == "sm_90a"
+    assert find_solution(write(tmp_path, target=target)).config.target == "sm_90a"
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -217,4 +217,4 @@ def test_the_sources_that_are_kept_are_all_that_it_includes(tmp_path: Path) -> N
     (folder / "a.cuh").write_text("#include <c.cuh>\n")
     for name in ("b.cuh", "c.cuh", "other.cuh"):
         (folder / name).write_text("// nothing\n")
-    assert list(solution_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]
+    assert list(collect_files(find_solution(folder))) == ["a.cuh", "b.cuh", "c.cuh", "k.cu", "solution.json"]

@@ -22,7 +22,7 @@ from greenfast.judge.formats.schema import (
     ForeignSolution,
     ScalarInput,
     Workload,
-    dims_of,
+    evaluate_dims,
     read_definition,
     read_foreign_solution,
     read_workloads,
@@ -164,7 +164,7 @@ def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[
         if any(shape["name"] == name for shape in made):  # as of workload-1 and workload-2
             name = f"{name}_{number}"
         made.append(
-            {"name": name, "dims": dims_of(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
+            {"name": name, "dims": evaluate_dims(definition, workloads, number), "purpose": f"workload {workload.uuid}"}
         )
     return made
 

@@ -15,7 +15,7 @@ from greenfast.judge.formats.convert import (
 )
 from greenfast.judge.formats.kernelbench import NEW_MODEL, ORIGINAL, convert_model, convert_problem, is_kernelbench
 from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_foreign_solution, read_workloads
-from greenfast.judge.formats.traces import traces_of
+from greenfast.judge.formats.traces import build_traces
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import write_whole
 from greenfast.spec.errors import UsageError
@@ -66,6 +66,6 @@ def check_traces(file: Path, problem: Path) -> None:
 def write_traces(file: Path, record: Record, problem: Path) -> int:
     """Write a record as FlashInfer-Trace's JSONL; returns the number of traces."""
     definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
-    traces = traces_of(record, definition, workloads)
+    traces = build_traces(record, definition, workloads)
     write_whole(file, "".join(json.dumps(trace) + "\n" for trace in traces))
     return len(traces)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.judge.solution.expressions import evaluate, evaluate_whole
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
@@ -85,7 +85,7 @@ class Definition(msgspec.Struct, frozen=True):
             if isinstance(axis, ConstAxis):
                 found[name] = axis.value
             elif isinstance(axis, ExprAxis):
-                found[name] = whole(axis.expression, {**found, **axes})
+                found[name] = evaluate_whole(axis.expression, {**found, **axes})
             elif name in axes:
                 found[name] = axes[name]
             else:
@@ -140,7 +140,7 @@ class Workload(msgspec.Struct, frozen=True):
     tolerance: Allowed | None = None
 
 
-def dims_of(definition: Definition, workloads: Sequence[Workload], number: int) -> dict[str, int]:
+def evaluate_dims(definition: Definition, workloads: Sequence[Workload], number: int) -> dict[str, int]:
     """The dimensions of a workload by its number from 1: the axes, and the number."""
     return {**definition.sizes(workloads[number - 1].axes), WORKLOAD: number}
 

@@ -12,7 +12,7 @@ from greenfast.judge.record_schema import CorrectnessRow, Record, TimingRow
 from greenfast.judge.timing.interleaved import COLD
 
 
-def traces_of(record: Record, definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+def build_traces(record: Record, definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
     """One trace per workload of the record; a workload that was right but not timed has none: PASSED needs times.
 
     Times are medians with a cold L2 cache, as FlashInfer-Bench takes them. ``correctness.extra`` and the log say what

@@ -1,4 +1,4 @@
-"""The judge's end of a solution's process: questions with time limits; answers of limited size, strictly decoded."""
+"""The RPC client of a solution's process. Requests have time limits; replies have a size limit and a strict schema."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from greenfast.judge.solution.messages import (
 )
 from greenfast.spec.errors import SolutionError
 
-#: Seconds that the process may take to start, and to answer one question (Triton compiles a kernel in some of them).
+#: Time limits in seconds for the start of the process and for one reply. Triton compiles a kernel within a reply.
 START_S = 60.0
 ANSWER_S = 180.0
 
@@ -51,25 +51,25 @@ _MOST_SHOWN = 2000
 
 
 class SolutionProcess:
-    """A confined process that has a solution's code. It starts at once and lives until ``close`` or collection.
+    """A confined process with a solution's code. It runs until ``close`` or garbage collection.
 
-    what: the solution in words, for errors. folder: of its code, which it may read.
-    Every method raises SolutionError where the code ends, hangs or answers with what is no answer.
+    what: the name of the solution in errors. folder: the folder of its code, readable for the process.
+    Every method raises SolutionError if the process ends, hangs or sends an invalid reply.
     """
 
     def __init__(
         self, what: str, folder: Path, *, answer_s: float = ANSWER_S, gpu: int | None = None, imports: bool = False
     ) -> None:
-        """Start it. imports: whether its code is a module, which may lie in the caller's current folder."""
+        """Start the process. imports: True if the code is a module, possibly in the caller's current folder."""
         self._what = what
         self._answer_s = answer_s
         self._number = 0
         self._buffer = bytearray()
-        #: The one folder that it may write.
+        #: The only folder that the process may write.
         self.scratch = Path(tempfile.mkdtemp(prefix="greenfast-solution-"))
-        #: The folders that it may read, besides the system's.
+        #: The folders that the process may read, besides the system's.
         path = module_path()
-        # Python adds the current folder, which may hold what is in no digest of a solution.
+        # Python adds the current folder. Its files may be missing from the solution's digest.
         current = os.path.realpath(os.getcwd()) if imports and module_path(current_last=True) != path else ""
         self.readable = _readable(folder.resolve(), [*path, *([current] if current else [])])
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
@@ -86,28 +86,28 @@ class SolutionProcess:
         pipes = (self._questions, self._answers)
         self._finalizer = weakref.finalize(self, _end, self._child, pipes, str(self.scratch), self._output)
         #: What protects this process from the solution, such as "no network".
-        self.sandbox: list[str] = [BY_CGROUP]  # before its first answer it runs no code of the solution
-        said = self._hear(0, time.monotonic() + START_S)
-        if not isinstance(said, Ready):
+        self.sandbox: list[str] = [BY_CGROUP]  # No code of the solution runs before the first reply.
+        ready = self._receive(0, time.monotonic() + START_S)
+        if not isinstance(ready, Ready):
             raise self._ended("it answered before it was asked")
-        self.sandbox = list(said.sandbox)
+        self.sandbox = list(ready.sandbox)
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and remove its folder."""
+        """Kill the process and remove its folder."""
         self._finalizer()
 
-    def ask(self, question: Load | Render | Choose) -> Any:
-        """The answer to a question: one of the messages of ``wire``."""
+    def call(self, call: Load | Render | Choose) -> Any:
+        """Send a request and return its reply, one of the types in ``RpcReply``."""
         if not self._finalizer.alive:
             raise SolutionError(f"{self._what}: the solution's process has ended")
         self._number += 1
         deadline = time.monotonic() + self._answer_s
         self._signal(signal.SIGCONT)
-        self._tell(msgspec.msgpack.encode(RpcRequest(self._number, question)), deadline)
-        said = self._hear(self._number, deadline)
-        # Between questions it does nothing: no thread of it can disturb what is measured.
+        self._send(msgspec.msgpack.encode(RpcRequest(self._number, call)), deadline)
+        reply = self._receive(self._number, deadline)
+        # The process is paused between requests, so that its threads cannot disturb a measurement.
         self._signal(signal.SIGSTOP)
-        return said
+        return reply
 
     def write(self, name: str, data: bytes) -> Path:
         """A new file in the process's folder, which the process may fill with links to elsewhere."""
@@ -123,7 +123,7 @@ class SolutionProcess:
         how = f"it {'called' if said.exits else 'raised'} {said.text}{lines}"
         return SolutionError(_shown(f"{self._what}: the solution ended without a verdict: {how}{sandbox_hint(how)}"))
 
-    def _tell(self, data: bytes, deadline: float) -> None:
+    def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(len(data).to_bytes(4, "little") + data)
         while view:
             _, ready, _ = select.select([], [self._questions], [], max(0.0, deadline - time.monotonic()))
@@ -132,42 +132,42 @@ class SolutionProcess:
             try:
                 view = view[os.write(self._questions, view) :]
             except OSError:
-                raise self._ended(self._ending()) from None
+                raise self._ended(self._describe_ending()) from None
 
-    def _hear(self, number: int, deadline: float) -> Any:
-        size = int.from_bytes(self._take(4, deadline), "little")
+    def _receive(self, number: int, deadline: float) -> Any:
+        size = int.from_bytes(self._read(4, deadline), "little")
         if size > MAX_MESSAGE:
             raise self._ended(f"it answered with {size} bytes; at most {MAX_MESSAGE} are read")
         try:
-            answer = msgspec.msgpack.decode(self._take(size, deadline), type=RpcReply)
+            reply = msgspec.msgpack.decode(self._read(size, deadline), type=RpcReply)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise self._ended(f"its answer is not what was asked for: {e}") from None
-        if answer.number != number:
-            raise self._ended(f"it answered question {answer.number}, not {number}")
-        return answer.reply
+        if reply.number != number:
+            raise self._ended(f"it answered question {reply.number}, not {number}")
+        return reply.reply
 
-    def _take(self, size: int, deadline: float) -> bytes:
-        """The next bytes of the answers' pipe."""
+    def _read(self, size: int, deadline: float) -> bytes:
+        """Read the next bytes from the pipe of replies."""
         while len(self._buffer) < size:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._answers], [], [], max(0.0, min(left, _LOOK_S)))
             if not ready and left > _LOOK_S:
-                if excess := self._excess():
+                if excess := self._check_usage():
                     raise self._ended(excess)
                 continue
             if not ready:
                 raise self._ended(f"it did not answer within {self._answer_s if self._number else START_S:g} s")
             part = os.read(self._answers, 1 << 20)
             if not part:
-                raise self._ended(self._ending())
+                raise self._ended(self._describe_ending())
             self._buffer += part
-        taken = bytes(memoryview(self._buffer)[:size])
+        data = bytes(memoryview(self._buffer)[:size])
         del self._buffer[:size]
-        return taken
+        return data
 
-    def _excess(self) -> str:
-        """Return what its processes use that no limit of Linux covers here, in words; empty if it is not too much."""
-        nbytes, files = _usage_of(self.scratch)
+    def _check_usage(self) -> str:
+        """Return the resource above its limit, in words; empty if none. Linux does not enforce these limits."""
+        nbytes, files = _measure_folder(self.scratch)
         if nbytes > SCRATCH_BYTES or files > SCRATCH_FILES:
             return (
                 f"its folder holds {files} files of {nbytes >> 20} MiB; "
@@ -175,7 +175,7 @@ class SolutionProcess:
             )
         if BY_CGROUP in self.sandbox:
             return ""
-        memory, processes = _usage_of_group(self._child.pid)
+        memory, processes = _measure_process_group(self._child.pid)
         if memory > MEMORY_BYTES or processes > PROCESSES:
             return (
                 f"its {processes} processes use {memory >> 20} MiB of memory; "
@@ -183,8 +183,8 @@ class SolutionProcess:
             )
         return ""
 
-    def _ending(self) -> str:
-        """How the process ended, in words."""
+    def _describe_ending(self) -> str:
+        """Describe how the process ended."""
         try:
             code = self._child.wait(5)
         except subprocess.TimeoutExpired:
@@ -196,7 +196,7 @@ class SolutionProcess:
         return f"its process was ended by signal {-code}"
 
     def _ended(self, how: str) -> SolutionError:
-        """The error for a process that gives no more answers, with the last lines that it printed; ends it."""
+        """Kill the process and return the error for it, with the last lines that it printed."""
         with contextlib.suppress(OSError):
             size = self._output.seek(0, os.SEEK_END)
             self._output.seek(max(0, size - _MOST_SHOWN))
@@ -211,8 +211,8 @@ class SolutionProcess:
             os.killpg(self._child.pid, number)
 
 
-def _usage_of(folder: Path) -> tuple[int, int]:
-    """Return the bytes and the number of the files below a folder; not all of them where there are too many."""
+def _measure_folder(folder: Path) -> tuple[int, int]:
+    """Return the bytes and the number of files below a folder. Stop counting above the limit."""
     nbytes, files, folders = 0, 0, [str(folder)]
     while folders and files <= SCRATCH_FILES:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -225,8 +225,8 @@ def _usage_of(folder: Path) -> tuple[int, int]:
     return nbytes, files
 
 
-def _usage_of_group(group: int) -> tuple[int, int]:
-    """Return the bytes of memory that the processes of a process group hold, and their number."""
+def _measure_process_group(group: int) -> tuple[int, int]:
+    """Return the memory of a process group in bytes, and its number of processes."""
     memory, processes = 0, 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -239,7 +239,7 @@ def _usage_of_group(group: int) -> tuple[int, int]:
 
 
 def sandbox_hint(how: str) -> str:
-    """Return what the sandbox may have to do with an ending; empty if nothing."""
+    """Return a hint if the sandbox may have caused the ending; otherwise an empty text."""
     if "Operation not permitted" in how or "Permission denied" in how:
         return "\n  The sandbox refuses some system calls and files: docs/judging.md, What protects the judge"
     if "SIGKILL" in how or "SIGXCPU" in how:
@@ -248,7 +248,7 @@ def sandbox_hint(how: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Text of the solution, not too long; errors leave out what a terminal would act on."""
+    """Shorten a text of the solution. Errors remove control characters themselves."""
     return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + " ..."
 
 
@@ -285,11 +285,11 @@ def _start(
 
 
 def _visible(gpu: int | None) -> str:
-    """The one GPU, as the caller's environment numbers them; none where no GPU is needed."""
+    """Return CUDA_VISIBLE_DEVICES for the process: the one GPU, or an empty text if it needs none."""
     if gpu is None:
         return ""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return seen.split(",")[gpu] if seen else str(gpu)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu] if visible else str(gpu)
 
 
 def _end(child: subprocess.Popen[bytes], pipes: Sequence[int], scratch: str, output: IO[bytes]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from greenfast.judge.solution.expressions import evaluate, whole
+from greenfast.judge.solution.expressions import evaluate, evaluate_whole
 from greenfast.judge.solution.schema import (
     Expression,
     LaunchSpec,
@@ -34,130 +34,134 @@ _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
 
 
-def declared_program(found: ResolvedSolution, dims: Mapping[str, int]) -> Program:
+def build_declared_program(solution: ResolvedSolution, dims: Mapping[str, int]) -> Program:
     """The program of a solution for a shape. Raises UsageError naming the file, the key and the reason."""
-    names = constants(found, dims)
-    steps = tuple(_step(found, number, spec, names) for number, spec in enumerate(found.solution.launches))
-    return Program(steps, workspaces(found, names))
+    names = evaluate_constants(solution, dims)
+    steps = tuple(_step(solution, number, spec, names) for number, spec in enumerate(solution.config.launches))
+    return Program(steps, build_workspaces(solution, names))
 
 
-def constants(found: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int]:
+def evaluate_constants(solution: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int]:
     """The dimensions and the values of the solution's constants for them. Raises UsageError as above."""
     names = dict(dims)
-    for name, text in found.solution.constants.items():
+    for name, text in solution.config.constants.items():
         if name in dims:
-            raise UsageError(f"{found.path}: constants.{name}: a dimension of the shape has this name; choose another")
-        names[name] = _whole(found, f"constants.{name}", text, names)
+            raise UsageError(
+                f"{solution.path}: constants.{name}: a dimension of the shape has this name; choose another"
+            )
+        names[name] = _whole(solution, f"constants.{name}", text, names)
     return names
 
 
-def workspaces(found: ResolvedSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
+def build_workspaces(solution: ResolvedSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
     """The solution's scratch buffers for these dimensions and constants. Raises UsageError as above."""
     made = {}
-    for name, spec in found.solution.workspaces.items():
+    for name, spec in solution.config.workspaces.items():
         key = f"workspaces.{name}.bytes"
-        nbytes = _whole(found, key, spec.bytes, names)
+        nbytes = _whole(solution, key, spec.bytes, names)
         if not 0 < nbytes <= _MAX_WORKSPACE:
-            raise UsageError(f"{found.path}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
+            raise UsageError(f"{solution.path}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
         made[name] = Workspace(nbytes, spec.zeros)
     return made
 
 
-def extents(
-    found: ResolvedSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
+def evaluate_extents(
+    solution: ResolvedSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
 ) -> tuple[int, int, int]:
     """Three extents, of which missing ones are 1. Raises UsageError for one below 1 or above ``most``."""
-    values = [_whole(found, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
+    values = [_whole(solution, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
     x, y, z = (*values, 1, 1, 1)[:3]
     for n, (value, limit) in enumerate(zip((x, y, z), most, strict=True)):
         if not 1 <= value <= limit:
-            raise UsageError(f"{found.path}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
+            raise UsageError(f"{solution.path}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
     return x, y, z
 
 
-def grid_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+def evaluate_grid(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
     """The blocks of the launch with this number. Raises UsageError as above."""
-    return extents(found, f"launches[{number}].grid", found.solution.launches[number].grid, names, _MOST_BLOCKS)
+    return evaluate_extents(
+        solution, f"launches[{number}].grid", solution.config.launches[number].grid, names, _MOST_BLOCKS
+    )
 
 
-def arguments(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
+def build_arguments(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
     """The arguments of the launch with this number. Raises UsageError as above."""
     made: list[Argument] = []
-    for n, given in enumerate(found.solution.launches[number].args):
+    for n, given in enumerate(solution.config.launches[number].args):
         key = f"launches[{number}].args[{n}]"
         if isinstance(given, TensorMapSpec):
-            made.append(_tensor_map(found, key, given, names))
+            made.append(_tensor_map(solution, key, given, names))
         elif isinstance(given, str):
-            made.append(_argument(found, key, given, names))
+            made.append(_argument(solution, key, given, names))
         else:
-            made.append(Struct(tuple(_argument(found, key, field, names) for field in given)))
+            made.append(Struct(tuple(_argument(solution, key, field, names) for field in given)))
     return tuple(made)
 
 
-def block_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
+def evaluate_block(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
     """The threads per block of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].block"
-    block = extents(found, key, found.solution.launches[number].block or (), names, _MOST_THREADS)
+    block = evaluate_extents(solution, key, solution.config.launches[number].block or (), names, _MOST_THREADS)
     threads = block[0] * block[1] * block[2]
     if threads > _MAX_THREADS:
-        raise UsageError(f"{found.path}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
+        raise UsageError(f"{solution.path}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
     return block
 
 
-def shared_of(found: ResolvedSolution, number: int, names: Mapping[str, int]) -> int:
+def evaluate_shared(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> int:
     """The bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].shared"
-    shared = _whole(found, key, found.solution.launches[number].shared, names)
+    shared = _whole(solution, key, solution.config.launches[number].shared, names)
     if not 0 <= shared <= _MAX_SHARED:
-        raise UsageError(f"{found.path}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+        raise UsageError(f"{solution.path}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
     return shared
 
 
-def _step(found: ResolvedSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
-    solution = found.solution
+def _step(solution: ResolvedSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
+    config = solution.config
     kernel = KernelSource(
         entry=spec.kernel,
-        source="" if solution.language == "cubin" else _source(found, names),
-        name=found.file.name,
-        include_dirs=(found.file.parent, *([found.folder] if found.file.parent != found.folder else [])),
-        block=block_of(found, number, names),
-        dynamic_smem_bytes=shared_of(found, number, names),
-        requires=solution.target,
-        language=solution.language,  # type: ignore[arg-type]  # one of DECLARED
-        binary=read_bytes(found.file) if solution.language == "cubin" else b"",
+        source="" if config.language == "cubin" else _source(solution, names),
+        name=solution.file.name,
+        include_dirs=(solution.file.parent, *([solution.folder] if solution.file.parent != solution.folder else [])),
+        block=evaluate_block(solution, number, names),
+        dynamic_smem_bytes=evaluate_shared(solution, number, names),
+        requires=config.target,
+        language=config.language,  # type: ignore[arg-type]  # one of DECLARED
+        binary=read_bytes(solution.file) if config.language == "cubin" else b"",
     )
-    cluster = extents(found, f"launches[{number}].cluster", spec.cluster, names, (16, 16, 16))
-    grid, args = grid_of(found, number, names), arguments(found, number, names)
+    cluster = evaluate_extents(solution, f"launches[{number}].cluster", spec.cluster, names, (16, 16, 16))
+    grid, args = evaluate_grid(solution, number, names), build_arguments(solution, number, names)
     launch = Launch(grid, args, spec.early, cluster, spec.cooperative)
     return Step(kernel, launch)
 
 
-def _source(found: ResolvedSolution, names: Mapping[str, int]) -> str:
+def _source(solution: ResolvedSolution, names: Mapping[str, int]) -> str:
     """The source's text, in CUDA after its constants as macros; lines keep their numbers."""
-    text = read_text(found.file)
-    if not found.solution.constants:
+    text = read_text(solution.file)
+    if not solution.config.constants:
         return text
-    macros = "".join(f"#define {name} {names[name]}\n" for name in found.solution.constants)
-    return f"{macros}#line 1\n{text}" if found.solution.language == "cuda" else text
+    macros = "".join(f"#define {name} {names[name]}\n" for name in solution.config.constants)
+    return f"{macros}#line 1\n{text}" if solution.config.language == "cuda" else text
 
 
-def _whole(found: ResolvedSolution, key: str, text: Expression, names: Mapping[str, int]) -> int:
+def _whole(solution: ResolvedSolution, key: str, text: Expression, names: Mapping[str, int]) -> int:
     try:
-        return whole(text, names)
+        return evaluate_whole(text, names)
     except UsageError as e:
-        raise UsageError(f"{found.path}: {key}: {e}") from None
+        raise UsageError(f"{solution.path}: {key}: {e}") from None
 
 
-def _argument(found: ResolvedSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
+def _argument(solution: ResolvedSolution, key: str, text: str, names: Mapping[str, int]) -> str | np.generic:
     if _IDENTIFIER.fullmatch(text):
         return text
     try:
-        return scalar(text, names)
+        return parse_scalar(text, names)
     except UsageError as e:
-        raise UsageError(f"{found.path}: {key}: {e}") from None
+        raise UsageError(f"{solution.path}: {key}: {e}") from None
 
 
-def scalar(text: str, names: Mapping[str, int]) -> np.generic:
+def parse_scalar(text: str, names: Mapping[str, int]) -> np.generic:
     """A typed scalar such as "int32(R)". Raises UsageError where its value does not fit the type."""
     typed = _SCALAR.fullmatch(text.strip())
     if typed is None:
@@ -167,7 +171,7 @@ def scalar(text: str, names: Mapping[str, int]) -> np.generic:
     dtype = np.dtype(typed[1])
     value = evaluate(typed[2], names)
     if dtype.kind in "iub":
-        value = whole(typed[2], names)
+        value = evaluate_whole(typed[2], names)
         least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not least <= value <= most:
             raise UsageError(f"{text} is {value}, which does not fit {dtype}")
@@ -178,9 +182,9 @@ def scalar(text: str, names: Mapping[str, int]) -> np.generic:
     return made
 
 
-def _tensor_map(found: ResolvedSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
+def _tensor_map(solution: ResolvedSolution, key: str, spec: TensorMapSpec, names: Mapping[str, int]) -> TensorMap:
     def all_of(part: str, given: Sequence[Expression]) -> tuple[int, ...]:
-        return tuple(_whole(found, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
+        return tuple(_whole(solution, f"{key}.{part}[{n}]", text, names) for n, text in enumerate(given))
 
     return TensorMap(
         buffer=spec.buffer,

@@ -46,12 +46,12 @@ class NoValueError(UsageError):
     """An expression that is one, and has no value for these names: it divides by zero, or becomes too large."""
 
 
-def names_in(text: str) -> set[str]:
+def find_names(text: str) -> set[str]:
     """The names that an expression asks for. Raises UsageError for a text that is not an expression."""
     return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)} - set(_FUNCTIONS)
 
 
-def whole(text: str | int, names: Mapping[str, int]) -> int:
+def evaluate_whole(text: str | int, names: Mapping[str, int]) -> int:
     """The value of an expression in whole numbers. Raises UsageError, which quotes it, for anything else."""
     value = evaluate(str(text), names)
     if not isinstance(value, int):

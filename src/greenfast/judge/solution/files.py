@@ -1,4 +1,4 @@
-"""The files of a solution. They are read once; what is hashed and kept is then all that is judged, from a copy."""
+"""The files of a solution. They are read once and hashed, and the judge uses a private copy of exactly these files."""
 
 from __future__ import annotations
 
@@ -14,81 +14,80 @@ from greenfast.device.includes import includes, includes_by_a_macro
 from greenfast.judge.solution.schema import ResolvedSolution, read_bytes
 from greenfast.spec.errors import UsageError
 
-_MOST_FILES, _MOST_BYTES = 1024, 256 << 20
+_MAX_FILES, _MAX_BYTES = 1024, 256 << 20
 
 
-def solution_files(found: ResolvedSolution, results: Path | None = None) -> dict[str, bytes]:
-    """What a solution consists of, by name in its folder.
+def collect_files(solution: ResolvedSolution, results: Path | None = None) -> dict[str, bytes]:
+    """Read the files of a solution. Return their contents by name, relative to the solution's folder.
 
-    That is the file that describes it, and of CUDA, PTX and cubins its source with the headers of the folder that it
-    includes: all of the folder where a name is not written out. Of Python it is the whole folder, as code reads what it
-    likes; a single file is alone. Left out of a folder: what begins with a dot, __pycache__, and ``results``, where
-    runs are written; and everywhere links that lead elsewhere.
-    Raises UsageError for a file that cannot be read or named, and for more than can be kept.
+    The files are the one with the JSON and the source. CUDA adds the headers of the folder that the source includes, or
+    the whole folder if an include is a macro. Python in a folder adds the whole folder, because code can read any file.
+    Hidden files, __pycache__, ``results`` (the folder of runs) and links to other folders are excluded.
+    Raises UsageError for a file that cannot be read or printed, and for too many files or bytes.
     """
-    kept = {found.path.name: found.content}
+    contents = {solution.path.name: solution.content}
 
-    def keep(path: Path) -> bytes | None:
-        """Read a file that is not kept yet; None for any other, and for what is no file of the folder."""
-        name = os.path.relpath(path, found.folder)
-        if name in kept or not _is_inside(path, found.folder):
+    def add(path: Path) -> bytes | None:
+        """Read a new file of the folder. Return None if it was read before or is outside of the folder."""
+        name = os.path.relpath(path, solution.folder)
+        if name in contents or not _is_inside(path, solution.folder):
             return None
         if not name.isprintable():
-            raise UsageError(f"{found.path}: {name!r} in its folder is no name that can be shown; rename the file")
-        kept[name] = data = read_bytes(path, _MOST_BYTES)
-        if len(kept) > _MOST_FILES or sum(map(len, kept.values())) > _MOST_BYTES:
+            raise UsageError(f"{solution.path}: {name!r} in its folder is no name that can be shown; rename the file")
+        contents[name] = data = read_bytes(path, _MAX_BYTES)
+        if len(contents) > _MAX_FILES or sum(map(len, contents.values())) > _MAX_BYTES:
             raise UsageError(
-                f"{found.path}: more than {_MOST_FILES} files or {_MOST_BYTES >> 20} MiB; keep a solution's folder to "
+                f"{solution.path}: more than {_MAX_FILES} files or {_MAX_BYTES >> 20} MiB; keep a solution's folder to "
                 "its sources"
             )
         return data
 
-    source = os.path.relpath(found.file, found.folder)
-    keep(found.file)
-    if source not in kept:
-        raise UsageError(f"{found.path}: file: {found.file} does not exist")
-    if found.is_code:
-        if found.path.suffix == ".json":
-            for path in _all_of(found.folder, results):
-                keep(path)
-        return dict(sorted(kept.items()))
-    wanted = []
-    if found.solution.language == "cuda":
-        wanted.append((found.file.parent, kept[source]))
-    while wanted:
-        folder, text = wanted.pop()
+    source = os.path.relpath(solution.file, solution.folder)
+    add(solution.file)
+    if source not in contents:
+        raise UsageError(f"{solution.path}: file: {solution.file} does not exist")
+    if solution.is_code:
+        if solution.path.suffix == ".json":
+            for path in _list_files(solution.folder, results):
+                add(path)
+        return dict(sorted(contents.items()))
+    unscanned = []
+    if solution.config.language == "cuda":
+        unscanned.append((solution.file.parent, contents[source]))
+    while unscanned:
+        folder, text = unscanned.pop()
         names = [name.decode(errors="replace") for _, name in includes(text)]
-        paths = [place / name for name in names for place in (folder, found.file.parent, found.folder)]
+        paths = [parent / name for name in names for parent in (folder, solution.file.parent, solution.folder)]
         if includes_by_a_macro(text):
-            paths += _all_of(found.folder, results)
+            paths += _list_files(solution.folder, results)
         for path in paths:
-            data = keep(path)
+            data = add(path)
             if data is not None:
-                wanted.append((path.parent, data))
-    return dict(sorted(kept.items()))
+                unscanned.append((path.parent, data))
+    return dict(sorted(contents.items()))
 
 
-def private_copy(found: ResolvedSolution, files: dict[str, bytes]) -> ResolvedSolution:
-    """The solution in a new folder that holds these files alone, and is removed with what is returned.
+def make_private_copy(solution: ResolvedSolution, files: dict[str, bytes]) -> ResolvedSolution:
+    """Write the files to a new private folder and return the solution there. The folder is removed with the result.
 
-    No other program knows of it, and no code of a solution may write there.
+    The sandbox does not let a solution's code write there.
     """
     folder = Path(tempfile.mkdtemp(prefix="greenfast-judged-")).resolve()
-    made = replace(found, folder=folder)
-    weakref.finalize(made, shutil.rmtree, folder, ignore_errors=True)
+    copy = replace(solution, folder=folder)
+    weakref.finalize(copy, shutil.rmtree, folder, ignore_errors=True)
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    return made
+    return copy
 
 
-def _all_of(folder: Path, results: Path | None) -> Iterator[Path]:
-    """The files below a folder, but hidden ones, Python's caches and results."""
-    for place, folders, names in os.walk(folder):
-        seen = (name for name in folders if not name.startswith((".", "__pycache__")))
-        folders[:] = sorted(name for name in seen if results is None or not _is_same(Path(place) / name, results))
-        yield from (Path(place) / name for name in sorted(names) if not name.startswith("."))
+def _list_files(folder: Path, results: Path | None) -> Iterator[Path]:
+    """Yield the files below a folder, without hidden files, Python's caches and results."""
+    for parent, folders, names in os.walk(folder):
+        visible = (name for name in folders if not name.startswith((".", "__pycache__")))
+        folders[:] = sorted(name for name in visible if results is None or not _is_same(Path(parent) / name, results))
+        yield from (Path(parent) / name for name in sorted(names) if not name.startswith("."))
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -96,8 +95,8 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether it is a file, no pipe, that lies in the folder, also where it is a link."""
+    """Return True if the path, with links resolved, is a regular file in the folder."""
     try:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # no path at all, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # An invalid path, or a circle of links.
         return False

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Entry, Solution
+from greenfast.judge.solution.schema import MAX_ARGUMENTS, MAX_LAUNCHES, Entry, SolutionConfig
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import (
     Allocation,
@@ -151,7 +151,7 @@ class Buffer(_Message, frozen=True):
 class Load(_Message, frozen=True, tag="load"):
     """Import a solution's code. module: an importable name, in place of the folder's file; empty for none."""
 
-    solution: Solution
+    solution: SolutionConfig
     folder: str
     module: str = ""
 

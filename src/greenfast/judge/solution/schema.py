@@ -1,6 +1,6 @@
-"""solution.json: what a solution says of itself. A single file carries the same JSON in its first comment.
+"""The schema of solution.json. A solution in a single file has the same JSON in its first comment.
 
-The types below are the schema: msgspec checks every key and type. ``expressions`` defines the expressions.
+msgspec checks every key and type against the types below. ``expressions`` defines the expressions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CONFIG_NAME = "solution.json"
 Language = Literal["cuda", "ptx", "cubin", "triton", "cute", "family", "callable"]
 #: Languages without Python code: their kernels and launches are read, never run, in the judge's process.
 DECLARED = ("cuda", "ptx", "cubin")
-_OF_SUFFIX: dict[str, Language] = {".cu": "cuda", ".ptx": "ptx", ".cubin": "cubin"}
+_LANGUAGE_BY_SUFFIX: dict[str, Language] = {".cu": "cuda", ".ptx": "ptx", ".cubin": "cubin"}
 
-# In patterns \Z, as $ also stands before a line's end.
+# Patterns end with \Z, because $ also matches before a newline.
 Identifier = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=200)]
 #: A kernel's compiled name.
 Entry = Annotated[str, Meta(pattern=r"^[A-Za-z_$%.][\w$.]*\Z", max_length=1000)]
 #: A solution's name also names its folder of results.
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*\Z", max_length=100)]
-#: Of 64 bits, as messages to a solution's process are.
+#: A toggle's value. Messages to a solution's process have 64-bit integers.
 Toggle = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 #: A whole number, or an expression in the shape's dimensions and the constants.
 Expression = int | str
@@ -64,11 +64,13 @@ class TensorMapSpec(_Strict, frozen=True, kw_only=True):
 class LaunchSpec(_Strict, frozen=True, kw_only=True):
     """One launch.
 
-    kernel: its compiled name; of a callable the function's, which has no grid. grid, block: up to three extents;
-    Triton's block follows from num_warps.
-    shared: bytes of dynamic shared memory. args: in the order of the kernel's parameters, each a buffer's name,
-    a typed scalar such as "int32(R)", a list of those for a struct by value, or a tensor map.
-    early, cooperative: as in ``spec.kernel.Launch``. num_warps, num_stages: of Triton.
+    kernel: the compiled name; for a callable the name of the function.
+    grid, block: up to three extents. A callable has no grid. Triton's block follows from num_warps.
+    shared: bytes of dynamic shared memory.
+    args: in the order of the kernel's parameters; each is a buffer's name, a typed scalar such as "int32(R)", a list of
+        those for a struct by value, or a tensor map.
+    early, cooperative: as in ``spec.kernel.Launch``.
+    num_warps, num_stages: for Triton.
     """
 
     kernel: Entry
@@ -84,19 +86,21 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
 
 
 class WorkspaceSpec(_Strict, frozen=True, kw_only=True):
-    """A scratch buffer: its size, and whether it holds zeros before the program, else NaN."""
+    """A scratch buffer: its size, and its initial content (zeros if ``zeros``, else NaN)."""
 
     bytes: Expression
     zeros: bool = False
 
 
-class Solution(_Strict, frozen=True, kw_only=True):
+class SolutionConfig(_Strict, frozen=True, kw_only=True):
     """The content of solution.json.
 
-    name: of the solution in reports. problem: the known task that it solves, for when ``--problem`` is left out.
-    file: its source, relative to the folder; quoted includes resolve in the folder. target: the only one that it is
-    for, such as "sm_90a". constants: macros in CUDA, constexpr in Triton; each may use the ones before it.
-    toggles: what a ``family`` is given as its toggles.
+    name: the solution's name in reports.
+    problem: the task that it solves, used if ``--problem`` is missing.
+    file: the source, relative to the folder. Quoted includes resolve in the folder.
+    target: the only supported target, such as "sm_90a"; empty for any.
+    constants: macros in CUDA, constexpr in Triton. Each may use the constants before it.
+    toggles: the toggles of a ``family``.
     """
 
     name: Name
@@ -114,144 +118,145 @@ class Solution(_Strict, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ResolvedSolution:
-    """A solution and where it was found.
+    """A solution with its files.
 
-    folder: quoted includes and its source resolve there. path: the file that holds the JSON, for messages. content: of
-    that file, as it was read.
+    folder: the base of quoted includes and of the source's path.
+    path: the file with the JSON, for messages.
+    content: the bytes of this file.
     """
 
-    solution: Solution
+    config: SolutionConfig
     folder: Path
     path: Path
     content: bytes = b""
 
     @property
     def file(self) -> Path:
-        """Its source."""
-        return Path(os.path.normpath(self.folder / self.solution.file))
+        """The path of the source."""
+        return Path(os.path.normpath(self.folder / self.config.file))
 
     @property
     def is_code(self) -> bool:
-        """Whether Python code of the solution has to be run."""
-        return self.solution.language not in DECLARED
+        """True if the solution is Python code that the judge must run."""
+        return self.config.language not in DECLARED
 
 
 def is_solution(path: Path) -> bool:
-    """Whether a path names a solution: a folder with solution.json, that file, or a source file."""
+    """Return True if a path names a solution: a folder with solution.json, that file, or a source file."""
     if path.is_dir():
         return (path / CONFIG_NAME).is_file()
-    return path.is_file() and path.suffix in (*_OF_SUFFIX, ".py", ".json")
+    return path.is_file() and path.suffix in (*_LANGUAGE_BY_SUFFIX, ".py", ".json")
 
 
 def find_solution(path: Path) -> ResolvedSolution:
     """Read and check a solution: a folder with solution.json, that file, or a source with the JSON in its header.
 
-    Raises UsageError that names the file, the key and what is allowed.
+    Raises UsageError with the file, the key and the allowed values.
     """
     if path.is_dir():
         path = path / CONFIG_NAME
     if path.suffix == ".json":
         content = read_bytes(path, _MAX_CONFIG)
-        solution = _decoded(content.removeprefix(codecs.BOM_UTF8), path, {})
+        config = _decode_config(content.removeprefix(codecs.BOM_UTF8), path, {})
     else:
         content = b"" if path.suffix == ".cubin" else read_bytes(path)
-        solution = _from_header(path, content)
-    found = ResolvedSolution(_with_target(solution, path), path.parent, path, content)
-    _check(found)
-    return found
+        config = _read_header(path, content)
+    solution = ResolvedSolution(_normalize_target(config, path), path.parent, path, content)
+    _check(solution)
+    return solution
 
 
-def _with_target(solution: Solution, where: Path) -> Solution:
-    """The solution with its target's name, which may be written in other ways. Raises UsageError for another one."""
+def _normalize_target(config: SolutionConfig, path: Path) -> SolutionConfig:
+    """Replace the target by its canonical name. Raises UsageError for an unknown target."""
     try:
-        name = Target.parse(solution.target).name if solution.target else ""
+        name = Target.parse(config.target).name if config.target else ""
     except UsageError as e:
-        raise UsageError(f"{where}: target: {e}") from None
-    return msgspec.structs.replace(solution, target=name)
+        raise UsageError(f"{path}: target: {e}") from None
+    return msgspec.structs.replace(config, target=name)
 
 
 def read_text(path: Path) -> str:
-    """A source's text. Raises UsageError where it cannot be read, is too large, or is not UTF-8."""
-    return _text(path, read_bytes(path))
+    """Read a source. Raises UsageError if it cannot be read, is too large, or is not UTF-8."""
+    return _decode_text(path, read_bytes(path))
 
 
-def _text(path: Path, content: bytes) -> str:
+def _decode_text(path: Path, content: bytes) -> str:
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as e:
         raise UsageError(f"{path}: byte {e.start} is not UTF-8; save the file as UTF-8") from None
 
 
-def read_bytes(path: Path, most: int = _MAX_SOURCE) -> bytes:
-    """A file's content. Raises UsageError where it cannot be read or has more than ``most`` bytes."""
+def read_bytes(path: Path, max_bytes: int = _MAX_SOURCE) -> bytes:
+    """Read a file. Raises UsageError if it cannot be read or has more than ``max_bytes`` bytes."""
     try:
-        return read_file(path, most)
+        return read_file(path, max_bytes)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or e
         hint = f"; a solution's folder holds a {CONFIG_NAME}" if path.name == CONFIG_NAME else ""
         raise UsageError(f"{path}: cannot be read ({reason}){hint}") from None
 
 
-def _from_header(path: Path, content: bytes) -> Solution:
-    text = _text(path, content)
+def _read_header(path: Path, content: bytes) -> SolutionConfig:
+    text = _decode_text(path, content)
     if path.suffix == ".py":
-        return _decoded(_python_header(text, path), path, {"file": path.name})
-    if path.suffix not in _OF_SUFFIX or path.suffix == ".cubin":
+        return _decode_config(_parse_python_header(text, path), path, {"file": path.name})
+    if path.suffix not in _LANGUAGE_BY_SUFFIX or path.suffix == ".cubin":
         raise UsageError(
             f"{path}: a solution is a folder with {CONFIG_NAME}, or a .cu, .ptx or .py file with the JSON in its header"
         )
-    header = _comment_header(text)
+    header = _parse_comment_header(text)
     if header is None:
         example = '{"name": "mine", "launches": [{"kernel": ..., "grid": [...], "block": [...], "args": [...]}]}'
         raise UsageError(
             f"{path}: its first comment does not begin with `greenfast: `; write /* greenfast: {example} */"
         )
-    return _decoded(header.encode(), path, {"file": path.name, "language": _OF_SUFFIX[path.suffix]})
+    return _decode_config(header.encode(), path, {"file": path.name, "language": _LANGUAGE_BY_SUFFIX[path.suffix]})
 
 
 _BLOCK = re.compile(r"\s*/\*\s*greenfast:(.*?)\*/", re.DOTALL)
 _LINES = re.compile(r"\s*//\s*greenfast:[^\n]*(?:\n[ \t]*//[^\n]*)*")
 
 
-def _comment_header(text: str) -> str | None:
-    """The JSON of a comment at the start: a block, or lines of which the first says `greenfast:`."""
-    if found := _BLOCK.match(text):
-        return found[1].strip()
-    found = _LINES.match(text)
-    if found is None:
+def _parse_comment_header(text: str) -> str | None:
+    """Return the JSON of the first comment: a block or lines that begin with `greenfast:`. None if there is none."""
+    if block := _BLOCK.match(text):
+        return block[1].strip()
+    comment = _LINES.match(text)
+    if comment is None:
         return None
-    lines = (line.strip().removeprefix("//") for line in found[0].strip().splitlines())
+    lines = (line.strip().removeprefix("//") for line in comment[0].strip().splitlines())
     return "\n".join(lines).strip().removeprefix("greenfast:").strip()
 
 
-def _python_header(text: str, path: Path) -> bytes:
-    """GREENFAST of a Python file, a literal; the file is not run."""
+def _parse_python_header(text: str, path: Path) -> bytes:
+    """Return the literal GREENFAST of a Python file as JSON, without running the file."""
     example = 'GREENFAST = {"name": "mine", "language": "triton", "launches": [...]}'
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         line = getattr(e, "lineno", None)
         raise UsageError(f"{path}: not Python{f', line {line}' if line else ''}: {str(e).splitlines()[0]}") from None
-    found = [(s.lineno, s.value) for s in body if isinstance(s, ast.Assign) and _names_greenfast(s.targets)]
-    if not found:
+    assignments = [s for s in body if isinstance(s, ast.Assign) and _is_greenfast(s.targets)]
+    if not assignments:
         raise UsageError(f"{path}: has no GREENFAST at the top level; write {example}")
-    where = f"{path}: line {found[-1][0]}: GREENFAST"
-    if len(found) > 1:
+    where = f"{path}: line {assignments[-1].lineno}: GREENFAST"
+    if len(assignments) > 1:
         raise UsageError(f"{where} stands twice; give it once")
     try:
-        read = ast.literal_eval(found[0][1])
-        _require_distinct_keys(found[0][1], where)
-        return msgspec.json.encode(read)
+        config = ast.literal_eval(assignments[0].value)
+        _require_distinct_keys(assignments[0].value, where)
+        return msgspec.json.encode(config)
     except (ValueError, TypeError, MemoryError, RecursionError):
         raise UsageError(f"{where} is not a literal of JSON's types; it is read without running the file") from None
 
 
-def _names_greenfast(targets: list[ast.expr]) -> bool:
+def _is_greenfast(targets: list[ast.expr]) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "GREENFAST" for target in targets)
 
 
 def _require_distinct_keys(literal: ast.expr, where: str) -> None:
-    """Raise UsageError for a key that one dict has twice, of which Python takes the last without a word."""
+    """Raise UsageError for a duplicate key in a dict. Python silently uses the last value."""
     for part in ast.walk(literal):
         try:
             once([(key.value, None) for key in getattr(part, "keys", ()) if isinstance(key, ast.Constant)])
@@ -259,8 +264,8 @@ def _require_distinct_keys(literal: ast.expr, where: str) -> None:
             raise UsageError(f"{where}: {e}") from None
 
 
-def _decoded(text: bytes, path: Path, implied: Mapping[str, str]) -> Solution:
-    """The solution of a JSON text; implied: the keys that the file itself answers."""
+def _decode_config(text: bytes, path: Path, implied: Mapping[str, str]) -> SolutionConfig:
+    """Decode a JSON text. implied: the keys that follow from the file itself."""
     try:
         raw = decode(text)
         if isinstance(raw, dict):
@@ -268,23 +273,23 @@ def _decoded(text: bytes, path: Path, implied: Mapping[str, str]) -> Solution:
                 if raw.setdefault(key, value) != value:
                     raise UsageError(f"{path}: {key}: {raw[key]!r}, but this file is {value!r}; leave the key out")
             if "language" not in raw and isinstance(raw.get("file"), str):
-                language = _OF_SUFFIX.get(Path(raw["file"]).suffix)
+                language = _LANGUAGE_BY_SUFFIX.get(Path(raw["file"]).suffix)
                 if language is None:
                     allowed = ", ".join(get_args(Language))
                     raise UsageError(f"{path}: language: missing, and {raw['file']} does not tell; one of {allowed}")
                 raw["language"] = language
-        return msgspec.convert(raw, Solution)
+        return msgspec.convert(raw, SolutionConfig)
     except msgspec.ValidationError as e:
-        raise UsageError(f"{path}: {e}{_allowed(str(e))}") from None
+        raise UsageError(f"{path}: {e}{_list_allowed(str(e))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"{path}: not JSON: {e}") from None
 
 
-def _allowed(message: str) -> str:
-    """What is allowed at the key that a message of msgspec names."""
+def _list_allowed(message: str) -> str:
+    """Return the allowed keys or values for the key in a message of msgspec."""
     kinds: dict[str, type[msgspec.Struct]] = {"launches": LaunchSpec, "workspaces": WorkspaceSpec}
-    within = re.search(r"\$\.(\w+)", message)
-    kind = kinds.get(within[1], Solution) if within else Solution
+    key = re.search(r"\$\.(\w+)", message)
+    kind = kinds.get(key[1], SolutionConfig) if key else SolutionConfig
     if "unknown field" in message or "missing required field" in message:
         return f"; its keys are {', '.join(kind.__struct_fields__)}"
     if "Invalid enum value" in message:
@@ -294,7 +299,7 @@ def _allowed(message: str) -> str:
 
 def _check(found: ResolvedSolution) -> None:
     """What the types cannot say."""
-    solution, where = found.solution, found.path
+    solution, where = found.config, found.path
     if not solution.file:
         raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")
     if not solution.file.isprintable():

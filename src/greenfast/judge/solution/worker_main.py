@@ -1,6 +1,6 @@
-"""The process that runs a solution's Python code: it is confined first, and answers in data only.
+"""Entry point of the process that runs a solution's Python code. It enters the sandbox before it imports the code.
 
-``process.SolutionProcess`` starts it with the ends of two pipes, folders that it may read, and one that it may write.
+``client.SolutionProcess`` starts it with two pipes, the readable folders and one writable folder.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from greenfast.device.sandbox import confine
 
 
 def main(questions: int, answers: int, readable: Sequence[str], writable: str, gpu: bool, current: str) -> None:
-    """Confine this process, then answer questions until their pipe closes.
+    """Confine this process, then answer requests until their pipe closes.
 
-    current: a folder that modules may be imported from once the process is confined, after all others; empty for none.
+    current: a folder appended to the module search path after the process is confined; empty for none.
     """
-    held = confine(readable, writable, gpu)
+    restrictions = confine(readable, writable, gpu)
     sys.path += [current] if current else []
-    # Only now: NumPy may start threads, and some confinement is of the calling thread and what it starts.
-    importlib.import_module("greenfast.judge.solution.server").serve(questions, answers, held)
+    # Import the server last: NumPy may start threads, and some restrictions cover only the calling thread.
+    importlib.import_module("greenfast.judge.solution.server").serve(questions, answers, restrictions)

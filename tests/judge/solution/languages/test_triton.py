@@ -238,10 +238,10 @@ def test_code_runs_in_a_confined_process(tmp_path: Path) -> None:
     about = {"name": "mine", "language": "triton", "constants": {"BLOCK": 64}, "launches": [LAUNCH]}
     path.write_text(f"{HEADER}GREENFAST = {json.dumps(about)}\n\n\n{TWICE}")
     found = find_solution(path)
-    family = RemoteFamily("mine", found.folder, found.solution, target=TARGET, problem=Doubling())
+    family = RemoteFamily("mine", found.folder, found.config, target=TARGET, problem=Doubling())
     assert family.program({}, "fp32", {"N": 100}).steps[0].kernel.entry == "twice"
     path.write_text(path.read_text().replace("tl.load(x_ptr + i, mask=i < n)", "x_ptr"))
-    wrong = RemoteFamily("mine", found.folder, found.solution, target=TARGET, problem=Doubling())
+    wrong = RemoteFamily("mine", found.folder, found.config, target=TARGET, problem=Doubling())
     with pytest.raises(CompileError, match="Triton does not compile twice"):
         wrong.program({}, "fp32", {"N": 100})
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from greenfast.judge.solution.capture import capture
-from greenfast.judge.solution.cuda_program import constants, scalar
+from greenfast.judge.solution.cuda_program import evaluate_constants, parse_scalar
 from greenfast.judge.solution.cupti import LoadedCode
 from greenfast.judge.solution.languages.family import import_family
 from greenfast.judge.solution.messages import Buffer
@@ -31,7 +31,7 @@ _CODE = LoadedCode() if torch.cuda.device_count() else None
 
 
 def program(
-    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program that a function's calls make, captured on this process's GPU.
 
@@ -40,31 +40,31 @@ def program(
     """
     if _CODE is None:
         raise MachineError("a callable is captured on a GPU, and there is none here")
-    solution = found.solution
-    if len(solution.launches) > 1:
-        raise UsageError(f"{solution.name}: launches: {len(solution.launches)}; a callable has one")
-    function, given = _call_of(found, buffers)
+    config = solution.config
+    if len(config.launches) > 1:
+        raise UsageError(f"{config.name}: launches: {len(config.launches)}; a callable has one")
+    function, given = _call_of(solution, buffers)
     inputs = {name: _example(buffer) for name, buffer in buffers.items() if buffer.path}
     outputs = {name: _like(buffer) for name, buffer in buffers.items() if buffer.output and name not in inputs}
-    names = constants(found, dims)
+    names = evaluate_constants(solution, dims)
     tensors = {**inputs, **outputs}
-    arguments = [tensors[text] if text in tensors else scalar(text, names).item() for text in given]
+    arguments = [tensors[text] if text in tensors else parse_scalar(text, names).item() for text in given]
     in_place = {name: tensor for name, tensor in inputs.items() if buffers[name].output}
     return capture(function, arguments, inputs, {**outputs, **in_place}, _CODE)
 
 
-def _call_of(found: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
+def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
     """The function, and the text of each argument."""
-    launch = found.solution.launches[0] if found.solution.launches else None
+    launch = solution.config.launches[0] if solution.config.launches else None
     name = launch.kernel if launch else _FUNCTION
-    module = import_family(found.folder, found.solution.file, "")
+    module = import_family(solution.folder, solution.config.file, "")
     function = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise unknown(f"function of {found.solution.file}", name, public)
+        raise unknown(f"function of {solution.config.file}", name, public)
     given = [text for text in launch.args if isinstance(text, str)] if launch else []
     if launch and len(given) < len(launch.args):
-        raise UsageError(f"{found.solution.name}: launches[0].args: a callable takes buffers and typed scalars only")
+        raise UsageError(f"{solution.config.name}: launches[0].args: a callable takes buffers and typed scalars only")
     return function, given or [key for key, buffer in buffers.items() if buffer.path]
 
 

@@ -18,7 +18,7 @@ _PARAMETERS = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)", re.DOTALL)
 
 
 @functools.cache
-def module_of(folder: Path, file: str) -> ModuleType:
+def import_solution_module(folder: Path, file: str) -> ModuleType:
     """A solution's file, imported once for all shapes."""
     return import_family(folder, file, "")
 
@@ -39,13 +39,13 @@ def without_folders(ptx: str) -> str:
     return _FILE.sub(r"\1\2", _DEBUG_SECTION.sub("", ptx))
 
 
-def parameters(ptx: str) -> list[str]:
+def parse_parameters(ptx: str) -> list[str]:
     """The declarations of the parameters of a PTX text's only kernel."""
     found = _PARAMETERS.search(ptx)
     return [text.strip() for text in found[1].split(",") if ".param" in text] if found else []
 
 
-def only_target(ptx: str) -> str:
+def parse_exclusive_target(ptx: str) -> str:
     """The one target that a PTX text is for, such as "sm_90a"; empty if newer ones have its instructions too."""
     found = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     return found[1] if found and found[1].endswith("a") else ""

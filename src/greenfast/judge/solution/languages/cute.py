@@ -18,11 +18,18 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import entries
-from greenfast.judge.solution.cuda_program import arguments, block_of, constants, grid_of, shared_of, workspaces
+from greenfast.judge.solution.cuda_program import (
+    build_arguments,
+    build_workspaces,
+    evaluate_block,
+    evaluate_constants,
+    evaluate_grid,
+    evaluate_shared,
+)
 from greenfast.judge.solution.languages.compiled import (
-    module_of,
-    only_target,
-    parameters,
+    import_solution_module,
+    parse_exclusive_target,
+    parse_parameters,
     require_extra,
     without_folders,
 )
@@ -47,7 +54,7 @@ _THREADS = re.compile(r"^\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", re.MULT
 
 
 def program(
-    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program of a CuTe DSL solution for a shape. Runs the solution's file.
 
@@ -55,18 +62,18 @@ def program(
 
     Raises UsageError naming the file, the key and what is allowed, and CompileError with the compiler's message.
     """
-    require_extra(found.solution.name, "cute")
+    require_extra(solution.config.name, "cute")
     os.environ.setdefault("CUTE_DSL_ARCH", target.name)  # asked for when the package is imported without a GPU
-    names = constants(found, dims)
-    spaces = workspaces(found, names)
+    names = evaluate_constants(solution, dims)
+    spaces = build_workspaces(solution, names)
     known = {**buffers, **{name: Buffer("uint8", [space.nbytes]) for name, space in spaces.items()}}
-    module = module_of(found.folder, found.solution.file)
-    numbers = range(len(found.solution.launches))
-    return Program(tuple(_step(found, n, module, names, known, target) for n in numbers), spaces)
+    module = import_solution_module(solution.folder, solution.config.file)
+    numbers = range(len(solution.config.launches))
+    return Program(tuple(_step(solution, n, module, names, known, target) for n in numbers), spaces)
 
 
 def _step(
-    found: ResolvedSolution,
+    solution: ResolvedSolution,
     number: int,
     module: Any,
     names: Mapping[str, int],
@@ -74,31 +81,33 @@ def _step(
     target: Target,
 ) -> Step:
     """Compile a launch, and check that its kernel takes what the launch passes."""
-    spec = found.solution.launches[number]
-    where = f"{found.path}: launches[{number}]"
+    spec = solution.config.launches[number]
+    where = f"{solution.path}: launches[{number}]"
     function = getattr(module, spec.kernel, None)
     if not callable(function):
-        raise UsageError(f"{where}.kernel: no @cute.jit function {spec.kernel!r} in {found.file.name}")
-    given = arguments(found, number, names)
+        raise UsageError(f"{where}.kernel: no @cute.jit function {spec.kernel!r} in {solution.file.name}")
+    given = build_arguments(solution, number, names)
     ptx = _compile(where, function, _host_arguments(where, function, given, names, buffers), target)
-    block = block_of(found, number, names)
+    block = evaluate_block(solution, number, names)
     threads = _THREADS.search(ptx)
     if threads and block != tuple(int(n or 1) for n in threads.groups()):
         raise UsageError(f"{where}.block: {list(block)}, and {spec.kernel} launches its kernel with {threads[0]}")
-    shared = shared_of(found, number, names)
+    shared = evaluate_shared(solution, number, names)
     if ".extern .shared" in ptx and not shared:
         raise UsageError(f"{where}.shared: missing; the kernel has dynamic shared memory: give its bytes")
     kernel = KernelSource(
         entry=_only_entry(where, ptx),
         source=ptx,
-        name=found.file.name,
+        name=solution.file.name,
         include_dirs=(),
         block=block,
         dynamic_smem_bytes=shared,
-        requires=only_target(ptx),
+        requires=parse_exclusive_target(ptx),
         language="ptx",
     )
-    return Step(kernel, Launch(grid_of(found, number, names), _kernel_arguments(where, ptx, given), spec.early))
+    return Step(
+        kernel, Launch(evaluate_grid(solution, number, names), _kernel_arguments(where, ptx, given), spec.early)
+    )
 
 
 def _host_arguments(
@@ -159,16 +168,16 @@ def _compile(where: str, function: Any, given: list[Any], target: Target) -> str
 
 
 def _only_entry(where: str, ptx: str) -> str:
-    found = entries(ptx)
-    if len(found) != 1:
-        raise UsageError(f"{where}.kernel: launches {len(found)} kernels; write a function and a launch for each")
-    return found[0]
+    names = entries(ptx)
+    if len(names) != 1:
+        raise UsageError(f"{where}.kernel: launches {len(names)} kernels; write a function and a launch for each")
+    return names[0]
 
 
 def _kernel_arguments(where: str, ptx: str, given: tuple[Argument, ...]) -> tuple[Argument, ...]:
     """The kernel's arguments, a tensor as a struct with its pointer. Raises UsageError for other parameters."""
     wanted = []
-    for text in parameters(ptx):
+    for text in parse_parameters(ptx):
         kind = _PARAMETER.search(text)
         size = _BYTES_OF.get(kind[1], 0) * int(kind[2] or 1) if kind else 0
         wanted.append((size, bool(kind and kind[2])))

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import entries
-from greenfast.judge.solution.cuda_program import arguments, constants, grid_of, workspaces
-from greenfast.judge.solution.expressions import whole
+from greenfast.judge.solution.cuda_program import build_arguments, build_workspaces, evaluate_constants, evaluate_grid
+from greenfast.judge.solution.expressions import evaluate_whole
 from greenfast.judge.solution.languages.compiled import (
-    module_of,
-    only_target,
-    parameters,
+    import_solution_module,
+    parse_exclusive_target,
+    parse_parameters,
     require_extra,
     without_folders,
 )
@@ -45,7 +45,7 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 def program(
-    found: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
+    solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
     """The program of a Triton solution for a shape. Runs the solution's file.
 
@@ -53,16 +53,16 @@ def program(
 
     Raises UsageError naming the file, the key and what is allowed, and CompileError with Triton's message.
     """
-    require_extra(found.solution.name, "triton")
-    names = constants(found, dims)
-    spaces = workspaces(found, names)
+    require_extra(solution.config.name, "triton")
+    names = evaluate_constants(solution, dims)
+    spaces = build_workspaces(solution, names)
     dtypes = {name: buffer.dtype for name, buffer in buffers.items()} | dict.fromkeys(spaces, _UNTYPED)
     with _ready(target):
-        module = module_of(found.folder, found.solution.file)
+        module = import_solution_module(solution.folder, solution.config.file)
         steps = []
-        for number in range(len(found.solution.launches)):
-            call = _call(found, number, module, names, dtypes)
-            steps.append(_step(found, number, call, target, spaces))
+        for number in range(len(solution.config.launches)):
+            call = _call(solution, number, module, names, dtypes)
+            steps.append(_step(solution, number, call, target, spaces))
     return Program(tuple(steps), spaces)
 
 
@@ -80,13 +80,13 @@ class _Call:
 
 
 def _call(
-    found: ResolvedSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
+    solution: ResolvedSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
 ) -> _Call:
     """What a launch asks of the compiler. Raises UsageError as ``program`` does."""
-    spec = found.solution.launches[number]
-    where = f"{found.path}: launches[{number}]"
-    function, heuristics = _function(f"{where}.kernel", module, spec.kernel, found)
-    given = arguments(found, number, names)
+    spec = solution.config.launches[number]
+    where = f"{solution.path}: launches[{number}]"
+    function, heuristics = _function(f"{where}.kernel", module, spec.kernel, solution)
+    given = build_arguments(solution, number, names)
     runtime = [p.name for p in function.params if not p.is_constexpr]
     if len(given) != len(runtime):
         raise UsageError(
@@ -120,10 +120,12 @@ def _call(
     if spec.early:
         options["launch_pdl"] = True
     left = tuple(value for name, value in by_name.items() if signature[name] != "constexpr")
-    return _Call(function, signature, fixed, tuple(divisible), left, grid_of(found, number, names), options)
+    return _Call(function, signature, fixed, tuple(divisible), left, evaluate_grid(solution, number, names), options)
 
 
-def _function(key: str, module: Any, name: str, found: ResolvedSolution) -> tuple[Any, dict[str, Callable[..., Any]]]:
+def _function(
+    key: str, module: Any, name: str, solution: ResolvedSolution
+) -> tuple[Any, dict[str, Callable[..., Any]]]:
     """The @triton.jit function of this name, and its heuristics by constant.
 
     Raises UsageError if there is none, or if it is autotuned and the solution does not say with which constants.
@@ -136,7 +138,7 @@ def _function(key: str, module: Any, name: str, found: ResolvedSolution) -> tupl
     while isinstance(function, (Autotuner, Heuristics)):
         if isinstance(function, Heuristics):
             heuristics |= function.values
-        elif open_ := sorted({k for c in function.configs for k in c.kwargs} - found.solution.constants.keys()):
+        elif open_ := sorted({k for c in function.configs for k in c.kwargs} - solution.config.constants.keys()):
             configs = "; ".join(str(config) for config in function.configs[:4])
             raise UsageError(
                 f"{key}: {name} is autotuned, and nothing is timed here: choose a configuration, its "
@@ -145,7 +147,7 @@ def _function(key: str, module: Any, name: str, found: ResolvedSolution) -> tupl
         function = function.fn
     if not isinstance(function, JITFunction):
         jitted = sorted(n for n, f in vars(module).items() if isinstance(f, (JITFunction, Autotuner, Heuristics)))
-        raise UsageError(f"{key}: no @triton.jit function {name!r} in {found.file.name}; it has {', '.join(jitted)}")
+        raise UsageError(f"{key}: no @triton.jit function {name!r} in {solution.file.name}; it has {', '.join(jitted)}")
     return function, heuristics
 
 
@@ -193,7 +195,7 @@ def _type_of(key: str, parameter: Any, argument: Argument, buffers: Mapping[str,
 
 def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> int:
     try:
-        value = whole(text, names)
+        value = evaluate_whole(text, names)
     except UsageError as e:
         raise UsageError(f"{where}.{key}: {e}") from None
     if value < 1:
@@ -201,13 +203,13 @@ def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> 
     return value
 
 
-def _step(found: ResolvedSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
+def _step(solution: ResolvedSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
     """Compile a launch; adds the scratch memory that its code asks for to the workspaces."""
-    compiled = _compile(f"{found.path}: launches[{number}]", call, target)
+    compiled = _compile(f"{solution.path}: launches[{number}]", call, target)
     about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
     (entry,) = entries(ptx)
     # After the function's parameters come pointers to scratch memory, null where it asks for none.
-    extra: list[Argument] = [np.uint64(0)] * (len(parameters(ptx)) - len(call.arguments))
+    extra: list[Argument] = [np.uint64(0)] * (len(parse_parameters(ptx)) - len(call.arguments))
     if about.global_scratch_size:
         name = f"scratch_{number}"
         x, y, z = call.grid
@@ -216,11 +218,11 @@ def _step(found: ResolvedSolution, number: int, call: _Call, target: Target, spa
     kernel = KernelSource(
         entry=entry,
         source=ptx,
-        name=found.file.name,
+        name=solution.file.name,
         include_dirs=(),
         block=(32 * about.num_warps, 1, 1),
         dynamic_smem_bytes=about.shared,
-        requires=only_target(ptx),
+        requires=parse_exclusive_target(ptx),
         language="ptx",
     )
     launch = Launch(call.grid, (*call.arguments, *extra), bool(about.launch_pdl))
