@@ -10,7 +10,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.rotating_buffers import WRONG_BITS
 from greenfast.device.worker import Worker
-from greenfast.judge.gates.sides import image_of
+from greenfast.judge.gates.sides import build_image
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
@@ -35,7 +35,7 @@ SOURCE = """extern "C" __global__ void depends(const unsigned* x, unsigned* y) {
 def test_only_the_alignment_of_an_address_repeats(pointer: str, mask: int, is_wrong: bool) -> None:
     target = Target.of_device(torch.cuda.get_device_capability())
     body = SOURCE.replace("POINTER", pointer).replace("MASK", hex(mask))
-    image = image_of(compile_kernel(KernelSource("depends", body, "depends.cu", (), (32, 1, 1)), target))
+    image = build_image(compile_kernel(KernelSource("depends", body, "depends.cu", (), (32, 1, 1)), target))
     executable = Executable.single(image, Launch((1, 1, 1), ("x", "y")))
     cases = [Case({"x": np.arange(32, dtype=np.uint32) + n}, {"y": OutputSpec((32,), "uint32")}) for n in range(2)]
     with Worker(0, timeout_s=60) as worker:
