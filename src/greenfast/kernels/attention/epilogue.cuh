@@ -66,10 +66,10 @@ struct NonFiniteRowsFinder {
     if constexpr (Traits::kKeyBlockScales) {
       const size_t first = sequence.first_kv_block(keys);
       for (int block = threadIdx.x % 32; block * kRowBlock < col_end; block += 32) {
-        const float of_keys = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
-        const float of_values = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
-        if (of_keys != of_keys) finite_keys = min(finite_keys, block * kRowBlock);
-        if (of_values != of_values) finite_values = min(finite_values, block * kRowBlock);
+        const float k_scale = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
+        const float v_scale = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
+        if (k_scale != k_scale) finite_keys = min(finite_keys, block * kRowBlock);
+        if (v_scale != v_scale) finite_values = min(finite_values, block * kRowBlock);
       }
       finite_keys = __reduce_min_sync(0xffffffffu, finite_keys);
       finite_values = __reduce_min_sync(0xffffffffu, finite_values);
@@ -77,8 +77,8 @@ struct NonFiniteRowsFinder {
     NonFiniteRows nonfinite;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float of_row = scales.row_factor(r);
-      nonfinite.scores[r] = limit(row() + 8 * r) > (of_row != of_row ? 0 : finite_keys);
+      const float row_factor = scales.row_factor(r);
+      nonfinite.scores[r] = limit(row() + 8 * r) > (row_factor != row_factor ? 0 : finite_keys);
       nonfinite.values[r] = limit(row() + 8 * r) > finite_values;
     }
     return nonfinite;

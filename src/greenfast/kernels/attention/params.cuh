@@ -11,8 +11,8 @@ struct OutputRows {
   int columns;     // the caller's head_dim: a multiple of 8, at most kHeadDim
 
   // The offset of row 0 of a head, which is counted over all batches.
-  __device__ __forceinline__ long long first(unsigned of_all) const {
-    return of_all * head + (gap == 0 ? 0 : of_all / heads * gap);
+  __device__ __forceinline__ long long first(unsigned head_index) const {
+    return head_index * head + (gap == 0 ? 0 : head_index / heads * gap);
   }
 };
 

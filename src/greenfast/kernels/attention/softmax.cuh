@@ -46,7 +46,7 @@ struct OnlineSoftmax {
   template <class Variant>
   __device__ __forceinline__ void online_softmax(float (&s)[kScores], const Scales& scales, const float (&before)[2],
                                                  float (&p_fp32)[kScores], float (&rescale)[2]) {
-    float top[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
+    float row_max[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
       float raw[2];
@@ -54,20 +54,22 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float scaled = raw[r] * scales.factor(h, r);
-        top[r] = h == 0 ? scaled : fmaxf(top[r], scaled);
+        row_max[r] = h == 0 ? scaled : fmaxf(row_max[r], scaled);
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Before the reduction over the quad: with per-thread sums, all threads of a row must drop together.
-      top[r] = fmaxf(top[r], Traits::kPerTileBase && before[r] < kMaxSumForDrop ? base[r] - kMaxBaseDrop : base[r]);
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], 2));
-      const float from = top[r] == -CUDART_INF_F ? 0.0f : top[r];  // no key so far: any base gives P = 0
-      rescale[r] = ptx::ex2(base[r] - from);
+      row_max[r] =
+          fmaxf(row_max[r], Traits::kPerTileBase && before[r] < kMaxSumForDrop ? base[r] - kMaxBaseDrop : base[r]);
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 1));
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffffu, row_max[r], 2));
+      const float exponent_base =
+          row_max[r] == -CUDART_INF_F ? 0.0f : row_max[r];  // no key so far: any base gives P = 0
+      rescale[r] = ptx::ex2(base[r] - exponent_base);
 #pragma unroll
-      for (int h = 0; h < kScales; ++h) bias[h][r] = kMaxOffset - from;
-      base[r] = top[r];
+      for (int h = 0; h < kScales; ++h) bias[h][r] = kMaxOffset - exponent_base;
+      base[r] = row_max[r];
       sum[r] *= rescale[r];
     }
     if constexpr (Variant::kShift != 0.0f) subtract_shift<Variant>(s, scales, bias);
@@ -123,17 +125,17 @@ struct OnlineSoftmax {
   __device__ __forceinline__ static void subtract_shift(float (&s)[kScores], const Scales& scales,
                                                         float (&bias)[kScales][2]) {
     constexpr float kShiftThreshold = 0.00520833f;
-    float largest = 0.0f;
+    float max_factor = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 2 * kScales; ++i) largest = fmaxf(largest, scales.factor(i / 2, i % 2));
-    if (Traits::kFineScales ? __any_sync(0xffffffffu, largest > kShiftThreshold) : largest > kShiftThreshold) {
+    for (int i = 0; i < 2 * kScales; ++i) max_factor = fmaxf(max_factor, scales.factor(i / 2, i % 2));
+    if (Traits::kFineScales ? __any_sync(0xffffffffu, max_factor > kShiftThreshold) : max_factor > kShiftThreshold) {
 #pragma unroll
       for (float& x : s) x -= Variant::kShift;
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * kScales; ++i) {
-        float& of_row = bias[i / 2][i % 2];
-        of_row = fmaf(-Variant::kShift, scales.factor(i / 2, i % 2), of_row);
+        float& row_bias = bias[i / 2][i % 2];
+        row_bias = fmaf(-Variant::kShift, scales.factor(i / 2, i % 2), row_bias);
       }
     }
   }
@@ -142,7 +144,7 @@ struct OnlineSoftmax {
   // Uses integer max on the float bits, three operands at a time and starting from 0, which is right for positive
   // floats. If the result is 0, all scores are negative: then the largest has the smallest bits.
   template <class Variant>
-  __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&top)[2]) {
+  __device__ __forceinline__ void thread_maxima(const float (&s)[kScores], int scale, float (&row_max)[2]) {
     constexpr int kCount = kScores / kScales;
     constexpr bool kShifted = Variant::kShift != 0.0f;  // all positive, except -inf
     int max_bits[2] = {};
@@ -152,8 +154,8 @@ struct OnlineSoftmax {
       int& m = max_bits[i / 2 % 2];
       m = __vimax3_s32(m, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
-    top[0] = __int_as_float(max_bits[0]) - Variant::kShift;
-    top[1] = __int_as_float(max_bits[1]) - Variant::kShift;
+    row_max[0] = __int_as_float(max_bits[0]) - Variant::kShift;
+    row_max[1] = __int_as_float(max_bits[1]) - Variant::kShift;
     if constexpr (kShifted) return;
     const bool always = Traits::kPerTileBase;
     if (__any_sync(0xffffffffu, (max_bits[0] == 0 && (always || base[0] < 0.0f)) ||
@@ -166,7 +168,7 @@ struct OnlineSoftmax {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (max_bits[r] == 0) top[r] = __uint_as_float(min_bits[r]);
+        if (max_bits[r] == 0) row_max[r] = __uint_as_float(min_bits[r]);
       }
     }
   }

@@ -44,16 +44,16 @@ struct ScoreScales {
   __device__ __forceinline__ void start(const FlashParams& p, const Sequence& sequence, const KeyRows& keys,
                                         const float (&q_scale)[kRowScales]) {
     const float log2_e = 1.4426950408889634f;
-    float of_row[kRowScales];
+    float row_scale[kRowScales];
 #pragma unroll
-    for (int r = 0; r < kRowScales; ++r) of_row[r] = q_scale[r] * p.softmax_scale * log2_e;
+    for (int r = 0; r < kRowScales; ++r) row_scale[r] = q_scale[r] * p.softmax_scale * log2_e;
     if constexpr (Traits::kKeyBlockScales) {
       next_block = static_cast<int>(sequence.first_kv_block(keys));
       last_block = next_block + sequence.kv_blocks() - 1;
 #pragma unroll
-      for (int r = 0; r < kRowScales; ++r) q_factor[r] = of_row[r];
+      for (int r = 0; r < kRowScales; ++r) q_factor[r] = row_scale[r];
     } else {
-      const float scale = of_row[0] * p.k_scale[keys.kv_head];
+      const float scale = row_scale[0] * p.k_scale[keys.kv_head];
       factors[0][0] = scale < kMinFactor ? kMinFactor : scale;
     }
   }
@@ -69,9 +69,9 @@ struct ScoreScales {
 #pragma unroll
       for (int h = 0; h < kScales; ++h) {
         const int block = kScales == 1 ? next_block : min(next_block + h, last_block);
-        const size_t at =
+        const size_t index =
             Traits::kFineScales ? static_cast<size_t>(block) * kKeyGroups + threadIdx.x % kKeyGroups : block;
-        const float k_scale = ptx::load_written(p.k_scale + at);
+        const float k_scale = ptx::load_written(p.k_scale + index);
 #pragma unroll
         for (int r = 0; r < kRowScales; ++r) factors[h][r] = fmaxf(q_factor[r] * k_scale, kMinFactor);
       }
@@ -89,8 +89,8 @@ struct ScoreVariant {
   __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>&))[kCount] {
     return reinterpret_cast<float (&)[kCount]>(s);
   }
-  __device__ __forceinline__ static const ScoreScales<Traits>& scales(const ScoreScales<Traits>& of_tile) {
-    return of_tile;
+  __device__ __forceinline__ static const ScoreScales<Traits>& scales(const ScoreScales<Traits>& tile_scales) {
+    return tile_scales;
   }
 };
 
@@ -100,21 +100,22 @@ struct ScoreVariant<Traits, true> {
   static constexpr float kLog2E = 1.4426950408889634f, kShift = 0.0f;
 
   template <int kCount, class Score>
-  __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>& of_tile))[kCount] {
+  __device__ __forceinline__ static float (&scores(Score (&s)[kCount],
+                                                   const ScoreScales<Traits>& tile_scales))[kCount] {
     float (&capped)[kCount] = reinterpret_cast<float (&)[kCount]>(s);
     constexpr int kOfScale = kCount / ScoreScales<Traits>::kScales;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float scale = of_tile.factor(i / kOfScale, i / 2 % 2) * (1.0f / (Traits::kSoftcap * kLog2E));
+      const float scale = tile_scales.factor(i / kOfScale, i / 2 % 2) * (1.0f / (Traits::kSoftcap * kLog2E));
       capped[i] = ptx::tanh((capped[i] - RawScore<Traits::kInt8>::kShift) * scale);
     }
     return capped;
   }
-  __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> of_tile) {
-    for (auto& of_part : of_tile.factors) {
-      for (float& factor : of_part) factor = Traits::kSoftcap * kLog2E;
+  __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> tile_scales) {
+    for (auto& part_factors : tile_scales.factors) {
+      for (float& factor : part_factors) factor = Traits::kSoftcap * kLog2E;
     }
-    return of_tile;
+    return tile_scales;
   }
 };
 

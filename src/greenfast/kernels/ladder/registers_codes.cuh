@@ -84,14 +84,14 @@ struct GroupCopies {
     rows_left = p.seq_len - group * kKeys - copy_row;
   }
 
-  // Copies the next tile to the stage at byte offset `at` from the first.
-  __device__ __forceinline__ void fetch(int at) {
+  // Copies the next tile to the stage at byte offset stage_offset from the first.
+  __device__ __forceinline__ void fetch(int stage_offset) {
 #pragma unroll
     for (int row = 0; row < kKeys; row += kRowsPerCopy) {
       const int bytes = row < rows_left ? 16 : 0;
-      unsigned char* const to = copy_to + at + row * kHeadDim;
-      ptx::cp_async_16(to, k_next + row * kHeadDim, bytes);
-      ptx::cp_async_16(to + sizeof(Tile), v_next + row * kHeadDim, bytes);
+      unsigned char* const dst = copy_to + stage_offset + row * kHeadDim;
+      ptx::cp_async_16(dst, k_next + row * kHeadDim, bytes);
+      ptx::cp_async_16(dst + sizeof(Tile), v_next + row * kHeadDim, bytes);
     }
     ptx::cp_async_commit();
     k_next += kNext * kHeadDim;

@@ -189,7 +189,7 @@ __device__ __forceinline__ void attend(const LadderParams& params, const Registe
   }
   // Each thread combines eight adjacent columns of one row per pass. A group without keys has an infinite bias and
   // factor 0; the first group always has keys.
-  const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
   unsigned values[kPasses][4];  // as half2
   float group_factor[Shape::kKeyGroups];
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ __forceinline__ void attend(const LadderParams& params, const Registe
 #pragma unroll
       for (int j = 0; j < Shape::kKeyGroups; ++j) {
         const float4 y = *reinterpret_cast<const float4*>(partial.o[j * Shape::kRowGroups + row / 16] +
-                                                          Storage::unit(row % 16, 2 * piece + i));
+                                                          Storage::unit(row % 16, 2 * chunk + i));
         x.x = fmaf(group_factor[j], y.x, x.x);
         x.y = fmaf(group_factor[j], y.y, x.y);
         x.z = fmaf(group_factor[j], y.z, x.z);
@@ -238,7 +238,7 @@ __device__ __forceinline__ void attend(const LadderParams& params, const Registe
   }
   if (work.first_row + row < params.seq_len) {
     half* out =
-        params.out + work.head_offset + static_cast<size_t>(work.first_row + row) * kHeadDim + kThreadColumns * piece;
+        params.out + work.head_offset + static_cast<size_t>(work.first_row + row) * kHeadDim + kThreadColumns * chunk;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       __stwb(reinterpret_cast<uint4*>(out + 8 * pass),

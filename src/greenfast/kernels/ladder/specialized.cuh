@@ -59,13 +59,13 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
     const unsigned char* v_next = params.v + copy_offset;
     int rows_left = params.seq_len - copy_row;
     const auto fetch = [&](int group, int stage) {  // copies the next tile
-      unsigned char* const to = shared.codes.stages[group][stage].k.bytes;
+      unsigned char* const stage_bytes = shared.codes.stages[group][stage].k.bytes;
 #pragma unroll
       for (int row = 0; row < kKeys; row += kRowsPerCopy) {
         const int bytes = row < rows_left ? 16 : 0;
-        unsigned char* const at = to + Tile::chunk_offset(copy_row + row, chunk);
-        ptx::cp_async_16(at, k_next + row * kHeadDim, bytes);
-        ptx::cp_async_16(at + sizeof(Tile), v_next + row * kHeadDim, bytes);
+        unsigned char* const dst = stage_bytes + Tile::chunk_offset(copy_row + row, chunk);
+        ptx::cp_async_16(dst, k_next + row * kHeadDim, bytes);
+        ptx::cp_async_16(dst + sizeof(Tile), v_next + row * kHeadDim, bytes);
       }
       ptx::cp_async_arrive(shared.full[group * Cfg::kStages + stage]);
       k_next += kKeys * kHeadDim;
@@ -94,15 +94,15 @@ __device__ __forceinline__ void attention_specialized(const LadderParams& params
 
   // Offsets switch between the two stages by one bit.
   static_assert((kStageBytes & (kStageBytes - 1)) == 0, "stages of a power of two");
-  int at = 0;
+  int stage_index = 0;
   const auto ready = [&](int tile, int group, int&, int&) {
     const int round = tile / kGroups;
-    at = group * Cfg::kStages + round % Cfg::kStages;
-    ptx::mbarrier_wait(shared.full[at], round / Cfg::kStages % 2);
+    stage_index = group * Cfg::kStages + round % Cfg::kStages;
+    ptx::mbarrier_wait(shared.full[stage_index], round / Cfg::kStages % 2);
   };
   const auto release = [&](int& k_at, int& v_at) {
     __syncwarp();
-    if (thread.lane == 0) shared.empty[at].arrive();
+    if (thread.lane == 0) shared.empty[stage_index].arrive();
     k_at ^= kStageBytes;
     v_at ^= kStageBytes;
   };

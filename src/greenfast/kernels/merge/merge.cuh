@@ -16,8 +16,8 @@ struct MergeRows {
   T* data;
   long long batch, head, row;  // strides in elements; columns are contiguous
 
-  __device__ __forceinline__ T* at(int of_batch, int of_head, int of_row) const {
-    return data + of_batch * batch + of_head * head + of_row * row;
+  __device__ __forceinline__ T* row_ptr(int batch_index, int head_index, int row_index) const {
+    return data + batch_index * batch + head_index * head + row_index * row;
   }
 };
 
@@ -42,31 +42,31 @@ __device__ __forceinline__ void merge(const MergeParams<Cfg>& p) {
             head = head_index % p.heads;
   if (row >= p.rows) return;
   const bool in_both = row >= p.first;
-  const long long at = static_cast<long long>(head_index) * p.rows + row;
-  const float lse_a = p.lse_a[at];
+  const long long row_index = static_cast<long long>(head_index) * p.rows + row;
+  const float lse_a = p.lse_a[row_index];
   if (Cfg::kInPlace && !in_both) {
-    if (column == 0) p.lse_out[at] = lse_a;
+    if (column == 0) p.lse_out[row_index] = lse_a;
     return;
   }
   const float lse_b =
       in_both ? p.lse_b[static_cast<long long>(head_index) * (p.rows - p.first) + row - p.first] : -CUDART_INF_F;
-  const float top = ptx::max_nan(lse_a, lse_b), base = top == -CUDART_INF_F ? 0.0f : top;
+  const float max_lse = ptx::max_nan(lse_a, lse_b), base = max_lse == -CUDART_INF_F ? 0.0f : max_lse;
   const float weight_a = expf(lse_a - base), weight_b = expf(lse_b - base), sum = weight_a + weight_b;
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // no keys at all
-  const auto a = *reinterpret_cast<const Pack<typename Cfg::A, kVector>*>(p.a.at(batch, head, row) + column);
+  const auto a = *reinterpret_cast<const Pack<typename Cfg::A, kVector>*>(p.a.row_ptr(batch, head, row) + column);
   Pack<typename Cfg::B, kVector> b = {};
   if (in_both) {
-    b = *reinterpret_cast<const Pack<typename Cfg::B, kVector>*>(p.b.at(batch, head, row - p.first) + column);
+    b = *reinterpret_cast<const Pack<typename Cfg::B, kVector>*>(p.b.row_ptr(batch, head, row - p.first) + column);
   }
   Pack<typename Cfg::Out, kVector> out;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const float of_a = static_cast<float>(a.values[i]) * (weight_a * inverse);
-    const float of_b = static_cast<float>(b.values[i]) * (weight_b * inverse);
-    out.values[i] = static_cast<typename Cfg::Out>(in_both ? of_a + of_b : static_cast<float>(a.values[i]));
+    const float from_a = static_cast<float>(a.values[i]) * (weight_a * inverse);
+    const float from_b = static_cast<float>(b.values[i]) * (weight_b * inverse);
+    out.values[i] = static_cast<typename Cfg::Out>(in_both ? from_a + from_b : static_cast<float>(a.values[i]));
   }
-  *reinterpret_cast<Pack<typename Cfg::Out, kVector>*>(p.out.at(batch, head, row) + column) = out;
-  if (column == 0) p.lse_out[at] = logf(sum) + base;
+  *reinterpret_cast<Pack<typename Cfg::Out, kVector>*>(p.out.row_ptr(batch, head, row) + column) = out;
+  if (column == 0) p.lse_out[row_index] = logf(sum) + base;
 }
 
 }  // namespace greenfast

@@ -75,9 +75,9 @@ struct RowsQuantizer {
       int row[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int i = first + r, within = i * 19 % kMeanKeys;
+        const int i = first + r, offset = i * 19 % kMeanKeys;
         row[r] =
-            static_cast<int>(static_cast<long long>(i * kMeanKeys + within) * from.length / (kMeanKeys * kMeanKeys));
+            static_cast<int>(static_cast<long long>(i * kMeanKeys + offset) * from.length / (kMeanKeys * kMeanKeys));
       }
       Values x;
       read(from, row, x);

@@ -75,7 +75,7 @@ struct RowsTransform {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of the eight columns
           const bool negative = (__popc(part & i / 2) ^ half & i ^ (i / 2 == 3)) & 1;
-          const unsigned of_part = kSplit > 1 && i / 2 & kWarpParts ? other_signs : signs;
+          const unsigned part_signs = kSplit > 1 && i / 2 & kWarpParts ? other_signs : signs;
           const unsigned flip = negative ? 0x80008000u : 0u;
           const unsigned a[4] = {low[2 * half], high[2 * half], low[2 * half + 1], high[2 * half + 1]};
           float (&to)[2][kGroups][4] = x[part];
@@ -83,7 +83,7 @@ struct RowsTransform {
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             float c[4] = {to[0][m][2 * side], to[0][m][2 * side + 1], to[1][m][2 * side], to[1][m][2 * side + 1]};
-            const unsigned b[2] = {of_part ^ flip, of_part ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
+            const unsigned b[2] = {part_signs ^ flip, part_signs ^ flip ^ (side == 0 ? 0x80000000u : 0x00008000u)};
             i < 2 ? Mma::set(c, a, b) : Mma::add(c, a, b);
 #pragma unroll
             for (int e = 0; e < 4; ++e) to[e / 2][m][2 * side + e % 2] = c[e];

@@ -49,9 +49,9 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, const AppendI
       out += Cfg::kHeadDim;
     } else {
       unsigned codes[kAppendColumns / 4];
-      const float found = Row::quantize(x, scale, codes);
+      const float row_scale = Row::quantize(x, scale, codes);
       if (present) Row::write(codes, codes_out);
-      if (Cfg::kTokenScales && present && Row::lane() == 0) *scale = found;
+      if (Cfg::kTokenScales && present && Row::lane() == 0) *scale = row_scale;
       codes_out += pages.head_stride;
       scale += Cfg::kTokenScales ? Cfg::kPageSize : pages.scale_stride;
     }

@@ -130,8 +130,8 @@ struct AppendRow {
       for (int lanes = 1; lanes < kLanes; lanes *= 2) {
         amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, lanes));
       }
-      const RowScale of_row(amax);
-      scale = of_row.scale, inverse = of_row.inverse;
+      const RowScale row_scale(amax);
+      scale = row_scale.scale, inverse = row_scale.inverse;
     } else {
       scale = *given, inverse = __frcp_rn(scale);
     }

@@ -97,8 +97,8 @@ struct AppendValues {
     float x[kAppendColumns];
     Row::widen(loaded, x);
     unsigned codes[kAppendColumns / 4];
-    const float* const given = Cfg::kTokenScales ? nullptr : p.v_pages.scale + head * p.v_pages.scale_stride;
-    const float scale = Row::quantize(x, given, codes);
+    const float* const head_scale = Cfg::kTokenScales ? nullptr : p.v_pages.scale + head * p.v_pages.scale_stride;
+    const float scale = Row::quantize(x, head_scale, codes);
     if (!writes) return;
     Row::write(codes, shared.codes[token]);
     if (Cfg::kTokenScales && Row::lane() == 0) {

@@ -78,15 +78,15 @@ struct Consumer : Output<T> {
     // Rows after the last one copy its key range. They are not written.
     const auto token_of = [&](int row) { return p.batch.token(min(first + row, stop - 1)); };
     float scale = p.softmax_scale;
-    const auto of_head = [&](const float* scales, const int (&strides)[2]) {
+    const auto head_scale = [&](const float* scales, const int (&strides)[2]) {
       return scales[static_cast<long long>(tile.sequence) * strides[0] + work.head * strides[1]];
     };
     if constexpr (T::kPrefetchScales) {
       scale *= shared.next_scales[0];
     } else if constexpr (!T::kTokenScales) {
-      scale *= of_head(p.k_scale, p.k_scale_strides);
+      scale *= head_scale(p.k_scale, p.k_scale_strides);
     }
-    if constexpr (T::kQuantizedQ) scale *= of_head(p.q_scale, p.q_scale_strides);
+    if constexpr (T::kQuantizedQ) scale *= head_scale(p.q_scale, p.q_scale_strides);
     scale = T::kSoftcap ? scale / p.softcap : scale * kLog2E;
     // The scale must be positive so that the row maximum is too: a negative scale is replaced by its absolute value and
     // -Q.
@@ -112,9 +112,9 @@ struct Consumer : Output<T> {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::kHeadDim / 32; ++i) {
-      const int panel = i * 32 / T::kPanel, within = i * 32 % T::kPanel;
-      const unsigned long long q = q_operand.at(panel * sizeof(shared.q[0][0]) + within);
-      const unsigned long long k = k_tile.at(panel * sizeof(shared.k[0][0]) + within);
+      const int panel = i * 32 / T::kPanel, panel_offset = i * 32 % T::kPanel;
+      const unsigned long long q = q_operand.at(panel * sizeof(shared.q[0][0]) + panel_offset);
+      const unsigned long long k = k_tile.at(panel * sizeof(shared.k[0][0]) + panel_offset);
       i == 0 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();

@@ -64,10 +64,11 @@ struct DecodeSwapAB {
     for (int m = 0; m < kKeyBlocks; ++m) {
 #pragma unroll
       for (int i = 0; i < T::kHeadDim / 32; ++i) {
-        const int panel = i * 32 / T::kPanel, within = i * 32 % T::kPanel;
-        const unsigned long long q = c.q_operand.at(panel * sizeof(c.shared.q[0][0]) + within);
-        const unsigned long long k = c.k_operands.at(c.k_ring.stage * sizeof(c.shared.k[0]) +
-                                                     panel * sizeof(c.shared.k[0][0]) + m * 64 * T::kPanel + within);
+        const int panel = i * 32 / T::kPanel, panel_offset = i * 32 % T::kPanel;
+        const unsigned long long q = c.q_operand.at(panel * sizeof(c.shared.q[0][0]) + panel_offset);
+        const unsigned long long k =
+            c.k_operands.at(c.k_ring.stage * sizeof(c.shared.k[0]) + panel * sizeof(c.shared.k[0][0]) +
+                            m * 64 * T::kPanel + panel_offset);
         i == 0 ? ptx::wgmma_set(s[m], k, q) : ptx::wgmma_add(s[m], k, q);
       }
     }
@@ -94,8 +95,8 @@ struct DecodeSwapAB {
         if constexpr (T::kRowMajorV) {
           ptx::wgmma_add(o[n], v[t][n], p_codes);
         } else {
-          const unsigned at = c.v_ring.stage * sizeof(c.shared.v[0]) + 2 * t * T::kGroupBytes + n * 64 * 16;
-          ptx::wgmma_add(o[n], c.v_operands.at(at), p_codes);
+          const unsigned offset = c.v_ring.stage * sizeof(c.shared.v[0]) + 2 * t * T::kGroupBytes + n * 64 * 16;
+          ptx::wgmma_add(o[n], c.v_operands.at(offset), p_codes);
         }
       }
     }
@@ -126,11 +127,11 @@ struct DecodeSwapAB {
   __device__ __forceinline__ void online_softmax(float (&s)[kKeyBlocks][kScores], const KeyScales& keys, int first_key,
                                                  float (&warp_max)[4][kRows], bool masked,
                                                  float (&rescale)[kThreadRows]) {
-    float factor[kThreadRows], top[kThreadRows], bias[kThreadRows];
+    float factor[kThreadRows], tile_max[kThreadRows], bias[kThreadRows];
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
       factor[r] = c.rows.scale_log2[row(r)];
-      top[r] = -CUDART_INF_F;
+      tile_max[r] = -CUDART_INF_F;
     }
 #pragma unroll
     for (int m = 0; m < kKeyBlocks; ++m) {
@@ -145,25 +146,27 @@ struct DecodeSwapAB {
                           : fmaf(x, factor[r], log2_value);
         }
         if (masked) {
-          const int at = first_key + key;
-          x = at >= c.rows.begin[row(r)] && at < c.rows.end[row(r)] ? x : -CUDART_INF_F;
+          const int key_index = first_key + key;
+          x = key_index >= c.rows.begin[row(r)] && key_index < c.rows.end[row(r)] ? x : -CUDART_INF_F;
         }
-        top[r] = fmaxf(top[r], x);
+        tile_max[r] = fmaxf(tile_max[r], x);
       }
     }
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
-      if constexpr (!T::kScaledScores) top[r] *= factor[r];
+      if constexpr (!T::kScaledScores) tile_max[r] *= factor[r];
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffffu, top[r], step));
-      if (lane < 4) warp_max[threadIdx.x / 32 % 4][row(r)] = top[r];
+      for (int step = 4; step < 32; step *= 2)
+        tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(0xffffffffu, tile_max[r], step));
+      if (lane < 4) warp_max[threadIdx.x / 32 % 4][row(r)] = tile_max[r];
     }
     c.sync_rows();
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
-      top[r] = fmaxf(fmaxf(warp_max[0][row(r)], warp_max[1][row(r)]), fmaxf(warp_max[2][row(r)], warp_max[3][row(r)]));
-      rescale[r] = update_max(max[r], top[r]);
+      tile_max[r] =
+          fmaxf(fmaxf(warp_max[0][row(r)], warp_max[1][row(r)]), fmaxf(warp_max[2][row(r)], warp_max[3][row(r)]));
+      rescale[r] = update_max(max[r], tile_max[r]);
       bias[r] = kMaxOffset - (max[r] == -CUDART_INF_F ? 0.0f : max[r]);
     }
 #pragma unroll
@@ -183,10 +186,10 @@ struct DecodeSwapAB {
   }
 
   // Updates max with a tile's maximum (lazily, see kRescaleThreshold) and returns the factor for earlier tiles.
-  __device__ __forceinline__ static float update_max(float& max, float top) {
-    top = top > max + kRescaleThreshold ? top : max;
-    const float factor = ptx::ex2(max - (top == -CUDART_INF_F ? 0.0f : top));
-    max = top;
+  __device__ __forceinline__ static float update_max(float& max, float tile_max) {
+    tile_max = tile_max > max + kRescaleThreshold ? tile_max : max;
+    const float factor = ptx::ex2(max - (tile_max == -CUDART_INF_F ? 0.0f : tile_max));
+    max = tile_max;
     return factor;
   }
 
@@ -196,8 +199,8 @@ struct DecodeSwapAB {
     const unsigned other = __shfl_xor_sync(0xffffffffu, mine, 4);
     const int lane = threadIdx.x % 32, odd = lane / 4 % 2;
     const unsigned word = __byte_perm(mine, other, odd ? 0x3726 : 0x5140);
-    unsigned char* const to = decode.p_codes[m * 4 + threadIdx.x / 32 % 4][n * 8 + lane % 4 * 2 + odd];
-    *reinterpret_cast<unsigned*>(to + lane / 8 * 4) = word;
+    unsigned char* const dst = decode.p_codes[m * 4 + threadIdx.x / 32 % 4][n * 8 + lane % 4 * 2 + odd];
+    *reinterpret_cast<unsigned*>(dst + lane / 8 * 4) = word;
   }
 
   // Adds the tile's P to the row sums.
@@ -206,8 +209,8 @@ struct DecodeSwapAB {
 #pragma unroll
     for (int n = 0; n < kThreadSums; ++n) {
       const int r = sum_row(n);
-      const float top = fmaxf(fmaxf(warp_max[0][r], warp_max[1][r]), fmaxf(warp_max[2][r], warp_max[3][r]));
-      const float before = sum[n] * update_max(sum_max[n], top);
+      const float tile_max = fmaxf(fmaxf(warp_max[0][r], warp_max[1][r]), fmaxf(warp_max[2][r], warp_max[3][r]));
+      const float before = sum[n] * update_max(sum_max[n], tile_max);
       float x = chain == 0 ? before : 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -274,30 +277,30 @@ struct DecodeSwapAB {
   }
 
   // Writes a partial result. evict_last keeps it in L2 until the merge; the next tiles of K and V would evict it.
-  // of_max, of_sum: of rows sum_row(n).
+  // row_max, row_sum: of rows sum_row(n).
   __device__ __forceinline__ void write_partial(int slot, const float (&x)[kColumnBlocks][kScores],
-                                                const float (&of_max)[kThreadSums],
-                                                const float (&of_sum)[kThreadSums]) const {
-    float* const to =
+                                                const float (&row_max)[kThreadSums],
+                                                const float (&row_sum)[kThreadSums]) const {
+    float* const dst =
         c.partial(blockIdx.x * (c.p.slots + 1) + min(slot, c.p.slots));  // the clamp matters only for an invalid plan
-    float* const first = to + row(0) * T::kHeadDim + column(0);  // all other addresses are constant offsets from it
+    float* const first = dst + row(0) * T::kHeadDim + column(0);  // all other addresses are constant offsets from it
     const int stop = c.partial_rows(c.rows.work.tile);
     const ptx::CacheHint kept = ptx::evict_last();
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
       if (row(r) >= stop) continue;
-      float* const of_row = first + (row(r) - row(0)) * T::kHeadDim;
+      float* const row_dst = first + (row(r) - row(0)) * T::kHeadDim;
 #pragma unroll
       for (int j = 0; j < kColumnBlocks * kScores; ++j) {
         const int n = j / kScores, i = j % kScores;
-        if (thread_row(i) == r) ptx::store(of_row + (n * 64 + column(i) - column(0)), x[n][i], kept);
+        if (thread_row(i) == r) ptx::store(row_dst + (n * 64 + column(i) - column(0)), x[n][i], kept);
       }
     }
 #pragma unroll
     for (int n = 0; n < kThreadSums; ++n) {
       if (threadIdx.x % 16 != 0 || sum_row(n) >= stop) continue;
-      to[c.p.slot_rows * T::kHeadDim + sum_row(n)] = of_max[n];
-      to[c.p.slot_rows * (T::kHeadDim + 1) + sum_row(n)] = of_sum[n];
+      dst[c.p.slot_rows * T::kHeadDim + sum_row(n)] = row_max[n];
+      dst[c.p.slot_rows * (T::kHeadDim + 1) + sum_row(n)] = row_sum[n];
     }
   }
 
@@ -314,11 +317,12 @@ struct DecodeSwapAB {
     c.sync_rows();
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
-      const int at = row(r);
-      if (at >= stop) continue;
-      const typename Consumer<T>::RowFinalizer finalize(c.p, work, at, total_max[r], decode.warp_max[0][0][at],
+      const int row_index = row(r);
+      if (row_index >= stop) continue;
+      const typename Consumer<T>::RowFinalizer finalize(c.p, work, row_index, total_max[r],
+                                                        decode.warp_max[0][0][row_index],
                                                         threadIdx.x % 128 < 32 && threadIdx.x % 32 < 4, v_scale);
-      typename T::Out* const out = c.out_row(work, at);
+      typename T::Out* const out = c.out_row(work, row_index);
 #pragma unroll
       for (int n = 0; n < kColumnBlocks; ++n) {
 #pragma unroll

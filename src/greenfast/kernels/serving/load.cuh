@@ -20,9 +20,9 @@ struct BlockTable {
   int entries, pages;
   __device__ __forceinline__ BlockTable(const AttentionParams& p, int sequence)
       : row(p.block_table + static_cast<long long>(sequence) * p.table_row), entries(p.table_entries), pages(p.pages) {}
-  __device__ __forceinline__ int entry(int number) const { return row[min(number, entries - 1)]; }
+  __device__ __forceinline__ int entry(int logical_page) const { return row[min(logical_page, entries - 1)]; }
   __device__ __forceinline__ int clamp(int entry) const { return min(max(entry, 0), pages - 1); }
-  __device__ __forceinline__ int page(int number) const { return clamp(entry(number)); }
+  __device__ __forceinline__ int page(int logical_page) const { return clamp(entry(logical_page)); }
 };
 
 // Publishes the next work item and loads its Q to staged_q. Called by one producer warp.
@@ -39,9 +39,9 @@ __device__ __forceinline__ void load_q(const AttentionParams& p, Storage<T>& sha
   if (lane < rows) {
     const int row = work.tile.first_row + lane, token = p.batch.token(row);
     const int head = work.head * group + row - token * group;
-    const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
+    const long long offset = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
     ptx::bulk_load(shared.staged_q + lane * T::kQRowBytes,
-                   static_cast<const unsigned char*>(p.q) + at * (T::kQRowBytes / T::kHeadDim), T::kQRowBytes,
+                   static_cast<const unsigned char*>(p.q) + offset * (T::kQRowBytes / T::kHeadDim), T::kQRowBytes,
                    shared.q_full);
   }
 }
@@ -64,8 +64,8 @@ __device__ __forceinline__ void load_head_scales(const AttentionParams& p, Stora
   const int rows = work.tile.rows(T::kRows, group);
   for (int r = lane; rows > T::kStagedQRows && r < rows; r += 32) {
     const int row = work.tile.first_row + r, token = p.batch.token(row), head = work.head * group + row - token * group;
-    const long long at = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
-    ptx::bulk_prefetch(static_cast<const unsigned char*>(p.q) + at * (T::kQRowBytes / T::kHeadDim), T::kQRowBytes);
+    const long long offset = (work.tile.q_begin + token) * p.q_token + head * p.q_head;
+    ptx::bulk_prefetch(static_cast<const unsigned char*>(p.q) + offset * (T::kQRowBytes / T::kHeadDim), T::kQRowBytes);
   }
 }
 
@@ -127,12 +127,12 @@ __device__ __forceinline__ ptx::Mbarrier& v_barrier(Storage<T>& shared, int stag
 
 // Starts a TMA copy of rows of a page. For decoding each key is read once, hence evict_first.
 template <class T>
-__device__ __forceinline__ void tma_load_rows(void* to, const ptx::TensorMap& map, ptx::Mbarrier& full, int column,
+__device__ __forceinline__ void tma_load_rows(void* dst, const ptx::TensorMap& map, ptx::Mbarrier& full, int column,
                                               int key, int head, int page) {
   if constexpr (T::kSwapAB) {
-    ptx::tma_load_4d(to, map, full, column, key, head, page, ptx::evict_first());
+    ptx::tma_load_4d(dst, map, full, column, key, head, page, ptx::evict_first());
   } else {
-    ptx::tma_load_4d(to, map, full, column, key, head, page);
+    ptx::tma_load_4d(dst, map, full, column, key, head, page);
   }
 }
 
@@ -164,14 +164,14 @@ __device__ __forceinline__ void prefetch_rows_l2(const AttentionParams& p, const
   }
 }
 
-// The load loop of a producer warp. kKeys: loads Q and K; kValues: loads V. Each lane issues the copies of one page.
-template <class T, bool kKeys, bool kValues>
+// The load loop of a producer warp. kLoadK: loads Q and K; kLoadV: loads V. Each lane issues the copies of one page.
+template <class T, bool kLoadK, bool kLoadV>
 __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& shared, const ptx::TensorMap& k_map,
                                         const ptx::TensorMap& v_map) {
   const int lane = threadIdx.x % 32;
   const int pages = kBlockN / p.page;
   const unsigned page_bytes = p.page * T::kHeadDim;
-  const unsigned char* const values = static_cast<const unsigned char*>(p.v);
+  const unsigned char* const v_pages = static_cast<const unsigned char*>(p.v);
   Ring<T::kStages> ring;
   const Plan plan = plan_of(p);
   WorkScheduler scheduler;
@@ -181,11 +181,11 @@ __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& sh
     const int begin = work.tile.key_begin, end = work.tile.key_end;
     const BlockTable table(p, work.tile.sequence);
     const int stop = work.n_block_max();
-    const auto has = [&](int page) { return lane < pages && page * p.page < end && (page + 1) * p.page > begin; };
+    const auto has_page = [&](int page) { return lane < pages && page * p.page < end && (page + 1) * p.page > begin; };
     int tile = work.n_block_min();
-    int page = tile * pages + lane, next = has(page) ? table.entry(page) : 0;
+    int page = tile * pages + lane, next = has_page(page) ? table.entry(page) : 0;
     // Q is loaded before K and V: after them it would be late, because so much data is in flight.
-    if constexpr (kKeys && !T::kSchedulerWarp) {
+    if constexpr (kLoadK && !T::kSchedulerWarp) {
       shared.q_empty.wait(q_parity ^ 1);
       q_parity ^= 1;
       load_q(p, shared, work);
@@ -194,26 +194,26 @@ __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& sh
       q_parity ^= 1;
     }
     for (; tile < stop; ++tile, ring.advance()) {
-      const int s = ring.stage, number = table.clamp(next);
-      const bool needed = has(page);
+      const int s = ring.stage, physical_page = table.clamp(next);
+      const bool needed = has_page(page);
       const unsigned bytes = __popc(__ballot_sync(0xffffffffu, needed)) * page_bytes;
       page += pages;
-      next = tile + 1 < stop && has(page) ? table.entry(page) : 0;
-      if constexpr (kKeys) {
+      next = tile + 1 < stop && has_page(page) ? table.entry(page) : 0;
+      if constexpr (kLoadK) {
         shared.k_empty[s].wait(ring.parity ^ 1);
         if (lane == 0) shared.k_full[s].arrive_expect(bytes);
         __syncwarp();
         if (needed) {
           for (int i = 0; i < T::kPanels; ++i) {
             tma_load_rows<T>(shared.k[s][i] + lane * p.page * T::kPanel, k_map, shared.k_full[s], i * T::kPanel, 0,
-                             work.head, number);
+                             work.head, physical_page);
           }
         }
         if constexpr (T::kPrefetchL2) {
-          if (tile + 1 < stop && has(page)) prefetch_rows_l2<T>(p, k_map, p.page, work.head, table.clamp(next));
+          if (tile + 1 < stop && has_page(page)) prefetch_rows_l2<T>(p, k_map, p.page, work.head, table.clamp(next));
         }
       }
-      if constexpr (kValues) {
+      if constexpr (kLoadV) {
         shared.v_empty[s].wait(ring.parity ^ 1);
         ZeroFill zero_fill;
         if constexpr (T::kProducerZeroFills) {
@@ -232,22 +232,23 @@ __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& sh
         __syncwarp();
         if (needed) {
           if constexpr (T::kRowMajorV) {
-            load_v_rows<T>(p, shared.v[s][0], full(), v_map, lane * p.page, work.head, number);
+            load_v_rows<T>(p, shared.v[s][0], full(), v_map, lane * p.page, work.head, physical_page);
           } else {
-            const long long at = number * p.v_page + work.head * p.v_head;
+            const long long offset = physical_page * p.v_page + work.head * p.v_head;
             if constexpr (T::kSwapAB) {
-              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full(), ptx::evict_first());
+              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, v_pages + offset, page_bytes, full(),
+                             ptx::evict_first());
             } else {
-              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, values + at, page_bytes, full());
+              ptx::bulk_load(shared.v[s][0] + lane * page_bytes, v_pages + offset, page_bytes, full());
             }
           }
         }
         if constexpr (T::kPrefetchL2) {
-          if (tile + 1 < stop && has(page)) {
+          if (tile + 1 < stop && has_page(page)) {
             if constexpr (T::kRowMajorV) {
               prefetch_rows_l2<T>(p, v_map, 16, work.head, table.clamp(next));
             } else {
-              ptx::bulk_prefetch(values + table.clamp(next) * p.v_page + work.head * p.v_head, page_bytes);
+              ptx::bulk_prefetch(v_pages + table.clamp(next) * p.v_page + work.head * p.v_head, page_bytes);
             }
           }
         }
@@ -264,14 +265,14 @@ __device__ __forceinline__ void produce(const AttentionParams& p, Storage<T>& sh
       }
     }
   }
-  if constexpr (kValues && T::kProducerTransposesV) {
+  if constexpr (kLoadV && T::kProducerTransposesV) {
     shared.v_empty[ring.stage].wait(ring.parity ^ 1);
     if (lane == 0) {
       shared.row_major_v.end[ring.stage] = 1;
       shared.row_major_v.full[ring.stage].arrive();
     }
   }
-  if constexpr (!kKeys || T::kSchedulerWarp) {
+  if constexpr (!kLoadK || T::kSchedulerWarp) {
     if constexpr (T::kPrefetchScales && T::kProducerTransposesV) signal_work_ready(shared, q_parity);
     return;
   }
@@ -323,16 +324,16 @@ __device__ __forceinline__ void token_scale_loop(const AttentionParams& p, Stora
     const int stop = work.n_block_max();
     for (int tile = work.n_block_min(); tile < stop; ++tile, ++tiles, ring.advance()) {
       const int s = ring.stage;
-      float scales[kOwn], of_values[kOwn];
+      float scales[kOwn], v_scales[kOwn];
       for (int i = 0; i < kOwn; ++i) {
         const int key = tile * kBlockN + thread + i * kThreads;
-        scales[i] = of_values[i] = 1.0f;
+        scales[i] = v_scales[i] = 1.0f;
         if (key >= work.tile.key_begin && key < work.tile.key_end) {
           const long long page = table.page(key / p.page);
           const int slot = key % p.page;
           scales[i] =
               load_token_scale<T>(p.k_scale + page * p.k_scale_strides[0] + work.head * p.k_scale_strides[1] + slot);
-          of_values[i] =
+          v_scales[i] =
               load_token_scale<T>(p.v_scale + page * p.v_scale_strides[0] + work.head * p.v_scale_strides[1] + slot);
         }
       }
@@ -346,13 +347,13 @@ __device__ __forceinline__ void token_scale_loop(const AttentionParams& p, Stora
         shared.v_empty[0].wait(tiles % 2);  // the tile before the previous one; the previous tile uses the other buffer
       }
       for (int i = 0; i < kOwn; ++i) {
-        const int at = thread + i * kThreads;
+        const int key = thread + i * kThreads;
         KeyScales& key_scales = shared.key_scales[s];
         // A scale that is NaN or 0 must make NaN exactly the rows that attend to the key; the exponent does that.
-        const bool valid = of_values[i] >= kMinFactor;
-        key_scales.scale[at] = scales[i];
-        key_scales.log2_value[at] = valid ? __log2f(of_values[i]) : CUDART_NAN_F;
-        key_scales.inverse_value[at] = valid ? ptx::inverse(of_values[i]) : 0.0f;
+        const bool valid = v_scales[i] >= kMinFactor;
+        key_scales.scale[key] = scales[i];
+        key_scales.log2_value[key] = valid ? __log2f(v_scales[i]) : CUDART_NAN_F;
+        key_scales.inverse_value[key] = valid ? ptx::inverse(v_scales[i]) : 0.0f;
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) shared.scales_full[s].arrive();

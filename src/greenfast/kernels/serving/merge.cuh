@@ -19,10 +19,10 @@ struct Merge {
   float before, after;
   // max: in: of the first range; out: of both.
   __device__ __forceinline__ Merge(float& max, float next_max) {
-    const float top = fmaxf(max, next_max), base = top == -CUDART_INF_F ? 0.0f : top;
+    const float row_max = fmaxf(max, next_max), base = row_max == -CUDART_INF_F ? 0.0f : row_max;
     before = ptx::ex2(max - base);
     after = ptx::ex2(next_max - base);
-    max = top;
+    max = row_max;
   }
   // Applies to O and to row sums.
   __device__ __forceinline__ float operator()(float x, float next) const { return of(x, before, next, after); }
@@ -117,11 +117,11 @@ struct Results {
   // element is four columns of a row.
   struct CombineStorage {
     static constexpr int kElements = 512, kResults = 256, kValues = 2048, kEntries = 512, kRows = 40;
-    float4 values[kValues];                                       // [result][element]
-    alignas(16) float before[kEntries], after[kEntries];          // [row][result]: the factors of Merge
-    float max[kEntries], sum[kEntries];                           // [row][result]
-    alignas(16) float merged[4 * kElements + kRows], top[kRows];  // merged so far: O and row sums; row maxima
-    int offsets[kResults];                                        // of the results in p.partials, in units of 16 bytes
+    float4 values[kValues];                                           // [result][element]
+    alignas(16) float before[kEntries], after[kEntries];              // [row][result]: the factors of Merge
+    float max[kEntries], sum[kEntries];                               // [row][result]
+    alignas(16) float merged[4 * kElements + kRows], row_max[kRows];  // merged so far: O and row sums; row maxima
+    int offsets[kResults];  // of the results in p.partials, in units of 16 bytes
   };
 
   __device__ __forceinline__ void combine_split(const SplitWork& split_work, const Plan& plan) {
@@ -164,8 +164,8 @@ struct Results {
       const int first_result = threadIdx.x / count, first_element = threadIdx.x % count;
       const int step_results = kThreads / count, step = kThreads % count;
       for (int begin = 0; begin < results; begin += batch_results) {
-        const int now = min(results - begin, batch_results), row_step = (now + 3) / 4 * 4;
-        if (begin < listed || begin + now > listed + CombineStorage::kResults) {
+        const int batch = min(results - begin, batch_results), row_step = (batch + 3) / 4 * 4;
+        if (begin < listed || begin + batch > listed + CombineStorage::kResults) {
           sync();
           list_offsets(begin);
           listed = begin;
@@ -176,7 +176,7 @@ struct Results {
         const float4* const partials = reinterpret_cast<const float4*>(p.partials);
         // Maxima and sums first, because the factors take longer to compute.
         for (int row = warp; row < rows; row += kThreads / 32) {
-          for (int result = threadIdx.x % 32; result < now; result += 32) {
+          for (int result = threadIdx.x % 32; result < batch; result += 32) {
             const int entry = row * row_step + result;
             const float* const from = reinterpret_cast<const float*>(partials + offsets[result]) +
                                       (p.slot_rows * T::kHeadDim + first_row + row);
@@ -185,7 +185,7 @@ struct Results {
           }
         }
         ptx::cp_async_commit();
-        for (int result = first_result, element = first_element; result < now;) {
+        for (int result = first_result, element = first_element; result < batch;) {
           ptx::cp_async_16(&staged.values[result * count + element], partials + offsets[result] + (first + element),
                            16);
           result += step_results;
@@ -199,11 +199,11 @@ struct Results {
         ptx::cp_async_wait<1>();
         __syncwarp();
         for (int row = warp; row < rows; row += kThreads / 32) {
-          find_factors(staged, row * row_step, now, begin == 0, staged.top[row]);
+          find_factors(staged, row * row_step, batch, begin == 0, staged.row_max[row]);
         }
         ptx::cp_async_wait<0>();
         sync();
-        merge_results(staged, first, count, rows, now, row_step, begin == 0);
+        merge_results(staged, first, count, rows, batch, row_step, begin == 0);
       }
       sync();
       write_output(staged, work, first, count, v_scale);
@@ -215,35 +215,35 @@ struct Results {
   // number of adjacent results, to avoid bank conflicts. entry: index of the row's first result. begins: there is no
   // earlier batch.
   __device__ __forceinline__ static void find_factors(CombineStorage& staged, int entry, int results, bool begins,
-                                                      float& top) {
-    constexpr int kMost = CombineStorage::kResults / 32 | 1;
-    const int lane = threadIdx.x % 32, own = (results + 31) / 32 | 1;
-    const int first = lane * own, count = min(own, results - first);
-    float maxima[kMost], most = -CUDART_INF_F;  // most: maximum up to this lane's last result
+                                                      float& row_max) {
+    constexpr int kMaxLaneResults = CombineStorage::kResults / 32 | 1;
+    const int lane = threadIdx.x % 32, lane_results = (results + 31) / 32 | 1;
+    const int first = lane * lane_results, count = min(lane_results, results - first);
+    float maxima[kMaxLaneResults], lane_max = -CUDART_INF_F;  // maximum up to this lane's last result
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
+    for (int i = 0; i < kMaxLaneResults; ++i) {
       if (i < count) maxima[i] = staged.max[entry + first + i];
     }
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (i < count) most = fmaxf(most, maxima[i]);
+    for (int i = 0; i < kMaxLaneResults; ++i) {
+      if (i < count) lane_max = fmaxf(lane_max, maxima[i]);
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, most, step);
-      most = lane >= step ? fmaxf(most, other) : most;
+      const float other = __shfl_up_sync(0xffffffffu, lane_max, step);
+      lane_max = lane >= step ? fmaxf(lane_max, other) : lane_max;
     }
-    const float before = begins ? -CUDART_INF_F : top, others = __shfl_up_sync(0xffffffffu, most, 1);
+    const float before = begins ? -CUDART_INF_F : row_max, others = __shfl_up_sync(0xffffffffu, lane_max, 1);
     float max = lane > 0 ? fmaxf(before, others) : before;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
+    for (int i = 0; i < kMaxLaneResults; ++i) {
       if (i >= count) break;
       const Merge merge(max, maxima[i]);
       staged.before[entry + first + i] = merge.before;
       staged.after[entry + first + i] = merge.after;
     }
     __syncwarp();
-    if (lane == 31) top = fmaxf(before, most);
+    if (lane == 31) row_max = fmaxf(before, lane_max);
   }
 
   // Merges a batch of results in order; a thread handles one value of O or one row sum.
@@ -284,10 +284,10 @@ struct Results {
     constexpr int kRowVectors = T::kHeadDim / 4;
     for (int i = threadIdx.x; i < count; i += kThreads) {
       const int row = (first + i) / kRowVectors, column = (first + i) % kRowVectors * 4,
-                of_row = row - first / kRowVectors;
+                row_in_batch = row - first / kRowVectors;
       const float* const x = staged.merged + 4 * i;
-      const RowFinalizer finalize(p, work, row, staged.top[of_row], staged.merged[4 * count + of_row], column == 0,
-                                  v_scale);
+      const RowFinalizer finalize(p, work, row, staged.row_max[row_in_batch], staged.merged[4 * count + row_in_batch],
+                                  column == 0, v_scale);
       *reinterpret_cast<uint2*>(out_row(work, row) + column) =
           make_uint2(pair(finalize(x[0]), finalize(x[1])), pair(finalize(x[2]), finalize(x[3])));
     }

@@ -56,13 +56,13 @@ struct Output : Results<T> {
       float before[2], after[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int at = thread_row() + 8 * r;
-        float top = stats.total_max[at];
-        const Merge merge(top, stats.max[at]);
-        const float total = merge(stats.total_sum[at], stats.sum[at]);
+        const int row = thread_row() + 8 * r;
+        float total_max = stats.total_max[row];
+        const Merge merge(total_max, stats.max[row]);
+        const float total = merge(stats.total_sum[row], stats.sum[row]);
         __syncwarp();
-        stats.total_max[at] = top;
-        stats.total_sum[at] = total;
+        stats.total_max[row] = total_max;
+        stats.total_sum[row] = total;
         before[r] = merge.before;
         after[r] = merge.after;
       }
@@ -95,22 +95,23 @@ struct Output : Results<T> {
   }
 
   // Writes `o` with row maxima and sums to a partial-result slot.
-  __device__ __forceinline__ void write_partial(int slot, const float (&of_max)[64], const float (&of_sum)[64]) const {
-    float* const to =
+  __device__ __forceinline__ void write_partial(int slot, const float (&row_max)[64],
+                                                const float (&row_sum)[64]) const {
+    float* const dst =
         partial(blockIdx.x * (p.slots + 1) + min(slot, p.slots));  // the clamp matters only for an invalid plan
     const int stop = partial_rows(rows.work.tile), quad = threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = warpgroup_m * 64 + thread_row() + 8 * r;
-      if (at >= stop) continue;
-      float* const out = to + at * T::kHeadDim + warpgroup_n * T::kColumns + 2 * quad;
+      const int row = warpgroup_m * 64 + thread_row() + 8 * r;
+      if (row >= stop) continue;
+      float* const out = dst + row * T::kHeadDim + warpgroup_n * T::kColumns + 2 * quad;
 #pragma unroll
       for (int j = 0; j < T::kColumns / 8; ++j) {
         *reinterpret_cast<float2*>(out + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
       }
       if (quad == 0 && warpgroup_n == 0) {
-        to[p.slot_rows * T::kHeadDim + at] = of_max[thread_row() + 8 * r];
-        to[p.slot_rows * (T::kHeadDim + 1) + at] = of_sum[thread_row() + 8 * r];
+        dst[p.slot_rows * T::kHeadDim + row] = row_max[thread_row() + 8 * r];
+        dst[p.slot_rows * (T::kHeadDim + 1) + row] = row_sum[thread_row() + 8 * r];
       }
     }
   }

@@ -157,9 +157,9 @@ __device__ __forceinline__ void make_plan(const Batch& batch, int* words, int bl
     atomicMax(&max_chunks, tile.chunks());
   });
   __syncthreads();
-  const int in_class = classes[thread], behind = static_cast<int>(inclusive_sum(in_class, warps));
-  classes[thread] = behind - in_class;
-  if (thread == kThreads - 1) words[Plan::kRowTiles] = behind;
+  const int in_class = classes[thread], inclusive = static_cast<int>(inclusive_sum(in_class, warps));
+  classes[thread] = inclusive - in_class;
+  if (thread == kThreads - 1) words[Plan::kRowTiles] = inclusive;
   __syncthreads();
   for_each_tile<kRows>(batch, max_tiles,
                        [&](const RowTile& tile) { *plan.tile(atomicAdd(&classes[class_of(tile)], 1)) = tile; });
@@ -302,21 +302,22 @@ struct WorkScheduler {
     work.tile = tile;
     work.chunks = tile.chunks();
     if (round_robin) {
-      const int now = round_robin_item(next, blockIdx.x, gridDim.x),
-                following = round_robin_item(next + 1, blockIdx.x, gridDim.x);
+      const int item = round_robin_item(next, blockIdx.x, gridDim.x),
+                next_item = round_robin_item(next + 1, blockIdx.x, gridDim.x);
       ++next;
-      if (now >= stop) return false;  // no later round has any
-      work.head = now % kv_heads;
+      if (item >= stop) return false;  // no later round has any
+      work.head = item % kv_heads;
       work.begin = 0;
       work.end = work.chunks;
-      t = following / kv_heads;
-      if (following < stop) tile = *plan.tile(t);
+      t = next_item / kv_heads;
+      if (next_item < stop) tile = *plan.tile(t);
       return true;
     }
     if (next >= stop) return false;
-    const int from = next - tile.first_k_chunk, head_group = from / work.chunks;  // of kv_heads / parallel_heads groups
+    const int offset = next - tile.first_k_chunk,
+              head_group = offset / work.chunks;  // of kv_heads / parallel_heads groups
     work.head = head_group * plan.parallel_heads + blockIdx.x % plan.parallel_heads;
-    work.begin = from - head_group * work.chunks;
+    work.begin = offset - head_group * work.chunks;
     work.end = min(work.chunks, work.begin + stop - next);
     next += work.end - work.begin;
     if (work.end == work.chunks && (head_group + 1) * plan.parallel_heads == kv_heads) {

@@ -138,8 +138,8 @@ __device__ __forceinline__ void quantize_passes(Storage<T>& shared, Rows& rows, 
     codes.x ^= signs;
     codes.y ^= signs;
     const int swizzle = T::kPanel == 128 ? r % 8 : r / 2 % 4;  // TMA swizzle
-    unsigned char* const to = shared.q[warpgroup_m][column / T::kPanel] + r * T::kPanel;
-    *reinterpret_cast<uint2*>(to + ((column % T::kPanel / 16) ^ swizzle) * 16 + column % 16) = codes;
+    unsigned char* const dst = shared.q[warpgroup_m][column / T::kPanel] + r * T::kPanel;
+    *reinterpret_cast<uint2*>(dst + ((column % T::kPanel / 16) ^ swizzle) * 16 + column % 16) = codes;
     if (lane == i) {
       const float factor = row_scale * scale;
       rows.scale_log2[r] = factor < kMinFactor ? kMinFactor : factor;

@@ -35,18 +35,18 @@ struct SlotParams {
 __device__ __forceinline__ void find_slots(const SlotParams& p) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   for (int token = first; token < p.tokens; token += step) {
-    const int b = p.sequence_of(token), inside = token - p.starts[b], before = p.before == nullptr ? 0 : p.before[b];
+    const int b = p.sequence_of(token), offset = token - p.starts[b], before = p.before == nullptr ? 0 : p.before[b];
     long long slot = -1;
-    const long long at = static_cast<long long>(before) + inside;
+    const long long position = static_cast<long long>(before) + offset;
     if (token < p.starts[p.sequences]) {
       if (p.block_table == nullptr) {
-        slot = (static_cast<long long>(p.starts[b] / p.page) + b) * p.page + at;
-      } else if (at >= 0 && at < static_cast<long long>(p.entries) * p.page) {
-        slot = static_cast<long long>(p.block_table[b * p.table_row + at / p.page]) * p.page + at % p.page;
+        slot = (static_cast<long long>(p.starts[b] / p.page) + b) * p.page + position;
+      } else if (position >= 0 && position < static_cast<long long>(p.entries) * p.page) {
+        slot = static_cast<long long>(p.block_table[b * p.table_row + position / p.page]) * p.page + position % p.page;
       }
     }
     p.slots[token] = slot;
-    p.positions[token] = static_cast<long long>(p.counted_from == nullptr ? before : p.counted_from[b]) + inside;
+    p.positions[token] = static_cast<long long>(p.counted_from == nullptr ? before : p.counted_from[b]) + offset;
   }
   for (int b = first; b < p.sequences; b += step) {
     p.lengths[b] = (p.before == nullptr ? 0 : p.before[b]) + p.starts[b + 1] - p.starts[b];

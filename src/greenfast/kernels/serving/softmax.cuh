@@ -58,41 +58,42 @@ struct Softmax {
   // so far is negative, all scores are negative: then the largest has the smallest bits. Two chains per row, for
   // instruction-level parallelism.
   template <int kCount>
-  __device__ __forceinline__ void thread_max(const float (&s)[kCount], float (&top)[2]) const {
-    int tops[2][2] = {};
+  __device__ __forceinline__ void thread_max(const float (&s)[kCount], float (&row_max)[2]) const {
+    int chain_max[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
-      int& x = tops[i / 2 % 2][i / 4 % 2];
+      int& x = chain_max[i / 2 % 2][i / 4 % 2];
       x = __vimax3_s32(x, __float_as_int(s[i]), __float_as_int(s[i + 1]));
     }
-    const int whole[2] = {::max(tops[0][0], tops[0][1]), ::max(tops[1][0], tops[1][1])};
-    top[0] = __int_as_float(whole[0]);
-    top[1] = __int_as_float(whole[1]);
-    const int negative = ((whole[0] == 0) & (max[0] < 0.0f)) | ((whole[1] == 0) & (max[1] < 0.0f));  // branch-free
+    const int max_bits[2] = {::max(chain_max[0][0], chain_max[0][1]), ::max(chain_max[1][0], chain_max[1][1])};
+    row_max[0] = __int_as_float(max_bits[0]);
+    row_max[1] = __int_as_float(max_bits[1]);
+    const int negative =
+        ((max_bits[0] == 0) & (max[0] < 0.0f)) | ((max_bits[1] == 0) & (max[1] < 0.0f));  // branch-free
     if (__any_sync(0xffffffffu, negative)) {
-      unsigned least[2] = {0xff800000u, 0xff800000u};  // bits of -inf
+      unsigned min_bits[2] = {0xff800000u, 0xff800000u};  // bits of -inf
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
-        unsigned& x = least[i / 2 % 2];
+        unsigned& x = min_bits[i / 2 % 2];
         x = __vimin3_u32(x, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (whole[r] == 0) top[r] = __uint_as_float(least[r]);
+        if (max_bits[r] == 0) row_max[r] = __uint_as_float(min_bits[r]);
       }
     }
   }
 
   // Replaces raw scores by P, updates the chunk's row maxima and sums, and returns in `rescale` the factors for earlier
-  // tiles. first_key: of the tile. between: called after the thread has its maxima; it may reload `factor`. masked:
+  // tiles. first_key: of the tile. after_max: called after the thread has its maxima; it may reload `factor`. masked:
   // whether this tile has a mask; kMasked: whether any tile of this code has one.
-  template <bool kMasked, int kCount, class Between>
+  template <bool kMasked, int kCount, class AfterMax>
   __device__ __forceinline__ void online_softmax(float (&s)[kCount], const AttentionParams& p, const Rows& rows,
                                                  const KeyScales* keys, int first_key, float (&rescale)[2],
-                                                 const Between& between, bool masked = true) {
+                                                 const AfterMax& after_max, bool masked = true) {
     const int column = threadIdx.x % 4 * 2;
     float factor[2] = {rows.scale_log2[thread_row()], rows.scale_log2[thread_row() + 8]};
-    float top[2], bias[2];
+    float row_max[2], bias[2];
     if constexpr (T::kScaledScores) {
 #pragma unroll
       for (int i = 0; i < kCount; i += 4) {  // two keys of both rows
@@ -120,25 +121,26 @@ struct Softmax {
         s[i] = key >= begin[i / 2 % 2] && key < end[i / 2 % 2] ? s[i] : -CUDART_INF_F;
       }
     }
-    thread_max(s, top);
-    between(factor);
+    thread_max(s, row_max);
+    after_max(factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (!T::kScaledScores) top[r] *= factor[r];
+      if constexpr (!T::kScaledScores) row_max[r] *= factor[r];
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-      const float other[2] = {__shfl_xor_sync(0xffffffffu, top[0], step), __shfl_xor_sync(0xffffffffu, top[1], step)};
-      top[0] = fmaxf(top[0], other[0]);
-      top[1] = fmaxf(top[1], other[1]);
+      const float other[2] = {__shfl_xor_sync(0xffffffffu, row_max[0], step),
+                              __shfl_xor_sync(0xffffffffu, row_max[1], step)};
+      row_max[0] = fmaxf(row_max[0], other[0]);
+      row_max[1] = fmaxf(row_max[1], other[1]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      top[r] = top[r] > max[r] + kRescaleThreshold ? top[r] : max[r];
-      const float base = top[r] == -CUDART_INF_F ? 0.0f : top[r];
+      row_max[r] = row_max[r] > max[r] + kRescaleThreshold ? row_max[r] : max[r];
+      const float base = row_max[r] == -CUDART_INF_F ? 0.0f : row_max[r];
       rescale[r] = ptx::ex2(max[r] - base);
       bias[r] = kMaxOffset - base;
-      max[r] = top[r];
+      max[r] = row_max[r];
     }
     float stats[2][4] = {{sum[0] * rescale[0], 0.0f, 0.0f, 0.0f}, {sum[1] * rescale[1], 0.0f, 0.0f, 0.0f}};
 #pragma unroll

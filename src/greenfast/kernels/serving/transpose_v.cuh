@@ -27,20 +27,20 @@ template <int kPanel>
 __device__ __forceinline__ void transpose_rows(unsigned char* rows) {
   constexpr int kPairs = kPanel / 32;  // pairs of tiles, 16 columns each
   const int lane = threadIdx.x % 32, row = lane % 8;
-  const unsigned char* const from = rows + swizzled<kPanel>(lane % 16, lane / 16);
+  const unsigned char* const src = rows + swizzled<kPanel>(lane % 16, lane / 16);
   const unsigned first = lane < 16 ? kEvenColumn : kOddColumn, second = first ^ (kEvenColumn ^ kOddColumn);
   unsigned x[kPairs][4];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    ptx::ldmatrix_x4_trans(x[i], rows + ((from - rows) ^ i * 32));
+    ptx::ldmatrix_x4_trans(x[i], rows + ((src - rows) ^ i * 32));
   }
   __syncwarp();
-  unsigned char* const to = rows + (lane / 16 * 16 + 2 * row + (row / 4 ^ lane / 8 % 2)) * 16;
+  unsigned char* const dst = rows + (lane / 16 * 16 + 2 * row + (row / 4 ^ lane / 8 % 2)) * 16;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const unsigned y[4] = {__byte_perm(x[i][0], x[i][1], first), __byte_perm(x[i][0], x[i][1], second),
                            __byte_perm(x[i][2], x[i][3], first), __byte_perm(x[i][2], x[i][3], second)};
-    ptx::stmatrix_x4(to + i * 32 * 16, y);
+    ptx::stmatrix_x4(dst + i * 32 * 16, y);
   }
 }
 

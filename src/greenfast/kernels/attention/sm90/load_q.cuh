@@ -51,10 +51,10 @@ struct QLoadQuantized {
                                           int first_row, Loop&, float (&q_scale)[kCount]) {
     if constexpr (Traits::kFineScales) {
       const int row = first_row + threadIdx.x / 32 % 4 * kQueryBlock + threadIdx.x % 32 / 4;
-      const float* const of_head = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();
+      const float* const head_scales = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        q_scale[r] = row + 8 * r < sequence.q_len() ? of_head[row + 8 * r] : kPaddingRowScale;
+        q_scale[r] = row + 8 * r < sequence.q_len() ? head_scales[row + 8 * r] : kPaddingRowScale;
       }
     } else if constexpr (Traits::kQueryBlockScales) {
       const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4,

@@ -64,7 +64,8 @@ struct QLoadFuseQuant {
 
   // Loads this thread's part of the warpgroup's 64 rows, and rotates it.
   __device__ __forceinline__ static void read(const typename Traits::In* input, typename Rows::Values& x) {
-    const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
+    const int row_in_tile = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(),
+              row[2] = {row_in_tile, row_in_tile + 8};
     const auto load = [&](int r, int column) {
       return *reinterpret_cast<const typename Rows::Loaded*>(input + row[r] * Traits::kHeadDim + column);
     };
@@ -75,7 +76,8 @@ struct QLoadFuseQuant {
   template <int kCount>
   __device__ __forceinline__ static void write(const typename Rows::Values& x, FlashStorage<Traits>& shared,
                                                int warpgroup, int rows, float (&q_scale)[kCount]) {
-    const int within = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(), row[2] = {within, within + 8};
+    const int row_in_tile = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(),
+              row[2] = {row_in_tile, row_in_tile + 8};
     float scale[2];
     if constexpr (Traits::kFineScales) {
 #pragma unroll

@@ -31,10 +31,10 @@ __device__ __forceinline__ void transpose_tile(
     unsigned char (&v)[Traits::kKeyPanels][Traits::kValueRows * Traits::kKeyPanel], int transpose_warp) {
   constexpr int kKeyParts = Traits::kBlockN / 64, kParts = kKeyParts * (Traits::kHeadDim / 32);
   const int lane = threadIdx.x % 32, group = lane / 2 % 4, word = lane / 8 * 2 + lane % 2;
-  const auto exchange = [](unsigned& a, unsigned& b, bool wanted) {
-    const unsigned kept = a;
-    a = wanted ? b : a;
-    b = wanted ? kept : b;
+  const auto exchange = [](unsigned& a, unsigned& b, bool swap) {
+    const unsigned temp = a;
+    a = swap ? b : a;
+    b = swap ? temp : b;
   };
   for (int part = transpose_warp; part < kParts; part += kNumTransposeWarps) {
     const int first_key = part % kKeyParts * 64 + group * 16;
@@ -62,9 +62,9 @@ __device__ __forceinline__ void transpose_tile(
       exchange(y[2][i], y[3][i], group & 1);
       exchange(y[0][i], y[2][i], group & 2);
       exchange(y[1][i], y[3][i], group & 2);
-      uint4* to =
+      uint4* dst =
           reinterpret_cast<uint4*>(out + (column + i) * Traits::kKeyPanel + (out_chunk ^ (column + i) % 8) * 16);
-      *to = make_uint4(y[0][i], y[1][i], y[2][i], y[3][i]);
+      *dst = make_uint4(y[0][i], y[1][i], y[2][i], y[3][i]);
     }
   }
 }

@@ -186,10 +186,10 @@ struct Mainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Traits::kHeadDim / 32; ++i) {
-      const int panel = i * 32 / Traits::kDimPanel, within = i * 32 % Traits::kDimPanel;
-      const unsigned long long q = q_operand.at(panel * sizeof(shared.q[0][0]) + within);
+      const int panel = i * 32 / Traits::kDimPanel, panel_offset = i * 32 % Traits::kDimPanel;
+      const unsigned long long q = q_operand.at(panel * sizeof(shared.q[0][0]) + panel_offset);
       const unsigned long long k =
-          k_operands.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + within);
+          k_operands.at(k_ring.stage * sizeof(shared.k[0]) + panel * sizeof(shared.k[0][0]) + panel_offset);
       i == 0 && !Traits::kInt8 ? ptx::wgmma_set(s, q, k) : ptx::wgmma_add(s, q, k);
     }
     ptx::wgmma_commit();
@@ -230,9 +230,9 @@ struct Mainloop {
     ptx::wgmma_fence();
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
-      const int panel = t * 32 / Traits::kKeyPanel, within = t * 32 % Traits::kKeyPanel;
+      const int panel = t * 32 / Traits::kKeyPanel, panel_offset = t * 32 % Traits::kKeyPanel;
       const unsigned long long v = v_operands.at(v_ring.stage * sizeof(shared.v[0]) + panel * sizeof(shared.v[0][0]) +
-                                                 part * Traits::kOutColumns * Traits::kKeyPanel + within);
+                                                 part * Traits::kOutColumns * Traits::kKeyPanel + panel_offset);
       t == 0 && !kAdd ? ptx::wgmma_set(partial, p_frag[t], v) : ptx::wgmma_add(partial, p_frag[t], v);
     }
     ptx::wgmma_commit();
@@ -243,11 +243,11 @@ struct Mainloop {
   __device__ __forceinline__ void promote_output(const float (&partial)[kCount], int part, const float (&rescale)[2]) {
     const float acc_rescale =
         Traits::kValueBlockScales ? v_scale.acc_rescale : 1.0f;  // not for row sums, which have no V scale
-    const float of_output[2] = {rescale[0] * acc_rescale, rescale[1] * acc_rescale};
+    const float acc_factor[2] = {rescale[0] * acc_rescale, rescale[1] * acc_rescale};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float& x = o[part * kPartial + i];
-      x = fmaf(x, i < kPartial ? of_output[i / 2 % 2] : rescale[i / 2 % 2], partial[i]);
+      x = fmaf(x, i < kPartial ? acc_factor[i / 2 % 2] : rescale[i / 2 % 2], partial[i]);
     }
   }
 
