@@ -197,7 +197,7 @@ class FakeDevice:
 
 
 class HostLaunch:
-    """A launch of a kernel that is Python, in the place of ``Prepared``."""
+    """A launch of a kernel that is Python, in the place of ``BoundLaunch``."""
 
     def __init__(self, kernel: HostKernel | HostInstrument, block: object, smem: int, plan: Launch,
                  pointers: Mapping[str, int], stream: int, name: str) -> None:  # fmt: skip
@@ -431,7 +431,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     monkeypatch.setattr("greenfast.device.rotating_buffers.SHIFTS", SHIFTS)
     monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)
     for module in ("gpu", "helper_kernels", "rotating_buffers"):
-        monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
+        monkeypatch.setattr(f"greenfast.device.{module}.BoundLaunch", HostLaunch)
     for module in ("gpu", "helper_kernels", "rotating_buffers", "virtual_memory", "memory_check"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", device.memory)
     seeds = itertools.count()

@@ -95,7 +95,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> OneK
     monkeypatch.setattr("greenfast.device.virtual_memory.driver", memory)
     for module in ("gpu", "helper_kernels", "rotating_buffers"):
         monkeypatch.setattr(f"greenfast.device.{module}.driver", memory)
-        monkeypatch.setattr(f"greenfast.device.{module}.Prepared", HostLaunch)
+        monkeypatch.setattr(f"greenfast.device.{module}.BoundLaunch", HostLaunch)
     return OneKernelGpu(memory)
 
 
@@ -215,7 +215,7 @@ def test_an_address_inside_a_buffer_moves_with_it(gpu: OneKernelGpu, monkeypatch
             moved = {name: address + 16 * (name == "w") for name, address in pointers.items()}
             super().__init__(kernel, block, smem, plan, moved, *rest, **names)
 
-    monkeypatch.setattr("greenfast.device.gpu.Prepared", Inside)
+    monkeypatch.setattr("greenfast.device.gpu.BoundLaunch", Inside)
     space = {"w": Workspace(32, zeros=True)}
     found = Rotation(gpu, Instruments(gpu), Executable(EXECUTABLE.steps, space), CASES)  # type: ignore[arg-type]
     assert found.time(0, 20, cold=False, seed=1)[2] is None
