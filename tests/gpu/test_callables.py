@@ -83,6 +83,25 @@ def test_a_replay_computes_what_the_callable_does(tmp_path: Path, dtype: str, ex
     assert outputs["y"].tobytes() == right.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def test_the_function_itself_is_timed(tmp_path: Path) -> None:
+    """Without what the host takes: a call of many small kernels takes it longer than the device."""
+    body = "def run(x, w):\n    for _ in range(20):\n        x = x + 1\n    torch.cuda._sleep(400_000)\n    return x"
+    (tmp_path / "mine.py").write_text(f"import torch\n{body}\n")
+    solution = SolutionConfig(name="mine", language="callable", file="mine.py")
+    problem = Matrices()
+    family = RemoteFamily("mine", tmp_path, solution, problem=problem, gpu=0)  # type: ignore[arg-type]
+    program = family.program({}, "", DIMS)
+    assert len(program.steps) >= 21
+    assert 200 < program.function_us < 600
+    target = Target.of_device(torch.cuda.get_device_capability())
+    steps = tuple((build_image(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
+    with Worker(0, timeout_s=60) as worker:
+        executable = Executable(steps, program.workspaces, program.allocations)
+        assert worker.prepare("k", executable, [problem.make_case(DIMS, 5, "")], 20, 0).wrong is None
+        replay_us = float(np.median(worker.time("k", 5, 50, False, 1).samples_us))
+    assert replay_us == pytest.approx(program.function_us, rel=0.2)
+
+
 def test_weights_that_it_keeps_travel_with_it(tmp_path: Path) -> None:
     body = "torch.manual_seed(3)\nKEPT = torch.randn(512, device='cuda')\ndef run(x, w):\n    return x * KEPT"
     case, outputs = replay(tmp_path, body, Matrices())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import pytest
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.record_schema import GATES, GateResult, Record, Status
+from greenfast.judge.record_verification import disagreements
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.timing.speedup import speedup_row
 from greenfast.judge.validate import Outcome, validate
+from greenfast.spec.kernel import Program, program_of
 from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
@@ -206,6 +209,30 @@ def test_what_goes_wrong_only_when_timed_leaves_no_timings(
         assert re.match(r"candidate b1_h1_s32_d64 seed [012]: launch \d+ of \d+ (left|changed) ", said), said
     assert record.gate_status("CORRECTNESS") == "PASS"
     assert (record.baseline.timing, record.candidate.timing, record.speedups) == ([], [], [])
+
+
+def test_a_baseline_with_a_slow_replay_is_not_merged_against(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def captured(family: Any, values: Mapping[str, int], *rest: Any, **names: Any) -> Program:
+        return dataclasses.replace(program_of(family, values, *rest, **names), function_us=7.0)
+
+    monkeypatch.setattr("greenfast.judge.gates.sides.program_of", captured)
+    record = run(baseline=Script(us=10.0, sigma=0.0), candidate=Script(us=5.0, sigma=0.0)).record
+    assert record.decision == "UNCHECKED"
+    slow = "the replayed baseline is slower than the function: 10 µs, 7 µs"
+    assert record.reasons == [f"PERFORMANCE: b1_h1_s32_d64: {slow}"]
+    assert {row.function_us for side in (record.baseline, record.candidate) for row in side.timing} == {7.0}
+    assert list(disagreements(record)) == []
+
+    def slow_replay(function_us: float, gated: bool = True) -> str:
+        rows = [msgspec.structs.replace(row, function_us=function_us) for row in record.baseline.timing]
+        sides = rows, record.candidate.timing, record.baseline_again
+        shape = "b1_h1_s32_d64"
+        return speedup_row(*sides, shape, "warm", confidence=0.95, required=None, gated=gated).slow_replay
+
+    assert (slow_replay(7.0), slow_replay(7.6), slow_replay(7.7)) == (slow, slow.replace("7 µs", "7.6 µs"), "")
+    assert (slow_replay(0.0), slow_replay(7.0, gated=False)) == ("", "")
 
 
 BIG = dataclasses.replace(L4, sm_count=58, sm_clock_mhz=2040, memory_gb_s=300.0)

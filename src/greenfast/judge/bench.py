@@ -69,7 +69,7 @@ def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
     except WorkerError as e:
         run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault]))
         return [], {}, None
-    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors)
+    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors, run.sides[0])
     warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
     run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}"))
     return rows, measurement.clocks, measurement.order_seed

@@ -217,7 +217,9 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     [process][block], as are block_mhz and block_watts, the clock and the power halfway through each block, which are
     empty where the driver does not tell them. floor: the least time that the device could need, or why none is known.
 
-    resolution_us: the step of the time stamps, 0 where the times do not show it, as in older records.
+    resolution_us: the step of the time stamps, 0 where the times do not show it, as in older records. function_us: for
+    a program that was captured from a function, the median device time of direct calls, measured by the solution's
+    process; else 0.
     """
 
     shape: str
@@ -238,12 +240,14 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     block_watts: list[list[float]] = []
     floor: str = ""
     resolution_us: float = 0.0
+    function_us: float = 0.0
 
 
 class SpeedupRow(_Data, frozen=True, kw_only=True):
     """Baseline over candidate time on one shape: 1.10 means that the candidate is 10 % faster.
 
-    required is such a ratio too, 0 where nothing is required; noise_floor is a fraction.
+    required is such a ratio too, 0 where nothing is required; noise_floor is a fraction. slow_replay: why the baseline
+    is no fair one, because its captured launches take longer than the function itself; empty if they do not.
     """
 
     shape: str
@@ -258,6 +262,7 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
     verdict: SpeedVerdict
     processes: int
     blocks: int
+    slow_replay: str = ""
 
 
 class Quote(_Data, frozen=True, kw_only=True):
@@ -308,8 +313,8 @@ class Side(_Data, frozen=True, kw_only=True):
 class GateResult(_Data, frozen=True, kw_only=True):
     """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held).
 
-    unchecked: the checks of the exam that were not done although the gate holds, and why; without them there is no
-    MERGE. Empty in records of older versions.
+    unchecked: the checks of the exam that were not done although the gate holds, and why; of PERFORMANCE, why the
+    baseline is no fair one. With any of them there is no MERGE. Empty in records of older versions.
     """
 
     gate: str

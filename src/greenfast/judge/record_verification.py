@@ -260,7 +260,7 @@ def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagre
     for name in ("speedup", "ci_low", "ci_high", "noise_floor"):
         then, today = getattr(row, name), getattr(now, name)
         yield from _unless(abs(then - today) <= _LAST_DIGIT, f"{where}.{name}", then, today)
-    for name in ("processes", "blocks"):
+    for name in ("processes", "blocks", "slow_replay"):
         then, today = getattr(row, name), getattr(now, name)
         yield from _unless(then == today, f"{where}.{name}", then, today)
     yield from _of_verdict(row, where)
@@ -286,7 +286,7 @@ def _of_performance(record: Record, now: GateResult) -> Iterator[Disagreement]:
     if then is None:
         yield Disagreement("gates", "no PERFORMANCE", now.status)
         return
-    for name in ("status", "summary", "reasons", "checks"):
+    for name in ("status", "summary", "reasons", "checks", "unchecked"):
         stored, recomputed = getattr(then, name), getattr(now, name)
         yield from _unless(stored == recomputed, f"gates.PERFORMANCE.{name}", stored, recomputed)
 

@@ -224,12 +224,14 @@ class Allocation:
 class Program:
     """What computes a case: launches in order on one stream, and by name the scratch buffers that they share.
 
-    allocations: of a captured function, whose allocator gives the same memory out several times.
+    allocations: of a captured function, whose allocator gives the same memory out several times. function_us: median
+    device time of direct calls of that function, in microseconds; 0 for other programs.
     """
 
     steps: tuple[Step, ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     allocations: tuple[Allocation, ...] = ()
+    function_us: float = 0.0
 
 
 @dataclass(frozen=True)

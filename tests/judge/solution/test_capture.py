@@ -60,12 +60,13 @@ def test_what_freed_tensors_left_does_not_travel(monkeypatch: pytest.MonkeyPatch
     assert capture._held({"address": 512, "total_size": 8, "blocks": blocks}) == b"\xff" * 5 + b"\5\5\7"
 
 
-def test_allocations_travel_as_data() -> None:
+def test_allocations_and_the_functions_time_travel_as_data() -> None:
     kernel = KernelSource("k", "", "k.cubin", (), (1, 1, 1), language="cubin")
     program = Program(
-        (Step(kernel, Launch((1, 1, 1), ())),), {"memory 0": Workspace(64)}, (Allocation(0, "memory 0", 16, 32),)
+        (Step(kernel, Launch((1, 1, 1), ())),), {"memory 0": Workspace(64)}, (Allocation(0, "memory 0", 16, 32),), 12.5
     )
-    assert decode_program(encode_program(program)).allocations == program.allocations
+    decoded = decode_program(encode_program(program))
+    assert (decoded.allocations, decoded.function_us) == (program.allocations, 12.5)
 
 
 @pytest.mark.parametrize("reuses", [False, True])

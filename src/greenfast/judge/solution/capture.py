@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ _NODE = driver.CUgraphNodeType
 _ATTRIBUTE = driver.CUlaunchAttributeID
 #: Calls before the capture: compilers and libraries choose and load their kernels in these.
 WARM_UP = 3
+#: Direct calls of the function that are timed, and for how many cycles the GPU is kept busy before each.
+TIMED_CALLS, BUSY_CYCLES = 21, 1_000_000
 #: Bytes of memory beyond inputs and outputs whose contents travel with the program, such as weights.
 MOST_STATE = 256 << 20
 #: What lies in the program where a freed tensor lay in the memory of the function.
@@ -150,7 +153,27 @@ def capture(
     steps = _steps(raw, memory, code)
     if not steps:
         raise UsageError("it launched nothing on the GPU while it was captured")
-    return Program(tuple(steps), memory.workspaces, _allocations(raw, allocated, memory, code))
+    allocations = _allocations(raw, allocated, memory, code)
+    # Last, because these calls may change memory that the program begins with.
+    return Program(tuple(steps), memory.workspaces, allocations, _time(lambda: function(*arguments), side))
+
+
+def _time(call: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+    """Return the median device time of direct calls, in microseconds.
+
+    The GPU is busy before each call, so that the host queues the call's launches before the first one starts.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    with torch.cuda.stream(stream):
+        for _ in range(TIMED_CALLS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+            start.record(stream)
+            call()
+            end.record(stream)
+            pairs.append((start, end))
+    stream.synchronize()
+    return 1e3 * statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,7 @@ class Rendered(_Message, frozen=True, tag="rendered"):
     steps: Annotated[list[StepData], Meta(min_length=1, max_length=MAX_LAUNCHES)]
     workspaces: dict[Line, WorkspaceData]
     allocations: Annotated[list[AllocationData], Meta(max_length=1 << 16)] = []
+    function_us: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
 
 
 class Chosen(_Message, frozen=True, tag="chosen"):
@@ -259,6 +260,7 @@ def encode_program(program: Program) -> Rendered:
         [_step(step) for step in program.steps],
         {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
         [AllocationData(a.step, a.buffer, a.offset, a.nbytes) for a in program.allocations],
+        program.function_us,
     )
 
 
@@ -343,7 +345,7 @@ def decode_program(data: Rendered) -> Program:
             raise ValueError(f"{name!r} of {workspace.nbytes} bytes begins with {len(workspace.data)}")
     workspaces = {name: Workspace(w.nbytes, w.zeros, w.data) for name, w in data.workspaces.items()}
     allocations = tuple(Allocation(a.step, a.buffer, a.offset, a.nbytes) for a in data.allocations)
-    return Program(tuple(steps), workspaces, allocations)
+    return Program(tuple(steps), workspaces, allocations, data.function_us)
 
 
 def _decoded(data: ArgumentData | ArrayData) -> Any:

@@ -19,6 +19,8 @@ from greenfast.judge.timing.estimators import (
 AGAIN = "baseline again"  # the A of the A/A comparison
 #: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
 MIN_PROCESSES = 3
+#: The captured launches of a baseline may take this many times the function's own time, and so many microseconds more.
+_REPLAY_RATIO, _REPLAY_US = 1.05, 2.0
 
 
 def speedup_row(
@@ -63,7 +65,16 @@ def speedup_row(
         verdict=verdict(interval, noise_floor=floor, required=required or 0.0),
         processes=len(one),
         blocks=sum(len(process) for process in one),
+        slow_replay=_slow_replay(_rows(baseline, shape, cache), float(np.median(np.concatenate(one)))) if gated else "",
     )
+
+
+def _slow_replay(rows: Sequence[TimingRow], replay_us: float) -> str:
+    """Return why a captured baseline is too slow to compare with, empty if it is not or was not captured."""
+    function_us = max(row.function_us for row in rows)
+    if not function_us or replay_us <= _REPLAY_RATIO * function_us + _REPLAY_US:
+        return ""
+    return f"the replayed baseline is slower than the function: {replay_us:.4g} µs, {function_us:.4g} µs"
 
 
 def _rows(rows: Sequence[TimingRow], shape: str, cache: str) -> list[TimingRow]:
