@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a kernel; 0 if no fault was found, else 1."""
     if args.orders == 0:
         raise UsageError("--orders 0: give at least 1")
-    asked = Emulate(
+    request = Emulate(
         file=args.file,
         kernel=args.kernel,
         grid=args.grid,
@@ -38,36 +38,38 @@ def run(args: argparse.Namespace) -> int:
         formal=args.formal == "fail",
     )
     try:
-        found = emulate(asked)
+        result = emulate(request)
     except KernelFaultError as e:
         if args.json:
-            print(to_json(describe_fault(asked, e)), end="")
+            print(to_json(describe_fault(request, e)), end="")
         elif e.printed:  # the output before the fault helps to locate it
             print(printable(e.printed), end="")
         raise
     if args.json:
-        print(to_json(found), end="")
+        print(to_json(result), end="")
     else:
-        _show(found)
-    if not asked.formal:
-        for fault in found.faults:
+        _show(result)
+    if not request.formal:
+        for fault in result.faults:
             if fault.level != "error":
-                print(f"greenfast: {found.kernel}: {fault.level} finding: {fault.message}", file=sys.stderr)
-    for failure in found.failures:
-        print(f"greenfast: {found.kernel}: {failure}", file=sys.stderr)
-    return int(bool(found.failures))
+                print(f"greenfast: {result.kernel}: {fault.level} finding: {fault.message}", file=sys.stderr)
+    for failure in result.failures:
+        print(f"greenfast: {result.kernel}: {failure}", file=sys.stderr)
+    return int(bool(result.failures))
 
 
-def _show(found: Emulated) -> None:
-    extents = ", ".join(f"{what} {','.join(map(str, e))}" for what, e in (("grid", found.grid), ("block", found.block)))
-    runs = f"{found.orders} orders of the warps" if found.orders > 1 else "one order of the warps"
-    show(f"{found.kernel}, {found.target}: {extents}; {runs}, {found.seconds:.1f} s")
-    if found.resources:
-        r = found.resources
+def _show(result: Emulated) -> None:
+    extents = ", ".join(
+        f"{name} {','.join(map(str, e))}" for name, e in (("grid", result.grid), ("block", result.block))
+    )
+    runs = f"{result.orders} orders of the warps" if result.orders > 1 else "one order of the warps"
+    show(f"{result.kernel}, {result.target}: {extents}; {runs}, {result.seconds:.1f} s")
+    if result.resources:
+        r = result.resources
         show(f"{r.registers} registers, {r.smem_bytes} bytes of shared memory, {r.spill_bytes} bytes spilled")
-    if found.printed:
+    if result.printed:
         show("\nprinted:")
-        print(printable(found.printed), end="" if found.printed.endswith("\n") else "\n")
+        print(printable(result.printed), end="" if result.printed.endswith("\n") else "\n")
     show("")
     rows = [
         (
@@ -78,17 +80,17 @@ def _show(found: Emulated) -> None:
             str(o.nan),
             "filled before" if o.unwritten_bytes is None else f"{o.unwritten_bytes} of {o.bytes} bytes",
         )
-        for o in found.outputs
+        for o in result.outputs
     ]
     if rows:
         show(table(("output", "type", "shape", "min", "max", "mean", "NaN", "never written"), rows))
-        if any(o.unwritten_bytes for o in found.outputs):
+        if any(o.unwritten_bytes for o in result.outputs):
             show("(bytes that were never written read as 0xFF here: NaN, or -1)")
         show("")
-    if found.counts is not None:
-        show(table(("count", "", ""), count_rows(found.counts)))
-    if found.saved:
-        show("\n" + "\n".join(found.saved))
+    if result.counts is not None:
+        show(table(("count", "", ""), count_rows(result.counts)))
+    if result.saved:
+        show("\n" + "\n".join(result.saved))
 
 
 def count_rows(counts: KernelCounts) -> list[tuple[str, str, str]]:

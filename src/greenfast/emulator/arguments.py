@@ -68,38 +68,40 @@ def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ())
 
     Random elements depend on the seed and the buffer's name. Raises UsageError with the wrong argument and the reason.
     """
-    found = Arguments()
+    arguments = Arguments()
     for text in buffers:
-        kind, colon, rest = text.partition(":")
+        kind, colon, remainder = text.partition(":")
         if not colon or kind not in _ROLES:
             raise UsageError(f"--buffer {text!r}: allowed are in:NAME=..., out:NAME=... and inout:NAME=...")
-        _buffer(found, text, kind, rest, seed)
+        _buffer(arguments, text, kind, remainder, seed)
     for text in texts:
-        kind, colon, rest = text.partition(":")
+        kind, colon, remainder = text.partition(":")
         if colon and kind in _ROLES:
-            found.launch.append(_buffer(found, text, kind, rest, seed))
+            arguments.launch.append(_buffer(arguments, text, kind, remainder, seed))
         elif colon and kind in _NAMES:
-            found.launch.append(_number(text, rest, _NAMES[kind]))
+            arguments.launch.append(_number(text, remainder, _NAMES[kind]))
         elif colon and kind == "struct":
-            found.launch.append(_struct(found, text, rest))
+            arguments.launch.append(_struct(arguments, text, remainder))
         elif colon and kind == "map":
-            found.launch.append(_tensor_map(found, text, rest))
-        elif text in found.inputs or text in found.outputs:
-            found.launch.append(text)
+            arguments.launch.append(_tensor_map(arguments, text, remainder))
+        elif text in arguments.inputs or text in arguments.outputs:
+            arguments.launch.append(text)
         else:
             raise UsageError(f"--arg {text!r}: {_FORMS}; types are {', '.join(TYPES)}")
-        found.texts.append(text)
-    return found
+        arguments.texts.append(text)
+    return arguments
 
 
-def check_parameters(function: Function, given: Arguments, name: str) -> None:
+def check_parameters(function: Function, arguments: Arguments, name: str) -> None:
     """Raise UsageError unless the arguments fit the kernel's parameters in number, size and kind."""
     listed = "; its parameters: " + (
         ", ".join(f"{n} {_described(p)}" for n, p in enumerate(function.params, 1)) or "none"
     )
-    if len(given.launch) != len(function.params):
-        raise UsageError(f"{name} takes {len(function.params)} arguments, --arg gave {len(given.launch)}{listed}")
-    for n, (parameter, argument, text) in enumerate(zip(function.params, given.launch, given.texts, strict=True), 1):
+    if len(arguments.launch) != len(function.params):
+        raise UsageError(f"{name} takes {len(function.params)} arguments, --arg gave {len(arguments.launch)}{listed}")
+    for n, (parameter, argument, text) in enumerate(
+        zip(function.params, arguments.launch, arguments.texts, strict=True), 1
+    ):
         if not _fits(parameter, argument):
             raise UsageError(f"--arg {text!r}: parameter {n} of {name} is {_described(parameter)}{listed}")
 
@@ -117,35 +119,35 @@ def _described(parameter: Variable) -> str:
     return f".{parameter.type} ({8 * parameter.size}-bit {kind})"
 
 
-def _struct(found: Arguments, text: str, fields: str) -> Struct:
+def _struct(arguments: Arguments, text: str, fields: str) -> Struct:
     """A struct of numbers, arrays of numbers and pointers to buffers given before."""
     values: list[str | np.generic | Array | TensorMap] = []
     for field_text in re.split(r",(?![^\[]*\])", fields):
         kind, equals, numbers = field_text.partition("=")
-        if not equals and (kind in found.inputs or kind in found.outputs):
+        if not equals and (kind in arguments.inputs or kind in arguments.outputs):
             values.append(kind)
         elif equals and kind == "map":
-            values.append(_tensor_map(found, text, numbers))
+            values.append(_tensor_map(arguments, text, numbers))
         elif equals and kind in _NAMES:
             several = [_number(text, number, _NAMES[kind]) for number in numbers.split(":")]
             values.append(several[0] if len(several) == 1 else np.array(several, _NAMES[kind]))
         else:
-            what = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:..., map=NAME[BOX]:SWIZZLE or the NAME of a buffer given before"
+            forms = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:..., map=NAME[BOX]:SWIZZLE or the NAME of a buffer given before"
             raise UsageError(
-                f"--arg {text!r}: {field_text!r} is not a field; give {what}; types are {', '.join(TYPES)}"
+                f"--arg {text!r}: {field_text!r} is not a field; give {forms}; types are {', '.join(TYPES)}"
             )
     return Struct(tuple(values))
 
 
-def _tensor_map(found: Arguments, text: str, spec: str) -> TensorMap:
+def _tensor_map(arguments: Arguments, text: str, spec: str) -> TensorMap:
     """Return the tensor map over the whole of a buffer given before, its dimensions those of the buffer's shape."""
     match = _MAP.fullmatch(spec)
     if match is None:
         raise UsageError(f"--arg {text!r}: give a tensor map as NAME[BOX] or NAME[BOX]:SWIZZLE, such as x[8,64]:128")
     name, box, swizzle = match[1], tuple(map(int, match[2].split(","))), int(match[3] or 0)
-    if name not in found.inputs and name not in found.outputs:
+    if name not in arguments.inputs and name not in arguments.outputs:
         raise UsageError(f"--arg {text!r}: a tensor map over {name!r}, which is not a buffer given before")
-    buffer = found.inputs[name] if name in found.inputs else found.outputs[name]
+    buffer = arguments.inputs[name] if name in arguments.inputs else arguments.outputs[name]
     shape, dtype = tuple(buffer.shape), np.dtype(buffer.dtype)
     strides = [math.prod(shape[n + 1 :]) * dtype.itemsize for n in range(len(shape))]
     if len(box) != len(shape):
@@ -171,8 +173,8 @@ def _number(text: str, number: str, dtype: str) -> np.number[Any]:
     try:
         value: float = int(number, 0) if whole else float(number)
     except ValueError:
-        what = "a whole number" if whole else "a number"
-        raise UsageError(f"--arg {text!r}: {number!r} is not {what}") from None
+        expected = "a whole number" if whole else "a number"
+        raise UsageError(f"--arg {text!r}: {number!r} is not {expected}") from None
     limits = np.iinfo(dtype) if whole else np.finfo(dtype)
     low, high = (limit if whole else float(limit) for limit in (limits.min, limits.max))
     if math.isfinite(value) and not low <= value <= high:
@@ -181,29 +183,29 @@ def _number(text: str, number: str, dtype: str) -> np.number[Any]:
     return typed
 
 
-def _buffer(found: Arguments, text: str, role: str, rest: str, seed: int) -> str:
+def _buffer(arguments: Arguments, text: str, role: str, remainder: str, seed: int) -> str:
     """Add a buffer; returns its name."""
-    name, equals, spec = rest.partition("=")
+    name, equals, spec = remainder.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise UsageError(f"--arg {text!r}: give {role}:NAME=..., the name in letters, digits and _")
-    if name in found.inputs or name in found.outputs:
+    if name in arguments.inputs or name in arguments.outputs:
         raise UsageError(f"--arg {text!r}: there is a buffer {name!r} already; give its name alone to pass it again")
     kind, _, fields = spec.partition(":")
     if kind == "struct":
         if role != "in":
-            raise UsageError(f"--arg {text!r}: a struct in global memory is an input; give in:{rest}")
-        found.structs[name] = _struct(found, text, fields)
-        found.inputs[name] = np.zeros(len(found.structs[name].layout(lambda _: 0)), np.uint8)
+            raise UsageError(f"--arg {text!r}: a struct in global memory is an input; give in:{remainder}")
+        arguments.structs[name] = _struct(arguments, text, fields)
+        arguments.inputs[name] = np.zeros(len(arguments.structs[name].layout(lambda _: 0)), np.uint8)
         return name
     if role != "out":
-        data = found.inputs[name] = _filled(text, name, spec, seed)
+        data = arguments.inputs[name] = _filled(text, name, spec, seed)
         if role == "inout":
-            found.outputs[name] = OutputSpec(data.shape, data.dtype.name)
+            arguments.outputs[name] = OutputSpec(data.shape, data.dtype.name)
         return name
     dtype, shape, fill = _spec(text, spec)
     if fill is not None:
         raise UsageError(f"--arg {text!r}: out holds nothing at first; use inout:{spec} for a buffer that does")
-    found.outputs[name] = OutputSpec(shape, dtype)
+    arguments.outputs[name] = OutputSpec(shape, dtype)
     return name
 
 

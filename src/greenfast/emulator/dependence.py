@@ -62,10 +62,10 @@ def _pointer(i: Instruction, pointers: Collection[tuple[str, int]]) -> set[str]:
     """Return the pointer parameter that an instruction loads."""
     if i.name != "ld" or "param" not in i.parts or len(i.operands) < 2:
         return set()
-    place = i.operands[1]
-    if isinstance(place, Address) and isinstance(place.base, Symbol):
-        at = place.base.name, place.base.offset + place.offset
-        return {at[0]} if at in pointers else set()
+    location = i.operands[1]
+    if isinstance(location, Address) and isinstance(location.base, Symbol):
+        index = location.base.name, location.base.offset + location.offset
+        return {index[0]} if index in pointers else set()
     return set()
 
 

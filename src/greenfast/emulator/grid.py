@@ -80,7 +80,7 @@ def load_program(ptx: str, entry: str) -> tuple[Module, Program]:
     """
     # Headers with instruction wrappers (of the toolkit, this project and Triton): messages name their callers.
     folders = (*include_dirs(), KERNEL_DIR / "ptx")
-    library = [f"{place}/" for folder in folders for place in (folder, folder.resolve())]  # NVRTC follows links
+    library = [f"{path}/" for folder in folders for path in (folder, folder.resolve())]  # NVRTC follows links
     module = parse(ptx, (*library, "triton/language/"))
     return module, Program(inline_calls(module, module.entry(entry)), defer=True)
 
@@ -175,7 +175,7 @@ def run_chain(
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {})
                 chain.findings = {} if keep_formal else None
                 snapshot = MemorySnapshot(
-                    chain.memory, [place for names in chain.variables for place in names.values()]
+                    chain.memory, [allocation for names in chain.variables for allocation in names.values()]
                 )
                 result = chain.run(seed, outputs, poison, phases)
                 for other in later if always or snapshot.dirty() else ():
@@ -195,28 +195,28 @@ def run_chain(
                 result.changed = frozenset(
                     (n, name)
                     for n, names in enumerate(chain.variables)
-                    for name, place in names.items()
-                    if place in changed
+                    for name, allocation in names.items()
+                    if allocation in changed
                 )
                 return result
-            except RestartWithReadTracking as found:
-                chain.running.tracked |= {found.name}
+            except RestartWithReadTracking as restart:
+                chain.running.tracked |= {restart.name}
             except GreenfastError:
                 raise
             except Exception as e:
                 raise internal_error(steps[0].entry, e) from e
 
     def attempt(around: Surroundings, later: Sequence[int] = ()) -> GridResult:
-        def again(fill: UninitFill | RedundantLoads | None) -> GridResult:
+        def rerun(fill: UninitFill | RedundantLoads | None) -> GridResult:
             return run(fill, around, later)
 
         try:
-            return again(None)
+            return rerun(None)
         except KernelFaultError as fault:
-            found = rerun_with_fills(again) if fault.unwritten else accept_benign_race(again, fault)
-            if found is None:
+            accepted = rerun_with_fills(rerun) if fault.unwritten else accept_benign_race(rerun, fault)
+            if accepted is None:
                 raise
-            return found
+            return accepted
 
     result = attempt(USUAL, later)
     if explore:
@@ -245,14 +245,14 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
         dependence = find_dependence(function, pointers)
         differs |= dependence.addresses or dependence.undefined
         for pc, registers in dependence.comparisons.items():
-            what = f"{function.name}: a comparison depends on {', '.join(registers)} at {function.code[pc].source}"
-            forced.append((replace(OTHER, name=f"the other outcome where {what}", forced=(n, pc)), what))
+            note = f"{function.name}: a comparison depends on {', '.join(registers)} at {function.code[pc].source}"
+            forced.append((replace(OTHER, name=f"the other outcome where {note}", forced=(n, pc)), note))
         for pc in dependence.bits:
-            what = f"{function.name}: a comparison depends on bits of an address at {function.code[pc].source}"
-            around = replace(OTHER, name=f"the other outcome where {what}", forced=(n, pc), is_possible=False)
-            forced.append((around, what))
+            note = f"{function.name}: a comparison depends on bits of an address at {function.code[pc].source}"
+            around = replace(OTHER, name=f"the other outcome where {note}", forced=(n, pc), is_possible=False)
+            forced.append((around, note))
     todo = [*([(OTHER, "")] if differs else []), *forced[:_MOST_FORCED]]
-    for around, what in todo:
+    for around, note in todo:
         outcome = "both outcomes were run"
         try:
             other = attempt(around)
@@ -268,9 +268,9 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
             same = all(other.outputs[n].tobytes() == data.tobytes() for n, data in result.outputs.items())
             if around.is_possible and not same:
                 result.differences.append(f"the outputs are other bits with {around.name}")
-        if what or not outcome.startswith("both"):
-            result.notes.append(f"{what or around.name}; {outcome}")
-    result.notes += [f"{what}; one of the two outcomes was not run" for _, what in forced[_MOST_FORCED:]]
+        if note or not outcome.startswith("both"):
+            result.notes.append(f"{note or around.name}; {outcome}")
+    result.notes += [f"{note}; one of the two outcomes was not run" for _, note in forced[_MOST_FORCED:]]
 
 
 class _Chain:
@@ -330,12 +330,14 @@ class _Chain:
         for step, names in zip(steps, self.variables, strict=True):
             module, _ = load_program(step.ptx, step.entry)
             functions = {name: FUNCTION_BASE + 16 * n for n, name in enumerate(module.functions)}
-            self.symbols.append({**functions, **{name: memory.address(place) for name, place in names.items()}})
-            for name, place in names.items():  # zero if they have no initial value
+            self.symbols.append(
+                {**functions, **{name: memory.address(allocation) for name, allocation in names.items()}}
+            )
+            for name, allocation in names.items():  # zero if they have no initial value
                 v = module.variables[name]
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
-                memory.bytes_of(place)[:] = np.frombuffer(data, np.uint8)
-                memory.states_of(place)[:] = WRITTEN
+                memory.bytes_of(allocation)[:] = np.frombuffer(data, np.uint8)
+                memory.states_of(allocation)[:] = WRITTEN
         if isinstance(fill, UninitFill):
             fill.fill_outputs(memory)
         self.read_only = self.inputs.keys() - outputs.keys()
@@ -427,15 +429,15 @@ class _Chain:
     def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
         """Return the outputs and counts after all launches."""
         memory = self.memory
-        found, unwritten = {}, {}
+        arrays, unwritten = {}, {}
         for name, o in outputs.items():
             data, states = memory.bytes_of(name), memory.states_of(name)
             unwritten[name] = int((states == UNWRITTEN).sum())
             data[states == UNWRITTEN] = poison
-            found[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
-        result = GridResult(found, unwritten, self.input_writes, self.counts, "".join(self.printed))
+            arrays[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
+        result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
-            result.phases = self.by_phase.by_phase(phases, found[PHASE_BUFFER])
+            result.phases = self.by_phase.by_phase(phases, arrays[PHASE_BUFFER])
             for part in result.phases.values():
                 self.counts.add(part)
         return result
@@ -445,18 +447,18 @@ class _Chain:
 _PARTS = 3
 
 
-def _batches(geometry: Geometry, most: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
+def _batches(geometry: Geometry, limit: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
     """The blocks of a grid that run together, at most ``most``, whole clusters, one batch after the other.
 
     With seed 0 they begin in their order. Other seeds draw one, and begin in smaller parts unless blocks may wait for
     each other.
     """
     clusters = geometry.order().reshape(-1, geometry.cluster_size)
-    count, most = len(clusters), max(1, most // geometry.cluster_size)
+    count, limit = len(clusters), max(1, limit // geometry.cluster_size)
     if seed and not together:
         clusters = clusters[np.random.default_rng(seed).permutation(count)]
-        most = min(most, max(1, -(-count // _PARTS)))
-    return [clusters[start : start + most].ravel() for start in range(0, count, most)]
+        limit = min(limit, max(1, -(-count // _PARTS)))
+    return [clusters[start : start + limit].ravel() for start in range(0, count, limit)]
 
 
 def _shared_variables(module: Module, function: Function) -> list[Variable]:
@@ -473,17 +475,23 @@ def sampled_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:
 
 def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
     """The blocks of a cluster, as the kernel or the launch has them."""
-    asked = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
-    extents = [int(n) for n in asked[1].split(",")] if asked else []
+    directive = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
+    extents = [int(n) for n in directive[1].split(",")] if directive else []
     x, y, z, *_ = *extents, 1, 1, 1
     own = x, y, z
-    found = own if asked else plan.cluster
-    if asked and plan.cluster not in ((1, 1, 1), own):
+    cluster = own if directive else plan.cluster
+    if directive and plan.cluster not in ((1, 1, 1), own):
         raise UsageError(f"{function.name} is built for clusters of {own} blocks, its launch asks for {plan.cluster}")
-    if min(found) < 1 or math.prod(found) > _MOST_BLOCKS or any(g % c for g, c in zip(plan.grid, found, strict=True)):
-        what = f"clusters of {found} blocks; they have 1 to {_MOST_BLOCKS} blocks and divide the grid in each dimension"
-        raise UsageError(f"{function.name}: a grid of {plan.grid} blocks in {what}")
-    return found
+    if (
+        min(cluster) < 1
+        or math.prod(cluster) > _MOST_BLOCKS
+        or any(g % c for g, c in zip(plan.grid, cluster, strict=True))
+    ):
+        reason = (
+            f"clusters of {cluster} blocks; they have 1 to {_MOST_BLOCKS} blocks and divide the grid in each dimension"
+        )
+        raise UsageError(f"{function.name}: a grid of {plan.grid} blocks in {reason}")
+    return cluster
 
 
 def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:

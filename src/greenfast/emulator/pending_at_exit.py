@@ -98,9 +98,9 @@ class _Paths:
     def find(self) -> list[Unawaited]:
         code = self.function.code
         starts = [(pc, channel) for pc, i in enumerate(code) if (channel := _channel(i)) is not None]
-        found = [*self._never_awaited()]
+        result = [*self._never_awaited()]
         if not starts:
-            return found
+            return result
         for pc, i in enumerate(code):
             for name in _defined(i):
                 self.definitions.setdefault(name, []).append(pc)
@@ -110,8 +110,8 @@ class _Paths:
         pending = self._reachable_ends()
         for pc, channel in starts:
             if pending is None or pending[channel]:
-                found.append(Unawaited(_place(code[pc]), pending is not None and not self._may_wait(pc, channel)))
-        return found
+                result.append(Unawaited(_place(code[pc]), pending is not None and not self._may_wait(pc, channel)))
+        return result
 
     def _never_awaited(self) -> Iterator[Unawaited]:
         """Copies that complete on an mbarrier, in a kernel that waits for none."""
@@ -148,12 +148,12 @@ class _Paths:
             return key, same == (i.name == "mov")
         if len(i.operands) != 3:
             return plain
-        comparison, rest = i.parts[0], i.parts[1:]
-        if any(part.startswith("f") for part in rest):
+        comparison, remainder = i.parts[0], i.parts[1:]
+        if any(part.startswith("f") for part in remainder):
             return ("setp", i.parts, *map(self._value, i.operands[1:])), True
         is_first = comparison in ("eq", "lt", "le", "lo", "ls")
         base = comparison if is_first else _OPPOSITES.get(comparison, comparison)
-        return ("setp", base, rest, *map(self._value, i.operands[1:])), base == comparison
+        return ("setp", base, remainder, *map(self._value, i.operands[1:])), base == comparison
 
     def _value(self, operand: Any) -> _Key:
         """Return a key for an operand's value: equal for equal expressions of constant values."""

@@ -132,16 +132,16 @@ class Program:
 
 def _check_operands(i: Instruction) -> None:
     """Refuse an instruction with more or fewer operands, or elements of a vector, than its form has."""
-    least, most = count_operands(i.name, i.parts)
-    if not least <= len(i.operands) <= most:
-        wanted = str(least) if least == most else f"{least} to {most}"
+    least, limit = count_operands(i.name, i.parts)
+    if not least <= len(i.operands) <= limit:
+        wanted = str(least) if least == limit else f"{least} to {limit}"
         raise unsupported(i, f"has {len(i.operands)} operands in place of {wanted}")
     which, count = parse_vectors(i.name, i.parts)
     for position in which:
         operand = i.operands[position]
-        given = len(operand.items) if isinstance(operand, Vector) else 1
-        if given != count:
-            raise unsupported(i, f"has {given} elements in place of {count}")
+        supplied = len(operand.items) if isinstance(operand, Vector) else 1
+        if supplied != count:
+            raise unsupported(i, f"has {supplied} elements in place of {count}")
 
 
 def _inverted(operation: Operation | None, i: Instruction) -> Operation:

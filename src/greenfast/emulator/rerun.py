@@ -45,8 +45,8 @@ class UninitFill:
 
     def begin(self, launch: int, machine: ResidentBlocks) -> None:
         """Fill the memory of blocks before they begin."""
-        found = self.found.get((launch, int(machine.blocks[0])))
-        for arena, data in zip((machine.shared, machine.local), found or (None, None), strict=True):
+        result = self.found.get((launch, int(machine.blocks[0])))
+        for arena, data in zip((machine.shared, machine.local), result or (None, None), strict=True):
             arena.fill_unwritten(self.fill)
             if data is not None and data.shape == arena.data.shape:
                 arena.data[:] = data
@@ -110,12 +110,12 @@ def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | No
 
 def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: KernelFaultError) -> GridResult | None:
     """Rerun the kernel with poisoned redundant loads. Return the result if its data race is benign, else None."""
-    loads, found = RedundantLoads(), fault
-    while found.read is not None and loads.add(found.read):
+    loads, result = RedundantLoads(), fault
+    while result.read is not None and loads.add(result.read):
         try:
             first = run(loads)
         except KernelFaultError as e:
-            found = e
+            result = e
             continue
         for choose in (loads.choose_writers, loads.choose_lowest):
             choose()
@@ -134,8 +134,8 @@ def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: Kerne
 
 def _instructions(result: GridResult) -> Mapping[str, int]:
     """How often each was executed; but where threads sleep until others are ready that is a matter of who runs when."""
-    found: Mapping[str, int] = result.counts.instructions
-    return {} if "nanosleep" in found else found
+    values: Mapping[str, int] = result.counts.instructions
+    return {} if "nanosleep" in values else values
 
 
 def _effects(result: GridResult) -> Mapping[str, int]:

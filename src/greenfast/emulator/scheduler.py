@@ -187,11 +187,11 @@ class Scheduler:
         self.silent_runs[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
         if self.silent_runs[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
             lanes = lane_indices(next(iter(self.fragments[n].values())))
-            what = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n} (an endless loop?)"
+            reason = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n} (an endless loop?)"
             if self.program.clocked:  # it may wait for a time; clocks advance slowly here
                 why = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n}"
                 raise self.m.limit(f"{why}, in a kernel that reads a clock: it may wait for a time", int(lanes[0]))
-            raise self.m.fault(what, int(lanes[0]))
+            raise self.m.fault(reason, int(lanes[0]))
 
     def _count_for(self, n: int) -> None:
         """Count what runs now for a warp, where phases are counted."""
@@ -220,10 +220,10 @@ class Scheduler:
             lanes = np.union1d(lane_indices(to[pc]), lane_indices(lanes))
         to[pc] = lanes if isinstance(lanes, slice) else selection(lanes)
 
-    def _resume(self, lanes: NDArray[np.intp], at: NDArray[np.int64]) -> None:
+    def _resume(self, lanes: NDArray[np.intp], index: NDArray[np.int64]) -> None:
         """Put threads of any warps at the instructions ``at``."""
-        for pc in np.unique(at):
-            here = lanes[at == pc]
+        for pc in np.unique(index):
+            here = lanes[index == pc]
             for n in np.unique(here // self.m.threads_per_warp_slot):
                 self._put(int(n), int(pc), here[here // self.m.threads_per_warp_slot == n])
 
@@ -326,9 +326,9 @@ class Scheduler:
     def _split(self, n: int, pc: int, lanes: ThreadSet, without: ThreadSet) -> None:
         """Let the ``lanes`` that are not in ``without`` go on."""
         if without is not lanes:
-            rest = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
-            if len(rest):
-                self._put(n, pc, rest)
+            remainder = np.setdiff1d(lane_indices(lanes), lane_indices(without), assume_unique=True)
+            if len(remainder):
+                self._put(n, pc, remainder)
 
     def _count(self, i: Instruction, key: str, lanes: ThreadSet, size: tuple[int, int]) -> None:
         """Count an instruction of threads that are ``size`` warps and threads."""
@@ -340,8 +340,8 @@ class Scheduler:
             counts.exponentials += threads
         m.executed += 1
         if m.executed > INSTRUCTION_LIMIT:
-            what = f"no end after {INSTRUCTION_LIMIT} instructions, which is too long to emulate"
-            raise m.limit(what, int(lane_indices(lanes)[0]))
+            reason = f"no end after {INSTRUCTION_LIMIT} instructions, which is too long to emulate"
+            raise m.limit(reason, int(lane_indices(lanes)[0]))
 
     def _end(self, lanes: ThreadSet) -> None:
         """Threads end: barriers and groups of their warp that wait for all others no longer need them."""
@@ -401,22 +401,22 @@ class Scheduler:
         waits, first = [], -1
         for n in range(m.warps):
             lanes = np.flatnonzero(mine & (np.arange(m.lanes) // m.threads_per_warp_slot == n) & m.exists)
-            found = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
-            notes = dict.fromkeys(found, "")
+            result = {pc: f"{count} threads" for pc, count in self.barriers.waits(lanes).items()}
+            notes = dict.fromkeys(result, "")
             for pc, (count, others) in self.sync_groups.waits(lanes).items():
-                found[pc], notes[pc] = f"{count} threads", others
+                result[pc], notes[pc] = f"{count} threads", others
             for pc, blocked in self.blocked[n].items():
                 here = np.intersect1d(lane_indices(blocked), lanes)
                 if len(here):
-                    found[pc] = f"{len(here)} threads"
+                    result[pc] = f"{len(here)} threads"
                     notes[pc] = self._describe_wait(pc, here)
             for pc, spinning in self.fragments[n].items():
                 here = np.intersect1d(lane_indices(spinning), lanes)
                 if len(here):
-                    found[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
-            for pc in sorted(found):
+                    result[pc], notes[pc] = f"{len(here)} threads", " in a loop that nothing ends"
+            for pc in sorted(result):
                 i = self.code[pc]
-                waits.append(f"{found[pc]} of warp {n} wait at {i.place} ({i.text}){notes[pc]}")
+                waits.append(f"{result[pc]} of warp {n} wait at {i.place} ({i.text}){notes[pc]}")
                 if first < 0:
                     first, m.current = int(lanes[~self.ended[lanes]][0]), i
             gone = int(self.ended[lanes].sum())

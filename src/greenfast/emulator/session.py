@@ -113,9 +113,9 @@ class EmulatorSession:
         Raises UsageError if its phases cannot be separated.
         """
         ((image, plan),) = executable.steps
-        what = (image.ptx, image.entry, image.block, image.dynamic_smem_bytes)
-        found = run_grid(*what, plan, case.inputs, case.outputs, phases=image.phases)
-        return {name: counts.record() for name, counts in found.phases.items()}
+        kernel = (image.ptx, image.entry, image.block, image.dynamic_smem_bytes)
+        result = run_grid(*kernel, plan, case.inputs, case.outputs, phases=image.phases)
+        return {name: counts.record() for name, counts in result.phases.items()}
 
 
 def _program(image: KernelImage) -> Program:

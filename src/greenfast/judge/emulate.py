@@ -147,29 +147,32 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     saved: list[str]
 
 
-def emulate(asked: Emulate) -> Emulated:
+def emulate(request: Emulate) -> Emulated:
     """Compile and run a kernel, and check its outputs.
 
     Raises UsageError for a wrong request, CompileError, KernelFaultError for a fault of the kernel, UnsupportedError
     for limits of the emulator, and MachineError for a folder that cannot be written.
     """
     start = time.perf_counter()
-    _check_launch(asked)
-    arguments = read_arguments(asked.args, asked.seed, asked.buffers)
-    expected = {name: _expected(name, path, arguments) for name, path in asked.expected.items()}
-    if asked.save is not None:
-        check_writable(asked.save, "--save")
-    ptx, entry, target, resources = _translate(asked)
-    _check_bounds(asked, ptx, entry)
-    module, program = _program(asked, ptx, entry)
-    program.function.shapes = read_shapes(_sources(asked, module))
-    check_parameters(program.function, arguments, asked.kernel or entry)
-    threads = math.prod(asked.grid) * math.prod(asked.block)
-    orders = asked.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
-    first, races = _run(asked, ptx, entry, arguments, orders)
+    _check_launch(request)
+    arguments = read_arguments(request.args, request.seed, request.buffers)
+    expected = {name: _expected(name, path, arguments) for name, path in request.expected.items()}
+    if request.save is not None:
+        check_writable(request.save, "--save")
+    ptx, entry, target, resources = _translate(request)
+    _check_bounds(request, ptx, entry)
+    module, program = _program(request, ptx, entry)
+    program.function.shapes = read_shapes(_sources(request, module))
+    check_parameters(program.function, arguments, request.kernel or entry)
+    threads = math.prod(request.grid) * math.prod(request.block)
+    orders = request.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
+    first, races = _run(request, ptx, entry, arguments, orders)
     unwritten = {n: count for n, count in first.unwritten.items() if count and n not in arguments.inputs}
     faults = [
-        *(("input-written", f"{said}; give it as inout:{n}=... if it may") for n, said in first.input_writes.items()),
+        *(
+            ("input-written", f"{message}; give it as inout:{n}=... if it may")
+            for n, message in first.input_writes.items()
+        ),
         *(
             (
                 "output-unwritten",
@@ -183,18 +186,18 @@ def emulate(asked: Emulate) -> Emulated:
         *(
             ("unexpected-value", text)
             for name, want in expected.items()
-            for text in _difference(name, first.outputs[name], want, asked.tolerance)
+            for text in _difference(name, first.outputs[name], want, request.tolerance)
         ),
     ]
     return Emulated(
-        file=str(asked.file),
+        file=str(request.file),
         kernel=entry,
         target=target or module.target,
-        grid=asked.grid,
-        block=asked.block,
-        dynamic_smem_bytes=asked.smem,
+        grid=request.grid,
+        block=request.block,
+        dynamic_smem_bytes=request.smem,
         resources=resources,
-        seed=asked.seed,
+        seed=request.seed,
         orders=orders,
         seconds=round(time.perf_counter() - start, 3),
         outputs=[
@@ -208,9 +211,9 @@ def emulate(asked: Emulate) -> Emulated:
         ],
         failures=[
             *(text for _, text in faults),
-            *(f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL and asked.formal),
+            *(f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL and request.formal),
         ],
-        saved=_save(asked.save, first.outputs),
+        saved=_save(request.save, first.outputs),
     )
 
 
@@ -230,7 +233,7 @@ _KINDS = {
 }
 
 
-def describe_fault(asked: Emulate, error: KernelFaultError) -> Emulated:
+def describe_fault(request: Emulate, error: KernelFaultError) -> Emulated:
     """Return the result of a run that ended with a fault."""
     where = error.location
     reason = error.reason or str(error)
@@ -245,15 +248,15 @@ def describe_fault(asked: Emulate, error: KernelFaultError) -> Emulated:
             Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
         ]
     return Emulated(
-        file=str(asked.file),
-        kernel=error.kernel or asked.kernel or "",
-        target=asked.arch or "",
-        grid=asked.grid,
-        block=asked.block,
-        dynamic_smem_bytes=asked.smem,
+        file=str(request.file),
+        kernel=error.kernel or request.kernel or "",
+        target=request.arch or "",
+        grid=request.grid,
+        block=request.block,
+        dynamic_smem_bytes=request.smem,
         resources=None,
-        seed=asked.seed,
-        orders=asked.orders or ORDERS,
+        seed=request.seed,
+        orders=request.orders or ORDERS,
         seconds=0.0,
         outputs=[],
         printed=error.printed,
@@ -271,78 +274,78 @@ def _fault_of(finding: Finding) -> Fault:
     return Fault(level=finding.level, kind=finding.name, message=finding.text, file=file or None, line=number)
 
 
-def _check_launch(asked: Emulate) -> None:
+def _check_launch(request: Emulate) -> None:
     """Raise UsageError for a launch that every GPU refuses."""
-    threads = math.prod(asked.block)
-    if threads > _MAX_THREADS or any(size > most for size, most in zip(asked.block, _MAX_BLOCK, strict=True)):
+    threads = math.prod(request.block)
+    if threads > _MAX_THREADS or any(size > limit for size, limit in zip(request.block, _MAX_BLOCK, strict=True)):
         raise UsageError(
-            f"--block {_comma(asked.block)}: a block has at most {_MAX_THREADS} threads, and at most "
+            f"--block {_comma(request.block)}: a block has at most {_MAX_THREADS} threads, and at most "
             f"{_comma(_MAX_BLOCK)} in x, y, z"
         )
-    if any(size > most for size, most in zip(asked.grid, _MAX_GRID, strict=True)):
-        raise UsageError(f"--grid {_comma(asked.grid)}: at most {_comma(_MAX_GRID)} blocks in x, y, z")
+    if any(size > limit for size, limit in zip(request.grid, _MAX_GRID, strict=True)):
+        raise UsageError(f"--grid {_comma(request.grid)}: at most {_comma(_MAX_GRID)} blocks in x, y, z")
 
 
-def _check_bounds(asked: Emulate, ptx: str, entry: str) -> None:
+def _check_bounds(request: Emulate, ptx: str, entry: str) -> None:
     """Raise UsageError where the block has more threads than the kernel's __launch_bounds__."""
     directives = re.search(rf"\.entry\s+{re.escape(entry)}\s*(?:\([^)]*\))?([^{{;]*)\{{", ptx)
     limit = re.search(r"\.maxntid\s+([\d,\s]+)", directives[1]) if directives else None
-    most = math.prod(int(size) for size in limit[1].split(",")) if limit else _MAX_THREADS
-    if math.prod(asked.block) > most:
-        raise UsageError(f"--block {_comma(asked.block)}: __launch_bounds__ of {entry} allows {most} threads")
+    maximum = math.prod(int(size) for size in limit[1].split(",")) if limit else _MAX_THREADS
+    if math.prod(request.block) > maximum:
+        raise UsageError(f"--block {_comma(request.block)}: __launch_bounds__ of {entry} allows {maximum} threads")
 
 
 def _comma(extent: Extent) -> str:
     return ",".join(map(str, extent))
 
 
-def _translate(asked: Emulate) -> tuple[str, str, str, Resources | None]:
+def _translate(request: Emulate) -> tuple[str, str, str, Resources | None]:
     """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
     try:
-        text = read_file(asked.file).decode()
+        text = read_file(request.file).decode()
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else "not a text"
-        raise UsageError(f"{asked.file}: cannot be read ({why})") from e
-    if asked.file.suffix == ".ptx":
-        if asked.arch or asked.defines or asked.includes:
+        raise UsageError(f"{request.file}: cannot be read ({why})") from e
+    if request.file.suffix == ".ptx":
+        if request.arch or request.defines or request.includes:
             raise UsageError("--arch, --define and --include are for a CUDA source; a PTX file is compiled already")
-        return text, _entry(asked, entries(text)), "", None
-    defines = [_define(text) for text in asked.defines]
+        return text, _entry(request, entries(text)), "", None
+    defines = [_define(text) for text in request.defines]
     if defines:  # messages keep the lines of the file
-        text = "\n".join([*defines, f'#line 1 "{asked.file.name}"', text])
-    folders = (asked.file.resolve().parent, *asked.includes)
-    source = KernelSource(asked.kernel or "", text, asked.file.name, folders, asked.block, asked.smem)
-    target = Target.parse(asked.arch or DEFAULT_TARGET)
+        text = "\n".join([*defines, f'#line 1 "{request.file.name}"', text])
+    folders = (request.file.resolve().parent, *request.includes)
+    source = KernelSource(request.kernel or "", text, request.file.name, folders, request.block, request.smem)
+    target = Target.parse(request.arch or DEFAULT_TARGET)
     ptx = to_ptx(source, target, isolated=True)
-    entry = _entry(asked, entries(ptx))
+    entry = _entry(request, entries(ptx))
     resources = compile_kernel(dataclasses.replace(source, entry=entry), target, isolated=True).resources
-    most = 1024 * _MAX_SHARED[target.capability]
-    if resources.smem_bytes > most:
+    limit = 1024 * _MAX_SHARED[target.capability]
+    if resources.smem_bytes > limit:
         raise UsageError(
-            f"--smem {asked.smem}: with {resources.static_smem_bytes} bytes of static shared memory that is more than "
-            f"the {most} bytes that a block of {target.name} can have"
+            f"--smem {request.smem}: with {resources.static_smem_bytes} bytes of static shared memory that is more "
+            f"than the {limit} bytes that a block of {target.name} can have"
         )
     return ptx, entry, target.name, resources
 
 
-def _program(asked: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
+def _program(request: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
     """Return the kernel's program. Raise UsageError for PTX that was truncated or edited."""
     try:
         return load_program(ptx, entry)
     except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
-        if asked.file.suffix != ".ptx":
+        if request.file.suffix != ".ptx":
             raise internal_error(entry, e) from e
-        raise UsageError(f"{asked.file}: {entry} cannot be read as PTX; is the file whole?") from None
+        raise UsageError(f"{request.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
-def _sources(asked: Emulate, module: Module) -> list[str]:
+def _sources(request: Emulate, module: Module) -> list[str]:
     """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's that are not there."""
-    paths = {asked.file, *(Path(name) for name in module.files if Path(name).is_absolute())}
+    paths = {request.file, *(Path(name) for name in module.files if Path(name).is_absolute())}
     texts = []
     for path in paths:
         if path.suffix != ".ptx" and path.is_file():
             texts.append(path.read_text(errors="replace"))
-    return [*(f"#define {text.replace('=', ' ', 1)}" for text in asked.defines), *texts]
+    return [*(f"#define {text.replace('=', ' ', 1)}" for text in request.defines), *texts]
 
 
 def _define(text: str) -> str:
@@ -352,27 +355,27 @@ def _define(text: str) -> str:
     return f"#define {match[1]} {'1' if match[2] is None else match[2]}"
 
 
-def _entry(asked: Emulate, found: Sequence[str]) -> str:
+def _entry(request: Emulate, names: Sequence[str]) -> str:
     """The kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
-    if not found:
-        raise UsageError(f"{asked.file} holds no kernel; a template needs an explicit instantiation in the file")
-    if asked.kernel is None:
-        fitting = list(found)
-    elif asked.kernel in found:
-        fitting = [asked.kernel]
+    if not names:
+        raise UsageError(f"{request.file} holds no kernel; a template needs an explicit instantiation in the file")
+    if request.kernel is None:
+        fitting = list(names)
+    elif request.kernel in names:
+        fitting = [request.kernel]
     else:  # a mangled name holds the name after its length (Itanium C++ ABI, 5.1.5)
-        part = re.compile(rf"_Z(?:.*\D)?{len(asked.kernel)}{re.escape(asked.kernel)}")
-        fitting = [name for name in found if part.match(name)]
+        part = re.compile(rf"_Z(?:.*\D)?{len(request.kernel)}{re.escape(request.kernel)}")
+        fitting = [name for name in names if part.match(name)]
     if len(fitting) == 1:
         return fitting[0]
     if not fitting:
-        raise unknown(f"kernel of {asked.file}", asked.kernel or "", found)
-    raise UsageError(f"{asked.file} holds several kernels; name one with --kernel: {', '.join(fitting)}")
+        raise unknown(f"kernel of {request.file}", request.kernel or "", names)
+    raise UsageError(f"{request.file} holds several kernels; name one with --kernel: {', '.join(fitting)}")
 
 
-def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
+def _run(request: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
     """The result of the first order of warps, and how others differ from it."""
-    plan = Launch(asked.grid, tuple(arguments.launch), cooperative=True)
+    plan = Launch(request.grid, tuple(arguments.launch), cooperative=True)
     results = []
     for n in range(orders):
         try:
@@ -380,13 +383,13 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
                 run_grid(
                     ptx,
                     entry,
-                    asked.block,
-                    asked.smem,
+                    request.block,
+                    request.smem,
                     plan,
                     arguments.inputs,
                     arguments.outputs,
-                    seed=asked.seed + n,
-                    later=() if n else [asked.seed] * LAUNCHES,
+                    seed=request.seed + n,
+                    later=() if n else [request.seed] * LAUNCHES,
                     always=False,
                     may_read_left=True,
                     keep_formal=True,
@@ -396,7 +399,7 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
         except KernelFaultError as e:
             if n == 0:
                 raise
-            e.args = (f"{e}; only in the order of the warps that --seed {asked.seed} --orders {n + 1} ends with",)
+            e.args = (f"{e}; only in the order of the warps that --seed {request.seed} --orders {n + 1} ends with",)
             raise
     first, *others = results
     known = {(f.name, f.location) for f in first.findings}
@@ -414,15 +417,15 @@ def _run(asked: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int
 def _changes_in_later_launches(first: GridResult) -> list[str]:
     """Describe how later launches in the same memory, with the variables of the first one, differ from it."""
     names = ", ".join(sorted({name for _, name in first.changed}))
-    found = []
+    result = []
     for name, data in first.outputs.items():
         errors = [_error(data, later.outputs[name]) for later in first.later if not _same(data, later.outputs[name])]
         if errors:
             missing = max(later.unwritten[name] for later in first.later) - first.unwritten[name]
-            what = f"has {missing} bytes more that are never written" if missing > 0 else "differs"
+            change = f"has {missing} bytes more that are never written" if missing > 0 else "differs"
             by = f", by up to {_largest(errors):g}" if missing <= 0 else ""
-            found.append(f"{name!r} {what} in a later launch{by}, which finds what the one before left in {names}")
-    return found
+            result.append(f"{name!r} {change} in a later launch{by}, which finds what the one before left in {names}")
+    return result
 
 
 def _same(a: Array, b: Array) -> bool:
@@ -461,10 +464,10 @@ def _difference(name: str, got: Array, want: Array, tolerance: float) -> list[st
     if not bad.any():
         return []
     first = np.unravel_index(int(bad.argmax()), got.shape)
-    place = f"{name}[{', '.join(map(str, first))}]"
+    location = f"{name}[{', '.join(map(str, first))}]"
     return [
         f"{int(bad.sum())} of {got.size} elements of {name!r} differ from what is expected by more than {tolerance:g}, "
-        f"at most by {_largest([error]):g}; the first is {place} = {got[first]}, expected {want[first]}"
+        f"at most by {_largest([error]):g}; the first is {location} = {got[first]}, expected {want[first]}"
     ]
 
 

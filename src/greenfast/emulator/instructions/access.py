@@ -80,50 +80,50 @@ def by_space(
     """An operation on each thread's address; generic addresses in different spaces are handled one space at a time."""
 
     def parted(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        found = where(m, lanes)
-        windows = found >> WINDOW_BITS
+        addresses = where(m, lanes)
+        windows = addresses >> WINDOW_BITS
         if space != "generic" or len(windows) < 2 or (windows == windows[0]).all():
-            run(m, lanes, found)
+            run(m, lanes, addresses)
             return
         indices = lane_indices(lanes)
         for one in np.unique(windows):
             mine = windows == one
-            run(m, indices[mine], found[mine])
+            run(m, indices[mine], addresses[mine])
 
     return parted
 
 
-def locate(m: ResidentBlocks, space: str, found: Offsets, lanes: ThreadSet) -> tuple[Arena, Offsets, str]:
+def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) -> tuple[Arena, Offsets, str]:
     """The arena of an access, the offsets into it, and the space that it turned out to be in."""
     if space == "generic":
-        spaces = [window(int(a)) for a in np.unique(found >> WINDOW_BITS) << WINDOW_BITS]
+        spaces = [window(int(a)) for a in np.unique(addresses >> WINDOW_BITS) << WINDOW_BITS]
         if len(spaces) != 1 or "none" in spaces:
-            lost = next((n for n, a in enumerate(found) if window(int(a)) == "none"), -1)
-            lane, what = int(lane_indices(lanes)[lost]), f"generic address {int(found[lost]):#x}"
+            lost = next((n for n, a in enumerate(addresses) if window(int(a)) == "none"), -1)
+            lane, pointer = int(lane_indices(lanes)[lost]), f"generic address {int(addresses[lost]):#x}"
             if lost >= 0:
-                raise m.fault(f"{what} lies in no memory{explain_pointer(int(found[lost]))}", lane)
-            raise m.limit(f"{what} lies in another memory than those of other threads, which is not emulated", lane)
+                raise m.fault(f"{pointer} lies in no memory{explain_pointer(int(addresses[lost]))}", lane)
+            raise m.limit(f"{pointer} lies in another memory than those of other threads, which is not emulated", lane)
         space = spaces[0]
-        found = found - (m.memory.base if space == "global" else BASES[space])
+        addresses = addresses - (m.memory.base if space == "global" else BASES[space])
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory
-        found = found - m.memory.base
+        addresses = addresses - m.memory.base
     if space in ("global", "const"):
-        return m.memory, found, space
+        return m.memory, addresses, space
     if space == "param":
-        return m.param_memory, found, space
+        return m.param_memory, addresses, space
     if space == "shared":
-        found, mine = m.shared_offsets(found, lanes)
+        addresses, mine = m.shared_offsets(addresses, lanes)
         if m.geometry.cluster_size > 1:
             m.races.warp_sync.record_remote_access(mine // m.shared_stride, lane_indices(lanes))
     else:
         mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes
-    outside = (found < 0) | (found >= size)
+    outside = (addresses < 0) | (addresses >= size)
     if outside.any():  # the address is in another block's memory
         position = int(np.flatnonzero(outside)[0])
-        where = f"byte {int(found[position])} of {size} of {space} memory"
+        where = f"byte {int(addresses[position])} of {size} of {space} memory"
         raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]), where)
-    return (m.shared if space == "shared" else m.local), found + mine, space
+    return (m.shared if space == "shared" else m.local), addresses + mine, space
 
 
 def count_access(m: ResidentBlocks, space: str, store: bool, offsets: Offsets, lanes: ThreadSet, size: int) -> None:
@@ -143,22 +143,22 @@ def load(i: Instruction) -> Operation:
     size = parse_dtype(kind).itemsize
     total = size * len(items)
     where = addresses(i.operands[1], i)
-    what = f"{total}-byte read"
+    access = f"{total}-byte read"
     strong, scope = not STRONG.isdisjoint(i.parts), parse_scope(i.parts)
 
-    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
-        arena, offsets, actual = locate(m, space, at, lanes)
+    def run(m: ResidentBlocks, lanes: ThreadSet, addresses: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, addresses, lanes)
         if m.redundant_loads is not None and actual == "global" and not strong and m.redundant_loads.contains(i):
-            found = m.redundant_loads.read(m, arena, offsets, total, what, lanes)
+            result = m.redundant_loads.read(m, arena, offsets, total, access, lanes)
         else:
             with m.accessing(lanes, actual):
-                found = arena.read(offsets, total, what, strong)
+                result = arena.read(offsets, total, access, strong)
         if strong and actual in ("global", "shared"):
             m.races.synchronize(actual, offsets, lanes, True, False, False, scope)
             if m.races.stale is not None:
-                found = m.races.stale.read(actual, offsets, found, lanes)
+                result = m.races.stale.read(actual, offsets, result, lanes)
         count_access(m, actual, False, offsets, lanes, total)
-        values = found.view(parse_dtype(kind))
+        values = result.view(parse_dtype(kind))
         for n, w in enumerate(write):
             w(m, lanes, values[:, n])
 
@@ -181,11 +181,11 @@ def store(i: Instruction) -> Operation:
     read = [reader(item, kind, i) for item in items]
     size = parse_dtype(kind).itemsize
     where = addresses(i.operands[0], i)
-    what = f"{size * len(items)}-byte write"
+    access = f"{size * len(items)}-byte write"
     strong, releases, scope = not STRONG.isdisjoint(i.parts), "release" in i.parts, parse_scope(i.parts)
 
-    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
-        arena, offsets, actual = locate(m, space, at, lanes)
+    def run(m: ResidentBlocks, lanes: ThreadSet, addresses: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, addresses, lanes)
         values = np.empty((len(offsets), len(read)), parse_dtype(kind))
         for n, r in enumerate(read):
             values[:, n] = r(m, lanes)
@@ -193,7 +193,7 @@ def store(i: Instruction) -> Operation:
         stale = m.races.stale if watched else None
         before = peek(arena, offsets, size * len(read)) if stale is not None else None
         with m.accessing(lanes, actual):
-            arena.write(offsets, values.view(np.uint8), what, strong)
+            arena.write(offsets, values.view(np.uint8), access, strong)
         if watched:
             m.races.synchronize(actual, offsets, lanes, False, True, releases, scope)
         if stale is not None and before is not None:
@@ -219,8 +219,8 @@ def _load_param(i: Instruction) -> Operation:
         for n, w in enumerate(write):
             start = offset + n * dtype.itemsize
             if not 0 <= start <= len(data) - dtype.itemsize:
-                what = f"read of byte {start} of parameter {name}, which has {len(data)} bytes"
-                raise m.fault(what, int(lane_indices(lanes)[0]))
+                reason = f"read of byte {start} of parameter {name}, which has {len(data)} bytes"
+                raise m.fault(reason, int(lane_indices(lanes)[0]))
             w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
 
     return run
@@ -257,8 +257,8 @@ def atomic(i: Instruction) -> Operation:
     write = [writer(r, kind, i) for r in _items(i.operands[0])] if returns else []
     where, whole = addresses(target, i), len(read) * dtype.itemsize
 
-    def run(m: ResidentBlocks, lanes: ThreadSet, at: Offsets) -> None:
-        arena, offsets, actual = locate(m, space, at, lanes)
+    def run(m: ResidentBlocks, lanes: ThreadSet, addresses: Offsets) -> None:
+        arena, offsets, actual = locate(m, space, addresses, lanes)
         with m.accessing(lanes, actual):
             before = arena.read(offsets, whole, f"{whole}-byte atomic access", True)
         cells = arena.data.view(dtype)
@@ -272,8 +272,8 @@ def atomic(i: Instruction) -> Operation:
                 m.races.stale.read(actual, offsets, before, lanes, newest=True)
                 m.races.stale.write(actual, offsets, before.copy(), lanes)
         changed = np.zeros(len(offsets), np.bool_)
-        given = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
-        for element, arguments in enumerate(given):  # each element of a vector for itself
+        sources = [[np.broadcast_to(np.array(r(m, lanes)), len(offsets)) for r in column] for column in read]
+        for element, arguments in enumerate(sources):  # each element of a vector for itself
             rows = offsets // dtype.itemsize + element
             old = np.empty(len(rows), dtype)
             for n, row in enumerate(rows):
@@ -327,11 +327,11 @@ def asynchronous_copy(i: Instruction) -> Operation:
         raise unsupported(i)
     size = int(getattr(i.operands[2], "bits", 0))
     to, source = addresses(i.operands[0], i), addresses(i.operands[1], i)
-    given = _source_size(i, size)
+    source_bytes = _source_size(i, size)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         indices = lane_indices(lanes)
-        present = np.broadcast_to(given(m, lanes), len(indices))
+        present = np.broadcast_to(source_bytes(m, lanes), len(indices))
         values = np.zeros((len(indices), size), np.uint8)
         arena, offsets, _ = locate(m, "shared", to(m, lanes), lanes)
         sources = source(m, lanes) - m.memory.base
@@ -356,10 +356,10 @@ def asynchronous_copy(i: Instruction) -> Operation:
 
 def _source_size(i: Instruction, size: int) -> Callable[[ResidentBlocks, ThreadSet], Values]:
     """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
-    given = without_policy(i, i.operands)
-    if len(given) < 4:
+    operands = without_policy(i, i.operands)
+    if len(operands) < 4:
         return lambda m, lanes: np.asarray(size)
-    last = given[3]
+    last = operands[3]
     if isinstance(last, Register):
         read, ignore = reader(last, "u32", i), reader(last, "pred", i)
 
@@ -374,13 +374,13 @@ def _source_size(i: Instruction, size: int) -> Callable[[ResidentBlocks, ThreadS
 
 def _bytes(m: ResidentBlocks, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
     """(threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
-    what = f"{count}-byte read"
+    access = f"{count}-byte read"
     if count == size:
-        return m.memory.read(sources, size, what)
+        return m.memory.read(sources, size, access)
     misaligned = np.flatnonzero(sources & (size - 1))
     if len(misaligned):
-        raise BadAccessError(f"misaligned {what}", int(misaligned[0]), int(sources[misaligned[0]]))
-    return np.concatenate([m.memory.read(sources + n, 1, what) for n in range(count)], axis=1)
+        raise BadAccessError(f"misaligned {access}", int(misaligned[0]), int(sources[misaligned[0]]))
+    return np.concatenate([m.memory.read(sources + n, 1, access) for n in range(count)], axis=1)
 
 
 def _commit(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -402,7 +402,7 @@ def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> N
     """Complete the copies of these threads that ``which`` selects."""
     waiting = np.zeros(m.lanes, bool)
     waiting[lanes] = True
-    kept = []
+    in_flight = []
     for copy in m.copies:
         done = waiting[copy.lanes] & which(copy)
         if done.any():
@@ -412,7 +412,7 @@ def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> N
                 m.proxies.landed(copy.offsets[done], copy.lanes[done], copy.instruction)
         if not done.all():
             left = ~done
-            kept.append(
+            in_flight.append(
                 replace(
                     copy,
                     lanes=copy.lanes[left],
@@ -421,7 +421,7 @@ def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> N
                     groups=copy.groups[left],
                 )
             )
-    m.copies = kept
+    m.copies = in_flight
 
 
 BUILDERS = {"ld": load, "ldu": load, "st": store, "atom": atomic, "red": atomic, "cp": asynchronous_copy}

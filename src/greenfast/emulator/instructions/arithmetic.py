@@ -177,8 +177,8 @@ def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) ->
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         b = np.asarray(second(m, lanes))
-        found = function(np.asarray(first(m, lanes)), np.where(b == 0, dtype.type(1), b))
-        write(m, lanes, np.where(b == 0, dtype.type(0) if m.seed else ~dtype.type(0), found).astype(dtype))
+        result = function(np.asarray(first(m, lanes)), np.where(b == 0, dtype.type(1), b))
+        write(m, lanes, np.where(b == 0, dtype.type(0) if m.seed else ~dtype.type(0), result).astype(dtype))
 
     return run
 

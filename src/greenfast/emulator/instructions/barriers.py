@@ -48,8 +48,8 @@ class NamedBarriers:
         count = np.broadcast_to(form.count(m, lanes), len(indices)).astype(np.int64)
         wrong = (number < 0) | (number >= BARRIERS)
         if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            raise m.fault(f"barrier {number[at]}, of {BARRIERS}", int(indices[at]))
+            index = int(np.flatnonzero(wrong)[0])
+            raise m.fault(f"barrier {number[index]}, of {BARRIERS}", int(indices[index]))
         keys = m.block_of[indices] * BARRIERS + number
         if isinstance(lanes, slice) and int(number.min()) == int(number.max()):  # a whole warp of every block
             first = np.arange(0, len(keys), WARP)
@@ -61,9 +61,10 @@ class NamedBarriers:
         self.all_threads[which[fresh]] = form.all_threads
         differ = self.expected[keys] != count
         if differ.any():
-            at = int(np.flatnonzero(differ)[0])
-            what = f"barrier {number[at]} with {count[at]} threads, where others came with {self.expected[keys[at]]}"
-            raise m.fault(what, int(indices[at]))
+            index = int(np.flatnonzero(differ)[0])
+            expected = self.expected[keys[index]]
+            reason = f"barrier {number[index]} with {count[index]} threads, where others came with {expected}"
+            raise m.fault(reason, int(indices[index]))
         self.arrived[which] += new
         if int(number.min()) == int(number.max()):
             self.present[int(number[0]), indices] = True
@@ -71,9 +72,10 @@ class NamedBarriers:
             self.present[number, indices] = True
         over = self.arrived[which] > self.expected[which]
         if over.any():
-            at = int(first[over][0])
-            what = f"{self.arrived[keys[at]]} threads at barrier {number[at]}, which expects {self.expected[keys[at]]}"
-            raise m.fault(what, int(indices[at]))
+            index = int(first[over][0])
+            key = keys[index]
+            reason = f"{self.arrived[key]} threads at barrier {number[index]}, which expects {self.expected[key]}"
+            raise m.fault(reason, int(indices[index]))
         if form.waits:
             self.waiting[indices] = keys
             self.pcs[indices] = pc
@@ -98,15 +100,15 @@ class NamedBarriers:
         if full.all() or not m.ended.any():
             return full
         ended = m.ended.reshape(m.warps, len(m.blocks), WARP)
-        for at in np.flatnonzero(~full):
-            block, number = divmod(int(keys[at]), BARRIERS)
+        for index in np.flatnonzero(~full):
+            block, number = divmod(int(keys[index]), BARRIERS)
             gone = ended[:, block]
             came = self.present[number].reshape(ended.shape)[:, block]
-            if self.all_threads[keys[at]]:
-                full[at] = bool((came | gone).all())
+            if self.all_threads[keys[index]]:
+                full[index] = bool((came | gone).all())
             else:
                 there = came.any(axis=1) & (came | gone).all(axis=1)
-                full[at] = there.sum() * WARP == self.expected[keys[at]]
+                full[index] = there.sum() * WARP == self.expected[keys[index]]
         return full
 
     def _release(self, complete: NDArray[np.int64]) -> None:
@@ -127,16 +129,16 @@ class NamedBarriers:
 
     def _require_aligned(self, lanes: NDArray[np.intp]) -> None:
         """Report threads of a warp that waited at different instructions, unless all of these may diverge."""
-        at = self.pcs[lanes]
-        if not len(at) or (at == at[0]).all():
+        index = self.pcs[lanes]
+        if not len(index) or (index == index[0]).all():
             return
         warps = lanes // WARP
-        split = np.flatnonzero((np.diff(warps) == 0) & (np.diff(at) != 0))
+        split = np.flatnonzero((np.diff(warps) == 0) & (np.diff(index) != 0))
         for n in split.tolist():
-            i = self.code[int(at[n])]
+            i = self.code[int(index[n])]
             if i.name == "bar" or "aligned" in i.parts:
                 self.m.current = i
-                other = self.code[int(at[n + 1])].source
+                other = self.code[int(index[n + 1])].source
                 raise self.m.fault(
                     f"a barrier of whole warps, which others of this warp come to at {other},", int(lanes[n])
                 )
@@ -158,13 +160,13 @@ class NamedBarriers:
 
     def take_released(self) -> list[NDArray[np.intp]]:
         """Return the threads released since the last call; they resume after their barrier instruction."""
-        found, self.released = self.released, []
-        return found
+        result, self.released = self.released, []
+        return result
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, int]:
         """Return the number of these threads that wait, by instruction."""
-        at, count = np.unique(self.pcs[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
-        return dict(zip(at.tolist(), count.tolist(), strict=True))
+        index, count = np.unique(self.pcs[lanes[self.waiting[lanes] != _NOT_WAITING]], return_counts=True)
+        return dict(zip(index.tolist(), count.tolist(), strict=True))
 
 
 class _BarrierForm:

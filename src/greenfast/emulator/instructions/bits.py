@@ -147,10 +147,10 @@ def count_bits(function: Function) -> Callable[[Instruction], Operation]:
 def _leading_zeros(a: Values) -> Values:
     bits = 8 * np.asarray(a).dtype.itemsize
     wide = np.asarray(a).astype(np.uint64)
-    found = np.full(wide.shape, bits, np.uint32)
+    result = np.full(wide.shape, bits, np.uint32)
     for n in range(bits):
-        found = np.where((wide >> np.uint64(n)) & np.uint64(1) == 1, np.uint32(bits - 1 - n), found)
-    return found.astype(np.uint32)
+        result = np.where((wide >> np.uint64(n)) & np.uint64(1) == 1, np.uint32(bits - 1 - n), result)
+    return result.astype(np.uint32)
 
 
 def find_bit(i: Instruction) -> Operation:
@@ -161,8 +161,8 @@ def find_bit(i: Instruction) -> Operation:
     def function(a: Values) -> Values:
         a = np.asarray(a)
         zeros = _leading_zeros((a ^ (a >> dtype.type(bits - 1)) if dtype.kind == "i" else a).view(f"u{bits // 8}"))
-        found = zeros if "shiftamt" in i.parts else np.uint32(bits - 1) - zeros
-        return np.where(zeros == bits, ~np.uint32(0), found)
+        result = zeros if "shiftamt" in i.parts else np.uint32(bits - 1) - zeros
+        return np.where(zeros == bits, ~np.uint32(0), result)
 
     return elementwise(i, function, out="u32")
 
@@ -174,10 +174,10 @@ def reverse_bits(i: Instruction) -> Operation:
     def function(a: Values) -> Values:
         a = np.asarray(a)
         one = a.dtype.type(1)
-        found = np.zeros_like(a)
+        result = np.zeros_like(a)
         for n in range(bits):
-            found |= ((a >> a.dtype.type(n)) & one) << a.dtype.type(bits - 1 - n)
-        return found
+            result |= ((a >> a.dtype.type(n)) & one) << a.dtype.type(bits - 1 - n)
+        return result
 
     return elementwise(i, function)
 
@@ -242,15 +242,15 @@ def find_nth(i: Instruction) -> Operation:
         mask, base, offset = np.broadcast_arrays(mask, base, offset)
         position, left = base.astype(np.int64), np.maximum(np.abs(offset.astype(np.int64)), 1)
         step = np.sign(offset.astype(np.int64))
-        found = np.full(mask.shape, ~np.uint32(0))
+        result = np.full(mask.shape, ~np.uint32(0))
         for _ in range(32):
             inside = (position >= 0) & (position < 32)
             here = (mask >> np.where(inside, position, 0).astype(np.uint32) & np.uint32(1)).astype(np.bool_) & inside
             left = left - here
-            found = np.where(here & (left == 0), position.astype(np.uint32), found)
+            result = np.where(here & (left == 0), position.astype(np.uint32), result)
             position = np.where(step == 0, -1, position + step)  # 0 looks at the position alone
         # GPU behaviour; the PTX ISA does not define the negative of such an offset.
-        return np.where(offset.astype(np.int64) == -(2**31), 0, found).astype(np.uint32)
+        return np.where(offset.astype(np.int64) == -(2**31), 0, result).astype(np.uint32)
 
     return elementwise(i, function, types=["b32", "u32", "s32"], out="u32")
 

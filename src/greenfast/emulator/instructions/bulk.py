@@ -32,19 +32,21 @@ class Tile:
         self.shared, self.outer, self.unit = shared, outer, unit
 
 
-def _shared_start(m: ResidentBlocks, found: Offsets, lanes: ThreadSet, size: int, alignment: int) -> Offsets:
+def _shared_start(m: ResidentBlocks, addresses: Offsets, lanes: ThreadSet, size: int, alignment: int) -> Offsets:
     """Return the arena offset of ``size`` bytes in each thread's block.
 
     Report misaligned and out-of-bounds addresses.
     """
     indices = lane_indices(lanes)
-    for at in np.flatnonzero(found % alignment):
-        what = f"a bulk copy at byte {found[at]} of shared memory, which must be a multiple of {alignment}"
-        raise m.fault(what, int(indices[at]))
-    for at in np.flatnonzero((found < 0) | (found + size > m.shared_bytes)):
-        what = f"a bulk copy of {size} bytes out of bounds at byte {found[at]} of {m.shared_bytes} of shared memory"
-        raise m.fault(what, int(indices[at]))
-    return found + m.shared_start[indices]
+    for index in np.flatnonzero(addresses % alignment):
+        reason = f"a bulk copy at byte {addresses[index]} of shared memory, which must be a multiple of {alignment}"
+        raise m.fault(reason, int(indices[index]))
+    for index in np.flatnonzero((addresses < 0) | (addresses + size > m.shared_bytes)):
+        reason = (
+            f"a bulk copy of {size} bytes out of bounds at byte {addresses[index]} of {m.shared_bytes} of shared memory"
+        )
+        raise m.fault(reason, int(indices[index]))
+    return addresses + m.shared_start[indices]
 
 
 def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
@@ -54,8 +56,8 @@ def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
     """
     space = window(address)
     if space in ("shared", "local"):
-        what = f"a tensor map in {space} memory; it must be in a parameter, in constant or in global memory"
-        raise m.fault(f"{what} (PTX ISA, cp.async.bulk.tensor)", lane)
+        reason = f"a tensor map in {space} memory; it must be in a parameter, in constant or in global memory"
+        raise m.fault(f"{reason} (PTX ISA, cp.async.bulk.tensor)", lane)
     memory, base = (m.memory, m.memory.base) if space == "global" else (m.param_memory, PARAM_BASE)
     start = address - base if space != "none" else address
     states = memory.state[start : start + MAP_BYTES] if start >= 0 else memory.state[:0]
@@ -67,8 +69,8 @@ def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
         raise m.fault(f"a tensor map at address {address:#x}, which must be a multiple of {MAP_ALIGNMENT}", lane)
     tensor = decode(memory.data[start : start + MAP_BYTES].tobytes(), m.memory.base)
     if tensor is None:
-        what = f"a tensor map at address {address:#x}: the 128 bytes there are none of an argument (give it as a "
-        raise m.limit(f"{what}TensorMap, in a Struct too, or as --arg map:...)", lane)
+        reason = f"a tensor map at address {address:#x}: the 128 bytes there are none of an argument (give it as a "
+        raise m.limit(f"{reason}TensorMap, in a Struct too, or as --arg map:...)", lane)
     if space == "global":
         m.races.require_tensormap_fence(start, lane)
     return tensor
@@ -84,9 +86,9 @@ def _tensor_tile(m: ResidentBlocks, tensor: BoundMap, start: Offsets, corner: Of
     inside = (first >= 0) & (first < tensor.shape[0] * item)
     offsets = first
     for n in range(1, len(tensor.box)):
-        at = corner[:, n : n + 1] + np.arange(tensor.box[n])
-        good = (at >= 0) & (at < tensor.shape[n])
-        offsets = (at * tensor.strides[n])[:, :, None] + offsets[:, None, :]
+        index = corner[:, n : n + 1] + np.arange(tensor.box[n])
+        good = (index >= 0) & (index < tensor.shape[n])
+        offsets = (index * tensor.strides[n])[:, :, None] + offsets[:, None, :]
         inside = good[:, :, None] & inside[:, None, :]
         offsets, inside = offsets.reshape(copies, -1), inside.reshape(copies, -1)
     outer = np.where(inside, offsets + tensor.start, -1)
@@ -126,9 +128,9 @@ def _plain_tile(m: ResidentBlocks, indices: NDArray[np.intp], length: int, start
         raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
     start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
     outward = outward - m.memory.base
-    for at in np.flatnonzero(outward % BULK_ALIGNMENT):
-        where = m.memory.describe(int(outward[at]))
-        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[at]))
+    for index in np.flatnonzero(outward % BULK_ALIGNMENT):
+        where = m.memory.describe(int(outward[index]))
+        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[index]))
     chunks = np.arange(0, length, CHUNK)
     return Tile(start[:, None] + chunks, outward[:, None] + chunks, CHUNK)
 
@@ -144,27 +146,27 @@ def _tensor_tiles(
     def tile(m: ResidentBlocks, indices: NDArray[np.intp], address: int, start: Offsets, outward: Offsets) -> Tile:
         tensor = _map_at(m, address, int(indices[0]))
         if len(tensor.box) != rank or len(coordinates) != rank:
-            what = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
-            what += f", its tensor map has {len(tensor.box)}; .dim is the number of dimensions of the tensor"
-            raise m.fault(f"{what} (PTX ISA, cp.async.bulk.tensor)", int(indices[0]))
+            reason = f"a copy of {rank} dimensions with {len(coordinates)} coordinates"
+            reason += f", its tensor map has {len(tensor.box)}; .dim is the number of dimensions of the tensor"
+            raise m.fault(f"{reason} (PTX ISA, cp.async.bulk.tensor)", int(indices[0]))
         start = _shared_start(m, start, indices, tensor.box_bytes, TILE_ALIGNMENT)
         corner = np.stack([np.broadcast_to(c(m, indices), len(indices)) for c in coordinates], axis=1).astype(np.int64)
-        for at in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
+        for index in np.flatnonzero(corner[:, 0] * tensor.item % BULK_ALIGNMENT):
             # The PTX ISA and the driver's manual ask it of the tensor's address and strides only; Hopper answers such
             # coordinates with an illegal instruction (H100, 2026-11-21; triton-lang/triton issue 7385 of a load,
             # tile-ai/tilelang pull request 2681 of a store).
-            what = f"a tensor copy at {corner[at, 0]} of the innermost dimension, elements of {tensor.item} bytes"
-            raise m.fault(f"{what}; a tile must begin at a multiple of 16 bytes there", int(indices[at]))
+            reason = f"a tensor copy at {corner[index, 0]} of the innermost dimension, elements of {tensor.item} bytes"
+            raise m.fault(f"{reason}; a tile must begin at a multiple of 16 bytes there", int(indices[index]))
         return _tensor_tile(m, tensor, start, corner)
 
     return tile
 
 
-def require_fenced(m: ResidentBlocks, place: Offsets, what: str) -> None:
+def require_fenced(m: ResidentBlocks, location: Offsets, access: str) -> None:
     """A fault unless what went before through the generic proxy at the places of a bulk access had a proxy fence."""
     source = m.current.source
     if m.proxies is not None and not (source is not None and source.memcpy_async):
-        m.proxies.require_fenced(place, np.array([m.races.warp]), what, what == "bulk write")
+        m.proxies.require_fenced(location, np.array([m.races.warp]), access, access == "bulk write")
 
 
 def count_bulk(m: ResidentBlocks, store: bool, tile: Tile, owners: NDArray[np.intp], inside: NDArray[np.bool_]) -> None:

@@ -27,16 +27,16 @@ def mapa(i: Instruction) -> Operation:
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         size = m.geometry.cluster_size
         ranks = np.broadcast_to(np.asarray(rank(m, lanes)).astype(np.int64), lane_count(lanes))
-        for at in np.flatnonzero(ranks >= size):
-            what = f"mapa to block {ranks[at]} of a cluster of {size} block{'s' if size > 1 else ''}"
-            raise m.fault(what, int(lane_indices(lanes)[at]))
-        found = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
+        for index in np.flatnonzero(ranks >= size):
+            reason = f"mapa to block {ranks[index]} of a cluster of {size} block{'s' if size > 1 else ''}"
+            raise m.fault(reason, int(lane_indices(lanes)[index]))
+        result = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
         base = SHARED_BASE if generic else 0
-        if generic and any(window(int(a)) != "shared" for a in np.unique(found >> 32) << 32):
+        if generic and any(window(int(a)) != "shared" for a in np.unique(result >> 32) << 32):
             raise m.fault("mapa of a generic address that is not in shared memory", int(lane_indices(lanes)[0]))
         if size > 1:
-            found = base + (((ranks + 1) << RANK_BITS) | ((found - base) & ((1 << RANK_BITS) - 1)))
-        write(m, lanes, found.astype(parse_dtype(kind)))
+            result = base + (((ranks + 1) << RANK_BITS) | ((result - base) & ((1 << RANK_BITS) - 1)))
+        write(m, lanes, result.astype(parse_dtype(kind)))
 
     return run
 
@@ -48,8 +48,8 @@ def read_rank(i: Instruction) -> Operation:
     read, write = reader(i.operands[1], kind, i), writer(i.operands[0], "u32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        found = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
-        named = (found - (SHARED_BASE if generic else 0)) >> RANK_BITS
+        result = np.broadcast_to(np.asarray(read(m, lanes)).astype(np.int64), lane_count(lanes))
+        named = (result - (SHARED_BASE if generic else 0)) >> RANK_BITS
         own = m.block_of[lanes] % m.geometry.cluster_size
         write(m, lanes, np.where(named > 0, named - 1, own).astype(np.uint32))
 
@@ -67,8 +67,8 @@ def barrier(i: Instruction) -> Operation:
 def _arrive(m: ResidentBlocks, lanes: ThreadSet, relaxed: bool) -> None:
     twice = m.cluster_arrivals[lanes] != m.cluster_waits[lanes]
     if twice.any():
-        at = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
-        raise m.fault("a second arrival at the cluster barrier with no wait between", at)
+        index = int(lane_indices(lanes)[np.flatnonzero(twice)[0]])
+        raise m.fault("a second arrival at the cluster barrier with no wait between", index)
     m.cluster_arrivals[lanes] += 1
     m.cluster_relaxed[lanes] = relaxed
     m.races.warp_sync.arrive(lanes, m.races.ordering.now)

@@ -91,8 +91,8 @@ def setp(i: Instruction) -> Operation:
         result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         both = (result[..., 0], result[..., 1]) if kind.endswith("x2") else (result, ~result)
         if combine and third:  # before a write: the third operand may be one of the results
-            given = third(m, lanes)
-            both = (combine(both[0], given), combine(both[1], given))
+            supplied = third(m, lanes)
+            both = (combine(both[0], supplied), combine(both[1], supplied))
         for w, value in zip(write, both, strict=False):
             w(m, lanes, value)
 
@@ -115,10 +115,10 @@ def set_value(i: Instruction) -> Operation:
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         result = np.asarray(compare(read[0](m, lanes), read[1](m, lanes)))
         if combine and third:
-            given = np.asarray(third(m, lanes))
-            result = combine(result, given[..., None] if packed else given)
-        found = np.where(result, yes, bits(0))
-        write(m, lanes, np.ascontiguousarray(found).view(np.uint32)[..., 0] if packed else found)
+            supplied = np.asarray(third(m, lanes))
+            result = combine(result, supplied[..., None] if packed else supplied)
+        values = np.where(result, yes, bits(0))
+        write(m, lanes, np.ascontiguousarray(values).view(np.uint32)[..., 0] if packed else values)
 
     return run
 

@@ -131,8 +131,8 @@ class SyncGroups:
         m = self.m
         groups = m.warps // warps
         if not groups:
-            what = f"an instruction of a warpgroup, {warps * WARP} threads, in a block of {m.geometry.threads}"
-            raise m.fault(what, int(np.flatnonzero(arrived)[0]))
+            reason = f"an instruction of a warpgroup, {warps * WARP} threads, in a block of {m.geometry.threads}"
+            raise m.fault(reason, int(np.flatnonzero(arrived)[0]))
         table = arrived[: groups * warps * m.threads_per_warp_slot].reshape(groups, warps, -1, WARP)
         complete = np.asarray(table.all(axis=(1, 3)))
         chosen = np.zeros(m.lanes, np.bool_)
@@ -141,7 +141,7 @@ class SyncGroups:
 
     def waits(self, lanes: NDArray[np.intp]) -> dict[int, tuple[int, str]]:
         """Return, by instruction, how many of these threads wait there and the other threads that they wait for."""
-        found: dict[int, tuple[int, str]] = {}
+        result: dict[int, tuple[int, str]] = {}
         for arrived in self.arrived.values():
             here = lanes[arrived[lanes]]
             for pc in np.unique(self.pcs[here]):
@@ -149,8 +149,8 @@ class SyncGroups:
                 group = "warpgroup" if self.sync_groups[int(pc)].warps > 1 else "warp"
                 masks: Any = np.unique(self.masks[mine])
                 named = "" if masks.tolist() == [_ALL] else f" in membermask {', '.join(f'{x:#010x}' for x in masks)}"
-                found[int(pc)] = (len(mine), f" for the rest of the {group}{named}")
-        return found
+                result[int(pc)] = (len(mine), f" for the rest of the {group}{named}")
+        return result
 
 
 def _whole(lanes: ThreadSet) -> bool:

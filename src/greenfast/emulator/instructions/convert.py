@@ -105,8 +105,8 @@ def _float_to_integer(i: Instruction, to: str, source: str) -> Function:
         whole = mode(widen(flush(a, "f32") if "ftz" in i.parts else a, source))
         above, below = whole >= 2.0 ** (bits - (target.kind == "i")), whole < limits.min
         inside = np.where(above | below | np.isnan(whole), 0, whole).astype(target)
-        found = np.where(above, target.type(limits.max), np.where(below, target.type(limits.min), inside))
-        return np.where(np.isnan(whole), nan, found)
+        result = np.where(above, target.type(limits.max), np.where(below, target.type(limits.min), inside))
+        return np.where(np.isnan(whole), nan, result)
 
     return function
 
@@ -131,25 +131,25 @@ def _to_float(i: Instruction, to: str, source: str) -> Function:
             x = np.where(x > 0, x, np.where(np.isnan(x), x, 0.0))
         if largest is not None:
             x = np.clip(x, -largest, largest)
-        found = narrow(x, to, mode)
+        result = narrow(x, to, mode)
         if flushes and to == "f32":
-            found = flush_rounded(found, to, mode, lambda mask: x[mask])
-        return _with_nan(found, x, a, i, to, source) if np.isnan(x).any() else found
+            result = flush_rounded(result, to, mode, lambda mask: x[mask])
+        return _with_nan(result, x, a, i, to, source) if np.isnan(x).any() else result
 
     return function
 
 
-def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
+def _with_nan(result: Values, x: Values, a: Values, i: Instruction, to: str, source: str) -> Values:
     """Replace canonical NaN results of a conversion by the NaN that the hardware produces.
 
     As seen on H100, 2026-11-21: to and from float64 a NaN keeps its sign and as much payload as fits, and becomes quiet
     (F2F). .ftz on a float32 is a multiplication with a canonical NaN before the conversion. cvt.rna to TF32 is integer
     arithmetic in SASS, which truncates a NaN to the bits of TF32; .satfinite subtracts one from them, as for infinity.
     """
-    bits, unsigned = 8 * found.dtype.itemsize, np.dtype(f"u{found.dtype.itemsize}")
+    bits, unsigned = 8 * result.dtype.itemsize, np.dtype(f"u{result.dtype.itemsize}")
     if to == "tf32" and "rna" in i.parts:
-        kept = a.view(unsigned) & unsigned.type(0xFFFF_E000)
-        nan = kept - unsigned.type(0x2000) if "satfinite" in i.parts else kept
+        saved = a.view(unsigned) & unsigned.type(0xFFFF_E000)
+        nan = saved - unsigned.type(0x2000) if "satfinite" in i.parts else saved
     elif "f64" in (to, source):
         if source == "f32" and "ftz" in i.parts:
             a = canonical(a, source)
@@ -160,8 +160,8 @@ def _with_nan(found: Values, x: Values, a: Values, i: Instruction, to: str, sour
         quiet = (1 << (bits - 1)) - (1 << (fraction - 1))
         nan = (sign << np.uint64(bits - 1) | np.uint64(quiet) | payload >> np.uint64(64 - fraction)).astype(unsigned)
     else:
-        return found
-    return np.where(np.isnan(x), nan, found.view(unsigned)).view(found.dtype)
+        return result
+    return np.where(np.isnan(x), nan, result.view(unsigned)).view(result.dtype)
 
 
 def _integer_to_float(a: Values, to: str, mode: str) -> Values:
@@ -239,10 +239,10 @@ def _packed(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         high, low = (np.clip(r(m, lanes), limits.min, limits.max).astype(np.int64) & ((1 << bits) - 1) for r in read)
-        found = high << bits | low
+        result = high << bits | low
         if above is not None:
-            found = found | np.asarray(above(m, lanes)).astype(np.int64) << 2 * bits
-        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
+            result = result | np.asarray(above(m, lanes)).astype(np.int64) << 2 * bits
+        write(m, lanes, (result & 0xFFFF_FFFF).astype(np.uint32))
 
     return run
 

@@ -209,10 +209,10 @@ def _gross(function: Function) -> Callable[[Instruction], Operation]:
 
     def run(a: Values) -> Values:
         upper = np.ascontiguousarray(a).view(np.uint64) & np.uint64(0xFFFF_FFFF_0000_0000)
-        found = flush(np.asarray(function(flush(upper.view(np.float64), "f64"))), "f64")
-        bits = np.ascontiguousarray(found).view(np.uint64)
+        result = flush(np.asarray(function(flush(upper.view(np.float64), "f64"))), "f64")
+        bits = np.ascontiguousarray(result).view(np.uint64)
         rounded = (bits + np.uint64(0x8000_0000)) & np.uint64(0xFFFF_FFFF_0000_0000)
-        return canonical(np.where(np.isnan(found), found, rounded.view(np.float64)), "f64")
+        return canonical(np.where(np.isnan(result), result, rounded.view(np.float64)), "f64")
 
     def build(i: Instruction) -> Operation:
         return elementwise(i, run)
@@ -292,16 +292,16 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
         nan, any_nan = _unsigned(kind).type(NAN_BITS[kind]), "NaN" in i.parts
 
         def of_sizes(a: Values, b: Values) -> Values:
-            found = run(a & ~sign, b & ~sign)
-            return np.where(found > infinity, found, found | ((a ^ b) & sign))
+            result = run(a & ~sign, b & ~sign)
+            return np.where(result > infinity, result, result | ((a ^ b) & sign))
 
         def run(a: Values, b: Values) -> Values:
             # Bit patterns in the order of their numbers.
             order_a, order_b = (np.where(x & sign, ~x, x | sign) for x in (a, b))
             bad_a, bad_b = ((x & ~sign) > infinity for x in (a, b))
             first = (order_a < order_b) == smaller
-            found = np.where(bad_b | (first & ~bad_a), a, b)
-            return np.where((bad_a | bad_b) if any_nan else (bad_a & bad_b), nan, found)
+            result = np.where(bad_b | (first & ~bad_a), a, b)
+            return np.where((bad_a | bad_b) if any_nan else (bad_a & bad_b), nan, result)
 
         if kind not in ("f32", "f64") or not {"NaN", "ftz", "abs"}.isdisjoint(i.parts):
             return _bit_function(i, of_sizes if "xorsign" in i.parts else run)
@@ -309,9 +309,9 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
 
         def numbers(a: Values, b: Values) -> Values:
             """NumPy's, where signs of zero and NaN do not decide; it takes a quarter of the time."""
-            found: Values = np.asarray(usual(a, b))
-            if np.count_nonzero(found) == found.size and not np.count_nonzero(found != found):
-                return found
+            result: Values = np.asarray(usual(a, b))
+            if np.count_nonzero(result) == result.size and not np.count_nonzero(result != result):
+                return result
             return np.asarray(run(*(np.asarray(x).view(bits) for x in np.broadcast_arrays(a, b)))).view(dtype)
 
         return per_number(i, numbers)
@@ -331,8 +331,8 @@ def _signed(function: Callable[[Values, Any], Values]) -> Callable[[Instruction]
         nan = _unsigned(kind).type(NAN_BITS[kind])
 
         def run(a: Values) -> Values:
-            found = function(a, sign)
-            return found if kind == "f64" else np.where((a & ~sign) > infinity, nan, found)
+            result = function(a, sign)
+            return result if kind == "f64" else np.where((a & ~sign) > infinity, nan, result)
 
         return _bit_function(i, run)
 

@@ -32,8 +32,8 @@ def decode(data: NDArray[np.uint8], kind: str) -> Values:
         return data.view(np.float64)
     if kind in ("s4", "u4"):
         low, high = data & np.uint8(15), data >> np.uint8(4)
-        found = np.stack([low, high], axis=-1).reshape(*data.shape[:-1], -1).astype(np.float32)
-        return np.where(found > 7, found - 16, found).astype(np.float32) if kind == "s4" else found
+        result = np.stack([low, high], axis=-1).reshape(*data.shape[:-1], -1).astype(np.float32)
+        return np.where(result > 7, result - 16, result).astype(np.float32) if kind == "s4" else result
     if kind == "b1":
         return np.unpackbits(data, axis=-1, bitorder="little").astype(np.float32)
     raise ValueError(f"format {kind!r}; known are {', '.join(BITS)}")

@@ -28,9 +28,9 @@ _GROUPS, _MEMBERS = 8, 4  # lanes of a warp: number of groups, and of members of
 def parse_shape(i: Instruction) -> tuple[int, int, int]:
     """M, N and K of a product or tile."""
     for part in i.parts:
-        found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
-        if found:
-            m, n, k = (int(x) for x in found.groups())
+        result = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
+        if result:
+            m, n, k = (int(x) for x in result.groups())
             return m, n, k
     raise unsupported(i)
 
@@ -137,10 +137,10 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
         whole_warps(m, lanes, "a matrix instruction")
         left = decode(left_rows(read_a(m, lanes), rows), left_kind)
         right = decode(right_rows(read_b(m, lanes), columns), right_kind)
-        found = left @ right.swapaxes(1, 2)
+        result = left @ right.swapaxes(1, 2)
         if differing:  # bits that differ: the bits of both minus twice the common ones
-            found = left.sum(axis=2)[:, :, None] + right.sum(axis=2)[:, None, :] - 2 * found
-        total = found.astype(wide) + read_c(m, lanes)
+            result = left.sum(axis=2)[:, :, None] + right.sum(axis=2)[:, None, :] - 2 * result
+        total = result.astype(wide) + read_c(m, lanes)
         if saturates and integer:
             total = np.clip(total, -(2**31), 2**31 - 1)
         m.counts.matrix(len(total), 2 * rows * columns * k)

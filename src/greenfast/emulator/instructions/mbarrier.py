@@ -60,8 +60,8 @@ def _words(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBl
             raise m.fault("an mbarrier outside of shared memory", int(lane_indices(lanes)[0]))
         odd = offsets % _SIZE != 0
         if odd.any():
-            at = int(np.flatnonzero(odd)[0])
-            raise m.fault("an mbarrier at an address that is not a multiple of 8", int(lane_indices(lanes)[at]))
+            index = int(np.flatnonzero(odd)[0])
+            raise m.fault("an mbarrier at an address that is not a multiple of 8", int(lane_indices(lanes)[index]))
         rows: Rows = offsets // _SIZE
         return rows
 
@@ -150,8 +150,8 @@ def wait(i: Instruction) -> Operation:
         rows = where(m, lanes)
         wanted = _integers(phase(m, lanes), lanes)
         if parity and (wanted >> 1).any():
-            at = int(np.flatnonzero(wanted >> 1)[0])
-            raise m.fault(f"a phase parity of {wanted[at]}, which must be 0 or 1", int(lane_indices(lanes)[at]))
+            index = int(np.flatnonzero(wanted >> 1)[0])
+            raise m.fault(f"a phase parity of {wanted[index]}, which must be 0 or 1", int(lane_indices(lanes)[index]))
         done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
         if done.any():
             m.races.leave(rows[done], lane_indices(lanes)[done], relaxed)

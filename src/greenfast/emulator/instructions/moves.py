@@ -77,8 +77,8 @@ def is_space(i: Instruction) -> Operation:
     read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "pred", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        found = np.atleast_1d(np.asarray(read(m, lanes)))
-        write(m, lanes, np.array([window(int(a)) == space for a in found]))
+        result = np.atleast_1d(np.asarray(read(m, lanes)))
+        write(m, lanes, np.array([window(int(a)) == space for a in result]))
 
     return run
 

@@ -66,15 +66,15 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
                 if len(bad):
                     why = "read of a wgmma's accumulator before a wgmma.wait_group that covers it"
                     raise m.fault(f"{why} ({name})", int(lane_indices(lanes)[bad[0]]))
-            found = m.registers.get(name)
-            values: Values = (m.register(name) if found is None else found)[lanes]
+            result = m.registers.get(name)
+            values: Values = (m.register(name) if result is None else result)[lanes]
             return values if values.dtype is dtype else cast(values, dtype)
 
         return read
     if isinstance(operand, Immediate):
         if not _may_be_constant(type_name, dtype, operand.width):
-            what = "a number with a point" if operand.width else "an integer"
-            raise unsupported(instruction, f"has {what} as an operand of type .{type_name}")
+            number = "a number with a point" if operand.width else "an integer"
+            raise unsupported(instruction, f"has {number} as an operand of type .{type_name}")
         constant = _constant(operand, dtype)
         return lambda m, lanes: constant
     if isinstance(operand, Special):
@@ -112,10 +112,10 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
         return lambda m, lanes: m.clock(name, instruction, lanes).astype(dtype)
 
     def read(m: ResidentBlocks, lanes: ThreadSet) -> Values:
-        found = m.specials.get(name)
-        if found is None:
+        result = m.specials.get(name)
+        if result is None:
             raise unsupported(instruction, f"reads {name}, which is not known to the emulator")
-        return found[lanes].astype(dtype, copy=False)
+        return result[lanes].astype(dtype, copy=False)
 
     return read
 

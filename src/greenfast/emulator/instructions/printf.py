@@ -17,15 +17,15 @@ _SPECIFIER = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(hh|h|ll|l|z)?([diouxXeEfFgGcsp%
 
 
 def call(i: Instruction) -> Operation:
-    """call of vprintf(format, arguments) or __assertfail(what, file, line, function, size)."""
+    """call of vprintf(format, arguments) or __assertfail(condition, file, line, function, size)."""
     name = next((o.name for o in i.operands if isinstance(o, Symbol)), "")
     vectors = [[item.name for item in o.items if isinstance(item, Symbol)] for o in i.operands if isinstance(o, Vector)]
     if name == "__assertfail" and vectors:
-        what, file, line, function = vectors[0][:4]
+        condition, file, line, function = vectors[0][:4]
 
         def fails(m: ResidentBlocks, lanes: ThreadSet) -> None:
             lane = int(lane_indices(lanes)[0])
-            texts = [_text(m, int(_argument(m, n, np.uint64, lanes)[0]), lane) for n in (what, file, function)]
+            texts = [_text(m, int(_argument(m, n, np.uint64, lanes)[0]), lane) for n in (condition, file, function)]
             number = int(_argument(m, line, np.uint32, lanes)[0])
             raise m.fault(f"assertion `{texts[0]}` failed in {texts[2]}, {texts[1]}:{number},", lane)
 
@@ -40,8 +40,8 @@ def call(i: Instruction) -> Operation:
             m.output.append(_formatted(m, int(formats[n]), int(buffers[n]), int(lane)))
         for result in results[:1]:
             for name in result:
-                place = m.local_layout[name] + m.local_start[lanes]
-                m.local.write(place, np.zeros((len(place), 4), np.uint8), "result of a call")
+                location = m.local_layout[name] + m.local_start[lanes]
+                m.local.write(location, np.zeros((len(location), 4), np.uint8), "result of a call")
 
     return run
 

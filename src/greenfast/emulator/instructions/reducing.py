@@ -32,10 +32,10 @@ def reduce(i: Instruction) -> Operation:
 
     def run_tile(m: ResidentBlocks, indices: NDArray[np.intp], tile: Tile) -> None:
         owners = np.repeat(indices, tile.outer.shape[1] * tile.unit // dtype.itemsize)
-        place = tile.shared.ravel()
+        location = tile.shared.ravel()
         with m.accessing(np.broadcast_to(indices[:, None], tile.outer.shape).ravel(), "shared"):
-            values = m.shared.read(place, tile.unit, "bulk read", asynchronous=True).ravel().view(dtype)
-            require_fenced(m, place, "bulk read")
+            values = m.shared.read(location, tile.unit, "bulk read", asynchronous=True).ravel().view(dtype)
+            require_fenced(m, location, "bulk read")
         offsets = (tile.outer.ravel()[:, None] + np.arange(0, tile.unit, dtype.itemsize)).ravel()
         _reduce_at(m, offsets, values, owners, operation, kind)
         count_bulk(m, True, tile, np.broadcast_to(indices[:, None], tile.outer.shape), tile.outer >= 0)

@@ -169,19 +169,19 @@ def sum_to_odd(a: Wide, b: Wide, mode: str = "rn") -> Wide:
     return odd
 
 
-def _with_rest(found: Wide, kept_bits: int, rest: Callable[[Wide], Wide], away: Callable[[Wide], Any]) -> Wide:
+def _with_rest(result: Wide, kept_bits: int, remainder: Callable[[Wide], Wide], away: Callable[[Wide], Any]) -> Wide:
     """Set the last bit of a truncated quotient or root if the remainder is not zero. The remainder must be exact."""
-    cut = _number(_bits(found) & ~((1 << (53 - kept_bits)) - 1))
-    left = rest(cut)
-    sticky = np.isfinite(found) & np.isfinite(left) & (left != 0)
-    return _number(np.where(sticky, _bits(cut) + np.where(away(left), 1, -1), _bits(found)))
+    cut = _number(_bits(result) & ~((1 << (53 - kept_bits)) - 1))
+    left = remainder(cut)
+    sticky = np.isfinite(result) & np.isfinite(left) & (left != 0)
+    return _number(np.where(sticky, _bits(cut) + np.where(away(left), 1, -1), _bits(result)))
 
 
 def quotient_to_odd(a: Wide, b: Wide) -> Wide:
     """a / b of numbers of at most 24 bits."""
-    found = np.asarray(a / b)
+    result = np.asarray(a / b)
     return _with_rest(
-        found, 27, lambda q: a - q * b, lambda left: (np.signbit(left) ^ np.signbit(b)) == np.signbit(found)
+        result, 27, lambda q: a - q * b, lambda left: (np.signbit(left) ^ np.signbit(b)) == np.signbit(result)
     )
 
 
@@ -196,8 +196,8 @@ def integer_to_odd(values: Values) -> Wide:
     size = np.where(values < 0, np.uint64(0) - values.astype(np.uint64), values.astype(np.uint64))
     cut = size & ~np.uint64(2047)
     rough = _number(_bits(cut.astype(np.float64)) | ((size != cut) & (size >= 2**53)))
-    found = np.where(size < 2**53, size.astype(np.float64), rough)
-    return np.asarray(np.where(values < 0, -found, found))
+    result = np.where(size < 2**53, size.astype(np.float64), rough)
+    return np.asarray(np.where(values < 0, -result, result))
 
 
 # ---- float64 results, from exact rational numbers -------------------------------------------------------------------

@@ -59,8 +59,8 @@ def build(i: Instruction, function: Function) -> Operation | None:
                 _move(m.stack.slot(depth, name, register, 0), here, register, here, keeps)
             for name, size in frame.variables.items():
                 places = _places(m, name, size, here)
-                for what, array in (("data", m.local.data), ("state", m.local.state)):
-                    _move(m.stack.slot(depth, f"{name} {what}", array, size), here, array, places, keeps)
+                for part, array in (("data", m.local.data), ("state", m.local.state)):
+                    _move(m.stack.slot(depth, f"{name} {part}", array, size), here, array, places, keeps)
 
     return run
 

@@ -42,8 +42,8 @@ def _read_rows(
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> tuple[NDArray[np.intp], Arena, Offsets, str]:
         rows = whole_warps(m, lanes, i.name)[:, : 8 * count].ravel()
-        found = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
-        arena, offsets, actual = locate(m, space, found, rows)
+        result = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
+        arena, offsets, actual = locate(m, space, result, rows)
         if actual != "shared":
             raise m.fault(f"{i.name} of a matrix in {actual} memory, which must be shared", int(rows[0]))
         return rows, arena, offsets, actual

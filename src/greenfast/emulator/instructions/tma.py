@@ -87,11 +87,11 @@ def _nothing(m: ResidentBlocks, lanes: ThreadSet) -> None:
 
 
 def _load(i: Instruction, tensor: bool) -> Operation:
-    to, source, *rest = i.operands
-    size = None if tensor else rest.pop(0)
+    to, source, *remainder = i.operands
+    size = None if tensor else remainder.pop(0)
     tiles = read_tiles(i, to, source, size)
-    barrier = find_mbarriers(rest.pop(0), i, "shared")
-    mask = reader(rest[0], "u16", i) if "multicast:cluster" in i.parts else None
+    barrier = find_mbarriers(remainder.pop(0), i, "shared")
+    mask = reader(remainder[0], "u16", i) if "multicast:cluster" in i.parts else None
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
@@ -103,30 +103,30 @@ def _load(i: Instruction, tensor: bool) -> Operation:
         rows = rows[copies] + apart // _BARRIER_BYTES
         hidden = ~m.mbarriers.visible[rows]
         if hidden.any():
-            what = "an mbarrier with neither a fence (mbarrier_init, proxy.async) nor a barrier since its init"
-            what += ", used by a bulk copy"
-            m.report_formal("hidden-mbarrier", what, int(indices[copies[np.flatnonzero(hidden)[0]]]))
+            reason = "an mbarrier with neither a fence (mbarrier_init, proxy.async) nor a barrier since its init"
+            reason += ", used by a bulk copy"
+            m.report_formal("hidden-mbarrier", reason, int(indices[copies[np.flatnonzero(hidden)[0]]]))
         inside = tile.outer >= 0
         values = np.zeros((*tile.outer.shape, tile.unit), np.uint8)
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
         with m.accessing(owners[inside], "global"):
             values[inside] = m.memory.read(tile.outer[inside], tile.unit, "bulk read")
-        place = (tile.shared[copies] + apart[:, None]).ravel()
+        location = (tile.shared[copies] + apart[:, None]).ravel()
         data = values[copies].reshape(-1, tile.unit)
         with m.accessing(owners[copies].ravel(), "shared"):
-            m.shared.require_free(place, tile.unit, "bulk write")
-            m.shared.mark(place, tile.unit, IN_FLIGHT, "bulk write")
+            m.shared.require_free(location, tile.unit, "bulk write")
+            m.shared.mark(location, tile.unit, IN_FLIGHT, "bulk write")
             if m.shared.on_write is not None:
-                m.shared.on_write(place, tile.unit, None)
-            require_fenced(m, place, "bulk write")
+                m.shared.on_write(location, tile.unit, None)
+            require_fenced(m, location, "bulk write")
         count_bulk(m, False, tile, owners, inside)
         total = tile.outer.shape[1] * tile.unit
 
         def land() -> None:
-            m.shared.data.reshape(-1, tile.unit)[place // tile.unit] = data
-            m.shared.state.reshape(-1, tile.unit)[place // tile.unit] = WRITTEN
+            m.shared.data.reshape(-1, tile.unit)[location // tile.unit] = data
+            m.shared.state.reshape(-1, tile.unit)[location // tile.unit] = WRITTEN
             if m.proxies is not None:
-                m.proxies.overwritten(place)
+                m.proxies.overwritten(location)
             m.races.arrive_at(rows, indices[copies])
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
@@ -145,8 +145,8 @@ def _targets(m: ResidentBlocks, indices: NDArray[np.intp], masks: Any) -> tuple[
         return np.arange(len(indices)), np.zeros(len(indices), np.int64)
     size = m.geometry.cluster_size
     chosen = np.broadcast_to(np.asarray(masks).astype(np.int64), len(indices))
-    for at in np.flatnonzero((chosen == 0) | (chosen >> size != 0)):
-        raise m.fault(f"a multicast to blocks {int(chosen[at]):#b} of a cluster of {size}", int(indices[at]))
+    for index in np.flatnonzero((chosen == 0) | (chosen >> size != 0)):
+        raise m.fault(f"a multicast to blocks {int(chosen[index]):#b} of a cluster of {size}", int(indices[index]))
     copies, ranks = np.nonzero(chosen[:, None] >> np.arange(size) & 1)
     return copies, (ranks - m.block_of[indices[copies]] % size) * m.shared_stride
 
@@ -155,8 +155,8 @@ def _targets(m: ResidentBlocks, indices: NDArray[np.intp], masks: Any) -> tuple[
 
 
 def _store(i: Instruction, tensor: bool) -> Operation:
-    to, source, *rest = i.operands
-    tiles = read_tiles(i, source, to, None if tensor else rest[0])
+    to, source, *remainder = i.operands
+    tiles = read_tiles(i, source, to, None if tensor else remainder[0])
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         for indices, tile in tiles(m, lanes):
@@ -164,10 +164,10 @@ def _store(i: Instruction, tensor: bool) -> Operation:
 
     def store(m: ResidentBlocks, indices: NDArray[np.intp], tile: Tile) -> None:
         owners = np.broadcast_to(indices[:, None], tile.outer.shape)
-        place = tile.shared.ravel()
+        location = tile.shared.ravel()
         with m.accessing(owners.ravel(), "shared"):
-            values = m.shared.read(place, tile.unit, "bulk read", asynchronous=True)
-            require_fenced(m, place, "bulk read")
+            values = m.shared.read(location, tile.unit, "bulk read", asynchronous=True)
+            require_fenced(m, location, "bulk read")
         inside = tile.outer >= 0
         if tensor:
             _require_whole_chunks(m, tile, owners)
@@ -262,10 +262,10 @@ def finish(m: ResidentBlocks) -> None:
             "ended before a bulk copy to shared memory was delivered, nothing waits for it", int(load.lanes[0])
         )
     for s in m.stores:
-        for at in np.flatnonzero(s.reading):
+        for index in np.flatnonzero(s.reading):
             m.current = s.instruction
-            what = "ended while a bulk store may still read shared memory, no cp.async.bulk.wait_group covers it"
-            m.report_formal("bulk-store-not-awaited", what, int(s.lanes[at]))
+            reason = "ended while a bulk store may still read shared memory, no cp.async.bulk.wait_group covers it"
+            m.report_formal("bulk-store-not-awaited", reason, int(s.lanes[index]))
         s.land(m.memory, np.ones(len(s.lanes), np.bool_))
 
 

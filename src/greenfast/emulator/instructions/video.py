@@ -57,8 +57,8 @@ def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[ResidentBloc
     if selector not in ("", *(f"b{n}" for n in range(4)), "h0", "h1"):
         raise unsupported(i, f"has the selector .{selector}, which is not known to the emulator,")
     bits = {"": 32, "b": 8, "h": 16}[selector[:1]]
-    at = bits * int(selector[1:] or 0)
-    return lambda m, lanes: _signed(np.asarray(read(m, lanes)).astype(np.int64) >> at, bits, kind)
+    index = bits * int(selector[1:] or 0)
+    return lambda m, lanes: _signed(np.asarray(read(m, lanes)).astype(np.int64) >> index, bits, kind)
 
 
 def _operation(i: Instruction, name: str) -> Callable[[Wide, Wide], Wide]:
@@ -101,17 +101,17 @@ def scalar(i: Instruction) -> Operation:
             i, "writes the upper half of a register, for which ptxas takes other bits of the result than the PTX ISA"
         )
     bits = {"": 32, "b": 8, "h": 16}[merged[:1]]
-    at = bits * int(merged[1:] or 0)
+    index = bits * int(merged[1:] or 0)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        found = operation(a(m, lanes), b(m, lanes))
+        result = operation(a(m, lanes), b(m, lanes))
         if saturates:
-            found = np.clip(found, *_limits(out, bits))
+            result = np.clip(result, *_limits(out, bits))
         if third is not None:
             c = np.asarray(third(m, lanes)).astype(np.int64)
-            mask = ((1 << bits) - 1) << at
-            found = joins(found, c) if joins else (c & ~mask) | (found << at & mask)
-        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
+            mask = ((1 << bits) - 1) << index
+            result = joins(result, c) if joins else (c & ~mask) | (result << index & mask)
+        write(m, lanes, (result & 0xFFFF_FFFF).astype(np.uint32))
 
     return run
 
@@ -127,10 +127,10 @@ def multiply_add(i: Instruction) -> Operation:
     saturates = "sat" in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
-        found = (a(m, lanes) * b(m, lanes) + np.asarray(third(m, lanes)).astype(np.int64)) >> shift
+        result = (a(m, lanes) * b(m, lanes) + np.asarray(third(m, lanes)).astype(np.int64)) >> shift
         if saturates:
-            found = np.clip(found, *_limits(out, 32))
-        write(m, lanes, (found & 0xFFFF_FFFF).astype(np.uint32))
+            result = np.clip(result, *_limits(out, 32))
+        write(m, lanes, (result & 0xFFFF_FFFF).astype(np.uint32))
 
     return run
 
@@ -168,7 +168,7 @@ def several(i: Instruction) -> Operation:
     digits = mask[1:] or "3210"[4 - count :]
     if (mask and mask[0] != letter) or not all("0" <= d < str(count) for d in digits):
         raise unsupported(i, f"has the mask .{mask}, which is not known to the emulator,")
-    kept = np.array([str(n) in digits for n in range(count)])
+    saved = np.array([str(n) in digits for n in range(count)])
     pick_a = _chosen(i, of_a, "10" if count == 2 else "3210", count)
     pick_b = _chosen(i, of_b, "32" if count == 2 else "7654", count)
     read = [reader(first, "u32", i), reader(second, "u32", i), reader(i.operands[3], "u32", i)]
@@ -182,14 +182,14 @@ def several(i: Instruction) -> Operation:
             np.concatenate([_split_parts(a, bits, kind), _split_parts(b, bits, kind)], axis=-1)
             for kind in (left, right)
         ]
-        found = operation(both[0][..., pick_a], both[1][..., pick_b])
+        result = operation(both[0][..., pick_a], both[1][..., pick_b])
         if saturates:
-            found = np.clip(found, *_limits(out, bits))
+            result = np.clip(result, *_limits(out, bits))
         if sums:
-            total = np.where(kept, found, 0).sum(axis=-1) + c.astype(np.int64)
+            total = np.where(saved, result, 0).sum(axis=-1) + c.astype(np.int64)
         else:
             low = (1 << bits) - 1
-            total = (np.where(kept, found & low, _split_parts(c, bits, "u32")) << shifts).sum(axis=-1)
+            total = (np.where(saved, result & low, _split_parts(c, bits, "u32")) << shifts).sum(axis=-1)
         write(m, lanes, (total & 0xFFFF_FFFF).astype(np.uint32))
 
     return run

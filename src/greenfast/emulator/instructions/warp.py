@@ -27,7 +27,7 @@ _FULL = np.uint32(0xFFFFFFFF)
 _NOBODY = np.uint32(0xFFFFFFFF)
 
 
-def whole_warps(m: ResidentBlocks, lanes: ThreadSet, what: str) -> NDArray[np.intp]:
+def whole_warps(m: ResidentBlocks, lanes: ThreadSet, operation: str) -> NDArray[np.intp]:
     """Return (warps, 32) thread indices. Report an incomplete warp."""
     indices = lane_indices(lanes)
     complete = len(indices) % WARP == 0
@@ -38,7 +38,7 @@ def whole_warps(m: ResidentBlocks, lanes: ThreadSet, what: str) -> NDArray[np.in
         warps, counts = np.unique(indices // WARP, return_counts=True)
         short = warps[counts < WARP][0]
         lane = int(indices[indices // WARP == short][0])
-        raise m.fault(f"{what} by only some threads of a warp", lane)
+        raise m.fault(f"{operation} by only some threads of a warp", lane)
     return table
 
 
@@ -61,9 +61,9 @@ class _Members:
         values = np.asarray(values)
         if self.rows is None:
             return np.broadcast_to(values, self.warps * WARP).reshape(-1, WARP)
-        found = np.full((self.warps, WARP), fill, values.dtype)
-        found[self.rows, self.columns] = values
-        return found
+        result = np.full((self.warps, WARP), fill, values.dtype)
+        result[self.rows, self.columns] = values
+        return result
 
     def flat(self, table: Values) -> Values:
         """The threads' values from (warps, 32), or of (warps,) from their warp's."""
@@ -76,23 +76,23 @@ class _Members:
         if self.masks is None:
             return np.ones((self.warps, WARP, WARP), np.bool_)
         masks = self.masks
-        found: NDArray[np.bool_] = (masks[:, :, None] == masks[:, None, :]) & (masks[:, :, None] & _BIT != 0)
-        return found
+        result: NDArray[np.bool_] = (masks[:, :, None] == masks[:, None, :]) & (masks[:, :, None] & _BIT != 0)
+        return result
 
 
 def _members(m: ResidentBlocks, lanes: ThreadSet, mask: Reader) -> _Members:
     """Return the executing threads and their masks. Report a thread that is not in its own mask."""
-    given = np.asarray(mask(m, lanes))
-    every = bool((given == _FULL).all())
+    supplied = np.asarray(mask(m, lanes))
+    every = bool((supplied == _FULL).all())
     if isinstance(lanes, slice) and every:
         return _Members((lanes.stop - lanes.start) // WARP, None, None, None)
     indices = lane_indices(lanes)
-    own = np.broadcast_to(given, len(indices))
+    own = np.broadcast_to(supplied, len(indices))
     lost = np.flatnonzero(own >> (indices % WARP).astype(np.uint32) & np.uint32(1) == 0)
     if len(lost):
-        at = lost[0]
-        what = f"a thread that its own membermask {int(own[at]):#010x} does not name"
-        raise m.fault(what, int(indices[at]))
+        index = lost[0]
+        reason = f"a thread that its own membermask {int(own[index]):#010x} does not name"
+        raise m.fault(reason, int(indices[index]))
     warps, rows = np.unique(indices // WARP, return_inverse=True)
     columns = indices % WARP
     masks = np.zeros((len(warps), WARP), np.uint32)
@@ -109,15 +109,15 @@ def _targets(operand: Operand) -> tuple[Operand, ...]:
 
 def _bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
     """Masks from (..., 32) flags."""
-    found: NDArray[np.uint32] = np.where(flags, _BIT, np.uint32(0)).sum(axis=-1, dtype=np.uint32)
-    return found
+    result: NDArray[np.uint32] = np.where(flags, _BIT, np.uint32(0)).sum(axis=-1, dtype=np.uint32)
+    return result
 
 
 def shuffle(i: Instruction) -> Operation:
     """shfl.sync: bfly, up, down and idx within segments."""
     mode = next(p for p in i.parts if p in ("bfly", "up", "down", "idx"))
-    first, *rest = _targets(i.operands[0])
-    write, write_inside = writer(first, "b32", i), [writer(p, "pred", i) for p in rest]
+    first, *remainder = _targets(i.operands[0])
+    write, write_inside = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
     read, by, clamp, mask = (reader(o, "u32", i) for o in i.operands[1:5])
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -137,11 +137,11 @@ def shuffle(i: Instruction) -> Operation:
         else:
             source, inside = _LANE + step, _LANE + step <= top
         source = np.where(inside, source, _LANE)
-        found = np.take_along_axis(values, source, axis=1)
+        result = np.take_along_axis(values, source, axis=1)
         if members.masks is not None:
             theirs = np.take_along_axis(members.masks, source, axis=1)
-            found = np.where(theirs == members.masks, found, _NOBODY)
-        write(m, lanes, members.flat(found))
+            result = np.where(theirs == members.masks, result, _NOBODY)
+        write(m, lanes, members.flat(result))
         for w in write_inside:
             w(m, lanes, members.flat(inside))
 
@@ -172,8 +172,8 @@ def vote(i: Instruction) -> Operation:
 
 def elect(i: Instruction) -> Operation:
     """elect.sync: the lowest thread of a group leads."""
-    first, *rest = _targets(i.operands[0])
-    write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in rest]
+    first, *remainder = _targets(i.operands[0])
+    write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
     mask = reader(i.operands[1], "u32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -216,8 +216,8 @@ def reduce(i: Instruction) -> Operation:
 def match(i: Instruction) -> Operation:
     """match.sync: which threads of a group hold the same value (any), or all of them if all do (all)."""
     kind = parse_type(i)
-    first, *rest = _targets(i.operands[0])
-    write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in rest]
+    first, *remainder = _targets(i.operands[0])
+    write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in remainder]
     read, mask, every = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), "all" in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -227,10 +227,10 @@ def match(i: Instruction) -> Operation:
         same = peers & (values[:, :, None] == values[:, None, :])
         if every:
             same = peers & (same == peers).all(axis=2, keepdims=True)
-        found = _bits(same)
-        write(m, lanes, members.flat(found))
+        result = _bits(same)
+        write(m, lanes, members.flat(result))
         for w in write_flag:
-            w(m, lanes, members.flat(found != 0))
+            w(m, lanes, members.flat(result != 0))
 
     return run
 

@@ -89,7 +89,7 @@ def _release(m: ResidentBlocks, lanes: NDArray[np.intp]) -> None:
     warps, blocks = leads // m.threads_per_warp_slot, m.block_of[leads]
     done = np.full((m.warps, len(m.blocks)), -1, np.int64)
     done[warps, blocks] = p.done[leads]
-    number, kept = m.races.begin(), []
+    number, saved = m.races.begin(), []
     for r in p.reads:
         first = r.warpgroup * _WARPS
         waited = r.groups <= done[first : first + _WARPS, r.blocks]
@@ -99,8 +99,8 @@ def _release(m: ResidentBlocks, lanes: NDArray[np.intp]) -> None:
             release(m.shared, r.chunks[now])
             r.open &= ~now
         if not r.waited.numbers.all():
-            kept.append(r)
-    p.reads = kept
+            saved.append(r)
+    p.reads = saved
 
 
 # ---- the product ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class _WgmmaForm:
             raise unsupported(i)
         self.saturates = "satfinite" in i.parts
         self.k = k
-        d, a, b, scale, *rest = i.operands
+        d, a, b, scale, *remainder = i.operands
         if not isinstance(d, Vector) or len(d.items) != self.n // 2:
             raise unsupported(i, f"has no {self.n // 2} accumulator registers")
         self.d = [_name(r, i) for r in d.items]
@@ -168,7 +168,7 @@ class _WgmmaForm:
         self.read_a = [reader(r, "b32", i) for r in a.items] if isinstance(a, Vector) else [reader(a, "b64", i)]
         self.read_b = reader(b, "b64", i)
         self.accumulates = reader(scale, "pred", i)
-        flags = [_flag(o, i) for o in rest]
+        flags = [_flag(o, i) for o in remainder]
         self.sign = 1
         if not integer:
             self.sign = flags[0] * flags[1]
@@ -252,18 +252,18 @@ def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None
     for name in (*form.d, *form.a_registers):
         touched = np.flatnonzero(p.guard(name).touched[lanes] > p.fences[lanes])
         if len(touched):
-            what = f"a wgmma on {name}, which was written with no wgmma.fence since"
-            raise m.fault(what, int(lane_indices(lanes)[touched[0]]))
+            reason = f"a wgmma on {name}, which was written with no wgmma.fence since"
+            raise m.fault(reason, int(lane_indices(lanes)[touched[0]]))
 
 
 def _read_uniform(
-    m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, what: str
+    m: ResidentBlocks, i: Instruction, values: Values, blocks: NDArray[np.intp], lanes: ThreadSet, operand: str
 ) -> Values:
     """Return (blocks,) values that must be equal in all threads of a warpgroup."""
     table = np.broadcast_to(values, len(lane_indices(lanes))).reshape(_WARPS, len(blocks), WARP)
     differ = np.flatnonzero((table != table[:1, :, :1]).ravel())
     if len(differ):
-        raise m.fault(f"the threads of a warpgroup differ in {what}", int(lane_indices(lanes)[differ[0]]))
+        raise m.fault(f"the threads of a warpgroup differ in {operand}", int(lane_indices(lanes)[differ[0]]))
     return np.ascontiguousarray(table[0, :, 0])
 
 
@@ -288,25 +288,25 @@ def _operand(
             layout.check(start)
         except DescriptorError as e:
             raise m.limit(str(e), int(owner[mine[0]])) from None
-        found = layout.offsets(np.array([start], np.int64), rows, 32, transposed)
+        result = layout.offsets(np.array([start], np.int64), rows, 32, transposed)
         if not offsets.size:
-            offsets = np.zeros((len(blocks), *found.shape[1:]), np.int64)
-        offsets[mine] = found
+            offsets = np.zeros((len(blocks), *result.shape[1:]), np.int64)
+        offsets[mine] = result
     outside = np.flatnonzero(((offsets < 0) | (offsets + CHUNK > m.shared_bytes)).any(axis=(1, 2)))
     if len(outside):
         worst = int(offsets[outside[0]].max())
-        what = f"a matrix descriptor that reaches byte {worst} of {m.shared_bytes} of shared memory"
-        raise m.fault(what, int(owner[outside[0]]))
-    place = offsets + (blocks * m.shared_stride)[:, None, None]
-    flat = place.ravel()
-    with m.accessing(np.repeat(owner, place[0].size), "shared"):
+        reason = f"a matrix descriptor that reaches byte {worst} of {m.shared_bytes} of shared memory"
+        raise m.fault(reason, int(owner[outside[0]]))
+    location = offsets + (blocks * m.shared_stride)[:, None, None]
+    flat = location.ravel()
+    with m.accessing(np.repeat(owner, location[0].size), "shared"):
         # No race is looked for: it is held until a wait covers it.
         data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True, asynchronous=True)
         if m.proxies is not None:
             group = int(owner[0]) // (m.threads_per_warp_slot * _WARPS) * _WARPS + np.arange(_WARPS)
             m.proxies.require_fenced(flat, group, "wgmma operand read", False)
-    values = decode(data.reshape(*place.shape[:2], -1), kind)
-    return values.swapaxes(1, 2) if transposed else values, chunk_indices(place.reshape(len(blocks), -1))
+    values = decode(data.reshape(*location.shape[:2], -1), kind)
+    return values.swapaxes(1, 2) if transposed else values, chunk_indices(location.reshape(len(blocks), -1))
 
 
 # ---- moves ----------------------------------------------------------------------------------------------------------
@@ -354,10 +354,10 @@ def build(i: Instruction) -> Operation:
         return _wait(i)
     if action == "mma_async":
         return multiply(i)
-    found = {"fence": _fence, "commit_group": _commit}.get(action)
-    if found is None:
+    result = {"fence": _fence, "commit_group": _commit}.get(action)
+    if result is None:
         raise unsupported(i)
-    return found
+    return result
 
 
 BUILDERS = {"wgmma": build}

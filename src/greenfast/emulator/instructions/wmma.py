@@ -75,10 +75,10 @@ class _Tile:
         table = whole_warps(m, lanes, "a WMMA access")
         first = self.where(m, lanes).reshape(-1, WARP)
         steps = np.broadcast_to(np.asarray(self.pitch(m, lanes)), lane_count(lanes)).reshape(-1, WARP)
-        for what, values in (("address", first), ("stride", steps)):
+        for name, values in (("address", first), ("stride", steps)):
             uniform = (values == values[:, :1]).all(axis=1)
             if not uniform.all():
-                raise m.fault(f"the {what} of a WMMA tile differs within a warp", int(table[~uniform][0, 0]))
+                raise m.fault(f"the {name} of a WMMA tile differs within a warp", int(table[~uniform][0, 0]))
         step = steps[:, :1, None].astype(np.int64)
         row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit)
         element = unit * step + row if self.across else row * step + unit
@@ -118,9 +118,9 @@ class _Tile:
             step = 1 if self.across else 2
             size = self.size * step
             accesses = [held[:, :, n] for n in range(0, held.shape[2], step)]
-        for found in accesses:
-            taking = threads if found.shape[1] == WARP else (lead[:, None] + _LANE[: found.shape[1]]).ravel()
-            count_access(m, space, store, np.ascontiguousarray(found).ravel(), taking, size)
+        for result in accesses:
+            taking = threads if result.shape[1] == WARP else (lead[:, None] + _LANE[: result.shape[1]]).ravel()
+            count_access(m, space, store, np.ascontiguousarray(result).ravel(), taking, size)
 
 
 def _load(i: Instruction) -> Operation:

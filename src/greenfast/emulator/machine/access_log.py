@@ -68,9 +68,9 @@ class UniformWrites:
 
     def has(self, places: Numbers, numbers: Numbers, lanes: Numbers) -> Numbers:
         """Return which lanes took part in the writes with these numbers."""
-        found: Numbers = self._lanes[places] >> lanes.astype(np.uint32) & np.uint32(1) > 0
-        found &= self._numbers[places] == numbers
-        return found
+        result: Numbers = self._lanes[places] >> lanes.astype(np.uint32) & np.uint32(1) > 0
+        result &= self._numbers[places] == numbers
+        return result
 
 
 class SilentWrites:
@@ -142,13 +142,13 @@ class GlobalRecord:
     def written(self, offsets: Numbers, size: int) -> tuple[int, str] | None:
         """The first element of a read that promises that nothing is written there, and was; and the fault in words."""
         for unit, table in self.writes.items():
-            found = table[offsets[:, None] // unit + np.arange(max(1, size // unit))].max(axis=1)
-            if found.any():
-                row = int(np.flatnonzero(found)[0])
-                by = self.accesses.instructions[int(found[row] >> np.uint64(32))]
+            result = table[offsets[:, None] // unit + np.arange(max(1, size // unit))].max(axis=1)
+            if result.any():
+                row = int(np.flatnonzero(result)[0])
+                by = self.accesses.instructions[int(result[row] >> np.uint64(32))]
                 assert by is not None
-                place = self.memory.describe(int(offsets[row]))
-                return row, f"a read by ld.global.nc of {place}, which was written in this launch at {by.source}"
+                location = self.memory.describe(int(offsets[row]))
+                return row, f"a read by ld.global.nc of {location}, which was written in this launch at {by.source}"
         return None
 
     def readers(self, unit: int) -> tuple[Numbers, Numbers]:
@@ -275,8 +275,8 @@ def group_units(offsets: Numbers, size: int) -> tuple[int, Numbers, int]:
 
 def access_threads(lanes: slice | Numbers, count: int) -> Numbers:
     """Return the thread of each element of an access. A thread may have several elements."""
-    found = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
-    return found if len(found) == count else found[np.arange(count) * len(found) // count]
+    result = np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
+    return result if len(result) == count else result[np.arange(count) * len(result) // count]
 
 
 def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:

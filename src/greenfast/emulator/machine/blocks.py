@@ -89,10 +89,10 @@ class Geometry:
         index = np.arange(self.blocks)
         if self.cluster_size == 1:
             return index
-        at = unflatten(index, self.grid)
+        position = unflatten(index, self.grid)
         clusters = tuple(g // c for g, c in zip(self.grid, self.cluster, strict=True))
-        which = [x // c for x, c in zip(at, self.cluster, strict=True)]
-        within = [x % c for x, c in zip(at, self.cluster, strict=True)]
+        which = [x // c for x, c in zip(position, self.cluster, strict=True)]
+        within = [x % c for x, c in zip(position, self.cluster, strict=True)]
         number = which[0] + clusters[0] * (which[1] + clusters[1] * which[2])
         rank = within[0] + self.cluster[0] * (within[1] + self.cluster[1] * within[2])
         return np.lexsort((rank, number))
@@ -151,7 +151,7 @@ class BlockState:
         #: The threads of the current access to memory, in the order of its elements.
         self.access_lanes: ThreadSet = slice(0, 0)
 
-    def fault(self, reason: str, lane: int, place: str = "") -> KernelFaultError:
+    def fault(self, reason: str, lane: int, location: str = "") -> KernelFaultError:
         """Return the fault of a thread at the current instruction; place: the memory of an access."""
         i = self.current
         text = f"{self.function.name}: {reason} at {i.place}, {self.place(lane)} (in: {i.text})"
@@ -159,7 +159,7 @@ class BlockState:
         block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
         thread = unflatten(int(self.thread_of[lane]), self.geometry.block)
         fault.kernel, fault.reason = self.function.name, reason
-        fault.location = Location(i.source, i.text, block, thread, place)
+        fault.location = Location(i.source, i.text, block, thread, location)
         return fault
 
     def limit(self, reason: str, lane: int) -> UnsupportedError:

@@ -127,10 +127,10 @@ def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> t
         if not (relative == relative[0]).all():
             return _total(_passes(rows, size))
         key = relative[0].tobytes(), size
-        found = _PATTERNS.get(key)
-        if found is None:
-            found = _PATTERNS[key] = _total(_passes(rows[:1], size))
-        return found[0] * len(rows), found[1] * len(rows)
+        result = _PATTERNS.get(key)
+        if result is None:
+            result = _PATTERNS[key] = _total(_passes(rows[:1], size))
+        return result[0] * len(rows), result[1] * len(rows)
     warps = threads // WARP
     table = np.full((int(warps[-1]) + 1, WARP), -1, np.int64)
     table[warps, threads % WARP] = words

@@ -41,8 +41,8 @@ class Surroundings:
     def place_blocks(self, block: NDArray[np.int64]) -> NDArray[np.int64]:
         """%smid of blocks. Nothing promises that each multiprocessor gets a block: every second one gets none."""
         count = self.multiprocessors
-        place = block % (count // 2) * 2
-        return count - 2 - place if self.turned else place + 1
+        location = block % (count // 2) * 2
+        return count - 2 - location if self.turned else location + 1
 
     def place_warps(self, slot: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return %warpid for warps whose default slots are given."""

@@ -166,10 +166,10 @@ class Products:
 
     def guard(self, name: str) -> Guard:
         """The guard of a register; a register without one gets one."""
-        found = self.guards.get(name)
-        if found is None:
-            found = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))
-        return found
+        result = self.guards.get(name)
+        if result is None:
+            result = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))
+        return result
 
     def unreadable(self, name: str, lanes: ThreadSet) -> NDArray[np.intp]:
         """Return positions in ``lanes`` of threads with a pending product write to the register."""

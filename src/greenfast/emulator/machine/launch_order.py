@@ -61,15 +61,15 @@ class LaunchOrder:
     ) -> tuple[int, str] | None:
         """The first element that an early launch must not touch yet, and why; ``waited``: after their wait."""
         movable = by.name == "ld" and "nc" in by.parts
-        found = self.conflict(offsets, size, writes, waited & (not movable))
-        if found is None:
+        result = self.conflict(offsets, size, writes, waited & (not movable))
+        if result is None:
             return None
-        row, other = found
-        what = f"{'a write' if writes else 'a read'} of {self.memory.describe(int(offsets[row]))}, which {other},"
+        row, other = result
+        access = f"{'a write' if writes else 'a read'} of {self.memory.describe(int(offsets[row]))}, which {other},"
         why = "with no griddepcontrol.wait before it"
         if waited[row]:
             why = "by ld.global.nc, which the compiler may move over the griddepcontrol.wait before it"
-        return row, f"{what} in a launch that may begin early, {why}"
+        return row, f"{access} in a launch that may begin early, {why}"
 
     def conflict(self, offsets: Offsets, size: int, writes: bool, waited: Any) -> tuple[int, str] | None:
         """Return the first access that is not ordered after an earlier launch, and the conflict in words.
@@ -77,16 +77,16 @@ class LaunchOrder:
         waited: which accesses follow a griddepcontrol.wait.
         """
         places = offsets[:, None] + np.arange(size)
-        found = self._unfinished(self.wrote[places])
-        what = "writes"
-        if writes and not found.any():
-            found, what = self._unfinished(self.read[places]), "reads"
-        bad = found.any(axis=1) & ~waited
+        result = self._unfinished(self.wrote[places])
+        access = "writes"
+        if writes and not result.any():
+            result, access = self._unfinished(self.read[places]), "reads"
+        bad = result.any(axis=1) & ~waited
         if not bad.any():
             return None
         row = int(np.flatnonzero(bad)[0])
-        launch = int(found[row].max())
-        return row, f"launch {launch} ({self.names[launch - 1]}) {what}"
+        launch = int(result[row].max())
+        return row, f"launch {launch} ({self.names[launch - 1]}) {access}"
 
     def _unfinished(self, launches: NDArray[Any]) -> NDArray[Any]:
         """The numbers of launches that may still run, 0 for others."""

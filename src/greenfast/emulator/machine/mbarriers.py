@@ -111,8 +111,8 @@ class Mbarriers:
 
     def passed(self, rows: Rows, parity: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the last phase of that parity is complete."""
-        found: NDArray[np.bool_] = (self.phase[rows] & 1) != parity
-        return found
+        result: NDArray[np.bool_] = (self.phase[rows] & 1) != parity
+        return result
 
     def describe(self, row: int) -> str:
         """Describe the pending arrivals and bytes of an mbarrier."""

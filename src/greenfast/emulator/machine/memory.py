@@ -121,20 +121,20 @@ class Arena:
         self.poisoned = True
 
     def watch_asynchronous_reads(self) -> None:
-        """Keep account of what asynchronous operations read."""
+        """Keep account of access asynchronous operations read."""
         self.readers = np.zeros(len(self.data) // CHUNK, np.uint16)
 
-    def _rows(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
+    def _rows(self, offsets: Addresses, size: int, access: str) -> NDArray[np.int64]:
         """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
         if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
             i = int(np.flatnonzero(offsets & (size - 1))[0])
-            raise BadAccessError(f"misaligned {what}", i, int(offsets[i]))
+            raise BadAccessError(f"misaligned {access}", i, int(offsets[i]))
         if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) > self.size - size):
             i = int(np.flatnonzero((offsets < 0) | (offsets > self.size - size))[0])
-            raise BadAccessError(f"{what} out of bounds", i, int(offsets[i]))
+            raise BadAccessError(f"{access} out of bounds", i, int(offsets[i]))
         return offsets >> _SHIFTS[size]
 
-    def _require(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
+    def _require(self, rows: NDArray[np.int64], offsets: Addresses, size: int, access: str) -> None:
         """Raise BadAccessError unless every byte of a read is WRITTEN."""
         if (elements(self.state, size)[rows] == _state(WRITTEN, size)).all():
             return
@@ -145,31 +145,33 @@ class Arena:
         i = int(np.flatnonzero(wrong.any(axis=1))[0])
         worst = states[i]
         if (worst == OUTSIDE).any():
-            reason = f"{what} out of bounds"
+            reason = f"{access} out of bounds"
         elif (worst == IN_FLIGHT).any():
-            reason = f"{what} of data that an asynchronous copy has not delivered (no wait for it)"
+            reason = f"{access} of data that an asynchronous copy has not delivered (no wait for it)"
         elif (worst == BARRIER).any():
-            reason = f"{what} of an mbarrier"
+            reason = f"{access} of an mbarrier"
         elif (worst == LEFT).any():
-            reason = f"{what} of what an earlier launch left"
+            reason = f"{access} of access an earlier launch left"
         else:
-            reason = f"{what} {UNWRITTEN_READ}"
+            reason = f"{access} {UNWRITTEN_READ}"
         raise BadAccessError(reason, i, int(offsets[i]))
 
-    def read(self, offsets: Addresses, size: int, what: str, atomic: bool = False, asynchronous: bool = False) -> Bytes:
+    def read(
+        self, offsets: Addresses, size: int, access: str, atomic: bool = False, asynchronous: bool = False
+    ) -> Bytes:
         """(count, size) bytes; every byte must have been written. ``atomic``: it takes part in no race."""
-        rows = self._rows(offsets, size, what)
-        self._require(rows, offsets, size, what)
+        rows = self._rows(offsets, size, access)
+        self._require(rows, offsets, size, access)
         if self.on_read is not None and not atomic and len(offsets):
             self.on_read(offsets, size)
         if self.on_generic is not None and not asynchronous:
             self.on_generic(offsets, False, not atomic)
         return elements(self.data, size)[rows].view(np.uint8).reshape(-1, size)
 
-    def write(self, offsets: Addresses, values: Bytes, what: str, atomic: bool = False) -> None:
+    def write(self, offsets: Addresses, values: Bytes, access: str, atomic: bool = False) -> None:
         """Write (count, size) bytes; where two lanes write one place, the last one stays."""
         size = values.shape[1]
-        rows = self.require_free(offsets, size, what)
+        rows = self.require_free(offsets, size, access)
         if self.on_write is not None and not atomic and len(offsets):
             self.on_write(offsets, size, values)
         new = elements(np.ascontiguousarray(values).reshape(-1), size)
@@ -182,37 +184,39 @@ class Arena:
             if left.tobytes() != new.tobytes():
                 i = int(np.flatnonzero(left.view(np.uint8) != new.view(np.uint8))[0]) // size
                 raise BadAccessError(
-                    f"{what} of different values to one place by several threads in one instruction", i, int(offsets[i])
+                    f"{access} of different values to one place by several threads in one instruction",
+                    i,
+                    int(offsets[i]),
                 )
         elements(self.state, size)[rows] = _state(WRITTEN, size)
         if self.on_generic is not None:
             self.on_generic(offsets, True, not atomic)
 
-    def require_free(self, offsets: Addresses, size: int, what: str) -> NDArray[np.int64]:
+    def require_free(self, offsets: Addresses, size: int, access: str) -> NDArray[np.int64]:
         """Rows of elements that may be overwritten now; raises BadAccessError for others."""
-        rows = self._rows(offsets, size, what)
+        rows = self._rows(offsets, size, access)
         before = elements(self.state, size)[rows]
         if not ((before == _state(WRITTEN, size)) | (before == _state(UNWRITTEN, size))).all():
-            self._refuse_write(rows, offsets, size, what)
+            self._refuse_write(rows, offsets, size, access)
         if self.readers is not None:
             read = self.readers[offsets // CHUNK] > 0
             if read.any():
                 i = int(np.flatnonzero(read)[0])
-                raise BadAccessError(f"{what} to where an asynchronous operation still reads", i, int(offsets[i]))
+                raise BadAccessError(f"{access} to where an asynchronous operation still reads", i, int(offsets[i]))
         return rows
 
-    def _refuse_write(self, rows: NDArray[np.int64], offsets: Addresses, size: int, what: str) -> None:
+    def _refuse_write(self, rows: NDArray[np.int64], offsets: Addresses, size: int, access: str) -> None:
         """Raise BadAccessError for the first element that may not be written, if there is one."""
         states = self.state.reshape(-1, size)[rows]
         bad = ((states == OUTSIDE) | (states == IN_FLIGHT) | (states == BARRIER)).any(axis=1)
         if not bad.any():
             return
         i = int(np.flatnonzero(bad)[0])
-        reason = f"{what} out of bounds"
+        reason = f"{access} out of bounds"
         if (states[i] == IN_FLIGHT).any():
-            reason = f"{what} to where an asynchronous copy has not delivered (no wait for it)"
+            reason = f"{access} to where an asynchronous copy has not delivered (no wait for it)"
         elif (states[i] == BARRIER).any():
-            reason = f"{what} over an mbarrier (no mbarrier.inval)"
+            reason = f"{access} over an mbarrier (no mbarrier.inval)"
         raise BadAccessError(reason, i, int(offsets[i]))
 
     def place(self, offsets: Addresses, values: Bytes) -> None:
@@ -222,9 +226,9 @@ class Arena:
         elements(self.data, size)[rows] = elements(np.ascontiguousarray(values).reshape(-1), size)
         elements(self.state, size)[rows] = _state(WRITTEN, size)
 
-    def mark(self, offsets: Addresses, size: int, state: int, what: str) -> None:
+    def mark(self, offsets: Addresses, size: int, state: int, access: str) -> None:
         """Set the state of elements that must exist."""
-        rows = self._rows(offsets, size, what)
+        rows = self._rows(offsets, size, access)
         elements(self.state, size)[rows] = _state(state, size)
 
 

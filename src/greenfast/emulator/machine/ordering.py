@@ -182,18 +182,18 @@ class Ordering:
 
     def store_release(self, space: str, address: int, block: int, warp: int, scope: int) -> int:
         """Store the clock of a warp at a word. Return the component of the warp itself."""
-        place = self._words.setdefault((space, address), _SyncWord())
-        place.version += 1
+        location = self._words.setdefault((space, address), _SyncWord())
+        location.version += 1
         if space == "global" and scope >= CLUSTER:
-            _join(place.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])
+            _join(location.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])
         if space == "global" and scope >= DEVICE:
-            place.blocks = np.maximum(place.blocks, self.fenced[DEVICE][block])
+            location.blocks = np.maximum(location.blocks, self.fenced[DEVICE][block])
         known = self.snapshot(block, warp)
         known[0] = self.fenced_warps[block, warp]
-        _join(place.warps, block, known)
+        _join(location.warps, block, known)
         foreign = known[0].copy()
         own, foreign[warp] = int(foreign[warp]), 0
-        _join(place.foreign, block, foreign)
+        _join(location.foreign, block, foreign)
         return own
 
     def store_release_lanes(self, space: str, address: int, block: int, warp: int, known: Numbers) -> None:
@@ -202,27 +202,27 @@ class Ordering:
 
     def load_acquire(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
         """A warp reads a place."""
-        place = self._words.get((space, address))
-        if place is None:
+        location = self._words.get((space, address))
+        if location is None:
             return
         key = (block, warp, space, address)
-        if self._seen.get(key) == place.version:
+        if self._seen.get(key) == location.version:
             return
         if scope == DEVICE:
-            self._seen[key] = place.version
+            self._seen[key] = location.version
         mine, cluster = self.blocks[block], block // self.cluster_size
-        if space == "global" and scope >= CLUSTER and cluster in place.clusters:
-            np.maximum(mine, place.clusters[cluster], out=mine)
+        if space == "global" and scope >= CLUSTER and cluster in location.clusters:
+            np.maximum(mine, location.clusters[cluster], out=mine)
         if space == "global" and scope >= DEVICE:
-            np.maximum(mine, place.blocks, out=mine)
-        if block in place.warps:
-            self.join(block, warp, place.warps[block])
+            np.maximum(mine, location.blocks, out=mine)
+        if block in location.warps:
+            self.join(block, warp, location.warps[block])
 
     def load_acquire_lanes(self, space: str, address: int, block: int, warp: int) -> Numbers | None:
         """Return (32,) the clock components of the reader's lanes that are stored at a word."""
-        place = self._words.get((space, address))
-        if place is None or block not in place.foreign:
+        location = self._words.get((space, address))
+        if location is None or block not in location.foreign:
             return None
-        others = place.foreign[block][warp]
-        lanes = place.lanes.get((block, warp))
+        others = location.foreign[block][warp]
+        lanes = location.lanes.get((block, warp))
         return np.full(32, others) if lanes is None else np.maximum(lanes, others)

@@ -67,11 +67,11 @@ class PhaseCounts:
         sums: int64 (blocks, phases), as the kernel wrote them. Raises UsageError if one clock read ends several phases.
         """
         masks = np.bitwise_or.reduce(sums.astype(np.int64), axis=0)
-        found = {name: Counts() for name in (*names, OUTSIDE)}
+        result = {name: Counts() for name in (*names, OUTSIDE)}
         for bit, counts in enumerate(self._ended):
             ends = [name for name, mask in zip(names, masks, strict=True) if int(mask) >> bit & 1]
             if len(ends) > 1:
                 raise UsageError(f"one mark of the clock ends several phases: {', '.join(ends)}")
-            found[ends[0] if ends else OUTSIDE].add(counts)
-        found[OUTSIDE].add(self._outside)
-        return found
+            result[ends[0] if ends else OUTSIDE].add(counts)
+        result[OUTSIDE].add(self._outside)
+        return result

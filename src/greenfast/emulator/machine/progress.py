@@ -36,26 +36,26 @@ _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 def find_polling_branches(function: Function) -> set[int]:
     """The backward branches of loops that read what other threads may write meanwhile."""
     reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
-    found = set()
+    result = set()
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None
         if isinstance(target, Symbol) and target.name in function.labels:
             start = function.labels[target.name]
             if start <= pc and reads[pc + 1] > reads[start]:
-                found.add(pc)
-    return found
+                result.add(pc)
+    return result
 
 
 def find_endless_branches(function: Function) -> set[int]:
     """The backward branches of loops without an exit."""
-    found = set()
+    result = set()
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None
         if i.guard is None and isinstance(target, Symbol) and function.labels.get(target.name, pc + 1) <= pc:
             start = function.labels[target.name]
             if not any(_leaves(function, other, start, pc) for other in function.code[start:pc]):
-                found.add(pc)
-    return found
+                result.add(pc)
+    return result
 
 
 def _leaves(function: Function, i: Instruction, start: int, end: int) -> bool:
@@ -108,10 +108,10 @@ class Progress:
         return signature == self._signature_at_power
 
     def _signature(self, fragments: list[dict[int, ThreadSet]]) -> int:
-        found = 0
+        result = 0
         for waiting in fragments:
             for pc in sorted(waiting):
-                found = zlib.crc32(lane_indices(waiting[pc]).tobytes(), found ^ pc)
+                result = zlib.crc32(lane_indices(waiting[pc]).tobytes(), result ^ pc)
         for name in sorted(self.m.registers):
-            found = zlib.crc32(self.m.registers[name].tobytes(), found)
-        return zlib.crc32(self.m.local.data.tobytes(), found)
+            result = zlib.crc32(self.m.registers[name].tobytes(), result)
+        return zlib.crc32(self.m.local.data.tobytes(), result)

@@ -80,28 +80,28 @@ class Proxies:
         """Warps, a thread of each, have waited for products; until: the last access before each one's was committed."""
         self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.threads_per_warp_slot, until, _READS)
 
-    def require_fenced(self, offsets: Numbers, warps: Numbers, what: str, writes: bool) -> None:
+    def require_fenced(self, offsets: Numbers, warps: Numbers, access: str, writes: bool) -> None:
         """Report a generic access without a later proxy fence, before these asynchronous accesses.
 
         offsets: of the asynchronous accesses, each in its own chunk. warps: one of these warps must be ordered after
         the fence.
         """
-        self._require(WRITES, self._writes, offsets, warps, what)
+        self._require(WRITES, self._writes, offsets, warps, access)
         for reads in self._reads.values() if writes else ():
-            self._require(READS, reads, offsets, warps, what)
+            self._require(READS, reads, offsets, warps, access)
 
-    def _require(self, kind: int, table: Numbers, offsets: Numbers, warps: Numbers, what: str) -> None:
+    def _require(self, kind: int, table: Numbers, offsets: Numbers, warps: Numbers, access: str) -> None:
         proxied = self.ordering.proxied
         if proxied is None:
             if not self._last[kind].any():
                 return
         elif (self._last[kind] <= proxied[:, warps, kind].max(axis=1).min(axis=0)).all():
             return
-        found = table[offsets >> _SHIFT]
-        at = found.nonzero()[0]
-        if not len(at):
+        result = table[offsets >> _SHIFT]
+        index = result.nonzero()[0]
+        if not len(index):
             return
-        numbers, blocks = found[at].astype(np.int64), offsets[at] // self.m.shared_stride
+        numbers, blocks = result[index].astype(np.int64), offsets[index] // self.m.shared_stride
         by = self.races.record.accesses.warps[numbers]
         if proxied is None:
             known = self._fences[blocks]
@@ -112,24 +112,24 @@ class Proxies:
             wrote = self.races.record.accesses.instructions
             bad = np.array([n for n in bad.tolist() if getattr(wrote[numbers[n]], "name", "") != "cp"], np.int64)
         if len(bad):
-            self._accuse(kind, int(at[bad[0]]), int(numbers[bad[0]]), offsets, warps, what)
+            self._accuse(kind, int(index[bad[0]]), int(numbers[bad[0]]), offsets, warps, access)
 
-    def _accuse(self, kind: int, at: int, number: int, offsets: Numbers, warps: Numbers, what: str) -> None:
-        m, offset, before = self.m, int(offsets[at]), _NAMES[kind]
-        place, lane = m.shared_place(offset), int(self.races.threads(len(offsets))[at])
+    def _accuse(self, kind: int, index: int, number: int, offsets: Numbers, warps: Numbers, access: str) -> None:
+        m, offset, before = self.m, int(offsets[index]), _NAMES[kind]
+        location, lane = m.shared_place(offset), int(self.races.threads(len(offsets))[index])
         block, accesses = offset // m.shared_stride, self.races.record.accesses
         by, earlier = int(accesses.warps[number]), accesses.instructions[number]
         assert earlier is not None
         where = f"the {before} at {earlier.place} (in: {earlier.text}) by warp {by} of "
         where += m.block_name(int(m.blocks[block]))
         if self.ordering.proxied is not None and number > int(self.ordering.warps[block, warps, by].max()):
-            raise m.fault(f"a data race on {place}: nothing orders this {what} and {where}, found", lane)
+            raise m.fault(f"a data race on {location}: nothing orders this {access} and {where}, found", lane)
         did = "over what a load read" if kind == READS else "of what a store wrote"
-        if kind == WRITES and what == "bulk write":
+        if kind == WRITES and access == "bulk write":
             did = "over what a store wrote"
         m.report_formal(
             "no-proxy-fence",
-            f"{what} {did} with no fence.proxy.async since: {place}, {where}; a barrier orders threads, not proxies: "
-            f"put the fence behind the {before}, in front of the barrier or arrival that follows it; found",
+            f"{access} {did} with no fence.proxy.async since: {location}, {where}; a barrier orders threads, not "
+            f"proxies: put the fence behind the {before}, in front of the barrier or arrival that follows it; found",
             lane,
         )

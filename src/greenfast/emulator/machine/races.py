@@ -97,13 +97,13 @@ class Races:
         if len(whole) == len(m.blocks):  # every earlier read is ordered before all that follows
             for reads in self._new_reads:
                 reads.clear()
-        rest = ~np.isin(of // per_block, whole)
-        if rest.any():
-            pairs = np.unique(of[rest] * m.warps + waiting[rest] // m.threads_per_warp_slot)
-            found: dict[int, tuple[int, list[int]]] = {}
+        remainder = ~np.isin(of // per_block, whole)
+        if remainder.any():
+            pairs = np.unique(of[remainder] * m.warps + waiting[remainder] // m.threads_per_warp_slot)
+            result: dict[int, tuple[int, list[int]]] = {}
             for key, warp in zip((pairs // m.warps).tolist(), (pairs % m.warps).tolist(), strict=True):
-                found.setdefault(key, (key // per_block, []))[1].append(warp)
-            self.ordering.complete_barriers(found)
+                result.setdefault(key, (key // per_block, []))[1].append(warp)
+            self.ordering.complete_barriers(result)
 
     def sync_warp(self, lanes: Numbers) -> None:
         """Threads, one group of each warp, are at bar.warp.sync together."""
@@ -123,10 +123,10 @@ class Races:
             self.m.after_pdl_wait[lanes] |= np.isin(rows, list(self._pdl_mbarriers))
         self.warp_sync.wait(lanes, self.ordering.now)
         number, warps = self.begin(), set()
-        for row, block, warp, at in self._each(rows, lanes):
+        for row, block, warp, index in self._each(rows, lanes):
             self._waits.setdefault(row, {})[block, warp] = int(self.m.mbarriers.phase[row]) - 1, number
             warps.add(warp)
-            threads = np.arange(self.m.lanes)[lanes][at]
+            threads = np.arange(self.m.lanes)[lanes][index]
             if relaxed:
                 self._relaxed_waits.setdefault((block, warp), []).append((row, threads))
                 continue
@@ -152,9 +152,9 @@ class Races:
         order = np.lexsort((warps, places))
         first, second = places[order], warps[order]
         starts = np.flatnonzero((np.diff(first) != 0) | (np.diff(second) != 0)) + 1
-        for at in np.split(order, starts):
-            warp = int(warps[at[0]])
-            yield int(places[at[0]]), warp % blocks, warp // blocks, np.sort(at)
+        for index in np.split(order, starts):
+            warp = int(warps[index[0]])
+            yield int(places[index[0]]), warp % blocks, warp // blocks, np.sort(index)
 
     def fence(self, lanes: ThreadSet, scope: int) -> None:
         """Threads execute a fence."""
@@ -183,8 +183,8 @@ class Races:
         if not self.ordering.through_memory:
             return
         warps, indices = set(), np.arange(self.m.lanes)[lanes]
-        for offset, block, warp, at in self._each(offsets, lanes):
-            threads = indices[at]
+        for offset, block, warp, index in self._each(offsets, lanes):
+            threads = indices[index]
             if reads:
                 warps.add(warp)
                 self.ordering.load_acquire(space, offset, block, warp, scope)
@@ -308,11 +308,11 @@ class Races:
                 if len(bad):
                     chunk = int(mine[mine * CHUNK // m.shared_stride == blocks[bad[0]]][0])
                     lane = self._lane(int(np.flatnonzero(offsets // CHUNK == chunk)[0]), len(offsets))
-                    place = m.shared_place(chunk * CHUNK)
-                    what = f"a data race on {place}: this write is not ordered after a "
-                    what += f"wgmma.wait_group for the wgmma at {reads.instruction.place} that reads there"
-                    what += " (released too early?), found"
-                    raise m.fault(what, lane, place)
+                    location = m.shared_place(chunk * CHUNK)
+                    reason = f"a data race on {location}: this write is not ordered after a "
+                    reason += f"wgmma.wait_group for the wgmma at {reads.instruction.place} that reads there"
+                    reason += " (released too early?), found"
+                    raise m.fault(reason, lane, location)
 
     def finished(self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction) -> None:
         """Note accesses to shared memory that threads of one warp began before and have waited for now."""
@@ -341,7 +341,7 @@ class Races:
         return access_threads(self.m.access_lanes if lanes is None else lanes, count)
 
     def _check_warp(
-        self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, what: str, other: str, values: Any
+        self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, access: str, other: str, values: Any
     ) -> Numbers:
         """Report accesses that are not ordered after one of another thread of the warp.
 
@@ -364,7 +364,7 @@ class Races:
             changed = find_changed(self.m.shared, rows * size, size, values)[:, None]
             silent, bad = np.flatnonzero((bad & ~changed).any(axis=1)), bad & changed
         harmful = bad
-        if what == "read":
+        if access == "read":
             bad &= ~table.wrote(rows, size, numbers, mine, self.m.block_of)
             first_numbers, first_threads = table.origins(rows, size)
             harmful = bad & self.warp_sync.unordered(first_numbers, mine, first_threads)
@@ -372,11 +372,13 @@ class Races:
             row, column = np.argwhere(harmful if harmful.any() else bad)[0]
             lane = int(mine[row, column])
             block = int(self.m.blocks[self.m.block_of[others[row, column] % self.m.lanes]])
-            place = self.m.shared_place(int(rows[row]) * size)
-            self._report(bool(harmful.any()), what, other, int(numbers[row, column]), place, block, lane)
+            location = self.m.shared_place(int(rows[row]) * size)
+            self._report(bool(harmful.any()), access, other, int(numbers[row, column]), location, block, lane)
         return silent
 
-    def check_shared(self, table: AccessTable, rows: Numbers, size: int, what: str, other: str, values: Any) -> Numbers:
+    def check_shared(
+        self, table: AccessTable, rows: Numbers, size: int, access: str, other: str, values: Any
+    ) -> Numbers:
         """Report accesses that are not ordered after one of another warp.
 
         Return the elements that leave the value of an unordered write.
@@ -399,7 +401,7 @@ class Races:
             changed = find_changed(m.shared, rows * size, size, values)[elements]
             silent, bad = elements[bad & ~changed], bad & changed
         harmful = bad
-        if what == "read" and other == "write":
+        if access == "read" and other == "write":
             first_numbers, first_threads = (a.ravel()[late] for a in table.origins(rows, size))
             harmful = bad & self._is_unordered(rows, elements, size, first_numbers, first_threads)
         if bad.any():
@@ -407,8 +409,8 @@ class Races:
             row = int(elements[first])
             lane = self._lane(row, len(rows))
             block = int(m.blocks[m.block_of[others[first] % m.lanes if others[first] >= 0 else lane]])
-            place = m.shared_place(int(rows[row]) * size)
-            self._report(bool(harmful.any()), what, other, int(numbers[first]), place, block, lane)
+            location = m.shared_place(int(rows[row]) * size)
+            self._report(bool(harmful.any()), access, other, int(numbers[first]), location, block, lane)
         return silent
 
     def _is_unordered(
@@ -437,8 +439,8 @@ class Races:
         number = self.begin()
         mine = self.tags(number, len(offsets))
         self.check_global(record.writes, offsets, size, mine, "read", "write", None)
-        if "nc" in self.m.current.parts and (found := record.written(offsets, size)) is not None:
-            raise self.m.fault(found[1], self._lane(found[0], len(offsets)))
+        if "nc" in self.m.current.parts and (result := record.written(offsets, size)) is not None:
+            raise self.m.fault(result[1], self._lane(result[0], len(offsets)))
         record.read.update(owners - record.tracked - record.dirty)
         unit, places = unit_indices(offsets, size)
         mine = mine[:, None]
@@ -494,14 +496,14 @@ class Races:
         tables = self.record.writes.items()
         last = max((int(t[offset // u : (offset + MAP_BYTES) // u].max()) >> 32 for u, t in tables), default=0)
         if last > self._map_fences.get((int(self.m.block_of[lane]), offset), 0):
-            what = "a tensor map that this launch has written, used without a fence.proxy.tensormap::generic.acquire"
-            self.m.report_formal("no-tensormap-fence", f"{what} since: {self.m.memory.describe(offset)}", lane)
+            reason = "a tensor map that this launch has written, used without a fence.proxy.tensormap::generic.acquire"
+            self.m.report_formal("no-tensormap-fence", f"{reason} since: {self.m.memory.describe(offset)}", lane)
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
         """Record writes to inputs, also those that leave the value: a kernel may restore values that it overwrote."""
         for name, row in self.record.inputs_among(offsets, owners):
-            what = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
-            self.record.input_writes.setdefault(name, str(self.m.fault(what, self._lane(row, len(offsets)))))
+            reason = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
+            self.record.input_writes.setdefault(name, str(self.m.fault(reason, self._lane(row, len(offsets)))))
 
     def _check_launches(self, offsets: Numbers, size: int, writes: bool) -> None:
         if self.m.launches is not None:
@@ -524,7 +526,7 @@ class Races:
         offsets: Numbers,
         size: int,
         mine: Numbers,
-        what: str,
+        access: str,
         other: str,
         values: Any,
         scope: int = 0,
@@ -535,14 +537,14 @@ class Races:
         the value of an unordered write of as many bytes.
         """
         m, record, silent = self.m, self.record, _NONE
-        compares = values is not None or what == "read"  # no asynchronous copy, nothing atomic
+        compares = values is not None or access == "read"  # no asynchronous copy, nothing atomic
         for unit, table in tables.items():
             places = offsets[:, None] // unit + np.arange(max(1, size // unit))
             tags = table[places]
             if not tags.any():
                 continue
             bad = self._is_tag_unordered(tags, mine, scope, compares)
-            if what == "read" and unit in record.agreeing and bad.any():
+            if access == "read" and unit in record.agreeing and bad.any():
                 numbers = (tags >> _SHIFT).astype(np.int64)
                 same_warp = (tags & _BLOCK == (mine & _BLOCK)[:, None]) & (record.accesses.warps[numbers] == self.warp)
                 lanes = self.threads(len(offsets))[:, None] % WARP
@@ -555,16 +557,16 @@ class Races:
                     silent = np.flatnonzero((bad & ~changed).any(axis=1))
                 bad &= changed
             harmful = bad
-            if what == "read":
+            if access == "read":
                 first = record.silent[unit].origins(places, tags) if unit in record.silent else tags
                 harmful = bad & self._is_tag_unordered(first, mine, scope, compares)
                 harmful &= ~self._wrote_jointly(places, first, mine)
             if bad.any():
                 row, column = np.argwhere(harmful if harmful.any() else bad)[0]
-                place = m.memory.describe(int(offsets[row]))
+                location = m.memory.describe(int(offsets[row]))
                 lane, tag = self._lane(int(row), len(offsets)), int(tags[row, column])
                 block = (tag & int(_BLOCK)) - 1
-                self._report(bool(harmful.any()), what, other, tag >> 32, place, block, lane)
+                self._report(bool(harmful.any()), access, other, tag >> 32, location, block, lane)
         return silent
 
     def _is_tag_unordered(self, tags: Numbers, mine: Numbers, scope: int, compares: bool) -> NDArray[np.bool_]:
@@ -608,8 +610,8 @@ class Races:
         """
         for winner, row in find_conflicts(offsets, values, lost):
             block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
-            place = self.m.memory.describe(int(offsets[row]))
-            raise self.fault("write", "write", number, place, block, self._lane(row, len(offsets)))
+            location = self.m.memory.describe(int(offsets[row]))
+            raise self.fault("write", "write", number, location, block, self._lane(row, len(offsets)))
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -617,26 +619,28 @@ class Races:
         """The thread of an element of the access."""
         return int(self.threads(count)[row])
 
-    def _report(self, harmful: bool, what: str, other: str, number: int, place: str, block: int, lane: int) -> None:
+    def _report(
+        self, harmful: bool, access: str, other: str, number: int, location: str, block: int, lane: int
+    ) -> None:
         """Raise the fault of two unordered accesses. Report a formal finding if all orders give the same value."""
-        fault = self.fault(what, other, number, place, block, lane)
+        fault = self.fault(access, other, number, location, block, lane)
         if harmful:
             raise fault
         reason = fault.reason.removesuffix(", found")
         self.m.report_formal("same-value-race", f"{reason}; both threads wrote the same value, found", lane)
 
-    def fault(self, what: str, other: str, number: int, place: str, block: int, lane: int) -> KernelFaultError:
+    def fault(self, access: str, other: str, number: int, location: str, block: int, lane: int) -> KernelFaultError:
         """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
         reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
         fault = self.m.fault(
-            f"a data race on {place}: nothing orders this {what} and the {other} at {earlier.place} "
+            f"a data race on {location}: nothing orders this {access} and the {other} at {earlier.place} "
             f"(in: {earlier.text}) by {reader}, found",
             lane,
-            place,
+            location,
         )
-        fault.read = self.m.current if what == "read" else earlier if other == "read" else None
+        fault.read = self.m.current if access == "read" else earlier if other == "read" else None
         return fault
 
 
@@ -684,9 +688,9 @@ class Atomics:
         for (other_scope, other_writes), tables in races.record.strong.items():
             common = min(scope, other_scope)
             if (writes or other_writes) and common < DEVICE and len(m.blocks) > 1:
-                what, other = (f"{_SCOPES[s]} {_KINDS[w]}" for s, w in ((scope, writes), (other_scope, other_writes)))
+                access, other = (f"{_SCOPES[s]} {_KINDS[w]}" for s, w in ((scope, writes), (other_scope, other_writes)))
                 blocks = 1 if common == BLOCK else m.geometry.cluster_size
-                races.check_global(tables, offsets, size, tags, what, other, None, blocks)
+                races.check_global(tables, offsets, size, tags, access, other, None, blocks)
         if writes and scope < DEVICE:
             self._check_lockstep(offsets, scope, number)
         unit, places = unit_indices(offsets, size)
@@ -701,10 +705,10 @@ class Atomics:
         blocks = m.block_of[races.threads(len(offsets))] // (1 if scope == BLOCK else m.geometry.cluster_size)
         order = np.lexsort((blocks, offsets))
         same, apart = np.diff(offsets[order]) == 0, np.diff(blocks[order]) != 0
-        for at in np.flatnonzero(same & apart):
-            first, second = (int(races.threads(len(offsets))[row]) for row in order[at : at + 2])
-            what, place = f"{_SCOPES[scope]} {_KINDS[True]}", m.memory.describe(int(offsets[order[at]]))
-            raise races.fault(what, what, number, place, int(m.blocks[m.block_of[first]]), second)
+        for index in np.flatnonzero(same & apart):
+            first, second = (int(races.threads(len(offsets))[row]) for row in order[index : index + 2])
+            access, location = f"{_SCOPES[scope]} {_KINDS[True]}", m.memory.describe(int(offsets[order[index]]))
+            raise races.fault(access, access, number, location, int(m.blocks[m.block_of[first]]), second)
 
     def record(self, space: str, offsets: Numbers, size: int) -> None:
         """Threads, ``access_lanes``, have changed ``size`` bytes each atomically."""

@@ -51,8 +51,8 @@ class RedundantLoads:
         self.choose_lowest()
         written, writers = _lowest(self._stored)
         if len(written) and len(self._places):
-            at = np.minimum(np.searchsorted(written, self._places), len(written) - 1)
-            self._owners = np.where(written[at] == self._places, writers[at], self._owners)
+            index = np.minimum(np.searchsorted(written, self._places), len(written) - 1)
+            self._owners = np.where(written[index] == self._places, writers[index], self._owners)
 
     def contains(self, i: Instruction) -> bool:
         """Return whether an instruction is one of these loads."""
@@ -78,21 +78,21 @@ class RedundantLoads:
     def end(self, launch: int, machine: BlockState) -> None:
         """After blocks have ended."""
 
-    def read(self, m: BlockState, arena: Arena, offsets: _Numbers, size: int, what: str, lanes: ThreadSet) -> Bytes:
-        """Return what threads get from global memory."""
+    def read(self, m: BlockState, arena: Arena, offsets: _Numbers, size: int, access: str, lanes: ThreadSet) -> Bytes:
+        """Return access threads get from global memory."""
         threads = np.arange(m.lanes)[lanes]
         places, numbers = m.blocks[m.block_of[threads]] * len(arena.data) + offsets, m.thread_of[threads]
         with m.accessing(threads, "global"):
-            found = arena.read(offsets, size, what, True)
+            result = arena.read(offsets, size, access, True)
         if self.fill is None:
             self._loaded.append((places, numbers))
-            return found
-        at = np.minimum(np.searchsorted(self._places, places), len(self._places) - 1)
-        owns = (self._places[at] == places) & (self._owners[at] == numbers)
+            return result
+        index = np.minimum(np.searchsorted(self._places, places), len(self._places) - 1)
+        owns = (self._places[index] == places) & (self._owners[index] == numbers)
         if owns.any():
             with m.accessing(threads[owns], "global"):
-                arena.read(offsets[owns], size, what)
-        return np.where(owns[:, None], found, np.uint8(self.fill))
+                arena.read(offsets[owns], size, access)
+        return np.where(owns[:, None], result, np.uint8(self.fill))
 
 
 def _lowest(seen: list[tuple[_Numbers, _Numbers]]) -> tuple[_Numbers, _Numbers]:
@@ -100,7 +100,7 @@ def _lowest(seen: list[tuple[_Numbers, _Numbers]]) -> tuple[_Numbers, _Numbers]:
     if not seen:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     places, threads = map(np.concatenate, zip(*seen, strict=True))
-    unique, at = np.unique(places, return_inverse=True)
+    unique, index = np.unique(places, return_inverse=True)
     lowest = np.full(len(unique), _NOBODY)
-    np.minimum.at(lowest, at, threads)
+    np.minimum.at(lowest, index, threads)
     return unique, lowest

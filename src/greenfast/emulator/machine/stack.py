@@ -28,11 +28,11 @@ class Stack:
     def pop(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
         """Threads return; gives where to."""
         self.depth[lanes] -= 1
-        found = np.zeros(len(lanes), np.int64)
+        result = np.zeros(len(lanes), np.int64)
         for depth in np.unique(self.depth[lanes]):
             here = self.depth[lanes] == depth
-            found[here] = self.returns[depth][lanes[here]]
-        return found
+            result[here] = self.returns[depth][lanes[here]]
+        return result
 
     def slot(self, depth: int, name: str, like: NDArray[Any], width: int) -> NDArray[Any]:
         """Return the storage of a register (width 0) or of a variable of ``width`` bytes at a depth."""

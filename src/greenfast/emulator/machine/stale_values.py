@@ -52,7 +52,7 @@ class StaleReads:
         """Return the values read, (threads, size); newest: an atomic operation, which acts on the last value."""
         if not self._writes:
             return values
-        found, blocks = values, self.m.block_of
+        result, blocks = values, self.m.block_of
         for row, (offset, lane) in enumerate(zip(offsets.tolist(), self._threads(lanes).tolist(), strict=True)):
             last = self._writes.get((space, offset))
             if last is None:
@@ -62,9 +62,9 @@ class StaleReads:
                 continue
             self._seen[key] = last.number
             if not newest and len(last.before) == values.shape[1] and not self._knows(lane, last):
-                found = values.copy() if found is values else found
-                found[row] = last.before
-        return found
+                result = values.copy() if result is values else result
+                result[row] = last.before
+        return result
 
     def _knows(self, lane: int, write: _Write) -> bool:
         """Return whether a write is ordered before the current access of a thread."""

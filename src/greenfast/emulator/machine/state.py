@@ -147,29 +147,33 @@ class ResidentBlocks(BlockState):
             self.param_memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
             self.param_memory.state[start : start + len(data)] = WRITTEN
 
-    def shared_offsets(self, found: NDArray[np.int64], lanes: ThreadSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def shared_offsets(
+        self, addresses: NDArray[np.int64], lanes: ThreadSet
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Convert shared addresses to offsets in a block's memory, and return the start of this block in the arena.
 
         An address from mapa holds the block's rank in the cluster, counted from 1, in its bits from RANK_BITS on.
         """
-        named = found >> RANK_BITS
+        named = addresses >> RANK_BITS
         if self.geometry.cluster_size == 1 or not (named > 0).any():
-            return found, self.shared_start[lanes]
+            return addresses, self.shared_start[lanes]
         indices, size = lane_indices(lanes), self.geometry.cluster_size
         own = self.block_of[indices]
         target = np.where(named > 0, own // size * size + named - 1, own)
-        for at in np.flatnonzero(named > size):
-            raise self.fault(f"an address in block {named[at] - 1} of a cluster of {size} blocks", int(indices[at]))
+        for index in np.flatnonzero(named > size):
+            raise self.fault(
+                f"an address in block {named[index] - 1} of a cluster of {size} blocks", int(indices[index])
+            )
         running = np.zeros(len(self.blocks), np.bool_)
         running[self.block_of[np.flatnonzero(~self.ended)]] = True
-        for at in np.flatnonzero(~running[target]):
-            gone = unflatten(int(self.blocks[target[at]]), self.geometry.grid)
-            raise self.fault(f"access to the shared memory of block {gone}, which has ended", int(indices[at]))
-        for at in np.flatnonzero((target != own) & ~self.cluster_met[own]):
-            new = unflatten(int(self.blocks[target[at]]), self.geometry.grid)
+        for index in np.flatnonzero(~running[target]):
+            gone = unflatten(int(self.blocks[target[index]]), self.geometry.grid)
+            raise self.fault(f"access to the shared memory of block {gone}, which has ended", int(indices[index]))
+        for index in np.flatnonzero((target != own) & ~self.cluster_met[own]):
+            new = unflatten(int(self.blocks[target[index]]), self.geometry.grid)
             why = "which may not have begun: no barrier.cluster.wait before it"
-            raise self.fault(f"access to the shared memory of block {new}, {why}", int(indices[at]))
-        return np.where(named > 0, found & ((1 << RANK_BITS) - 1), found), target * self.shared_stride
+            raise self.fault(f"access to the shared memory of block {new}, {why}", int(indices[index]))
+        return np.where(named > 0, addresses & ((1 << RANK_BITS) - 1), addresses), target * self.shared_stride
 
     @property
     def changes(self) -> int:
@@ -180,20 +184,20 @@ class ResidentBlocks(BlockState):
         block = self.blocks[self.block_of]
         # Warps of different blocks have different slots, because blocks may share a multiprocessor.
         slot = (self.thread_of // WARP + 3 + self.warps * block) % WARPS
-        found: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP}
+        specials: dict[str, Values] = {"%laneid": np.arange(self.lanes) % WARP}
         lane = np.arange(self.lanes, dtype=np.uint64) % np.uint64(WARP)
         below, own = (np.uint64(1) << lane) - np.uint64(1), np.uint64(1) << lane
-        found |= {"%lanemask_eq": own, "%lanemask_lt": below, "%lanemask_le": below | own}
-        found |= {
+        specials |= {"%lanemask_eq": own, "%lanemask_lt": below, "%lanemask_le": below | own}
+        specials |= {
             "%lanemask_ge": ~below & np.uint64(0xFFFFFFFF),
             "%lanemask_gt": ~(below | own) & np.uint64(0xFFFFFFFF),
         }
         cluster, size = self.geometry.cluster, self.geometry.cluster_size
-        found |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
+        specials |= {"%cluster_ctarank": self.block_of % size, "%cluster_nctarank": np.full(self.lanes, size)}
         around = self.surroundings
-        found["%warpid"] = around.place_warps(slot)
-        found |= {"%smid": around.place_blocks(block), "%nsmid": np.full(self.lanes, around.multiprocessors)}
-        place = unflatten(block, self.geometry.grid)
+        specials["%warpid"] = around.place_warps(slot)
+        specials |= {"%smid": around.place_blocks(block), "%nsmid": np.full(self.lanes, around.multiprocessors)}
+        block_index = unflatten(block, self.geometry.grid)
         for name, value in (
             ("%nwarpid", WARPS),
             ("%gridid", around.grid + self.seed),
@@ -204,8 +208,8 @@ class ResidentBlocks(BlockState):
             ("%clock_hi", around.ticks.get("%clock_hi", (0, 0))[0]),
             ("%globaltimer_hi", around.ticks.get("%globaltimer_hi", (0, 0))[0]),
         ):
-            found[name] = np.full(self.lanes, value)
-        found["%envreg1"], found["%envreg2"] = (
+            specials[name] = np.full(self.lanes, value)
+        specials["%envreg1"], specials["%envreg2"] = (
             np.full(self.lanes, self.workspace >> shift & 0xFFFFFFFF) for shift in (32, 0)
         )
         for name, values in (
@@ -213,26 +217,26 @@ class ResidentBlocks(BlockState):
             ("%ctaid", unflatten(block, self.geometry.grid)),
             ("%ntid", self.geometry.block),
             ("%nctaid", self.geometry.grid),
-            ("%clusterid", tuple(at // c for at, c in zip(place, cluster, strict=True))),
+            ("%clusterid", tuple(n // c for n, c in zip(block_index, cluster, strict=True))),
             ("%nclusterid", tuple(n // c for n, c in zip(self.geometry.grid, cluster, strict=True))),
-            ("%cluster_ctaid", tuple(at % c for at, c in zip(place, cluster, strict=True))),
+            ("%cluster_ctaid", tuple(n % c for n, c in zip(block_index, cluster, strict=True))),
             ("%cluster_nctaid", cluster),
         ):
             for axis, value in zip("xyz", values, strict=True):
-                found[f"{name}.{axis}"] = np.broadcast_to(np.asarray(value), self.lanes)
-        return {name: np.ascontiguousarray(values, dtype=np.uint32) for name, values in found.items()}
+                specials[f"{name}.{axis}"] = np.broadcast_to(np.asarray(value), self.lanes)
+        return {name: np.ascontiguousarray(values, dtype=np.uint32) for name, values in specials.items()}
 
     def register(self, name: str) -> Values:
         """Return the values of a register for all threads, as unsigned integers of its width (bool for a predicate).
 
         An unset register holds -1, which is also NaN: a zero would hide the use of an unset value in a sum.
         """
-        found = self.registers.get(name)
-        if found is None:
+        values = self.registers.get(name)
+        if values is None:
             kind = self.register_type(name)
             unset = not self.seed if kind is np.bool_ else np.iinfo(kind).max
-            found = self.registers[name] = np.full(self.lanes, unset, kind)
-        return found
+            values = self.registers[name] = np.full(self.lanes, unset, kind)
+        return values
 
     def register_type(self, name: str) -> Any:
         """The NumPy type that holds a register."""

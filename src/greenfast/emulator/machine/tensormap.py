@@ -67,8 +67,8 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
         raise _refused(layout, f"its innermost stride must be the element's {item} bytes, not {layout.strides[-1]}")
     for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True):
         if stride % 16 or not 0 <= stride < 1 << 40 or (stride == 0 and extent != 1):
-            what = "strides are multiples of 16 below 2^40, and 0 only for an extent of 1"
-            raise _refused(layout, f"a stride of {stride} bytes; {what}")
+            reason = "strides are multiples of 16 below 2^40, and 0 only for an extent of 1"
+            raise _refused(layout, f"a stride of {stride} bytes; {reason}")
     for extent in layout.box:
         if not 1 <= extent <= _LONGEST_BOX:
             raise _refused(layout, f"a box extent of {extent}; extents are 1 to {_LONGEST_BOX}")

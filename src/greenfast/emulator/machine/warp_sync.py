@@ -63,8 +63,8 @@ class WarpSync:
     def _ended(self, block: int) -> KernelFaultError:
         _, lane, self.m.current = self._last_remote[block]
         name = self.m.block_name(int(self.m.blocks[block]))
-        what = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
-        return self.m.fault(what, lane)
+        reason = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
+        return self.m.fault(reason, lane)
 
     def join_all(self, lanes: ThreadSet, until: Any) -> None:
         """Let threads know all accesses of their warps up to ``until``, a number or one for each thread."""
@@ -116,8 +116,8 @@ class WarpSync:
     def is_remote(self, blocks: NDArray[Any], mine: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
         """Return whether one of two threads (-1: no thread) accesses the shared memory of another block."""
         theirs = self.m.block_of[others % self.m.lanes]
-        found: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
-        return found & (others >= 0)
+        result: NDArray[np.bool_] = (self.m.block_of[mine] != blocks) | (theirs != blocks)
+        return result & (others >= 0)
 
     def end(self, lanes: ThreadSet) -> None:
         """End threads: their accesses are ordered before all threads that synchronize from now on.

@@ -146,11 +146,11 @@ FORMS: dict[str, tuple[str, ...]] = {
     "szext": ("clamp|wrap u32|s32",),
     # comparison and selection
     "setp": (
-        *(f"{how} {what}" for how, what in _COMPARED), f"{_FLOAT_ORDERS} {_LOGIC} ftz? {_HALVES}",
+        *(f"{how} {suffix}" for how, suffix in _COMPARED), f"{_FLOAT_ORDERS} {_LOGIC} ftz? {_HALVES}",
         f"{_FLOAT_ORDERS} {_LOGIC} {_BRAINS}",
     ),
     "set": (
-        *(f"{how} u32|s32|f32|f16|bf16 {what}" for how, what in _COMPARED),
+        *(f"{how} u32|s32|f32|f16|bf16 {suffix}" for how, suffix in _COMPARED),
         *(
             f"{_FLOAT_ORDERS} {_LOGIC} {ftz} u16|s16|u32|s32|{to} {half}"
             for ftz, to, half in (("ftz?", "f16|bf16", "f16"), ("", "bf16", "bf16"))
@@ -175,15 +175,15 @@ FORMS: dict[str, tuple[str, ...]] = {
     "isspacep": (f"global|local|param|param:entry|{_SHARED}",),
     # memory
     "ld": (
-        *(f"{how} {what}" for how in _READ for what in _VECTORS),
-        *(f"relaxed|acquire {_SCOPES} global|{_SHARED}? {_LEVELS} {what}" for what in _VECTORS),
-        *(f"global nc ca|cg|cs? {_LEVELS} {what}" for what in _VECTORS),
+        *(f"{how} {suffix}" for how in _READ for suffix in _VECTORS),
+        *(f"relaxed|acquire {_SCOPES} global|{_SHARED}? {_LEVELS} {suffix}" for suffix in _VECTORS),
+        *(f"global nc ca|cg|cs? {_LEVELS} {suffix}" for suffix in _VECTORS),
         f"mmio relaxed sys global? {_NUMBERS}",
     ),
-    "ldu": tuple(f"global? {what}" for what in _VECTORS),
+    "ldu": tuple(f"global? {suffix}" for suffix in _VECTORS),
     "st": (
-        *(f"{how} {what}" for how in _WRITTEN for what in _VECTORS),
-        *(f"relaxed|release {_SCOPES} global|{_SHARED}? {_LEVELS} {what}" for what in _VECTORS),
+        *(f"{how} {suffix}" for how in _WRITTEN for suffix in _VECTORS),
+        *(f"relaxed|release {_SCOPES} global|{_SHARED}? {_LEVELS} {suffix}" for suffix in _VECTORS),
         f"mmio relaxed sys global? {_NUMBERS}",
         "async weak? shared:cluster? mbarrier:complete_tx:bytes v2? b32|b64|u32|u64|s32|s64|f32|f64",
         "async weak? shared:cluster? mbarrier:complete_tx:bytes v4 b32|u32|s32|f32",
@@ -373,10 +373,10 @@ def _conversions(parts: frozenset[str]) -> tuple[int, int]:
 
 def count_operands(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
     """The fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
-    given = frozenset(parts)
-    least, most = _count_operands(name, given)
-    hint = "L2:cache_hint" in given
-    return least + hint, most + hint
+    supplied = frozenset(parts)
+    least, limit = _count_operands(name, supplied)
+    hint = "L2:cache_hint" in supplied
+    return least + hint, limit + hint
 
 
 def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
@@ -448,7 +448,7 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
     """Return whether a form has all of the parts, each once, and the parts include all required ones."""
     if not parts:
         return all(group.optional for group in groups)
-    first, rest = parts[0], parts[1:]
+    first, remainder = parts[0], parts[1:]
     for n, group in enumerate(groups):
         if first in group.words:
             before = groups[:n]
@@ -456,7 +456,7 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
             skipped = [g for g in before if group.in_order and g.in_order]
             if all(g.optional for g in skipped):
                 left = tuple(g for g in before if g not in skipped) + groups[n + 1 :]
-                if fits(rest, left):
+                if fits(remainder, left):
                     return True
     return False
 

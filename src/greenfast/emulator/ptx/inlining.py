@@ -81,21 +81,21 @@ class _Inliner:
     def add(self, function: Function, names: _Names, callers: tuple[str, ...]) -> None:
         """Append a function's code and the label of its end."""
         labels: dict[int, list[str]] = {}
-        for label, at in function.labels.items():
-            labels.setdefault(at, []).append(label)
+        for label, index in function.labels.items():
+            labels.setdefault(index, []).append(label)
         for v in function.variables.values():
             # Static shared variables exist once, local ones in each copy.
             own = v.name if v.space == "shared" else v.name + names.suffix
             names.variables[v.name] = own
             self.body.variables[own] = replace(v, name=own)
-        for at, i in enumerate(function.code):
-            self.mark(labels.get(at, ()), names)
+        for index, i in enumerate(function.code):
+            self.mark(labels.get(index, ()), names)
             self.instruction(i, function, names, callers)
         self.mark(labels.get(len(function.code), ()), names)
 
     def _has_own(self, name: str) -> bool:
-        found = self.module.functions.get(name)
-        return found is not None and bool(found.code)
+        result = self.module.functions.get(name)
+        return result is not None and bool(result.code)
 
     def mark(self, labels: Sequence[str], names: _Names) -> None:
         """Put labels at the next instruction."""
@@ -220,8 +220,8 @@ class _Inliner:
         if not operands or len(operands) > 4:
             raise unsupported(i, f"has {len(operands)} operands in place of 1 to 4")
         results = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
-        target, *rest = operands
-        given = rest[0] if rest and isinstance(rest[0], Vector) else Vector(())
+        target, *remainder = operands
+        arguments = remainder[0] if remainder and isinstance(remainder[0], Vector) else Vector(())
         assert isinstance(results, Vector)
         after = self.skip(i, guard)
         if isinstance(target, Symbol):
@@ -230,17 +230,17 @@ class _Inliner:
                     replace(i, operands=tuple(operands if not results.items else (results, *operands)), guard=None)
                 )
             else:
-                self.copy(i, self.module.functions.get(target.name), target.name, results, given, callers)
+                self.copy(i, self.module.functions.get(target.name), target.name, results, arguments, callers)
             self.mark_new(after)
             return
         end = self.label()
         for candidate in self.pointed_to:
-            if candidate.name in callers or not _fits(candidate, results, given):
+            if candidate.name in callers or not _fits(candidate, results, arguments):
                 continue
             other, differs = self.label(), self.predicate()
             self.emit(_compare(i, "ne", "u64", differs, target, Symbol(candidate.name)))
             self.emit(_bra(i, other, (differs, False)))
-            self.copy(i, candidate, candidate.name, results, given, callers)
+            self.copy(i, candidate, candidate.name, results, arguments, callers)
             self.emit(_bra(i, end, None))
             self.mark_new(other)
         self.emit(replace(i, name="trap", parts=(), operands=(), guard=None))
@@ -253,17 +253,17 @@ class _Inliner:
         callee: Function | None,
         name: str,
         results: Vector,
-        given: Vector,
+        arguments: Vector,
         callers: tuple[str, ...],
     ) -> None:
         """Append a copy of a function with the caller's variables as parameters."""
         where = f"at {i.source or 'unknown line'}: {i.text}"
         if callee is None or not callee.code:
             raise UnsupportedError(f"a call of {name}, which has no body and is not known to the emulator, {where}")
-        if not _fits(callee, results, given):
+        if not _fits(callee, results, arguments):
             raise UnsupportedError(f"a call of {name} with other arguments than it takes {where}")
         if name in self.recursive:
-            self.enter(i, callee, results, given)
+            self.enter(i, callee, results, arguments)
             return
         if name in callers:
             raise UnsupportedError(
@@ -272,7 +272,7 @@ class _Inliner:
         self.copies += 1
         names = _Names({}, f"~{self.copies}", called_from=i.source.stack if i.source else ())
         bound: dict[str, str] = {}
-        for formal, actual in zip((*callee.params, *callee.results), (*given.items, *results.items), strict=True):
+        for formal, actual in zip((*callee.params, *callee.results), (*arguments.items, *results.items), strict=True):
             if formal.space == "reg":
                 self.register(formal.name, callee, names)
             elif isinstance(actual, Symbol):
@@ -281,13 +281,13 @@ class _Inliner:
                 bound[formal.name] = own = formal.name + names.suffix
                 self.body.variables[own] = Variable(own, "local", formal.align, formal.size, type=formal.type)
         names.parameters = bound
-        for formal, actual in zip(callee.params, given.items, strict=True):
+        for formal, actual in zip(callee.params, arguments.items, strict=True):
             if formal.space == "reg":
                 register = Register(formal.name + names.suffix)
                 self.emit(replace(i, name="mov", parts=(formal.type,), operands=(register, actual), guard=None))
             elif not isinstance(actual, Symbol):
-                place = Address(Symbol(bound[formal.name]), 0)
-                self.emit(replace(i, name="st", parts=("local", formal.type), operands=(place, actual), guard=None))
+                location = Address(Symbol(bound[formal.name]), 0)
+                self.emit(replace(i, name="st", parts=("local", formal.type), operands=(location, actual), guard=None))
         self.add(callee, names, (*callers, name))
         self.mark_new(_end(names))
         for formal, actual in zip(callee.results, results.items, strict=True):
@@ -295,12 +295,12 @@ class _Inliner:
                 register = Register(formal.name + names.suffix)
                 self.emit(replace(i, name="mov", parts=(formal.type,), operands=(actual, register), guard=None))
             elif not isinstance(actual, Symbol):
-                place = Address(Symbol(bound[formal.name]), 0)
-                self.emit(replace(i, name="ld", parts=("local", formal.type), operands=(actual, place), guard=None))
+                location = Address(Symbol(bound[formal.name]), 0)
+                self.emit(replace(i, name="ld", parts=("local", formal.type), operands=(actual, location), guard=None))
 
     # ---- recursive functions ----------------------------------------------------------------------------------------
 
-    def enter(self, i: Instruction, callee: Function, results: Vector, given: Vector) -> None:
+    def enter(self, i: Instruction, callee: Function, results: Vector, arguments: Vector) -> None:
         """A call of a recursive function: its parameters and results are variables that belong to its frame."""
         if callee.name not in self.called:
             self.called.append(callee.name)
@@ -312,7 +312,7 @@ class _Inliner:
         formals = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.params]
         back = [(f, self.parameter(f, suffix), self.parameter(f, f"~{self.copies}")) for f in callee.results]
         self.passing |= {between for _, _, between in (*formals, *back)}
-        for (formal, _, between), actual in zip(formals, given.items, strict=True):
+        for (formal, _, between), actual in zip(formals, arguments.items, strict=True):
             self.transfer(i, formal, between, actual, store=True)
         for _, own, between in formals:
             self.pseudo(i, recursion.COPY, (Symbol(own), Symbol(between)))
@@ -337,8 +337,8 @@ class _Inliner:
             pair = (Symbol(variable), actual) if store else (actual, Symbol(variable))
             self.pseudo(i, recursion.COPY, pair)
             return
-        place, parts = Address(Symbol(variable), 0), ("local", formal.type)
-        operands: tuple[Operand, ...] = (place, actual) if store else (actual, place)
+        location, parts = Address(Symbol(variable), 0), ("local", formal.type)
+        operands: tuple[Operand, ...] = (location, actual) if store else (actual, location)
         self.emit(replace(i, name="st" if store else "ld", parts=parts, operands=operands, guard=None))
 
     def pseudo(
@@ -408,5 +408,5 @@ def _compare(i: Instruction, how: str, kind: str, to: str, a: Operand, b: Operan
     return replace(i, name="setp", parts=(how, kind), operands=(Register(to), a, b), guard=None)
 
 
-def _fits(function: Function, results: Vector, given: Vector) -> bool:
-    return len(function.params) == len(given.items) and len(function.results) == len(results.items)
+def _fits(function: Function, results: Vector, arguments: Vector) -> bool:
+    return len(function.params) == len(arguments.items) and len(function.results) == len(results.items)

@@ -87,11 +87,11 @@ def as_float(bits: int, width: int) -> float:
 
 
 class Tokens:
-    """The tokens of an operand or of an initial value. ``what``: what cannot be read, in an error's words."""
+    """The tokens of an operand or of an initial value. ``subject``: names the text in errors."""
 
-    def __init__(self, text: str, what: str) -> None:
+    def __init__(self, text: str, subject: str) -> None:
         """Raises UsageError for text that is no sequence of tokens."""
-        self.text, self.what, self.at = text, what, 0
+        self.text, self.subject, self.position = text, subject, 0
         self.tokens: list[tuple[str, str]] = []
         end, last = 0, len(text.rstrip())
         while end < last:
@@ -103,28 +103,28 @@ class Tokens:
 
     def error(self) -> UsageError:
         """Return the error for text that cannot be read."""
-        return UsageError(f"PTX: cannot read {self.what} {self.text[:80]!r}")
+        return UsageError(f"PTX: cannot read {self.subject} {self.text[:80]!r}")
 
     def kind(self, ahead: int = 0) -> str:
         """Return the kind of the next token, or of one after it; empty at the end."""
-        return self.tokens[self.at + ahead][0] if self.at + ahead < len(self.tokens) else ""
+        return self.tokens[self.position + ahead][0] if self.position + ahead < len(self.tokens) else ""
 
     def peek(self, ahead: int = 0) -> str:
         """Return the text of the next token, or of one after it; empty at the end."""
-        return self.tokens[self.at + ahead][1] if self.at + ahead < len(self.tokens) else ""
+        return self.tokens[self.position + ahead][1] if self.position + ahead < len(self.tokens) else ""
 
     def next(self) -> str:
         """Take the next token. Raises UsageError at the end."""
-        if self.at >= len(self.tokens):
+        if self.position >= len(self.tokens):
             raise self.error()
-        self.at += 1
-        return self.tokens[self.at - 1][1]
+        self.position += 1
+        return self.tokens[self.position - 1][1]
 
     def accept(self, token: str) -> bool:
         """Take a token if it is the next one; returns whether it was."""
-        found = self.peek() == token
-        self.at += found
-        return found
+        result = self.peek() == token
+        self.position += result
+        return result
 
     def expect(self, token: str) -> None:
         """Take a token. Raises UsageError if another one is next."""
@@ -133,7 +133,7 @@ class Tokens:
 
     def end(self) -> None:
         """Raise UsageError unless every token was taken."""
-        if self.at < len(self.tokens):
+        if self.position < len(self.tokens):
             raise self.error()
 
     # ---- constant expressions ---------------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ class Tokens:
                 return operand
             return Constant(-operand.value, "f") if operand.kind == "f" else _wrap(-int(operand.value), operand.kind)
         if self.accept("("):
-            found = self.constant()
+            result = self.constant()
             self.expect(")")
-            return found
+            return result
         kind, text = self.kind(), self.next()
         if kind == "integer":
             value = integer(text)
@@ -243,9 +243,9 @@ class Tokens:
             return 0
         if self.peek() == "+":
             self.next()
-        found = self.constant()
-        self._integers(found)
-        return int(_wrap(int(found.value), "s").value)
+        result = self.constant()
+        self._integers(result)
+        return int(_wrap(int(result.value), "s").value)
 
 
 _BITWISE: dict[str, Callable[[int, int], int]] = {
@@ -298,8 +298,8 @@ class _Reader(Tokens):
         count = 0
         while self.peek() != "}":
             nested = self.peek() == "{"
-            found = self.values(inner, start + len(data))
-            data += found.ljust(step, b"\0") if nested else found
+            result = self.values(inner, start + len(data))
+            data += result.ljust(step, b"\0") if nested else result
             count += 1
             if self.peek() != "}":
                 self.expect(",")
@@ -320,13 +320,13 @@ class _Reader(Tokens):
             data = self.address(start, (mask or 0) & _BITS)
             self.expect(")")
             return data
-        found = self.constant()
-        bits, width = found.pattern()
+        result = self.constant()
+        bits, width = result.pattern()
         if self.of in ("f32", "f64"):
             if not width:
                 raise self.error()
             if width != 8 * self.size:
-                return struct.pack("<f" if self.size == 4 else "<d", found.value)
+                return struct.pack("<f" if self.size == 4 else "<d", result.value)
         elif width and width != 8 * self.size:
             raise self.error()
         return (bits & (1 << 8 * self.size) - 1).to_bytes(self.size, "little")
@@ -334,7 +334,7 @@ class _Reader(Tokens):
     def address(self, start: int, mask: int) -> bytes:
         """Take symbol or generic(symbol), either of them with + or - a number."""
         of_generic = self.peek() == "generic" and self.peek(1) == "("
-        self.at += 2 * of_generic
+        self.position += 2 * of_generic
         if self.kind() != "name":
             raise self.error()
         name = self.next()

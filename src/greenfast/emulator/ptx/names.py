@@ -43,69 +43,69 @@ def demangle(symbol: str) -> str:
     return name or symbol
 
 
-def _encoding(text: str, at: int) -> tuple[str, int]:
+def _encoding(text: str, index: int) -> tuple[str, int]:
     """Return the name that begins at a position, empty if it cannot be read, and where its name ends."""
-    if text.startswith("Z", at):  # of a local variable: function E name
-        end = at
+    if text.startswith("Z", index):  # of a local variable: function E name
+        end = index
         while (end := text.find("E", end + 1)) >= 0:
             name, stop = _source_name(text, end + 1)
             if name and re.fullmatch(r"(?:_\d+|__\d+_)?", text[stop:]):
                 return name, stop
-        outer, _ = _encoding(text, at + 1)
+        outer, _ = _encoding(text, index + 1)
         return (f"{outer}::lambda" if outer and "Ul" in text else outer), len(text)
-    if text.startswith("L", at):
-        at += 1
-    if not text.startswith("N", at):
-        if text.startswith("St", at):
-            at += 2
-        return _source_name(text, at)
-    parts, at = [], at + 1
-    while at < len(text) and text[at] in "rVKRO":
-        at += 1
-    while at < len(text) and text[at] != "E":
-        name, stop = _source_name(text, at + (text[at] == "L"))
+    if text.startswith("L", index):
+        index += 1
+    if not text.startswith("N", index):
+        if text.startswith("St", index):
+            index += 2
+        return _source_name(text, index)
+    parts, index = [], index + 1
+    while index < len(text) and text[index] in "rVKRO":
+        index += 1
+    while index < len(text) and text[index] != "E":
+        name, stop = _source_name(text, index + (text[index] == "L"))
         if name:
             parts.append("(anonymous)" if name.startswith("_GLOBAL__N_") else name)
-            at = stop
-        elif text.startswith("St", at):
-            at += 2
-        elif text[at] == "I":
-            at = _skip_template(text, at)
+            index = stop
+        elif text.startswith("St", index):
+            index += 2
+        elif text[index] == "I":
+            index = _skip_template(text, index)
         else:
             break
-    return "::".join(parts), at
+    return "::".join(parts), index
 
 
-def _source_name(text: str, at: int) -> tuple[str, int]:
+def _source_name(text: str, index: int) -> tuple[str, int]:
     """Return the name after its length, and the position after the name."""
-    length = _NUMBER.match(text, at)
+    length = _NUMBER.match(text, index)
     if length is None:
-        return "", at
+        return "", index
     end = length.end() + int(length[0])
-    return (text[length.end() : end], end) if end <= len(text) else ("", at)
+    return (text[length.end() : end], end) if end <= len(text) else ("", index)
 
 
-def _skip_template(text: str, at: int) -> int:
+def _skip_template(text: str, index: int) -> int:
     """Return where template arguments end that begin with I."""
     opened: list[str] = []
-    while at < len(text):
-        skipped = _SUBSTITUTION.match(text, at)
+    while index < len(text):
+        skipped = _SUBSTITUTION.match(text, index)
         if skipped:
-            at = skipped.end()
+            index = skipped.end()
             continue
-        if text[at].isdigit():  # the value of a literal, or a name
-            digits = _NUMBER.match(text, at)
+        if text[index].isdigit():  # the value of a literal, or a name
+            digits = _NUMBER.match(text, index)
             literal = opened[-1:] == ["L"] and digits is not None
-            at = digits.end() if literal and digits else max(_source_name(text, at)[1], at + 1)
+            index = digits.end() if literal and digits else max(_source_name(text, index)[1], index + 1)
             continue
-        if text[at] in "INLXJF":
-            opened.append(text[at])
-        elif text[at] == "E" and opened:
+        if text[index] in "INLXJF":
+            opened.append(text[index])
+        elif text[index] == "E" and opened:
             opened.pop()
-        at += 1
+        index += 1
         if not opened:
             break
-    return at
+    return index
 
 
 def read_shapes(sources: Iterable[str]) -> dict[str, ArrayShape]:
@@ -155,10 +155,10 @@ def describe_element(symbol: str, offset: int, size: int, shapes: dict[str, Arra
         item = size // math.prod(dims)
     if not item or not all(dims[1:]) or (size and math.prod(dims) * item != size):
         return f"{name} + {offset}"
-    index, rest = divmod(offset, item)
+    index, remainder = divmod(offset, item)
     places = []
     for extent in reversed(dims[1:]):
-        index, place = divmod(index, extent)
-        places.append(place)
-    found = name + "".join(f"[{n}]" for n in (index, *reversed(places)))
-    return f"{found} + {rest}" if rest else found
+        index, location = divmod(index, extent)
+        places.append(location)
+    result = name + "".join(f"[{n}]" for n in (index, *reversed(places)))
+    return f"{result} + {remainder}" if remainder else result

@@ -128,16 +128,16 @@ class _Lines:
 
     def source(self, loc: re.Match[str], function: str) -> SourceLine:
         """The line of a .loc directive in a function; an inlined line's directive follows its caller's."""
-        file, line, of, at = loc.groups()
-        place = f"{file} {line}"
+        file, line, of, index = loc.groups()
+        location = f"{file} {line}"
         label = _FUNCTION_NAME.search(loc[0])
-        self._functions[place] = self._strings.get(label[1], "") if label else function
+        self._functions[location] = self._strings.get(label[1], "") if label else function
         if of:
-            self._callers[place] = f"{of} {at}"
+            self._callers[location] = f"{of} {index}"
         else:
-            self._callers.pop(place, None)
+            self._callers.pop(location, None)
         stack: list[Frame] = []
-        of_library, where = False, place
+        of_library, where = False, location
         for _ in range(_INLINED):
             number, row = map(int, where.split())
             if number in self._library:
@@ -148,7 +148,7 @@ class _Lines:
                 break
             where = self._callers[where]
         if not stack:
-            number, row = map(int, place.split())
+            number, row = map(int, location.split())
             stack.append(Frame(self._name(number), row))
         return SourceLine(stack[0].file, stack[0].line, of_library, tuple(stack))
 
@@ -221,10 +221,10 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
     if position == len(text):
         raise UsageError(f"PTX: {function.name} has no end")
     if text[position] not in "{;":
-        what = text[position : position + 80].split("{")[0].strip()
+        excerpt = text[position : position + 80].split("{")[0].strip()
         if text[position] != ".":
-            raise UsageError(f"PTX: cannot read {what!r} after {function.name}")
-        raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {what}")
+            raise UsageError(f"PTX: cannot read {excerpt!r} after {function.name}")
+        raise UnsupportedError(f"PTX: {function.name} has a directive that is not emulated: {excerpt}")
     if text[position] == ";":  # a declaration only, such as vprintf's
         module.functions.setdefault(function.name, function)
         return position + 1
@@ -322,20 +322,20 @@ def _declare(variable: Variable, function: Function, scope: Scope) -> None:
 
 def _instructions(statement: str, source: SourceLine | None, scope: Scope) -> list[Instruction]:
     """Return the instruction of a statement, after the additions for operands that are a register plus a number."""
-    guard, rest = None, statement
-    if rest.startswith("@"):
-        match = _GUARD.match(rest)
+    guard, remainder = None, statement
+    if remainder.startswith("@"):
+        match = _GUARD.match(remainder)
         name = scope.register(match[2]) if match else None
         if match is None or name is None or scope.function.register_kind(name) != "pred":
             raise UsageError(f"PTX: cannot read {statement!r}: its guard is no predicate of {scope.function.name}")
-        guard, rest = (name, bool(match[1])), rest[match.end() :]
-    opcode = _OPCODE.match(rest)
+        guard, remainder = (name, bool(match[1])), remainder[match.end() :]
+    opcode = _OPCODE.match(remainder)
     if opcode is None:
         raise UsageError(f"PTX: cannot read {statement!r} in {scope.function.name}")
     parts = tuple(part.strip() for part in opcode[2].replace("::", ":").split(".")[1:])
     made: list[Instruction] = []
     operands: list[Operand] = []
-    for text in _split(rest[opcode.end() :].strip()):
+    for text in _split(remainder[opcode.end() :].strip()):
         operand = _operand(text, opcode[1] == "call")
         if isinstance(operand, _Element) and opcode[1] in _MEMORY:
             base = _declared(operand, scope)
@@ -435,17 +435,17 @@ def _split(text: str) -> list[str]:
         return []
     if not _BRACKET.search(text):
         return [part.strip() for part in text.split(",")]
-    found, depth, start = [], 0, 0
+    result, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "{[(") - (char in "}])")
         if depth < 0:
             break
         if char == "," and depth == 0:
-            found.append(text[start:i].strip())
+            result.append(text[start:i].strip())
             start = i + 1
     if depth:
         raise UsageError(f"PTX: cannot read the operands {text!r}")
-    return [*found, text[start:].strip()]
+    return [*result, text[start:].strip()]
 
 
 #: Registers as compilers name them; no special one is named so.
@@ -459,19 +459,19 @@ def _operand(text: str, of_call: bool = False) -> Operand | _Element | _Sum:
         return Register(text)
     tokens = Tokens(text, "the operand")
     if tokens.accept("{"):
-        found: Operand | _Element | _Sum = _list(tokens, "}")
+        result: Operand | _Element | _Sum = _list(tokens, "}")
     elif of_call and tokens.accept("("):
-        found = _list(tokens, ")")
+        result = _list(tokens, ")")
     elif tokens.accept("["):
-        found = _address(tokens)
+        result = _address(tokens)
     else:
-        found = _scalar(tokens)
+        result = _scalar(tokens)
         if tokens.accept("|"):  # two results
-            found = Vector((found, _scalar(tokens)))  # type: ignore[arg-type]
-            if not all(isinstance(o, (Register, Symbol)) and o.name[0] != "!" for o in found.items):
+            result = Vector((result, _scalar(tokens)))  # type: ignore[arg-type]
+            if not all(isinstance(o, (Register, Symbol)) and o.name[0] != "!" for o in result.items):
                 raise tokens.error()
     tokens.end()
-    return found
+    return result
 
 
 def _list(tokens: Tokens, close: str) -> Vector:
@@ -530,17 +530,17 @@ def _scalar(tokens: Tokens) -> Operand | _Element | _Sum:
 
 def _index(tokens: Tokens) -> int:
     """The number in brackets, after the opening one."""
-    found = _whole(tokens)
+    result = _whole(tokens)
     tokens.expect("]")
-    return found
+    return result
 
 
 def _whole(tokens: Tokens) -> int:
     """A constant expression that is an integer."""
-    found = tokens.constant()
-    if found.kind == "f":
+    result = tokens.constant()
+    if result.kind == "f":
         raise tokens.error()
-    return int(found.value)
+    return int(result.value)
 
 
 def _named(name: str) -> Register | Special | Symbol:
@@ -571,7 +571,7 @@ def _variables(statement: str) -> list[Variable] | None:
             raise UsageError(f"PTX: cannot read the variable {statement!r}")
     if align & (align - 1):
         raise UsageError(f"PTX: an alignment of {align}, which is no power of two: {statement!r}")
-    found = []
+    result = []
     for text in _split(statement[position:].strip()):
         match = _DECLARATOR.match(text)
         if match is None:
@@ -579,10 +579,10 @@ def _variables(statement: str) -> list[Variable] | None:
         size = SIZES.get(kind)
         if size is None or kind == "pred":
             raise UsageError(f"PTX: {match['name']} is of the type .{kind}, which is not known to the emulator")
-        found.append(_variable(match, space[1], kind, size, vector, align))
-    if not found:
+        result.append(_variable(match, space[1], kind, size, vector, align))
+    if not result:
         raise UsageError(f"PTX: cannot read the variable {statement!r}")
-    return found
+    return result
 
 
 def _variable(match: re.Match[str], space: str, kind: str, size: int, vector: int, align: int) -> Variable:

@@ -23,7 +23,7 @@ def recursive(module: Module) -> set[str]:
         name: {o.name for i in f.code if i.name == "call" for o in i.operands if isinstance(o, Symbol)}
         for name, f in module.functions.items()
     }
-    found = set()
+    result = set()
     for name in calls:
         reached, queue = set[str](), list(calls[name])
         while queue:
@@ -32,8 +32,8 @@ def recursive(module: Module) -> set[str]:
                 reached.add(other)
                 queue += calls[other]
         if name in reached:
-            found.add(name)
-    return found
+            result.add(name)
+    return result
 
 
 @dataclass

@@ -71,8 +71,8 @@ class Frame:
     function: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        return f"{demangle(self.function)} at {place}" if self.function else place
+        location = f"{self.file}:{self.line}"
+        return f"{demangle(self.function)} at {location}" if self.function else location
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ def internal_error(where: str, error: Exception) -> UnsupportedError:
     """Return the error for a failure of the emulator itself; ``where``: the kernel or instruction that it ran."""
     # NumPy's error for a size beyond any memory is a ValueError.
     large = isinstance(error, MemoryError) or str(error).startswith(("array is too big", "Maximum allowed"))
-    what = "there is not enough memory to emulate this" if large else "a bug in the emulator"
-    return UnsupportedError(f"{where}: {what}: {type(error).__name__}: {error}")
+    reason = "there is not enough memory to emulate this" if large else "a bug in the emulator"
+    return UnsupportedError(f"{where}: {reason}: {type(error).__name__}: {error}")
 
 
 def unsupported(instruction: Instruction, why: str = "is not known to the emulator") -> UnsupportedError:
