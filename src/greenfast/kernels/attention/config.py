@@ -200,10 +200,10 @@ def read_dims(dims: Mapping[str, int], fmt: str) -> tuple[AttentionConfig, Sizes
             raise UsageError(f"{key}={dims[key]}: allowed are {', '.join(map(str, numbers))}")
     chosen: dict[str, Any] = {}
     for name, spelled in _SPELLED.items():
-        given = [key for key in spelled if dims.get(key)]
-        if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)}: both set {name}; give one of them")
-        if given:
-            chosen[name] = spelled[given[0]][dims[given[0]]]
+        keys = [key for key in spelled if dims.get(key)]
+        if len(keys) > 1:
+            raise UsageError(f"{' and '.join(keys)}: both set {name}; give one of them")
+        if keys:
+            chosen[name] = spelled[keys[0]][dims[keys[0]]]
     config = AttentionConfig(head_dim=dims["D"], format=fmt, **chosen)
     return config, Sizes(dims["B"], dims["H"], kv_heads, dims["S"], dims.get("KV", dims["S"]))

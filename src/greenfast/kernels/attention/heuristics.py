@@ -88,7 +88,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
         common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
         two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
-        found: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
+        candidates: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
     elif head_dim == 64:
         # With block scales of V, a tile is a block. With a mask and block scales, or LSE, four warpgroups spill up to
         # seven registers, but take 0.87 of the time of three, which do not spill.
@@ -97,17 +97,17 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
             if config.value_scales == "block"
             else Tiling(256, 2, 3, 64, True, 12)
         )
-        most = Tiling(128, 4, 4, 64, not causal, 8 if causal else 4)
-        found = (Tiling(128, 1, 4, 64, polynomials=12, overlap=True), wide, most)
+        four = Tiling(128, 4, 4, 64, not causal, 8 if causal else 4)
+        candidates = (Tiling(128, 1, 4, 64, polynomials=12, overlap=True), wide, four)
     elif head_dim == 128:
-        found = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=True) for n in (1, 2))
+        candidates = tuple(Tiling(128, n, 4, 128, n > 1 and not causal, 8, overlap=True) for n in (1, 2))
     elif kv_len <= ONE_LEVEL_KEYS:
-        found = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
+        candidates = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:
-        found = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
+        candidates = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
     if config.sum_unrounded_p:  # exp2 in half is not accurate enough for exact sums
-        found = tuple(replace(t, polynomials=0) for t in found)
-    return found
+        candidates = tuple(replace(t, polynomials=0) for t in candidates)
+    return candidates
 
 
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
@@ -164,7 +164,7 @@ class Rule:
 @cache
 def rules() -> tuple[Rule, ...]:
     """Load the rules of tilings.json, which scripts/update_results.py makes from records of hopper_tilings.py."""
-    found = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
+    table = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
     return tuple(
         Rule(
             key=tuple(rule["of"]),
@@ -173,10 +173,10 @@ def rules() -> tuple[Rule, ...]:
             tiles=Tiling(**rule["tiles"]),
             quote=(
                 f"tiles that were measured {rule['faster'][0]:.3f} to {rule['faster'][1]:.3f} times as fast "
-                f"there ({found['device']}, {rule['record']})"
+                f"there ({table['device']}, {rule['record']})"
             ),
         )
-        for rule in found["rules"]
+        for rule in table["rules"]
     )
 
 

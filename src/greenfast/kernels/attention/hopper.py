@@ -136,17 +136,17 @@ def launch(
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
-    padded, kept = padded_keys(sizes.kv_len), kv_len_allocated or sizes.kv_len
+    padded, allocated = padded_keys(sizes.kv_len), kv_len_allocated or sizes.kv_len
     work_tiles = -(-sizes.q_len // tiles.block_m) * heads
 
-    def rows(name: str, count: int, length: int, box_rows: int, kept: int) -> TensorMap:
-        of_rows = (kept * head_dim, head_dim, 1)
+    def rows(name: str, count: int, length: int, box_rows: int, allocated: int) -> TensorMap:
+        of_rows = (allocated * head_dim, head_dim, 1)
         return TensorMap(name, "uint8", (count, length, head_dim), of_rows, (1, box_rows, panel), panel)
 
     if config.value_layout == "row_major":
-        v = rows("v", kv_heads, sizes.kv_len, tiles.block_n, kept)
+        v = rows("v", kv_heads, sizes.kv_len, tiles.block_n, allocated)
     else:
-        of_columns = (head_dim * padded_keys(kept), padded_keys(kept), 1)
+        of_columns = (head_dim * padded_keys(allocated), padded_keys(allocated), 1)
         v = TensorMap("v_t", "uint8", (kv_heads, head_dim, padded), of_columns, (1, head_dim, _PANEL), _PANEL)
     q: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, ROWS, sizes.q_len),)
     if config.fuse_q_quant:
@@ -155,7 +155,7 @@ def launch(
         grid=(min(multiprocessors * ctas_per_sm, work_tiles), 1, 1),
         args=(
             *q,
-            rows("k", kv_heads, sizes.kv_len, tiles.block_n, kept),
+            rows("k", kv_heads, sizes.kv_len, tiles.block_n, allocated),
             v,
             np.int64(0) if config.fuse_q_quant else "q_scale",
             *("k_scale", "v_scale", "out"),
@@ -176,8 +176,8 @@ def launch(
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
     """Return the arguments of a 16-bit Q: the tensor map of (batch, heads, q_len, columns), and heads."""
     shape = (sizes.batch, sizes.heads, sizes.q_len, config.columns)
-    given = strides or strides_of(*shape[1:])
+    q_strides = strides or strides_of(*shape[1:])
     # A dimension of 1 may have any stride: it is never stepped along.
-    in_bytes = [16 if n == 1 else 2 * stride for n, stride in zip(shape, given, strict=False)]
+    in_bytes = [16 if n == 1 else 2 * stride for n, stride in zip(shape, q_strides, strict=False)]
     box = (1, 1, ROWS, config.head_dim)
     return TensorMap("q", "uint16", shape, (*in_bytes, 2), box, 0), np.int32(sizes.heads)

@@ -73,13 +73,15 @@ def _check(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Non
             raise UsageError(
                 f"USE_FUSED_SOFTMAX_PV=2 needs {missing[0]}=1: it multiplies prefetched codes on tensor cores"
             )
-        if given := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
-            raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {given[0]}=1: it has no half tiles of K and V")
-        if len(given := [name for name in _OF_FULL_FUSION if toggles[name]]) > 1:
-            raise UsageError(f"{given[0]}=1 excludes {given[1]}=1: each is measured against Stage 3B as it is")
+        if excluded := [name for name in ("USE_XOR_SWIZZLE", "USE_KV_LUT") if toggles[name]]:
+            raise UsageError(f"USE_FUSED_SOFTMAX_PV=2 excludes {excluded[0]}=1: it has no half tiles of K and V")
+        if len(set_toggles := [name for name in _OF_FULL_FUSION if toggles[name]]) > 1:
+            raise UsageError(
+                f"{set_toggles[0]}=1 excludes {set_toggles[1]}=1: each is measured against Stage 3B as it is"
+            )
         return
-    if given := [name for name in _OF_FULL_FUSION if toggles[name]]:
-        raise UsageError(f"{given[0]}=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have no such form")
+    if set_toggles := [name for name in _OF_FULL_FUSION if toggles[name]]:
+        raise UsageError(f"{set_toggles[0]}=1 needs USE_FUSED_SOFTMAX_PV=2: the other rungs have no such form")
     if toggles["USE_FUSED_SOFTMAX_PV"] and not toggles["USE_WMMA_PV"]:
         raise UsageError("USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: the score tile is reused for the P of WMMA P*V")
     if toggles["USE_XOR_SWIZZLE"] and not (toggles["USE_WMMA_QK"] and toggles["USE_WMMA_PV"]):

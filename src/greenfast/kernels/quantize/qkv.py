@@ -96,7 +96,7 @@ def launch(
     kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // key_tiles(sizes))
     blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len)
     of_keys = strides_of(sizes.kv_heads, sizes.kv_len, config.columns)
-    given = (
+    tensor_strides = (
         *(strides.query or strides_of(sizes.heads, sizes.q_len, config.columns)),
         *(strides.key or of_keys),
         *(strides.value or of_keys),
@@ -105,7 +105,7 @@ def launch(
         grid=(blocks, 1, 1),
         args=(
             *("q", "k", "v"),
-            *(np.int64(stride) for stride in given),
+            *(np.int64(stride) for stride in tensor_strides),
             "q_codes" if queries else np.int64(0),
             *("k_codes", "v_codes"),
             "q_scale" if queries else np.int64(0),

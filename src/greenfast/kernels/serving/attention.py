@@ -100,9 +100,9 @@ def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int
     For decoding, slightly fewer if that makes it a multiple of the KV heads. Neighbouring blocks then read the same
     keys of all heads, which are adjacent in memory; decoding is bound by memory bandwidth.
     """
-    most = config.blocks * multiprocessors
-    even = most - most % sizes.kv_heads
-    return even if config.few_rows and 16 * even >= 15 * most else most
+    resident = config.blocks * multiprocessors
+    multiple = resident - resident % sizes.kv_heads
+    return multiple if config.few_rows and 16 * multiple >= 15 * resident else resident
 
 
 def parallel_heads(sizes: ServingSizes, blocks: int) -> int:
@@ -246,12 +246,12 @@ def launch(
     blocks = grid_blocks(config, sizes, multiprocessors)
     panel = min(config.head_dim, 128)
     scale = 1.0 / math.sqrt(config.head_dim) if softmax_scale is None else softmax_scale
-    given = {name: name if name in optional else np.int64(0) for name in ("q_scale", "sinks", "lse")}
+    pointers = {name: name if name in optional else np.int64(0) for name in ("q_scale", "sinks", "lse")}
     batch = Struct(("cu_seqlens_q", "seqused_k", *_batch(sizes, window)))
     params = Struct(
         (
-            *("q", given["q_scale"], "v_cache", "k_scale", "v_scale"),
-            *(given["sinks"], "block_table", "plan", "partials", "out", given["lse"], batch),
+            *("q", pointers["q_scale"], "v_cache", "k_scale", "v_scale"),
+            *(pointers["sinks"], "block_table", "plan", "partials", "out", pointers["lse"], batch),
             *_ints(sizes.kv_heads, sizes.tokens, sizes.pages, sizes.page, sizes.table_entries, strides.table),
             *_ints(*strides.q_scale, *strides.k_scale, *strides.v_scale),
             *_ints(sizes.slot_rows(config.rows), sizes.slots(config, blocks), sizes.max_tiles(config.rows)),

@@ -121,12 +121,12 @@ class ServingConfig:
     def _staged_q_rows_and_stages(self) -> tuple[int, int]:
         if self.wide:
             return 0, self._stages(0)
-        most = self._stages(0)
-        return next((rows, most) for rows in (16, 8, 0) if self._stages(rows) == most)
+        max_stages = self._stages(0)
+        return next((rows, max_stages) for rows in (16, 8, 0) if self._stages(rows) == max_stages)
 
     def _stages(self, staged_q_rows: int) -> int:
-        most = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
-        return next((n for n in range(8, 0, -1) if self._smem_bytes(n, staged_q_rows) <= most), 0)
+        max_bytes = _SHARED_BYTES // self.blocks - _RESERVED_BYTES
+        return next((n for n in range(8, 0, -1) if self._smem_bytes(n, staged_q_rows) <= max_bytes), 0)
 
     def _smem_bytes(self, stages: int, staged_q_rows: int) -> int:
         queries = -(-self.rows * self.head_dim // 1024) * 1024

@@ -38,13 +38,15 @@ def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
             f"a serving shape needs {', '.join(_REQUIRED)}, each at least 1, and may have {', '.join(_DEFAULTS)}; "
             f"got {dict(dims)}"
         )
-    found = _DEFAULTS | dict(dims)
+    complete = _DEFAULTS | dict(dims)
     for name, allowed in _ALLOWED.items():
-        if found[name] not in allowed:
-            raise UsageError(f"{name}={found[name]}: allowed are {', '.join(map(str, allowed))}")
-    if found["H"] % found["HK"] or found["H"] // found["HK"] > _MOST_GROUPED:
-        raise UsageError(f"H={found['H']}, HK={found['HK']}: 1 to {_MOST_GROUPED} query heads share a head of K and V")
-    return found
+        if complete[name] not in allowed:
+            raise UsageError(f"{name}={complete[name]}: allowed are {', '.join(map(str, allowed))}")
+    if complete["H"] % complete["HK"] or complete["H"] // complete["HK"] > _MOST_GROUPED:
+        raise UsageError(
+            f"H={complete['H']}, HK={complete['HK']}: 1 to {_MOST_GROUPED} query heads share a head of K and V"
+        )
+    return complete
 
 
 def sizes_of(dims: Mapping[str, int], fmt: str) -> ServingSizes:

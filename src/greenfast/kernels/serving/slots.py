@@ -31,11 +31,11 @@ def launch(sequences: int, tokens: int, page: int, entries: int, table_row: int,
     Buffers: starts, slots, positions, lengths, and those of "before", "counted_from" and "block_table" that are in
     ``optional``; without block_table also made_table, (sequences, entries). table_row: row stride of block_table.
     """
-    given = {n: n if n in optional else np.int64(0) for n in ("before", "counted_from", "block_table")}
-    made = np.int64(0) if "block_table" in optional else "made_table"
+    pointers = {n: n if n in optional else np.int64(0) for n in ("before", "counted_from", "block_table")}
+    made_table = np.int64(0) if "block_table" in optional else "made_table"
     numbers = (np.int32(n) for n in (sequences, tokens, page, entries))
     params = Struct(
-        ("starts", *given.values(), made, "slots", "positions", "lengths", *numbers, np.int64(table_row)),
+        ("starts", *pointers.values(), made_table, "slots", "positions", "lengths", *numbers, np.int64(table_row)),
     )
     work = max(tokens, sequences, 0 if "block_table" in optional else sequences * entries)
     return Launch(grid=(max(1, min(_MOST_BLOCKS, -(-work // _THREADS))), 1, 1), args=(params,))
