@@ -9,7 +9,7 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
-from greenfast.judge.hotspots import hot_code, window
+from greenfast.judge.hotspots import find_hot_code, find_window
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
 from greenfast.judge.tasks import find_task, load
@@ -50,7 +50,7 @@ def test_the_window_lies_in_the_loop_that_has_most() -> None:
         "BRA `(.L_x_2)",
         ".L_x_2:",
     )
-    found = window("candidate", "x", sass)
+    found = find_window("candidate", "x", sass)
     assert found.where == "72 of 111 instructions of a loop, 145 in all"
     kinds = [one.kind for one in found.instructions]
     assert kinds.count("matrix") == 10
@@ -62,21 +62,21 @@ def test_an_inner_loop_with_most_of_the_weight_is_taken() -> None:
     sass = listing(
         ".L_x_0:", *PLAIN, ".L_x_1:", *["@P1 MUFU.EX2 R0, R1"] * 5, "@P0 BRA `(.L_x_1)", *PLAIN, "BRA `(.L_x_0)", "NOP"
     )
-    found = window("candidate", "x", sass)
+    found = find_window("candidate", "x", sass)
     assert found.where == "6 of 6 instructions of a loop, 207 in all"
     assert [one.opcode for one in found.instructions] == ["MUFU.EX2"] * 5 + ["BRA"]
     assert {one.kind for one in found.instructions[:5]} == {"special"}
 
 
 def test_without_a_loop_the_densest_stretch() -> None:
-    found = window("candidate", "x", listing(*PLAIN, *["STG.E [R2], R0"] * 3, *PLAIN))
+    found = find_window("candidate", "x", listing(*PLAIN, *["STG.E [R2], R0"] * 3, *PLAIN))
     assert found.where == "72 of 203 instructions, 203 in all"
     assert sum(one.kind == "memory" for one in found.instructions) == 3
 
 
 def test_what_is_no_listing_is_refused() -> None:
     with pytest.raises(UsageError, match="could not be read"):
-        window("candidate", "x", "nothing here")
+        find_window("candidate", "x", "nothing here")
 
 
 def kept() -> Record:
@@ -86,7 +86,7 @@ def kept() -> Record:
 
 
 def test_both_sides_of_a_record_whose_kernels_are_todays() -> None:
-    found = hot_code(kept(), load(find_task("fp8_sdpa")))
+    found = find_hot_code(kept(), load(find_task("fp8_sdpa")))
     assert found.shape == "b1_h8_s512_d64"
     assert [(w.role, w.variant) for w in found.windows] == [("baseline", "stage1"), ("candidate", "stage2")]
     for one in found.windows:
@@ -97,7 +97,7 @@ def test_other_machine_code_is_not_shown_as_the_records() -> None:
     record = kept()
     builds = [msgspec.structs.replace(build, code_hash="of another kernel") for build in record.candidate.builds]
     other = msgspec.structs.replace(record, candidate=msgspec.structs.replace(record.candidate, builds=builds))
-    found = hot_code(other, load(find_task("fp8_sdpa")))
+    found = find_hot_code(other, load(find_task("fp8_sdpa")))
     assert (found.windows, found.missing) == (
         (), "candidate: the kernel of today has other machine code than the record's"
     )  # fmt: skip
@@ -110,10 +110,10 @@ def test_of_several_launches_the_one_that_paces_them(tmp_path: Path) -> None:
     record = validate(asked, few, few, Watcher()).record
     evidence = next(gate for gate in record.gates if gate.gate == "EVIDENCE")
     assert "8 qgmma" in evidence.summary
-    found = hot_code(record, task)
+    found = find_hot_code(record, task)
     attention = program_of(task.family, few.values, "e4m3", asked.shapes[0].dims).steps[1].kernel
     kernel = compile_kernel(attention, Target("sm_90a"), isolated=True)
-    wanted = window("candidate", "few_rows", disassemble(kernel.cubin, attention.entry))
+    wanted = find_window("candidate", "few_rows", disassemble(kernel.cubin, attention.entry))
     assert [(one.where, one.instructions) for one in found.windows] == [(wanted.where, wanted.instructions)] * 2
 
 
@@ -124,4 +124,4 @@ def test_every_instruction_of_a_real_kernel_is_read() -> None:
     sass = disassemble(kernel.cubin, kernel.source.entry)
     addresses = sum(line.lstrip().startswith("/*") for line in sass.splitlines())
     nops = sum(" NOP" in line for line in sass.splitlines())
-    assert window("candidate", "stage2", sass).where.endswith(f"{addresses - nops} in all")
+    assert find_window("candidate", "stage2", sass).where.endswith(f"{addresses - nops} in all")

@@ -1,4 +1,4 @@
-"""The JSON files that a run leaves behind, in the fields that the mission names."""
+"""The JSON files of a run: build_meta.json, correctness_summary.json and perf_baseline.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD_META = "build_meta.json"
 CORRECTNESS = "correctness_summary.json"
 PERFORMANCE = "perf_baseline.json"
 
-#: In every row of correctness_summary.json; false where the kernel left nothing to measure, null where not judged.
+#: Gates in every row of correctness_summary.json: false if there was no output to measure, null if not judged.
 _ERROR_GATES = ("max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass")
 
 _RESOURCES = (
@@ -31,12 +31,12 @@ _RESOURCES = (
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The records below a folder, by name; a pipe of this name would be waited for, a device read without end."""
+    """Return the record files below a folder, sorted by path. Pipes and devices are excluded: reads may block."""
     return sorted(path for path in folder.rglob(RECORD) if path.is_file())
 
 
 class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of perf_baseline.json; empty ``results`` stand with the reason in ``pending``."""
+    """The content of perf_baseline.json. If ``results`` is empty, ``pending`` is the reason."""
 
     results: list[TimingRow]
     task: str = ""
@@ -45,14 +45,14 @@ class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):
     pending: str | None = None
 
     def require_results(self, where: str) -> list[TimingRow]:
-        """The rows; raises UsageError where there are none."""
+        """Return the rows. Raises UsageError if there are none."""
         if not self.results:
             raise UsageError(f"{where}: holds no timings ({self.pending or 'none were taken'})")
         return self.results
 
 
 def build_meta(run: Run, side: Side) -> dict[str, Any]:
-    """Toggles, compiler, resources, source tree and device of one side."""
+    """Build the content of build_meta.json: toggles, compiler, resources, source tree and device."""
     builds = [
         {
             "dims": b.dims,
@@ -84,13 +84,16 @@ def build_meta(run: Run, side: Side) -> dict[str, Any]:
 
 
 def _resources(r: Resources | None) -> dict[str, int | None]:
-    """Null where nothing could assemble the kernel's PTX."""
-    found = {} if r is None else {**asdict(r), "shared_memory_bytes": r.smem_bytes}
-    return {name: found.get(name) for name in _RESOURCES}
+    """Return the resources by name; None for each if the kernel's PTX was not assembled."""
+    resources = {} if r is None else {**asdict(r), "shared_memory_bytes": r.smem_bytes}
+    return {name: resources.get(name) for name in _RESOURCES}
 
 
 def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
-    """Errors and gates per (shape, seed); null for what did not run, ``all_pass`` also where that alone is missing."""
+    """Build the content of correctness_summary.json: errors and gates per (shape, seed).
+
+    Values are None for cases that did not run. ``all_pass`` is None if such cases are the only obstacle.
+    """
     results = []
     for row in side.correctness:
         error = row.error
@@ -129,18 +132,18 @@ def _unmeasured(row: CorrectnessRow) -> bool | None:
 
 
 def performance(run: Run, side: Side) -> dict[str, Any]:
-    """Timings per (shape, seed) and cache state, with dimensions in addition to the mission's fields."""
+    """Build the content of perf_baseline.json: timings per (shape, seed) and cache state, with dimensions."""
     return {
         "task": run.task,
         "variant": side.variant,
         "format": run.format,
         "results": [{**msgspec.structs.asdict(row), **row.dims} for row in side.timing],
-        "pending": _not_timed(run),
+        "pending": _explain_missing_timings(run),
     }
 
 
 def side_files(run: Run, side: Side) -> dict[str, Any]:
-    """File name -> content of one side's three files."""
+    """Return the contents of an implementation's three files by name."""
     return {
         BUILD_META: build_meta(run, side),
         CORRECTNESS: correctness_summary(run, side),
@@ -148,15 +151,15 @@ def side_files(run: Run, side: Side) -> dict[str, Any]:
     }
 
 
-def _not_timed(run: Run) -> str | None:
-    """Why there are no timings of this run, or None where there are."""
+def _explain_missing_timings(run: Run) -> str | None:
+    """Return the reason why this run has no timings, or None if it has."""
     if isinstance(run, Record) and run.quoted is not None:
         return f"nothing was timed here; PERFORMANCE was {quoted_from(run.quoted)}"
     return _pending(run, "PERFORMANCE")
 
 
 def _pending(run: Run, gate: str) -> str | None:
-    """Why a gate gave no result, or None where it did."""
+    """Return the reason why a gate is pending, or None if it is not."""
     for result in run.gates:
         if result.gate == gate and result.status == "PENDING":
             return result.summary

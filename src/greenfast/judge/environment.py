@@ -1,4 +1,4 @@
-"""Where a run happens: source tree, packages, time, device."""
+"""The environment of a run: source tree, package versions, time and device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.facts import DeviceInfo
 
-#: Environment variable: the commit of a tree that was copied without its history.
+#: Environment variable: the commit of a source tree without git history.
 GIT_SHA_VARIABLE = "GREENFAST_GIT_SHA"
 
 _PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 
 
 def git_state() -> GitState:
-    """The checkout that this package runs from; "unknown" for an installed package or without git.
+    """Return the commit of the checkout that this package runs from; "unknown" if installed or without git.
 
-    A tree that was copied to a GPU machine without its history has no commit to show; GREENFAST_GIT_SHA names the one
-    that it was copied from (branch "copied").
+    A source tree on a GPU machine may have no history. GREENFAST_GIT_SHA then gives its commit, with branch "copied".
     """
 
     def git(*args: str) -> str | None:
@@ -49,7 +48,7 @@ def git_state() -> GitState:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a result depends on."""
+    """Return the versions of Python and of the packages that affect a result."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -60,19 +59,19 @@ def package_versions() -> dict[str, str]:
 
 
 def now() -> datetime:
-    """The current time, UTC."""
+    """Return the current time in UTC."""
     return datetime.now(timezone.utc)
 
 
 #: The name of the emulator as a device.
 EMULATOR = "emulator"
-_EMULATED = "emulated"  # as records call it
+_EMULATED = "emulated"  # The emulator's name in records.
 
 
 def choose_device(text: str) -> int | str | None:
-    """What ``--device`` asks for: auto (the first GPU, else the emulator), none, emulator, or a number.
+    """Parse ``--device``: auto (the first GPU, else the emulator), none, emulator, or the number of a GPU.
 
-    Raises UsageError for anything else and MachineError for a GPU that is not there.
+    Raises UsageError for any other text and MachineError for a missing GPU.
     """
     if text == "none":
         return None
@@ -89,9 +88,9 @@ def choose_device(text: str) -> int | str | None:
 
 
 def choose_devices(text: str) -> list[str]:
-    """What ``--device`` of a search asks for, each as ``choose_device`` reads it, the first one first.
+    """Parse ``--device`` of a search: the values of ``choose_device``, several numbers such as 0,1, or all.
 
-    As there, and several numbers such as 0,1, or all (every GPU, else the emulator). Raises as there.
+    "all" selects every GPU, else the emulator. Raises as ``choose_device`` does.
     """
     if text == "all":
         return [str(n) for n in range(device_count())] or [EMULATOR]
@@ -106,7 +105,7 @@ def choose_devices(text: str) -> list[str]:
 
 
 def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | None:
-    """The chosen device; a GPU as seen from a separate process, so that this one never holds a CUDA context."""
+    """Return the facts about the chosen device. A separate process queries a GPU, so this one has no CUDA context."""
     if ordinal is None:
         return None
     if isinstance(ordinal, str):
@@ -115,7 +114,7 @@ def device_info(ordinal: int | str | None, timeout_s: float) -> DeviceInfo | Non
 
 
 def choose_target(text: str | None, device: DeviceInfo | None, default: str) -> Target:
-    """The target for ``--arch``: what it says, or the device's own, or the task's default without a device."""
+    """Return the target: the value of ``--arch``, else the GPU's own target, else the task's default."""
     if text is not None:
         return Target.parse(text)
     if device is not None and device.kind == "gpu":

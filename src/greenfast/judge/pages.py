@@ -9,7 +9,7 @@ from pathlib import Path
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.hotspots import hot_code
+from greenfast.judge.hotspots import find_hot_code
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Run
 from greenfast.judge.report.webpage.listing import HotCode
 from greenfast.judge.report.webpage.roofline import Work
@@ -37,7 +37,7 @@ def record_page(
     if not isinstance(record, PhaseRecord):
         try:
             task = task or _task_of(record)
-            code = hot_code(record, task, built)
+            code = find_hot_code(record, task, built)
         except GreenfastError as e:
             code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
         if not built and any(side.solution for _, side in record.sides()):

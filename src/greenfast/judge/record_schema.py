@@ -1,6 +1,6 @@
-"""The record of a run: its result with everything that is needed to repeat it.
+"""The schema of a run's record: its result, with everything that is needed to repeat the run.
 
-Records are written as JSON and read back by ``greenfast report`` and ``greenfast compare``; units are in the names.
+Records are JSON files. ``greenfast report`` and ``greenfast compare`` read them. Field names contain the units.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ import msgspec
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 from greenfast.spec.problem import NORMAL
 
-#: Of records. Those of version 1 had no digest, no limits of the gates, no blocks of the A/A and no exam.
+#: Version of the record schema. Version 1 had no digest, no limits of the gates, no A/A blocks and no exam.
 SCHEMA_VERSION = 2
 
-#: What the name of a shape begins with that was drawn at run time, and not named by the task.
+#: Prefix of the names of random shapes, which are drawn at run time.
 DRAWN = "drawn_"
 
 Status = Literal["PASS", "FAIL", "PENDING"]
-#: PARTIAL: all that was asked held, and it was less than the whole exam. UNCHECKED: the gates hold, but a check of the
-#: exam was not done.
+#: PARTIAL: all gates hold on a part of the check plan. UNCHECKED: all gates hold, but a check was skipped.
 Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING", "UNCHECKED"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
-#: is below the requirement. SLOWER: the whole interval lies below the noise. NO EFFECT: none of these, and the whole
-#: interval lies within 1 % of 1, a margin that does not depend on the noise.
-#: INCONCLUSIVE: the interval is too wide for any of these, or the noise is above the margin.
+#: is below the requirement. SLOWER: the whole interval is below the noise. NO EFFECT: none of these, and the whole
+#: interval is within 1 % of 1; this margin does not depend on the noise.
+#: INCONCLUSIVE: the interval is too wide for the other verdicts, or the noise is above the margin.
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
 
 
-#: Each gate in the order in which they run, with the exit code of ``greenfast judge`` if it is the first that falls
-#: short. A code belongs to its name: a new gate takes a new number, wherever it runs.
+#: The gates in order of execution, with the exit code of ``greenfast judge`` if the gate is the first that does not
+#: pass. A code belongs to its gate: a new gate gets a new number, independent of its position.
 GATES = {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
-#: The gates that every record of this version lists. A gate that is added later is listed by the records that ran it,
-#: and the others are judged without it.
+#: The gates that every record of this version lists. A later gate is listed only by the records that ran it, and
+#: other records are judged without it.
 FIRST_GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")
 
 
@@ -43,7 +42,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GitState(_Data, frozen=True, kw_only=True):
-    """The source tree that ran; ``sha`` is "unknown" outside a git checkout."""
+    """The source tree of the run. ``sha`` is "unknown" outside a git checkout."""
 
     sha: str
     branch: str
@@ -53,10 +52,11 @@ class GitState(_Data, frozen=True, kw_only=True):
 class Build(_Data, frozen=True, kw_only=True):
     """One compiled kernel.
 
-    kernel_hash: over the rendered source and every project header that it includes (``device.compiler``). code_hash:
-    over the machine code (``device.identity``). dims: of the first shape that it is for. shapes: all of them by name.
-    launches: by shape. shapes, code_hash and launches are empty in records of older versions. resources: None where
-    nothing could assemble the kernel's PTX.
+    kernel_hash: hash of the rendered source and all included project headers (``device.compiler``).
+    code_hash: hash of the machine code (``device.identity``).
+    dims: dimensions of the kernel's first shape. shapes: names of all its shapes. launches: by shape.
+    resources: None if the kernel's PTX was not assembled.
+    shapes, code_hash and launches are empty in older records.
     """
 
     entry: str
@@ -76,7 +76,7 @@ class Build(_Data, frozen=True, kw_only=True):
 
 
 class TimedKernel(_Data, frozen=True, kw_only=True):
-    """What tells whether a kernel that was timed is still today's; the fields are as in ``record.Build``."""
+    """The identity of a timed kernel, to detect later changes of it. The fields are those of ``Build``."""
 
     arch: str
     options: list[str]
@@ -87,7 +87,7 @@ class TimedKernel(_Data, frozen=True, kw_only=True):
 
 
 class ErrorStats(_Data, frozen=True, kw_only=True):
-    """Error of one array against a reference; max_rel_err: over elements with |reference| above 1e-3 of its largest."""
+    """Errors of an array against a reference. max_rel_err covers elements with |reference| > 1e-3 of its maximum."""
 
     max_abs_err: float
     mean_abs_err: float
@@ -97,10 +97,10 @@ class ErrorStats(_Data, frozen=True, kw_only=True):
 
 
 class Histogram(_Data, frozen=True, kw_only=True):
-    """How many elements lie in each bin of a logarithmic scale.
+    """A histogram with logarithmic bins.
 
-    first: log10 of the lowest edge; the others follow at ``per_decade`` a decade. counts: below the first edge (zeros
-    too), between each two edges, and from the last one up.
+    first: log10 of the lowest edge. per_decade: number of edges per decade.
+    counts: elements below the first edge (including zeros), between neighbouring edges, and above the last edge.
     """
 
     first: int
@@ -109,7 +109,7 @@ class Histogram(_Data, frozen=True, kw_only=True):
 
 
 class Limits(_Data, frozen=True, kw_only=True):
-    """What CORRECTNESS allowed on a shape; the names are as in a task's ``error`` and ``kernel_error``."""
+    """The limits of CORRECTNESS for a shape. The names are those of a task's ``error`` and ``kernel_error``."""
 
     max_abs_err: float
     mean_abs_err: float
@@ -119,12 +119,13 @@ class Limits(_Data, frozen=True, kw_only=True):
 
 
 class WorstElement(_Data, frozen=True, kw_only=True):
-    """The element of an output that is furthest off, measured by its bound.
+    """The element of an output with the largest error relative to its bound.
 
-    output: name of the buffer; "output" if the decoded array is not one buffer after the other. index: in that array.
-    got: None if it is NaN or infinite. expected: exact arithmetic. allowed: the largest |got - expected|, None if there
-    is no limit. wrong: the share of all elements, from 0 to 1,
-    that are off by more than their bounds or are not finite.
+    output: name of the buffer; "output" if the decoded array is not a concatenation of the buffers.
+    index: position in this array.
+    got: None if it is NaN or infinite. expected: the result of exact arithmetic.
+    allowed: the maximum of |got - expected|; None if there is no limit.
+    wrong: the share of all elements, from 0 to 1, that exceed their bounds or are not finite.
     """
 
     output: str
@@ -135,30 +136,34 @@ class WorstElement(_Data, frozen=True, kw_only=True):
     wrong: float
 
     def __str__(self) -> str:
-        place = f"{self.output}[{', '.join(map(str, self.index))}]"
+        element = f"{self.output}[{', '.join(map(str, self.index))}]"
         share = "no element" if self.wrong == 0 else f"{max(100 * self.wrong, 0.01):.3g} % of elements"
         got = "NaN or infinity" if self.got is None else f"{self.got:.5g}"
         allowed = "any error" if self.allowed is None else f"{self.allowed:.2g}"
-        return f"{place}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
+        return f"{element}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
 
 
-#: How the note of a case begins that did not run because the process ended at an earlier one; the cause follows.
+#: Prefix of the note of a case that did not run because the process ended at an earlier case. The cause follows.
 NOT_RUN = "not run: "
 
 
 class CorrectnessRow(_Data, frozen=True, kw_only=True):
-    """One side's correctness on one (shape, seed).
+    """The correctness of one implementation on one case.
 
-    error: kernel output against the unquantized reference. format_error: exact arithmetic on dequantized inputs
-    against the same. kernel_error: kernel output against exact arithmetic. bound_ratio: the worst element's kernel
-    error over the largest that rounding explains. gates: name -> held. case_bytes: of all inputs and outputs, 0 in
-    records of older versions. error_histogram, bound_histogram: of each element's absolute kernel error, and of that
-    error over what rounding explains; None where there is no kernel error, and in records of older versions.
-    worst: the element that is furthest off; None in records of older versions and if the kernel did not run.
-    variant: of the problem's inputs. drawn: whether the shape or the seed is not the task's; then, and in variants, the
-    format's error is told and not judged. own_shape: whether the shape is the task's and the seed is not; then the
-    limits on the error against the unquantized reference hold where the format's error leaves room for them. False in
-    records of older versions.
+    error: error of the output against the unquantized reference.
+    format_error: error of exact arithmetic on dequantized inputs against the same reference.
+    kernel_error: error of the output against exact arithmetic.
+    bound_ratio: the largest ratio of an element's kernel error to its rounding bound.
+    gates: by name, True if the gate held.
+    variant: name of the inputs' variant.
+    drawn: True if the shape or the seed is not the task's. In such cases and in variants the format's error is reported
+        and not judged.
+    own_shape: True if the shape is the task's and the seed is not. The limits on ``error`` then apply only if the
+        format's error is well below them. False in older records.
+    case_bytes: bytes of all inputs and outputs; 0 in older records.
+    error_histogram: absolute kernel error per element. bound_histogram: ratio of this error to its rounding bound. Both
+        are None without a kernel error and in older records.
+    worst: the element with the largest ratio; None in older records and if the kernel did not run.
     """
 
     shape: str
@@ -181,27 +186,27 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
 
     @property
     def format_is_judged(self) -> bool:
-        """Whether the limits on the format's error, and on the total error, apply."""
+        """True if the limits on the format's error and on the total error apply."""
         return not self.drawn and self.variant == NORMAL
 
     @property
     def scatters(self) -> bool:
-        """Whether the limit on the relative error is one for cases of any size (``errors.relative_error_factor``)."""
+        """True if the limit on the relative error has the factor of ``error_metrics.relative_error_factor``."""
         return self.variant != NORMAL or (self.drawn and not self.own_shape)
 
     @property
     def passed(self) -> bool:
-        """Whether every gate held."""
+        """True if every gate held."""
         return bool(self.gates) and all(self.gates.values())
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the case did not run because the process ended at an earlier one."""
+        """True if the case did not run because the process ended at an earlier case."""
         return self.notes[:1] != [] and self.notes[0].startswith(NOT_RUN)
 
 
 class ParityRow(_Data, frozen=True, kw_only=True):
-    """Baseline and candidate outputs compared bit by bit on one (shape, seed)."""
+    """Bitwise comparison of the outputs of baseline and candidate on one (shape, seed)."""
 
     shape: str
     seed: int
@@ -211,15 +216,16 @@ class ParityRow(_Data, frozen=True, kw_only=True):
 
 
 class TimingRow(_Data, frozen=True, kw_only=True):
-    """One side's timing on one (shape, seed); method and cache label what was timed.
+    """The timing of one implementation on one (shape, seed).
 
-    seed: whose blocks these are; each launch draws its inputs from those of all timed seeds. block_medians_us: nested
-    [process][block], as are block_mhz and block_watts, the clock and the power halfway through each block, which are
-    empty where the driver does not tell them. floor: the least time that the device could need, or why none is known.
-
-    resolution_us: the step of the time stamps, 0 where the times do not show it, as in older records. function_us: for
-    a program that was captured from a function, the median device time of direct calls, measured by the solution's
-    process; else 0.
+    seed: the seed of the first inputs of these blocks. Each launch draws its inputs from all timed seeds.
+    method, cache: the timing method and the state of the L2 cache.
+    block_medians_us: nested [process][block].
+    block_mhz, block_watts: clock and power in the middle of each block, nested likewise; empty if the driver does not
+        report them.
+    floor: the minimum time of the device for this work, or the reason why it is unknown.
+    resolution_us: step of the time stamps; 0 if it is unknown, as in older records.
+    function_us: for a program captured from a function, the median device time of direct calls; else 0.
     """
 
     shape: str
@@ -246,8 +252,9 @@ class TimingRow(_Data, frozen=True, kw_only=True):
 class SpeedupRow(_Data, frozen=True, kw_only=True):
     """Baseline over candidate time on one shape: 1.10 means that the candidate is 10 % faster.
 
-    required is such a ratio too, 0 where nothing is required; noise_floor is a fraction. slow_replay: why the baseline
-    is no fair one, because its captured launches take longer than the function itself; empty if they do not.
+    required: the required ratio; 0 for no requirement. noise_floor: a fraction.
+    slow_replay: the reason why the baseline is not fair: its captured launches take longer than the function itself;
+        empty otherwise.
     """
 
     shape: str
@@ -266,10 +273,10 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
 
 
 class Quote(_Data, frozen=True, kw_only=True):
-    """The speedups of a kept record of the same kernels: what a run that could time nothing says of PERFORMANCE.
+    """The cached speedups of an earlier record of the same kernels, for a run that could not time.
 
-    path, sha256: the record's file. created, git, device, command: its own. speedups: its rows for this run's shapes,
-    with the verdicts against what this run requires.
+    path, sha256: the earlier record's file. created, git, device, command: fields of the earlier record.
+    speedups: its rows for this run's shapes, with verdicts against this run's requirement.
     """
 
     path: str
@@ -282,7 +289,7 @@ class Quote(_Data, frozen=True, kw_only=True):
 
 
 class SolutionSource(_Data, frozen=True, kw_only=True):
-    """What a solution was judged from. sha256: over all its files; files: the SHA-256 of each by name."""
+    """The sources of a judged solution. sha256: hash of all files. files: SHA-256 of each file by name."""
 
     language: str
     author: str = ""
@@ -292,11 +299,11 @@ class SolutionSource(_Data, frozen=True, kw_only=True):
 
 
 class Side(_Data, frozen=True, kw_only=True):
-    """One of the two variants of a comparison, with all that was found out about it.
+    """The results of one implementation of a comparison.
 
-    counts: by shape; empty unless the kernels ran in the emulator. limits: by shape.
-    solution: None for a rung of the task. sandbox: what protected the judge from the code of a solution, or of a
-    task's own family; empty for greenfast's kernels.
+    counts: by shape; empty unless the kernels ran on the emulator. limits: by shape.
+    solution: None for a rung of the task.
+    sandbox: the protections against the code of a solution or of a task's own family; empty for greenfast's kernels.
     """
 
     variant: str
@@ -311,10 +318,10 @@ class Side(_Data, frozen=True, kw_only=True):
 
 
 class GateResult(_Data, frozen=True, kw_only=True):
-    """One gate's outcome: a status, a line that says why, and rows of (what, target, actual, held).
+    """The result of one gate: a status, a summary line, and rows of (check, target, actual, status).
 
-    unchecked: the checks of the exam that were not done although the gate holds, and why; of PERFORMANCE, why the
-    baseline is no fair one. With any of them there is no MERGE. Empty in records of older versions.
+    unchecked: the skipped checks with their reasons, although the gate holds; for PERFORMANCE, the reason why the
+        baseline is not fair. They prevent MERGE. Empty in older records.
     """
 
     gate: str
@@ -326,23 +333,23 @@ class GateResult(_Data, frozen=True, kw_only=True):
 
 
 def largest_named_shape(counts: Mapping[str, KernelCounts]) -> str:
-    """Return the task's own shape at which most is executed; a drawn one only if nothing else was counted."""
+    """Return the task's shape with the most executed instructions; a random shape only if no other was counted."""
     named = {shape: c.warp_instructions for shape, c in counts.items() if not shape.startswith(DRAWN)}
     sizes = named or {shape: c.warp_instructions for shape, c in counts.items()}
     return max(sizes, key=lambda shape: sizes[shape])
 
 
 def status_of(gates: Sequence[GateResult], gate: str) -> Status:
-    """The status of a gate by name; PENDING where it did not run."""
+    """Return the status of a gate by name; PENDING if it did not run."""
     return next((result.status for result in gates if result.gate == gate), "PENDING")
 
 
 class Run(_Data, frozen=True, kw_only=True):
-    """What every run of the gates records: what was asked, where, and how each gate ended.
+    """The fields that all records share: the request, the environment and the results of the gates.
 
-    least_work: what the problem needs by shape and by the count's name in KernelCounts, where it says so and kernels
-    were counted. order_seed: of all that timing draws (the order of blocks, and what is in them); in records of older
-    versions none, and where nothing was timed.
+    least_work: the problem's minimum counts by shape and by name in KernelCounts, for shapes whose instructions were
+        counted.
+    order_seed: seed of the random order of timing blocks and launches; None if nothing was timed and in older records.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -361,11 +368,11 @@ class Run(_Data, frozen=True, kw_only=True):
     least_work: dict[str, dict[str, int]] = {}
 
     def sides(self) -> list[tuple[str, Side]]:
-        """The role, or the variant's name, and side of each variant."""
+        """Return the role (or the variant's name) and the results of each implementation."""
         return []
 
     def gate_status(self, gate: str) -> Status:
-        """The status of a gate by name; PENDING where it did not run."""
+        """Return the status of a gate by name; PENDING if it did not run."""
         return status_of(self.gates, gate)
 
     def _require_correct(self, timed: bool) -> None:
@@ -374,9 +381,10 @@ class Run(_Data, frozen=True, kw_only=True):
 
 
 class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"):
-    """Mean SM cycles per block and phase, by shape, of a variant's instrumented build.
+    """The phases of an implementation's instrumented build.
 
-    phase_counts: by shape and phase, what was executed, where the emulator ran it and there are no cycles.
+    phase_cycles: mean SM cycles per block, by shape and phase.
+    phase_counts: executed instructions by shape and phase, from the emulator, which has no cycles.
     """
 
     side: Side
@@ -384,12 +392,12 @@ class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"
     phase_counts: dict[str, dict[str, KernelCounts]] = {}
 
     def sides(self) -> list[tuple[str, Side]]:
-        """The variant's name and its side."""
+        """Return the variant's name and its results."""
         return [(self.side.variant, self.side)]
 
 
 class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench"):
-    """One variant, checked and timed. Raises ValueError as Record does."""
+    """The record of one implementation, checked and timed. Raises ValueError as Record does."""
 
     side: Side
 
@@ -397,16 +405,17 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
         self._require_correct(bool(self.side.timing))
 
     def sides(self) -> list[tuple[str, Side]]:
-        """The variant's name and its side."""
+        """Return the variant's name and its results."""
         return [(self.side.variant, self.side)]
 
 
 class Exam(_Data, frozen=True, kw_only=True):
-    """How much of the whole exam a run asked (``judge.exam``).
+    """The part of the full check plan that a run covered (``judge.check_plan``).
 
-    seed: what was drawn from, and the first seed of the inputs; None where nothing was drawn. drawn: the drawn shapes'
-    dimensions by name. missing: what was not asked, in words; empty for the whole exam. complete: whether nothing is
-    missing, or what is was asked by the record that PERFORMANCE is quoted from.
+    seed: the first seed of the inputs and the source of random shapes; None if nothing was drawn.
+    drawn: the dimensions of the random shapes by name.
+    missing: the skipped parts of the full plan, in words.
+    complete: True if nothing is missing, or if the record with the cached timings covered the missing parts.
     """
 
     seed: int | None
@@ -416,12 +425,11 @@ class Exam(_Data, frozen=True, kw_only=True):
 
 
 class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison"):
-    """A whole comparison.
+    """The record of a comparison of a candidate with a baseline.
 
-    baseline_again: timings of the baseline against itself, from which the noise floor comes. quoted: where nothing was
-    timed, what PERFORMANCE was quoted from; such a record has no timings or speedups itself.
-    Raises ValueError for timings of a kernel whose correctness did not pass (no record is wrong but fast), and for a
-    record that was both timed and quoted.
+    baseline_again: timings of the baseline against itself (A/A), for the noise floor.
+    quoted: the cached timings of PERFORMANCE, if this run could not time. Such a record has no timings of its own.
+    Raises ValueError for timings of an incorrect kernel, and for a record with both its own and cached timings.
     """
 
     baseline: Side
@@ -441,9 +449,9 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
             raise ValueError("a record holds its own timings or quotes another's, never both")
 
     def sides(self) -> list[tuple[str, Side]]:
-        """Each role and its side."""
+        """Return each role with its results."""
         return [("baseline", self.baseline), ("candidate", self.candidate)]
 
 
-#: What a record.json of the gates may hold; its ``kind`` says which.
+#: The types of a record.json. Its field ``kind`` selects one.
 AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord"

@@ -1,6 +1,6 @@
-"""A task: what is to be validated, as data read from its ``config_forward.json``.
+"""The schema of a task's ``config_forward.json``.
 
-The types below are the schema: msgspec checks every key, type and bound when a file is read.
+msgspec checks every key, type and bound against the types below when a file is read.
 ``greenfast tasks --schema`` prints them as JSON Schema.
 """
 
@@ -21,7 +21,7 @@ from greenfast.spec.files import read_file
 
 CONFIG_NAME = "config_forward.json"
 
-# In Python $ also stands before a line's end; the schema is printed for others, where \Z is a letter.
+# In Python, $ also matches before a newline. The pattern avoids \Z, because other languages read the printed schema.
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$(?!\n)")]
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -37,9 +37,9 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Shape(_Strict, frozen=True, kw_only=True):
-    """A named problem size; which dimensions it has is the task's own choice (B, H, S, D for attention).
+    """A named problem size. The task chooses the dimensions, such as B, H, S, D for attention.
 
-    aliases: other names by which options and older records call it; reports show ``name``.
+    aliases: other names in options and older records. Reports show ``name``.
     """
 
     name: Name
@@ -51,8 +51,8 @@ class Shape(_Strict, frozen=True, kw_only=True):
 class Budget(_Strict, frozen=True, kw_only=True):
     """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack.
 
-    global_bytes: of variables that the kernel may write and that outlive a launch, in which it could keep results from
-    one launch to the next: ``__device__``, managed, in inline PTX, ``__constant__``; and of the device heap.
+    global_bytes: size of the state that outlives a launch and could hold results for the next one: variables
+    (``__device__``, managed, ``__constant__``, in inline PTX) and the device heap.
     """
 
     registers: Positive
@@ -69,7 +69,7 @@ class BudgetWhere(Budget, frozen=True, kw_only=True):
 
 
 class Promises(_Strict, frozen=True, kw_only=True):
-    """What a rung's machine code must show, by instruction counter."""
+    """Requirements on a rung's machine code, by instruction counter."""
 
     at_least: dict[Counter, NonNegative] = {}
     at_most: dict[Counter, NonNegative] = {}
@@ -80,8 +80,8 @@ class KernelErrorGate(_Strict, frozen=True, kw_only=True):
     """Limits on the error against exact arithmetic on the same dequantized inputs.
 
     relative_error: Frobenius norm of the error over the norm of the exact result.
-    bound_factor: an element may err by at most this multiple of what the problem derives from its roundings.
-    rounding: which of the problem's bounds that is; empty for its first.
+    bound_factor: limit on the error of an element, as a multiple of the bound that the problem derives from roundings.
+    rounding: name of this bound; empty for the default bound.
     """
 
     relative_error: Tolerance
@@ -92,9 +92,10 @@ class KernelErrorGate(_Strict, frozen=True, kw_only=True):
 class Rung(_Strict, frozen=True, kw_only=True):
     """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
 
-    required_speedup: predecessor's time over this one's that PERFORMANCE asks for, such as 1.15; None asks for nothing.
-    only: the values of dimensions that the rung is for, 0 for an absent one, where it is not for all of the task's.
-    kernel_error: the rung's own gate in place of its format's, where it rounds more.
+    required_speedup: the predecessor's time over this rung's time that PERFORMANCE requires, such as 1.15; None for no
+        requirement.
+    only: the supported values of dimensions, 0 for an absent one. Dimensions without an entry are not restricted.
+    kernel_error: replaces the format's gate, for a rung that rounds more.
     """
 
     name: Name
@@ -109,14 +110,14 @@ class Rung(_Strict, frozen=True, kw_only=True):
     kernel_error: KernelErrorGate | None = None
 
     def budget_for(self, dims: dict[str, int]) -> Budget:
-        """The first budget of ``budget_where`` that these dimensions meet, else ``budget``."""
+        """Return the first budget of ``budget_where`` that matches these dimensions, else ``budget``."""
         for budget in self.budget_where:
             if budget.when.items() <= dims.items():
                 return budget
         return self.budget
 
     def answers_for(self, dims: dict[str, int]) -> bool:
-        """Whether the rung is for a shape of these dimensions."""
+        """Return True if the rung supports a shape with these dimensions."""
         return all(dims.get(name, 0) in values for name, values in self.only.items())
 
 
@@ -151,15 +152,16 @@ class FormatGates(_Strict, frozen=True, kw_only=True):
     kernel_error: KernelErrorGate
 
     def error_for(self, dims: dict[str, int]) -> ErrorGate:
-        """The first gate of ``error_where`` that these dimensions meet, else ``error``."""
+        """Return the first gate of ``error_where`` that matches these dimensions, else ``error``."""
         return next((gate for gate in self.error_where if gate.when.items() <= dims.items()), self.error)
 
 
 class Solutions(_Strict, frozen=True, kw_only=True):
-    """What is asked of every solution that ``greenfast judge`` judges.
+    """The requirements for solutions that ``greenfast judge`` judges.
 
-    budget: None for what the target's hardware allows, without state across launches. required_speedup: over the
-    reference; None asks for faster than the noise. kernel_error: in place of the format's.
+    budget: None for the limits of the target's hardware, without state between launches.
+    required_speedup: speedup over the reference; None requires a speedup above the noise.
+    kernel_error: replaces the format's gate.
     """
 
     budget: Budget | None = None
@@ -187,11 +189,12 @@ class Range(_Strict, frozen=True, kw_only=True):
 
 
 class Drawing(_Strict, frozen=True, kw_only=True):
-    """Which shapes kernels must compute in addition to the named ones, and how many of them are drawn at run time.
+    """The ranges of shapes that kernels must support, and the number of shapes that are drawn at run time.
 
-    ranges: by dimension its sizes, or its values, of which one that stands there twice is drawn twice as often and 0
-    leaves the dimension out. max_size, max_size_emulated: of the product of the dimensions that have a Range, the
-    latter where the emulator runs the kernels.
+    ranges: by dimension, a range of sizes or a list of values. A value that is listed twice is drawn twice as often.
+        The value 0 leaves the dimension out.
+    max_size: limit on the product of the dimensions that have a Range.
+    max_size_emulated: the same limit if the emulator runs the kernels.
     """
 
     ranges: dict[str, Range | Annotated[list[NonNegative], Meta(min_length=1)]] = {}
@@ -201,9 +204,10 @@ class Drawing(_Strict, frozen=True, kw_only=True):
 
 
 class Defaults(_Strict, frozen=True, kw_only=True):
-    """What ``greenfast validate TASK`` runs when no option says otherwise.
+    """The defaults of the options of ``greenfast validate TASK``.
 
-    baseline: a rung; in a task without rungs, the path of a solution in its folder. candidate: empty without rungs.
+    baseline: a rung; in a task without rungs, the path of a solution in the task's folder.
+    candidate: a rung; empty in a task without rungs.
     """
 
     baseline: str
@@ -217,11 +221,12 @@ class Defaults(_Strict, frozen=True, kw_only=True):
 class TaskConfig(_Strict, frozen=True, kw_only=True):
     """The content of a task's ``config_forward.json``.
 
-    family, problem: an importable module, or a Python file next to the config (``family.py``). The family renders
-    the kernels of rungs (``greenfast.spec.kernel.Family``) and may be missing without rungs; the problem makes inputs
-    and references (``greenfast.spec.problem.Problem``). solutions: what is asked of solutions. peers: an importable
-    module whose function ``peers`` makes the ``greenfast.bench.comparison.Comparison`` with other libraries; empty for
-    none.
+    family, problem: an importable module, or a Python file next to the config (``family.py``). The family renders the
+        kernels of rungs (``greenfast.spec.kernel.Family``); a task without rungs needs none. The problem makes inputs
+        and references (``greenfast.spec.problem.Problem``).
+    solutions: the requirements for solutions.
+    peers: an importable module with a function ``peers`` that returns the comparison with other libraries; empty for
+        none.
     """
 
     name: Name
@@ -240,7 +245,7 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
     defaults: Defaults
 
     def shape(self, name: str) -> Shape:
-        """The shape of that name or alias; raises UsageError naming the known ones."""
+        """Return the shape with this name or alias. Raises UsageError with the known names."""
         for shape in self.shapes:
             if name == shape.name or name in shape.aliases:
                 return shape
@@ -248,11 +253,11 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
 
     @property
     def shape_names(self) -> dict[str, str]:
-        """Alias -> name, for all shapes."""
+        """Map from alias to name, for all shapes."""
         return {alias: shape.name for shape in self.shapes for alias in shape.aliases}
 
     def rung(self, name: str) -> Rung:
-        """The rung of that name; raises UsageError naming the known ones."""
+        """Return the rung with this name. Raises UsageError with the known names."""
         if not self.rungs:
             raise UsageError(f"task {self.name} has no rungs; `greenfast judge SOLUTION --problem ...` judges yours")
         for rung in self.rungs:
@@ -261,42 +266,42 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
         raise unknown(f"variant of task {self.name}", name, (r.name for r in self.rungs))
 
     def gates(self, fmt: str) -> FormatGates:
-        """The correctness gates of a format; raises UsageError naming the known ones."""
+        """Return the correctness gates of a format. Raises UsageError with the known formats."""
         if fmt not in self.formats:
             raise unknown(f"format of task {self.name}", fmt, self.formats)
         return self.formats[fmt]
 
-    def toggle_values(self, given: dict[str, int]) -> dict[str, int]:
-        """All toggles, defaults filled in; raises UsageError for an unknown toggle or value."""
-        for name, value in given.items():
+    def toggle_values(self, settings: dict[str, int]) -> dict[str, int]:
+        """Return the values of all toggles, with defaults. Raises UsageError for an unknown toggle or value."""
+        for name, value in settings.items():
             if name not in self.toggles:
                 raise unknown(f"toggle of task {self.name}", name, self.toggles)
             if value not in self.toggles[name].values:
                 raise UsageError(f"{name}={value}: allowed values are {self.toggles[name].values}")
-        return {name: given.get(name, t.default) for name, t in self.toggles.items()}
+        return {name: settings.get(name, t.default) for name, t in self.toggles.items()}
 
     def rung_variant(self, rung: Rung) -> Variant:
-        """The variant of a rung: the toggles it names, every other one 0 (a rung says all that it switches on)."""
+        """Return the variant of a rung: its toggles, and 0 for every other toggle."""
         return Variant(rung.name, tuple((name, rung.toggles.get(name, 0)) for name in self.toggles))
 
     def variant(self, text: str) -> Variant:
-        """Read a rung's name, or ``TOGGLE=VALUE,...`` with the defaults for what is not named."""
+        """Parse a rung's name or ``TOGGLE=VALUE,...``. Toggles that are not named have their defaults."""
         if "=" not in text:
             return self.rung_variant(self.rung(text))
-        given: dict[str, int] = {}
+        settings: dict[str, int] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
-            if name in given:
+            if name in settings:
                 raise UsageError(f"variant {text!r}: {name} is given twice")
             try:
-                given[name] = int(value)
+                settings[name] = int(value)
             except ValueError:
                 raise UsageError(f"variant {text!r}: {part!r} is not TOGGLE=INTEGER") from None
-        return self.toggle_variant(given)
+        return self.toggle_variant(settings)
 
-    def toggle_variant(self, given: dict[str, int]) -> Variant:
-        """The variant of these toggle values (defaults for the rest), by its rung's name where one matches."""
-        values = tuple(self.toggle_values(given).items())
+    def toggle_variant(self, settings: dict[str, int]) -> Variant:
+        """Return the variant of these toggle values and defaults. If a rung has equal toggles, use its name."""
+        values = tuple(self.toggle_values(settings).items())
         for rung in self.rungs:
             if self.rung_variant(rung).toggles == values:
                 return Variant(rung.name, values)
@@ -313,7 +318,7 @@ class Task(msgspec.Struct, frozen=True):
 def load_task(folder: Path) -> Task:
     """Read and check a task's config.
 
-    Raises UsageError that names the file, the key and what is allowed there.
+    Raises UsageError with the file, the key and the allowed values.
     """
     path = folder / CONFIG_NAME
     try:
@@ -322,64 +327,66 @@ def load_task(folder: Path) -> Task:
         raise UsageError(f"{path}: cannot be read ({e.strerror}); a task folder holds a {CONFIG_NAME}") from e
     try:
         config = decode(raw, TaskConfig)
-    # A ValidationError's message names the key's path.
+    # The message of a ValidationError contains the path of the key.
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        # The counters are the one enumeration of the schema; msgspec does not say what it allows.
+        # The counters are the only enumeration in the schema. msgspec does not list the allowed values.
         allowed = f"; allowed: {', '.join(get_args(Counter))}" if "Invalid enum value" in str(e) else ""
         raise UsageError(f"{path}: {e}{allowed}") from e
-    problems = _inconsistencies(config, folder)
-    if problems:
-        raise UsageError(f"{path}: " + "; ".join(problems))
+    faults = _find_inconsistencies(config, folder)
+    if faults:
+        raise UsageError(f"{path}: " + "; ".join(faults))
     return Task(config, folder)
 
 
-def _inconsistencies(c: TaskConfig, folder: Path) -> list[str]:
-    """What the types cannot say: names that must exist, and names that must be unique."""
-    found: list[str] = []
+def _find_inconsistencies(c: TaskConfig, folder: Path) -> list[str]:
+    """Return the faults that the types cannot detect: missing and duplicate names."""
+    faults: list[str] = []
 
-    def unique(key: str, names: list[str]) -> None:
+    def require_unique(key: str, names: list[str]) -> None:
         for name in sorted({n for n in names if names.count(n) > 1}):
-            found.append(f"{key}: {name!r} appears more than once")
+            faults.append(f"{key}: {name!r} appears more than once")
 
-    def exists(key: str, name: str, known: list[str]) -> None:
+    def require_known(key: str, name: str, known: list[str]) -> None:
         if name not in known:
-            found.append(f"{key}: {name!r} is not one of {', '.join(known)}")
+            faults.append(f"{key}: {name!r} is not one of {', '.join(known)}")
 
     shape_names = [s.name for s in c.shapes]
     rung_names = [r.name for r in c.rungs]
-    unique("shapes", [name for s in c.shapes for name in (s.name, *s.aliases)])
-    unique("shapes (dims)", [", ".join(f"{k}={v}" for k, v in sorted(s.dims.items())) for s in c.shapes])
-    unique("rungs", rung_names)
-    unique("seeds", [str(s) for s in c.seeds])
+    require_unique("shapes", [name for s in c.shapes for name in (s.name, *s.aliases)])
+    require_unique("shapes (dims)", [", ".join(f"{k}={v}" for k, v in sorted(s.dims.items())) for s in c.shapes])
+    require_unique("rungs", rung_names)
+    require_unique("seeds", [str(s) for s in c.seeds])
     for rung in c.rungs:
         if rung.after is not None:
-            exists(f"rungs.{rung.name}.after", rung.after, rung_names)
+            require_known(f"rungs.{rung.name}.after", rung.after, rung_names)
         elif rung.promises.more_than_predecessor:
-            found.append(f"rungs.{rung.name}.promises.more_than_predecessor: the rung names no `after`")
+            faults.append(f"rungs.{rung.name}.promises.more_than_predecessor: the rung names no `after`")
         for name, value in rung.toggles.items():
-            exists(f"rungs.{rung.name}.toggles", name, list(c.toggles))
+            require_known(f"rungs.{rung.name}.toggles", name, list(c.toggles))
             if name in c.toggles and value not in c.toggles[name].values:
-                found.append(f"rungs.{rung.name}.toggles.{name}: {value} is not one of {c.toggles[name].values}")
+                faults.append(f"rungs.{rung.name}.toggles.{name}: {value} is not one of {c.toggles[name].values}")
     for name, toggle in c.toggles.items():
         if toggle.default not in toggle.values:
-            found.append(f"toggles.{name}.default: {toggle.default} is not one of {toggle.values}")
+            faults.append(f"toggles.{name}.default: {toggle.default} is not one of {toggle.values}")
     if c.rungs:
-        exists("defaults.baseline", c.defaults.baseline, rung_names)
-        exists("defaults.candidate", c.defaults.candidate, rung_names)
+        require_known("defaults.baseline", c.defaults.baseline, rung_names)
+        require_known("defaults.candidate", c.defaults.candidate, rung_names)
         if not c.family:
-            found.append("family: missing, and `rungs` need one")
+            faults.append("family: missing, and `rungs` need one")
     elif not (folder / c.defaults.baseline).exists():
-        found.append(f"defaults.baseline: {folder / c.defaults.baseline} does not exist; name a solution in the folder")
-    exists("defaults.format", c.defaults.format, list(c.formats))
+        faults.append(
+            f"defaults.baseline: {folder / c.defaults.baseline} does not exist; name a solution in the folder"
+        )
+    require_known("defaults.format", c.defaults.format, list(c.formats))
     for shape in c.defaults.shapes:
-        exists("defaults.shapes", shape, shape_names)
+        require_known("defaults.shapes", shape, shape_names)
     for key, allowed in c.drawing.ranges.items():
         if isinstance(allowed, Range) and allowed.min > allowed.max:
-            found.append(f"drawing.ranges.{key}: min {allowed.min} is above max {allowed.max}")
+            faults.append(f"drawing.ranges.{key}: min {allowed.min} is above max {allowed.max}")
     for shape in c.timing.gate_shapes:
-        exists("timing.gate_shapes", shape, shape_names)
+        require_known("timing.gate_shapes", shape, shape_names)
     try:
         Target.parse(c.defaults.arch)
     except UsageError as e:
-        found.append(f"defaults.arch: {e}")
-    return found
+        faults.append(f"defaults.arch: {e}")
+    return faults

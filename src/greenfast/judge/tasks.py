@@ -1,4 +1,4 @@
-"""Find tasks, and load the two modules that a task names: its kernel family and its problem."""
+"""Discovery of tasks, and import of a task's kernel family and problem."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.kernel import Family
 from greenfast.spec.problem import Problem
 
-#: Families that are imported: greenfast's, not another author's.
+#: Prefix of greenfast's own families. Only these are imported into the judge's process.
 _OWN = "greenfast.kernels."
-#: Environment variable: further folders of tasks, separated as PATH is.
+#: Environment variable: additional folders of tasks, separated like PATH.
 TASKS_VARIABLE = "GREENFAST_TASKS"
 
 
@@ -38,7 +38,7 @@ class LoadedTask:
 
 
 def _roots() -> Iterator[Path]:
-    """Folders whose subfolders are tasks, in order of precedence."""
+    """Yield the parent folders of tasks, in order of precedence."""
     for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
         if entry:
             yield Path(entry)
@@ -48,18 +48,18 @@ def _roots() -> Iterator[Path]:
 
 
 def task_folders() -> list[Path]:
-    """The folders of all known tasks."""
-    found: dict[str, Path] = {}
+    """Return the folders of all known tasks."""
+    folders: dict[str, Path] = {}
     for root in _roots():
         if root.is_dir():
             for folder in sorted(root.iterdir()):
                 if (folder / CONFIG_NAME).is_file():
-                    found.setdefault(folder.name, folder)
-    return list(found.values())
+                    folders.setdefault(folder.name, folder)
+    return list(folders.values())
 
 
 def task_names() -> list[str]:
-    """The names of the known tasks whose config can be read."""
+    """Return the names of the known tasks with a valid config."""
     names = []
     for folder in task_folders():
         with contextlib.suppress(UsageError):
@@ -68,9 +68,9 @@ def task_names() -> list[str]:
 
 
 def find_task(name: str) -> Task:
-    """The task of that name (its config's or its folder's), or of that folder.
+    """Return the task with this name (in its config or of its folder), or in this folder.
 
-    Raises UsageError naming the known tasks, and for a config that does not hold.
+    Raises UsageError with the known tasks, and for an invalid config.
     """
     if os.sep in name or (Path(name) / CONFIG_NAME).is_file():
         return load_task(Path(name))
@@ -79,7 +79,7 @@ def find_task(name: str) -> Task:
     for folder in task_folders():
         try:
             task = load_task(folder)
-        except UsageError as e:  # another task's broken config must not hide this one, nor go unseen if it is this one
+        except UsageError as e:  # Another task's invalid config must not hide the requested task.
             if folder.name == name:
                 raise
             broken.append(e)
@@ -92,23 +92,23 @@ def find_task(name: str) -> Task:
 
 
 def load(task: Task) -> LoadedTask:
-    """Import the task's family and problem. Raises UsageError where one is missing or lacks a function."""
+    """Import the task's family and problem. Raises UsageError if one is missing or lacks a function."""
     family = load_family(task)
-    problem = _module(task, "problem", task.config.problem, ("make_case", "references", "decode"))
+    problem = _import_module(task, "problem", task.config.problem, ("make_case", "references", "decode"))
     return LoadedTask(task.config, task.folder, family, cast(Problem, problem))
 
 
 def load_family(task: Task) -> Family:
-    """The task's kernel family alone, for work that needs no inputs or references.
+    """Load the task's kernel family without its problem.
 
-    greenfast's own is imported; another author's runs in a process of its kind and hands back data.
-    Raises UsageError where it cannot be imported or lacks a function, SolutionError where it ends.
+    greenfast's own families are imported. Other families run in a confined process.
+    Raises UsageError if the family cannot be imported or lacks a function, SolutionError if its process ends.
     """
     name = task.config.family
     if not name:
         return cast(Family, NoFamily(task.config.name))
     if name.startswith(_OWN):
-        return cast(Family, _module(task, "family", name, ("kernel", "launch"), instead="program"))
+        return cast(Family, _import_module(task, "family", name, ("kernel", "launch"), instead="program"))
     where = f"{task.folder / CONFIG_NAME}: family {name!r}"
     is_file = name.endswith(".py")
     if is_file and not (task.folder / name).is_file():
@@ -122,20 +122,20 @@ def load_family(task: Task) -> Family:
 
 
 def load_peers(task: LoadedTask) -> ModuleType:
-    """Import the module of the task's peers. Raises UsageError where it has none, or one that lacks something."""
+    """Import the module of the task's peers. Raises UsageError if the task has none, or if it has no ``peers``."""
     if not task.config.peers:
         raise UsageError(f"task {task.config.name} names no peers to be compared with; fp8_attention does")
-    return _module(Task(task.config, task.folder), "peers", task.config.peers, ("peers",))
+    return _import_module(Task(task.config, task.folder), "peers", task.config.peers, ("peers",))
 
 
-def _module(task: Task, key: str, name: str, functions: tuple[str, ...], *, instead: str = "") -> ModuleType:
-    """Import a module with these functions, or with the one called ``instead``. Raises UsageError for any other."""
+def _import_module(task: Task, key: str, name: str, functions: tuple[str, ...], *, instead: str = "") -> ModuleType:
+    """Import a module with these functions, or with the function ``instead``. Raises UsageError for any other."""
     where = f"{task.folder / CONFIG_NAME}: {key} {name!r}"
     try:
         module = _import_file(task.folder / name) if name.endswith(".py") else importlib.import_module(name)
     except GreenfastError:
         raise
-    except Exception as e:  # whatever a task author's module raises while it is imported
+    except Exception as e:  # A task author's module may raise any exception.
         raise UsageError(f"{where} cannot be imported: {type(e).__name__}: {e}") from e
     missing = [f for f in functions if not callable(getattr(module, f, None))]
     if missing and not callable(getattr(module, instead, None)):

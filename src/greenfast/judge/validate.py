@@ -1,4 +1,4 @@
-"""The main job: candidate against baseline through the five gates, to a verdict and its artifacts."""
+"""Validation: run the candidate and the baseline through the gates, decide, and write the artifacts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOURCES = "solution"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A record, the folder that holds it with the other artifacts, and the sides that were built."""
+    """A record, the folder of its artifacts, and the compiled implementations."""
 
     record: Record
     folder: Path
@@ -56,10 +56,10 @@ def validate(
 ) -> Outcome:
     """Run the gates in order, decide, and write the artifacts.
 
-    required: the speedup that PERFORMANCE asks for, in place of the one of the candidate's rung.
-    profile: whether EVIDENCE takes a Nsight Compute profile where that can be had.
-    kept: records that PERFORMANCE may be quoted from where nothing can be timed.
-    Raises MachineError for a folder that cannot be written, before anything is run.
+    required: the required speedup; overrides the one of the candidate's rung.
+    profile: True to take a Nsight Compute profile in EVIDENCE, if ncu and a GPU are available.
+    kept: records with cached timings for PERFORMANCE, used if this machine cannot time.
+    Raises MachineError for an unwritable folder, before any gate runs.
     """
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
@@ -100,29 +100,29 @@ def validate(
         required = record.speedups[0].required or None
         text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
         write_whole(request.out / COMPARISON, text)
-    else:  # an older run's comparison must not pass for this one's
+    else:  # Remove the comparison of an older run, so that it is not taken for this run's.
         (request.out / COMPARISON).unlink(missing_ok=True)
     return Outcome(record, folder, run.sides)
 
 
 def _exam(run: GateRun) -> Exam:
-    """What was asked, for the record."""
-    asked = run.request.check_plan
-    if asked is None:
+    """Summarise the check plan for the record."""
+    plan = run.request.check_plan
+    if plan is None:
         return Exam(seed=None, complete=False, missing=["some of the task's cases"])
-    drawn = {shape.name: dict(shape.dims) for shape in asked.random_shapes}
-    missing = [*asked.missing, *_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
-    return Exam(seed=asked.seed, drawn=drawn, complete=not missing, missing=missing)
+    random_shapes = {shape.name: dict(shape.dims) for shape in plan.random_shapes}
+    missing = [*plan.missing, *_report_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
+    return Exam(seed=plan.seed, drawn=random_shapes, complete=not missing, missing=missing)
 
 
-def _constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
-    """Name the shapes whose inputs are the same for all seeds: a kernel could hold their answers."""
+def _report_constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
+    """Report the shapes with equal inputs for all seeds: a kernel could hold precomputed answers."""
     digests: dict[str, list[str]] = {}
     for row in rows:
         if row.variant == NORMAL:
             digests.setdefault(row.shape, []).append(row.inputs_digest)
-    same = [shape for shape, found in digests.items() if len(found) > 1 and len(set(found)) == 1]
-    return [f"inputs that depend on the seed ({', '.join(same)})"] if same else []
+    constant = [shape for shape, values in digests.items() if len(values) > 1 and len(set(values)) == 1]
+    return [f"inputs that depend on the seed ({', '.join(constant)})"] if constant else []
 
 
 def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
@@ -148,10 +148,10 @@ def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
 def _evidence(run: GateRun, profile: bool) -> None:
     request = run.request
     candidate = run.built(CANDIDATE)
-    assert candidate is not None  # until_correct built every side
+    assert candidate is not None  # until_correct compiled all implementations.
     counts = run.correctness.counts
     emulated = evidence.format_emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
-    result = evidence.check(candidate, *_promising_rung(run), emulated)
+    result = evidence.check(candidate, *_build_predecessor(run), emulated)
     note = request.cannot_time() if profile else "not asked for"
     if note is None and run.status("CORRECTNESS") != "PASS":
         note = "not taken: CORRECTNESS did not pass"
@@ -163,10 +163,10 @@ def _evidence(run: GateRun, profile: bool) -> None:
     run.add(result)
 
 
-def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
-    """The candidate's rung, and its predecessor built for the same shapes and format, where it has them.
+def _build_predecessor(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
+    """Return the candidate's rung, and the compiled rung before it for the same shapes and format.
 
-    No rung for a solution, and for toggles that do not belong to one.
+    The rung is None for a solution and for toggles that belong to no rung.
     """
     request, config = run.request, run.request.task.config
     rung = run.implementations[CANDIDATE].rung
@@ -176,14 +176,14 @@ def _promising_rung(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     family, shapes = request.task.family, request.shapes
     try:
         return rung, build_side("predecessor", family, before, request.format, shapes, request.target, rejections={})
-    except UsageError:  # the rung does what no rung before it did
+    except UsageError:  # The rung before it supports none of these shapes.
         return rung, None
 
 
 def _write(record: Record, parent: Path, run: GateRun) -> Path:
-    """Write a record, its report and plot, and each side's files into a new run folder; returns the folder.
+    """Write a record, its report and plot, and each implementation's files into a new run folder. Return the folder.
 
-    Of a solution, also its sources as they were judged.
+    A solution's sources are included.
     """
     with new_run_folder(parent, run.stamp) as (work, publish):
         plot = PLOT if record.speedups else None

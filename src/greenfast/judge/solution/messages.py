@@ -1,7 +1,6 @@
-"""What the judge and a solution's process say to each other: MessagePack with a schema, and nothing that can run.
+"""The messages between the judge and a solution's process: MessagePack with a schema. They contain only data.
 
-A message is four bytes of length, least first, and that many bytes. Every question has a number that its answer
-repeats.
+A message is its length in four bytes, little-endian, and that many bytes. A reply repeats the number of its request.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _DTYPES = {
 Text = Annotated[str, Meta(max_length=1000)]
 Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", max_length=1000)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
-#: BUILD says which of these no GPU takes.
+#: Extents of a grid or a block. BUILD checks them against the limits of GPUs.
 Extents = tuple[Count, Count, Count]
 
 
@@ -80,7 +79,7 @@ class ArrayData(_Message, frozen=True, tag="array"):
 
 
 class StructData(_Message, frozen=True, tag="struct"):
-    """A struct whose fields are laid out when it is launched."""
+    """A struct with fields. Their offsets are computed at the launch."""
 
     fields: list[BufferData | ScalarData | ArrayData | StructData | TensorMapData]
 
@@ -139,7 +138,7 @@ class WorkspaceData(_Message, frozen=True):
 class Buffer(_Message, frozen=True):
     """A buffer of the problem's case: its dtype's name and shape.
 
-    output: whether the program writes it. path: a file of its bytes, an example of what it may hold; empty for none.
+    output: True if the program writes it. path: a file with example data; empty for none.
     """
 
     dtype: Text
@@ -149,7 +148,7 @@ class Buffer(_Message, frozen=True):
 
 
 class Load(_Message, frozen=True, tag="load"):
-    """Import a solution's code. module: an importable name, in place of the folder's file; empty for none."""
+    """Request to import a solution's code. module: an importable name that replaces the folder's file, or empty."""
 
     solution: SolutionConfig
     folder: str
@@ -157,7 +156,7 @@ class Load(_Message, frozen=True, tag="load"):
 
 
 class Render(_Message, frozen=True, tag="render"):
-    """The program for a shape."""
+    """Request for the program of a shape."""
 
     toggles: dict[str, int]
     format: str
@@ -169,7 +168,7 @@ class Render(_Message, frozen=True, tag="render"):
 
 
 class Choose(_Message, frozen=True, tag="choose"):
-    """The rung that a family recommends."""
+    """Request for the rung that a family recommends."""
 
     target: str
     multiprocessors: int
@@ -178,26 +177,26 @@ class Choose(_Message, frozen=True, tag="choose"):
 
 
 class RpcRequest(_Message, frozen=True):
-    """What the judge asks."""
+    """A request of the judge with its number."""
 
     number: int
     call: Load | Render | Choose
 
 
-class Ready(_Message, frozen=True, tag="confined"):
-    """The first message, before any code of the solution is run: what protects from it."""
+class Ready(_Message, frozen=True, tag="ready"):
+    """The first message of a confined process, before it runs any code of the solution. sandbox: the protections."""
 
     sandbox: list[Line]
 
 
 class Loaded(_Message, frozen=True, tag="loaded"):
-    """The solution's code is imported; it has these functions."""
+    """Reply: the solution's code is imported. functions: their names."""
 
     functions: list[Line]
 
 
 class AllocationData(_Message, frozen=True):
-    """Memory that is taken before a step; the fields are as in ``spec.kernel.Allocation``."""
+    """An allocation before a step. The fields are those of ``spec.kernel.Allocation``."""
 
     step: Annotated[int, Meta(ge=0, le=MAX_LAUNCHES)]
     buffer: Line
@@ -221,26 +220,26 @@ class Chosen(_Message, frozen=True, tag="chosen"):
     reason: Text
 
 
-class MissingDependency(_Message, frozen=True, tag="absent"):
-    """What the language needs is not on this machine."""
+class MissingDependency(_Message, frozen=True, tag="missing_dependency"):
+    """Reply: a dependency of the solution's language is missing on this machine."""
 
     text: str
 
 
-class Rejected(_Message, frozen=True, tag="refused"):
-    """The solution says that it does not do what was asked."""
+class Rejected(_Message, frozen=True, tag="rejected"):
+    """Reply: the solution does not support the request."""
 
     text: str
 
 
-class CompileFailed(_Message, frozen=True, tag="uncompiled"):
-    """The compiler of the solution's language refuses it; text: its message."""
+class CompileFailed(_Message, frozen=True, tag="compile_failed"):
+    """Reply: the solution does not compile. text: the compiler's message."""
 
     text: str
 
 
-class ExceptionReply(_Message, frozen=True, tag="raised"):
-    """The solution's code raised; text: the exception, lines: where in its files. exits: whether it was sys.exit."""
+class ExceptionReply(_Message, frozen=True, tag="exception"):
+    """Reply: the solution's code raised. text: the exception. lines: its traceback. exits: True for sys.exit."""
 
     text: str
     lines: list[str]
@@ -248,62 +247,62 @@ class ExceptionReply(_Message, frozen=True, tag="raised"):
 
 
 class RpcReply(_Message, frozen=True):
-    """What the solution's process says."""
+    """A reply of the solution's process, with the number of its request."""
 
     number: int
     reply: Ready | Loaded | Rendered | Chosen | MissingDependency | Rejected | CompileFailed | ExceptionReply
 
 
 def encode_program(program: Program) -> Rendered:
-    """A program as data. Raises UsageError for an argument that is no data."""
+    """Encode a program. Raises UsageError for an argument that cannot be encoded."""
     return Rendered(
-        [_step(step) for step in program.steps],
+        [_encode_step(step) for step in program.steps],
         {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
         [AllocationData(a.step, a.buffer, a.offset, a.nbytes) for a in program.allocations],
         program.function_us,
     )
 
 
-def _step(step: Step) -> StepData:
+def _encode_step(step: Step) -> StepData:
     kernel, launch = step.kernel, step.launch
     return StepData(
         entry=kernel.entry,
         source=kernel.source,
         name=kernel.name,
         include_dirs=[str(folder) for folder in kernel.include_dirs],
-        block=_three(kernel.block),
+        block=_encode_extents(kernel.block),
         dynamic_smem_bytes=int(kernel.dynamic_smem_bytes),
         phases=list(kernel.phases),
         requires=kernel.requires,
         language=kernel.language,
         binary=kernel.binary,
-        grid=_three(launch.grid),
-        args=[_argument(argument) for argument in launch.args],
+        grid=_encode_extents(launch.grid),
+        args=[_encode_argument(argument) for argument in launch.args],
         early=bool(launch.early),
-        cluster=_three(launch.cluster),
+        cluster=_encode_extents(launch.cluster),
         cooperative=bool(launch.cooperative),
     )
 
 
-def _three(extents: tuple[int, int, int]) -> tuple[int, int, int]:
+def _encode_extents(extents: tuple[int, int, int]) -> tuple[int, int, int]:
     x, y, z = map(int, extents)
     return x, y, z
 
 
-def _argument(argument: Argument) -> ArgumentData:
+def _encode_argument(argument: Argument) -> ArgumentData:
     if isinstance(argument, Packed):
         return PackedData(argument.data, list(argument.pointers))
     if isinstance(argument, (ctypes.Structure, ctypes.Union, bytes)):
         return BytesData(bytes(argument))
     if isinstance(argument, np.void):
         return BytesData(argument.tobytes())
-    field = _field(argument)
+    field = _encode_field(argument)
     if isinstance(field, ArrayData):
         raise UsageError("an argument of a launch is an array; give a buffer's name, or a Struct with an array")
     return field
 
 
-def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | TensorMapData:
+def _encode_field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | TensorMapData:
     if isinstance(field, TensorMap):
         sizes = (field.shape, field.strides, field.box)
         shape, strides, box = ([int(n) for n in values] for values in sizes)
@@ -311,7 +310,7 @@ def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | Ten
     if isinstance(field, str):
         return BufferData(field)
     if isinstance(field, Struct):
-        return StructData([_field(inner) for inner in field.fields])
+        return StructData([_encode_field(inner) for inner in field.fields])
     if isinstance(field, (np.generic, np.ndarray)) and field.dtype.name in _DTYPES:
         if isinstance(field, np.ndarray):
             return ArrayData(field.dtype.name, list(field.shape), field.tobytes())
@@ -323,7 +322,7 @@ def _field(field: Any) -> BufferData | ScalarData | ArrayData | StructData | Ten
 
 
 def decode_program(data: Rendered) -> Program:
-    """The program of a message. Raises ValueError for values that do not fit each other."""
+    """Decode a program. Raises ValueError for inconsistent values."""
     steps = []
     for step in data.steps:
         kernel = KernelSource(
@@ -338,7 +337,7 @@ def decode_program(data: Rendered) -> Program:
             language=step.language,
             binary=step.binary,
         )
-        arguments = tuple(_decoded(argument) for argument in step.args)
+        arguments = tuple(_decode_argument(argument) for argument in step.args)
         steps.append(Step(kernel, Launch(step.grid, arguments, step.early, step.cluster, step.cooperative)))
     for name, workspace in data.workspaces.items():
         if workspace.data and len(workspace.data) != workspace.nbytes:
@@ -348,17 +347,17 @@ def decode_program(data: Rendered) -> Program:
     return Program(tuple(steps), workspaces, allocations, data.function_us)
 
 
-def _decoded(data: ArgumentData | ArrayData) -> Any:
+def _decode_argument(data: ArgumentData | ArrayData) -> Any:
     if isinstance(data, BufferData):
         return data.name
     if isinstance(data, BytesData):
         return data.data
     if isinstance(data, PackedData):
-        if any(at + 8 > len(data.data) for at, *_ in data.pointers):
+        if any(offset + 8 > len(data.data) for offset, *_ in data.pointers):
             raise ValueError("an address beyond the bytes that hold it")
         return Packed(data.data, tuple(data.pointers))
     if isinstance(data, StructData):
-        return Struct(tuple(map(_decoded, data.fields)))
+        return Struct(tuple(map(_decode_argument, data.fields)))
     if isinstance(data, TensorMapData):
         shape, strides, box = (tuple(values) for values in (data.shape, data.strides, data.box))
         return TensorMap(data.buffer, data.dtype, shape, strides, box, data.swizzle)
