@@ -52,8 +52,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("greenfast.flash_attn")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

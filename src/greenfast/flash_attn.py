@@ -1,4 +1,4 @@
-"""FlashAttention's functions for servers, computed in FP8: the names, arguments and shapes of FlashAttention-3.
+"""FlashAttention-3's functions for servers, computed in FP8, with its names, arguments and shapes.
 
     from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -64,25 +64,25 @@ def flash_attn_varlen_func(
     cp_rank: int = 0,
     cp_tot_seqused_k: Tensor | None = None,
 ) -> Result:
-    """Attention of sequences that lie one after another, over their own keys or over a paged FP8 cache.
+    """Attention of packed sequences, over their own keys or over a paged FP8 cache.
 
     q: (total_q, heads, head_dim) of float16 or bfloat16, or float8_e4m3fn with q_descale (batch, kv_heads).
-    Without block_table: k, v (total_k, kv_heads, head_dim) with cu_seqlens_k, of q's dtype, which are quantized, each
-    token and head with its scale; or float8_e4m3fn with k_descale, v_descale.
-    With block_table (or page_table), int32 (batch, max_pages): k, v are the pages of a cache, float8_e4m3fn, as
-    ``PagedKVCache`` has them, with k_descale, v_descale their scales and seqused_k, int32 (batch,), their lengths.
+    Without block_table: k, v (total_k, kv_heads, head_dim) with cu_seqlens_k, of q's dtype; each token and head is
+    quantized with its own scale. They may also be float8_e4m3fn with k_descale, v_descale.
+    With block_table (or page_table), int32 (batch, max_pages): k, v are the float8_e4m3fn pages of a ``PagedKVCache``,
+    k_descale, v_descale their scales and seqused_k, int32 (batch,), the lengths.
     cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: at least the longest sequence's. Lengths
-    of 0 are fine, on either side.
+    of 0 are allowed, on either side.
     causal and window_size: aligned at a sequence's last query and key. s_aux: (heads,), the sinks' logits.
-    scheduler_metadata: a ``ServingPlan`` of these lengths. out: where the output is written.
+    scheduler_metadata: a ``ServingPlan`` of these lengths. out: the tensor for the output.
 
     Returns the output, (total_q, heads, head_dim) of q's dtype (bfloat16 for E4M3); with return_attn_probs or
     return_softmax_lse also the natural log-sum-exp, float32 (heads, total_q). There are no gradients.
 
-    Raises TypeError and ValueError for what does not fit and NotImplementedError for what no kernel computes, naming
-    the argument, before any work.
+    Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for calls without a kernel,
+    naming the argument, before any work.
     """
-    if in_context_parallel():  # before anything is refused: the other ranks are told of it
+    if in_context_parallel():  # before any check: a refusal must reach the other ranks
         return ACTIVE[-1].varlen(  # type: ignore[no-any-return]
             q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), softmax_scale, causal, softcap,
             return_attn_probs or return_softmax_lse, out,
@@ -111,7 +111,7 @@ def flash_attn_varlen_func(
     if not torch.compiler.is_compiling():
         keys = (k, v, out, None, None) if table is not None else (None, None, out, k, v)
         plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
-        # A pair or one argument, so that no other arguments are in the places of these.
+        # A pair or one argument, so that requests with other arguments differ in length.
         window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
         request = (
             q, *keys, None, None, cu_seqlens_k, None, table, cu_seqlens_q, seqused_k, k_descale, v_descale, q_descale,
@@ -138,7 +138,7 @@ def flash_attn_varlen_func(
             return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, scales, wants_lse, request)
         _check_pages(k=k, v=v)
         return call.attend(k, v, table, seqused_k, scales, wants_lse, request)  # type: ignore[arg-type]
-    except (TypeError, ValueError, NotImplementedError) as e:  # the operators' names of the arguments
+    except (TypeError, ValueError, NotImplementedError) as e:  # errors name the operator's arguments
         if e.args and isinstance(e.args[0], str):
             e.args = (e.args[0].replace("k_cache", "k").replace("v_cache", "v"), *e.args[1:])
         raise
@@ -181,18 +181,19 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Result:
-    """Attention over an FP8 cache, to which new keys and values are appended first where ``k`` and ``v`` are given.
+    """Attention over an FP8 cache. If ``k`` and ``v`` are given, they are first appended to it.
 
     q: (batch, seqlen, heads, head_dim), or with cu_seqlens_q (total_q, heads, head_dim) and max_seqlen_q.
     k_cache, v_cache: float8_e4m3fn pages with page_table (or block_table), as in ``flash_attn_varlen_func``; without it
     (batch_cache, seqlen_cache, kv_heads, head_dim), seqlen_cache a multiple of 16, of the sequences that
-    cache_batch_idx names. k_descale, v_descale: the scales, 1 by default.
+    cache_batch_idx selects. k_descale, v_descale: the scales, 1 by default.
     cache_seqlens: an int, or int32 (batch,): keys in the cache before the call; without it the cache is full.
     k, v: (batch, seqlen_new, kv_heads, head_dim), or with cu_seqlens_k_new (total_new, kv_heads, head_dim), of q's
-    dtype: quantized and written behind those keys, with scales per token where k_descale and v_descale have these. With
-    rotary_cos and rotary_sin, (positions, rotary_dim / 2), k and q are rotated first, by their positions, or counted
-    from rotary_seqlens; then q and k have the same tokens, and several of each a causal mask or a window.
-    The rest as in ``flash_attn_varlen_func``.
+    dtype. They are quantized and written after those keys, with scales per token if k_descale and v_descale have these.
+    With rotary_cos and rotary_sin, (positions, rotary_dim / 2), k and q are rotated first, by their positions, or
+    counted from rotary_seqlens. Then q and k must have the same tokens, and several of each need a causal mask or a
+    window.
+    The other arguments are as in ``flash_attn_varlen_func``.
 
     Returns the output, of q's shape; with return_softmax_lse also the natural log-sum-exp, float32 (batch, heads,
     seqlen), or (heads, total_q) with cu_seqlens_q.
@@ -215,10 +216,10 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         replayed = replay(ATTENTION_CACHE, request, q, out)
         if replayed is not None:
-            found, lse = replayed
+            result, lse = replayed
             if lse is None:
-                return found  # type: ignore[no-any-return]
-            return found, lse if q.dim() == 3 else lse.view(-1, *q.shape[:2]).transpose(0, 1)
+                return result  # type: ignore[no-any-return]
+            return result, lse if q.dim() == 3 else lse.view(-1, *q.shape[:2]).transpose(0, 1)
     check_flag("return_softmax_lse", return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved)
     if (k is None) != (v is None) or (k is None and not (rotary_cos is None and rotary_sin is None)):
@@ -227,36 +228,36 @@ def flash_attn_with_kvcache(
         _check_query(q, 4, "batch, seqlen, heads, head_dim")
         (batch, length), rows = q.shape[:2], q.flatten(0, 1)
         starts = get_constant(q, "arange", length, batch)
-        most = length
+        max_length = length
     else:
         _check_query(q, 3, "total_q, heads, head_dim")
         check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
         assert max_seqlen_q is not None
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
-        batch, length, rows, starts, most = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
+        batch, length, rows, starts, max_length = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
     has_table = table is not None
     k_cache, v_cache, table = _view_cache(k_cache, v_cache, table, cache_batch_idx, batch)
     used = _parse_lengths(q, cache_seqlens, batch, table.shape[1] * k_cache.shape[1])
     target = out if out is None or length is None else _flatten_out(out)
     call = AttentionCall(
-        rows, starts, most, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target
+        rows, starts, max_length, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, target
     )
     call.has_table = has_table
     scales = (q_descale, k_descale, v_descale)
     if k is not None and v is not None:
         used = call.append(k, v, k_cache, v_cache, table, used, cu_seqlens_k_new, scales, rotary, length)
-    found = call.attend(k_cache, v_cache, table, used, scales, return_softmax_lse, request)
+    result = call.attend(k_cache, v_cache, table, used, scales, return_softmax_lse, request)
     if length is None:
-        return found
-    if not isinstance(found, tuple):
-        return found.view(q.shape) if out is None else out
-    sums = found[1].view(-1, batch, length).transpose(0, 1)
-    return (found[0].view(q.shape) if out is None else out), sums
+        return result
+    if not isinstance(result, tuple):
+        return result.view(q.shape) if out is None else out
+    sums = result[1].view(-1, batch, length).transpose(0, 1)
+    return (result[0].view(q.shape) if out is None else out), sums
 
 
-def _reject_arguments(**given: Any) -> None:
-    for name, value in given.items():
+def _reject_arguments(**arguments: Any) -> None:
+    for name, value in arguments.items():
         if value is not None and (isinstance(value, Tensor) or value):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise NotImplementedError(f"{name}: {shown}; the kernels have none, leave it out (docs/flash_attn.md)")
@@ -270,7 +271,7 @@ def _check_query(q: Any, dims: int, names: str) -> None:
 
 def _select_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
     if block_table is not None and page_table is not None:
-        raise ValueError("page_table: given together with block_table, which is another name of it")
+        raise ValueError("page_table: given together with block_table; both are names of one argument")
     return page_table if block_table is None else block_table
 
 
@@ -284,11 +285,11 @@ def _check_pages(**caches: Any) -> None:
 def _view_cache(
     k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache as pages, and its block table."""
+    """Return the cache as pages, and its block table."""
     _check_pages(k_cache=k_cache, v_cache=v_cache)
     if table is not None:
         if batch_idx is not None:
-            raise ValueError("cache_batch_idx: given with page_table, whose rows are the sequences")
+            raise ValueError("cache_batch_idx: given with page_table; its rows are the sequences")
         if not isinstance(table, Tensor) or table.dim() != 2:
             raise ValueError(f"page_table: {describe_tensor(table)}; int32 (batch, max_pages) is needed")
         return k_cache, v_cache, table
@@ -306,17 +307,20 @@ def _view_cache(
 
 
 def _flatten_out(out: Tensor) -> Tensor:
-    """(batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim): a view, since it is written to."""
+    """View (batch, seqlen, heads, head_dim) as (batch * seqlen, heads, head_dim).
+
+    It must be a view, since it is written.
+    """
     check_strided("out", out)
     if out.dim() != 4:
         raise ValueError(f"out: {describe_tensor(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
     several = not is_known(out.shape[0] <= 1) and not is_known(out.shape[1] == 1)
     if several and not is_known(out.stride(0) == out.shape[1] * out.stride(1)):
-        raise ValueError(f"out: its strides are {out.stride()}; its sequences must lie one after another")
+        raise ValueError(f"out: its strides are {out.stride()}; its sequences must be contiguous")
     return out.flatten(0, 1)
 
 
-def _parse_lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, most: Any) -> Tensor:
+def _parse_lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, capacity: Any) -> Tensor:
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dim() != 1 or not require(cache_seqlens.shape[0] == batch):
             raise ValueError(
@@ -324,7 +328,9 @@ def _parse_lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, mo
             )
         return cache_seqlens
     if cache_seqlens is None:
-        cache_seqlens = most
+        cache_seqlens = capacity
     check_length("cache_seqlens", cache_seqlens, MAX_LENGTH)
-    length: Any = cache_seqlens if torch.compiler.is_compiling() else int(cache_seqlens)  # int() would fix a symbol
+    length: Any = (
+        cache_seqlens if torch.compiler.is_compiling() else int(cache_seqlens)
+    )  # int() would specialize a symbol
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)

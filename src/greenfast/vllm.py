@@ -1,8 +1,8 @@
-"""An attention backend for vLLM (v1, as of 0.33): FP8 caches in pages of ours, in the tensors that vLLM allocates.
+"""An attention backend for vLLM (v1, as of 0.33): FP8 pages of greenfast in the tensors that vLLM allocates.
 
     vllm serve MODEL --attention-backend GREENFAST --kv-cache-dtype fp8_per_token_head
 
-Importing this module needs vLLM, which finds it by the entry point ``greenfast`` of ``vllm.general_plugins``.
+Importing this module needs vLLM. vLLM finds it by the entry point ``greenfast`` of ``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from greenfast.serving.plan import ServingPlan, append_kv
 
 NAME = "GREENFAST"
 _PER_TOKEN = "fp8_per_token_head"
-_SCALE_BYTES = 2 * torch.float32.itemsize  # of K and V, for each token and head
+_SCALE_BYTES = 2 * torch.float32.itemsize  # per token and head
 
 
 def register() -> None:
-    """Make the backend known to vLLM, which calls this in each of its processes; again does nothing."""
+    """Register the backend with vLLM. vLLM calls this in each of its processes; further calls do nothing."""
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, f"{__name__}.{GreenfastBackend.__qualname__}")
 
 
 class GreenfastBackend(AttentionBackend):
-    """What the kernels take. Caches have the dtype fp8 (E4M3, scales per tensor) or fp8_per_token_head."""
+    """The capabilities of the kernels. Caches have the dtype fp8 (E4M3, scales per tensor) or fp8_per_token_head."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["fp8", "fp8_e4m3", _PER_TOKEN]
@@ -49,64 +49,64 @@ class GreenfastBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The member of vLLM's registry."""
+        """Return the name in vLLM's registry."""
         return NAME
 
     @staticmethod
     def get_impl_cls() -> type[GreenfastImpl]:
-        """What a layer makes."""
+        """Return the class of a layer."""
         return GreenfastImpl
 
     @staticmethod
     def get_builder_cls() -> type[GreenfastMetadataBuilder]:
-        """What a group of layers makes."""
+        """Return the class of the metadata builder of a group of layers."""
         return GreenfastMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Tokens of a page; vLLM cuts its blocks into these."""
+        """Return the page sizes in tokens. vLLM splits its blocks into these."""
         return list(PAGE_SIZES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head dims."""
+        """Return the head dims."""
         return list(HEAD_DIMS)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Those in which the bytes of a block of a layer are one run, in which our pages lie."""
+        """Return the layouts with contiguous bytes for one block of one layer. These bytes hold greenfast's pages."""
         return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """With scales per token and head each token of a head has its K, its V and two float32."""
+        """Add two float32 scales per token and head to the bytes of K and V, if scales are per token and head."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + _SCALE_BYTES)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Hopper."""
+        """Return whether a GPU is a Hopper GPU."""
         return bool(capability.major == 9)
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """A logit per head."""
+        """Return True: sinks are one logit per head."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """To the left."""
+        """Return True: windows extend to the left."""
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """A token's bits depend on its own sequence alone."""
+        """Return True: the bits of a token depend on its own sequence only."""
         return True
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """No: connectors that move parts of a block know vLLM's order of its bytes, and the order here is ours."""
+        """Return False: connectors that move parts of a block assume vLLM's order of its bytes."""
         return False
 
 
@@ -114,8 +114,8 @@ class GreenfastBackend(AttentionBackend):
 class GreenfastMetadata(AttentionMetadata):
     """A batch, for the layers of a group.
 
-    int32 tensors: query_start_loc (batch + 1,), seq_lens (batch,), block_table (batch, blocks). plan: None where a CUDA
-    graph is captured, whose replays have other lengths.
+    int32 tensors: query_start_loc (batch + 1,), seq_lens (batch,), block_table (batch, blocks). plan: None while a CUDA
+    graph is captured, because its replays have other lengths.
     """
 
     num_actual_tokens: int
@@ -128,7 +128,7 @@ class GreenfastMetadata(AttentionMetadata):
 
 
 class GreenfastMetadataBuilder(AttentionMetadataBuilder[GreenfastMetadata]):
-    """Makes one plan for the layers of a group in each step."""
+    """Builds one plan per step for the layers of a group."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -138,17 +138,18 @@ class GreenfastMetadataBuilder(AttentionMetadataBuilder[GreenfastMetadata]):
         self.window = _parse_window(getattr(kv_cache_spec, "sliding_window", None))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> GreenfastMetadata:
-        """The metadata of a step."""
-        found = self.build_for_cudagraph_capture(common_attn_metadata)
+        """Build the metadata of a step."""
+        metadata = self.build_for_cudagraph_capture(common_attn_metadata)
         spec = self.kv_cache_spec
-        found.plan = ServingPlan(
-            found.query_start_loc, found.seq_lens, found.max_query_len, heads=self.heads, kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_size, causal=True, window_size=self.window, total_q=found.num_actual_tokens,
+        metadata.plan = ServingPlan(
+            metadata.query_start_loc, metadata.seq_lens, metadata.max_query_len, heads=self.heads,
+            kv_heads=spec.num_kv_heads, head_dim=spec.head_size, causal=True, window_size=self.window,
+            total_q=metadata.num_actual_tokens,
         )  # fmt: skip
-        return found
+        return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> GreenfastMetadata:
-        """The same without a plan: the kernels then plan in each call, from what the tensors hold at a replay."""
+        """Build the same without a plan. Each call then plans by itself, from the lengths at the replay."""
         m = common_attn_metadata
         if m.causal is not True:
             raise NotImplementedError(f"{NAME}: causal={m.causal}; only causal attention is computed")
@@ -167,7 +168,7 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Raises NotImplementedError for what no kernel computes."""
+        """Raise NotImplementedError for options without a kernel."""
         if alibi_slopes is not None or attn_type != AttentionType.DECODER:
             raise NotImplementedError(
                 f"{NAME}: alibi_slopes {alibi_slopes}, attn_type {attn_type}; neither is computed"
@@ -180,21 +181,22 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, None if sinks is None else sinks.float()
         self.window, self.softcap = _parse_window(sliding_window), float(logits_soft_cap or 0.0)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._made: tuple[tuple[Any, ...], KVPages] | None = None
+        self._cached_pages: tuple[tuple[Any, ...], KVPages] | None = None
 
     def pages(self, layer: Any, kv_cache: Tensor) -> KVPages:
-        """Our pages in vLLM's tensor, (blocks, kv_heads, page_size, bytes of K, V and perhaps scales of a token).
+        """Return greenfast's pages in vLLM's tensor, (blocks, kv_heads, page_size, bytes per token).
 
-        Raises ValueError for a tensor of another layout than ``supported_kv_cache_layouts`` names.
+        The bytes of a token are those of K, V and optional scales. Raises ValueError for a tensor with a layout that is
+        not in ``supported_kv_cache_layouts``.
         """
-        at = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if self._made is None or self._made[0] != at:
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self._cached_pages is None or self._cached_pages[0] != key:
             memory = kv_cache.view(torch.uint8)
             blocks, heads, size, content = memory.shape
             scaled = _SCALE_BYTES if self.kv_cache_dtype == _PER_TOKEN else 0
             dense = all(
-                n == 1 or stride == wanted
-                for n, stride, wanted in zip(
+                n == 1 or stride == expected
+                for n, stride, expected in zip(
                     memory.shape[1:], memory.stride()[1:], (size * content, content, 1), strict=True
                 )
             )
@@ -204,17 +206,17 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
                     f"({self.num_kv_heads}, tokens, {2 * self.head_size + scaled}) that are dense are needed"
                 )
             memory = memory.as_strided((blocks, heads * size * content), (memory.stride(0), 1))
-            self._made = at, view_pages(memory, size, heads, self.head_size)
-        found = self._made[1]
+            self._cached_pages = key, view_pages(memory, size, heads, self.head_size)
+        pages = self._cached_pages[1]
         if self.kv_cache_dtype != _PER_TOKEN:
-            found = found._replace(k_scale=_squeeze_scale(layer._k_scale), v_scale=_squeeze_scale(layer._v_scale))
-        return found
+            pages = pages._replace(k_scale=_squeeze_scale(layer._k_scale), v_scale=_squeeze_scale(layer._v_scale))
+        return pages
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Quantize keys and values, (tokens, kv_heads, head_dim), and write them where slot_mapping, int64, says."""
-        if kv_cache.numel() == 0:  # vLLM measures memory
+        """Quantize keys and values, (tokens, kv_heads, head_dim), and write them to the slots in slot_mapping."""
+        if kv_cache.numel() == 0:  # memory profiling
             return
         pages, count = self.pages(layer, kv_cache), slot_mapping.shape[0]
         append_kv(
@@ -227,10 +229,10 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
         attn_metadata: GreenfastMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of query (tokens, heads, head_dim) over the cache, written to output, of the same shape."""
+        """Compute attention of query (tokens, heads, head_dim) over the cache into output, of the same shape."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{NAME}: output_scale: quantized outputs are not written")
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # memory profiling
             return output.fill_(0)
         m, pages, count = attn_metadata, self.pages(layer, kv_cache), attn_metadata.num_actual_tokens
         plan = m.plan if m.plan is not None and m.plan.mask == (True, *self.window) else None
@@ -244,10 +246,10 @@ class GreenfastImpl(AttentionImpl[GreenfastMetadata]):
 
 
 def _parse_window(sliding_window: int | None) -> tuple[int, int]:
-    """(left, right) of a window that counts the query's own token, as vLLM's do."""
+    """Return (left, right) of a window that includes the query's own token, as vLLM's do."""
     return (-1 if sliding_window is None else sliding_window - 1), 0
 
 
 def _squeeze_scale(scale: Tensor) -> Tensor:
-    """One for all heads as a tensor without dimensions, or one for each head."""
+    """Return one scale for all heads without dimensions, or one scale per head."""
     return scale.view(()) if scale.numel() == 1 else scale.view(-1)

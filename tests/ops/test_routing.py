@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"query": Q.float(), "key": K.float(), "value": V.float()}, "query: torch.float32; the kernels take"),
     ({"key": K.half()}, "key: another dtype than query"),
     ({"value": V[:, :, :30]}, "value: another length than key"),
-    ({"key": torch.cat([K, K[:1]]), "value": torch.cat([V, V[:1]])}, "key: another batch than query"),
+    ({"key": torch.cat([K, K[:1]]), "value": torch.cat([V, V[:1]])}, "key: its batch differs from query's"),
     ({"key": K[..., :32], "value": V[..., :32]}, "key: another head_dim than query"),
     ({"key": K[:, :2], "value": V[:, :2]}, "key: its heads differ from query's"),
     ({"key": K[:, :3], "value": V[:, :3], "enable_gqa": True}, "key: the heads of query are not a multiple"),

@@ -442,7 +442,10 @@ def test_explanations() -> None:
 
 
 def test_explanations_say_how_values_lie() -> None:
-    layouts = {"grouped": "an FP8 cache with V in groups", "rows": "an FP8 cache with V in rows, turned on their way"}
+    layouts = {
+        "grouped": "an FP8 cache with V in groups",
+        "rows": "an FP8 cache with V in rows, transposed in the kernel",
+    }
     for layout, words in layouts.items():
         c = case([(3, 70)], layout=layout)
         assert format_reason([c.q, c.k_cache, c.v_cache, c.block_table]).startswith(words)

@@ -74,7 +74,7 @@ def test_slots() -> None:
     ]
     assert cache.slot_mapping([], [], []).dtype == torch.int64
     assert cache.slot_mapping(["a", "b"], [32, 2], [0, 0]).tolist() == []
-    with pytest.raises(ValueError, match="starts, counts: 3 tokens from 14 of 'b', whose pages have 16"):
+    with pytest.raises(ValueError, match="starts, counts: 3 tokens from 14 of 'b'; its pages hold 16"):
         cache.slot_mapping(["b"], [14], [3])
     with pytest.raises(KeyError):
         cache.slot_mapping(["c"], [0], [1])

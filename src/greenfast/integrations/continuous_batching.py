@@ -82,16 +82,16 @@ def _wrap(owner: Any, name: str, ours: Any) -> None:
     """Replace a function by ``ours``, which gets the original as its first argument; once."""
     original = getattr(owner, name)
     if not getattr(original, "is_greenfast_paged", False):
-        made = functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
-        made.is_greenfast_paged = True  # type: ignore[attr-defined]
-        setattr(owner, name, made)
+        wrapper = functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
+        wrapper.is_greenfast_paged = True  # type: ignore[attr-defined]
+        setattr(owner, name, wrapper)
 
 
 def _is_ours(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == PAGED
 
 
-def _check_implementation(original: Any, model: Any, attn_implementation: str | None, *args: Any, **more: Any) -> str:
+def _check_implementation(original: Any, model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
     """The implementation's name after transformers' checks, which would cut off ``paged|``."""
     if attn_implementation == _PUBLIC_NAME:
         attn_implementation = PAGED
@@ -100,35 +100,35 @@ def _check_implementation(original: Any, model: Any, attn_implementation: str | 
             f'{type(model).__name__}: attn_implementation="{_PUBLIC_NAME}" is not for this model: it does not support '
             "FlashAttention, so its attention would run without the masks that it needs"
         )
-    found: str = original(model, attn_implementation, *args, **more)
-    return found
+    implementation: str = original(model, attn_implementation, *args, **kwargs)
+    return implementation
 
 
-def _switch_implementation(original: Any, manager: Any, model: Any, *args: Any, **more: Any) -> None:
+def _switch_implementation(original: Any, manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     name = model.config._attn_implementation
     if name not in (NAME, PAGED):
-        original(manager, model, *args, **more)
+        original(manager, model, *args, **kwargs)
     elif name == NAME:
         model.set_attn_implementation(PAGED)
         manager._original_attn_impl = name  # which the manager sets again when it stops
 
 
-def _resolve_config(original: Any, config: Any, cb_config: Any, *args: Any, **more: Any) -> Any:
+def _resolve_config(original: Any, config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
     if _is_ours(config) and cb_config.page_size == _DEFAULT_PAGE_SIZE:
         cb_config = copy.copy(cb_config)
         cb_config.page_size = PAGE_SIZES[-1]
-    return original(config, cb_config, *args, **more)
+    return original(config, cb_config, *args, **kwargs)
 
 
-def _allow_block_tables(original: Any, config: Any, *args: Any, **more: Any) -> None:
+def _allow_block_tables(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Steps that only decode get block tables, which transformers allows FlashAttention alone."""
     if not _is_ours(config):
-        original(config, *args, **more)
+        original(config, *args, **kwargs)
 
 
-def _is_flash_like(original: Any, config: Any = None, *args: Any, **more: Any) -> bool:
+def _is_flash_like(original: Any, config: Any = None, *args: Any, **kwargs: Any) -> bool:
     """No masks, so no memory for them, and CUDA graphs and asynchronous batching by default."""
-    return _is_ours(config) or bool(original(config, *args, **more))
+    return _is_ours(config) or bool(original(config, *args, **kwargs))
 
 
 class _AllocatorFactory:
@@ -207,35 +207,35 @@ class _PageAllocator:
         """Keys of a request, those that have left the window included: keys are counted from the first token."""
         return past_length + query_length
 
-    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _BatchStep:
+    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], kwargs: dict[str, Any]) -> _BatchStep:
         """The step of this forward pass; its first layer makes it, also where a CUDA graph captures it again."""
         if self.step is None or module.layer_idx == self.layer_indices[0]:
-            self.step = self._make_step(q, window, more)
+            self.step = self._make_step(q, window, kwargs)
         step: _BatchStep = self.step
         return step
 
-    def _make_step(self: Any, q: Tensor, window: tuple[int, int], more: dict[str, Any]) -> _BatchStep:
-        page, starts = self.tokens_per_page, more["cu_seq_lens_q"].int()
-        ends = more["cu_seq_lens_k"][self.layer_type]
+    def _make_step(self: Any, q: Tensor, window: tuple[int, int], kwargs: dict[str, Any]) -> _BatchStep:
+        page, starts = self.tokens_per_page, kwargs["cu_seq_lens_q"].int()
+        ends = kwargs["cu_seq_lens_k"][self.layer_type]
         used = (ends[1:] - ends[:-1]).int()
-        longest = more["max_length_k"][self.layer_type]
-        table = more.get("block_table")
+        longest = kwargs["max_length_k"][self.layer_type]
+        table = kwargs.get("block_table")
         if table is not None:  # a query for each sequence
             table = table[self.index]
             tokens = torch.arange(q.shape[0], device=q.device)
-            of_sequence = find_sequences(starts, tokens)
-            slots = compute_slots(table, page, of_sequence, used.long()[of_sequence] - 1)
+            sequence_ids = find_sequences(starts, tokens)
+            slots = compute_slots(table, page, sequence_ids, used.long()[sequence_ids] - 1)
             slots = torch.where(tokens < starts[-1], slots, -1)
         else:
-            slots = more["write_index"][self.index]
-            table = _build_block_table(slots, more["read_index"][self.index], starts, used, page, -(-longest // page))
+            slots = kwargs["write_index"][self.index]
+            table = _build_block_table(slots, kwargs["read_index"][self.index], starts, used, page, -(-longest // page))
         heads, head_dim = q.shape[1:]
-        most = more["max_length_q"]
+        max_seqlen_q = kwargs["max_length_q"]
         plan = ServingPlan(
-            starts, used, most, heads=heads, kv_heads=self.num_key_value_heads, head_dim=head_dim, causal=True,
+            starts, used, max_seqlen_q, heads=heads, kv_heads=self.num_key_value_heads, head_dim=head_dim, causal=True,
             window_size=window, total_q=q.shape[0],
         )  # fmt: skip
-        return _BatchStep(slots, table, starts, used, most, longest, plan)
+        return _BatchStep(slots, table, starts, used, max_seqlen_q, longest, plan)
 
 
 def _build_block_table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int, width: int) -> Tensor:
@@ -246,12 +246,12 @@ def _build_block_table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tenso
     columns = torch.arange(max(width, 1), device=slots.device)
     if pages.numel():
         counts = (used + page - 1) // page
-        at = (counts.cumsum(0) - counts).unsqueeze(1) + columns
-        found = pages[at.clamp(max=pages.numel() - 1)]
+        indices = (counts.cumsum(0) - counts).unsqueeze(1) + columns
+        entries = pages[indices.clamp(max=pages.numel() - 1)]
     else:
-        at = starts[:-1].long().unsqueeze(1) + columns * page
-        found = slots[at.clamp(max=slots.numel() - 1)] // page
-    return found.int()
+        indices = starts[:-1].long().unsqueeze(1) + columns * page
+        entries = slots[indices.clamp(max=slots.numel() - 1)] // page
+    return entries.int()
 
 
 class _WindowPageAllocator(_PageAllocator):
@@ -286,23 +286,25 @@ class _WindowPageAllocator(_PageAllocator):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, cache: Any = None, **more: Any,
+    s_aux: Tensor | None = None, cache: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of a step's tokens: query (1, H, T, D), key and value (1, HK, T, D): (1, T, H, D), and no weights."""
     allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
     if not isinstance(allocator, _PageAllocator):
         raise ValueError(f'"{PAGED}" is for generate_batch; use attn_implementation="{NAME}" for other calls')
     for name in _UNSUPPORTED:
-        if more.get(name) is not None:
+        if kwargs.get(name) is not None:
             raise ValueError(
                 f"{type(module).__name__}: its attention has `{name}`, which {_PUBLIC_NAME} does not compute"
             )
-    kept = getattr(allocator, "sliding_window", None)
-    if kept is not None and kept != sliding_window:
-        raise ValueError(f"{type(module).__name__}: its window is {sliding_window}, its layer's cache keeps {kept}")
+    cache_window = getattr(allocator, "sliding_window", None)
+    if cache_window is not None and cache_window != sliding_window:
+        raise ValueError(
+            f"{type(module).__name__}: its window is {sliding_window}, its layer's cache keeps {cache_window}"
+        )
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    step = allocator.step_of(module, q, window, more)
+    step = allocator.step_of(module, q, window, kwargs)
     pages = allocator.pages[module.layer_idx]
     append_kv(None, k, v, pages.k_cache, pages.v_cache, step.slots, k_scale=pages.k_scale, v_scale=pages.v_scale)
     out = flash_attn_varlen_func(

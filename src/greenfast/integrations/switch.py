@@ -230,15 +230,15 @@ class _Hook(TorchFunctionMode):
             )
             settings.routed.count(CONTEXT_PARALLEL)
             return whole
-        found = explain(
+        explanation = explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision,
             min_length=settings.min_length,
         )  # fmt: skip
-        settings.routed.count(found)
-        if found.taken:
+        settings.routed.count(explanation)
+        if explanation.taken:
             out: Tensor = sdpa(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                precision=found.precision,
+                precision=explanation.precision,
             )  # type: ignore[call-overload]  # fmt: skip
             return out
         return _attend_in_torch(
@@ -303,16 +303,16 @@ def _get_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
-def _set_modes(wanted: Sequence[Any]) -> None:
+def _set_modes(modes: Sequence[Any]) -> None:
     """Replace this thread's stack of modes by ``wanted``, without the hooks that were left."""
-    wanted = [mode for mode in wanted if not (isinstance(mode, _Hook) and mode.closed)]
+    modes = [mode for mode in modes if not (isinstance(mode, _Hook) and mode.closed)]
     stack = _get_modes()
     same = 0
-    while same < min(len(stack), len(wanted)) and wanted[same] is stack[same]:
+    while same < min(len(stack), len(modes)) and modes[same] is stack[same]:
         same += 1
     for _ in stack[same:]:
         torch._C._pop_torch_function_stack()
-    for mode in wanted[same:]:
+    for mode in modes[same:]:
         torch._C._push_on_torch_function_stack(mode)
 
 
@@ -365,12 +365,12 @@ class _BodyState:
     def close(self) -> None:
         """End the body. Hooks that it has entered and not left are the caller's now, as those of any function."""
         self.own.close()
-        kept = [hook for hook in self.entered if not hook.closed]
-        if kept:
+        open_hooks = [hook for hook in self.entered if not hook.closed]
+        if open_hooks:
             stack = _get_modes()
-            _set_modes([*stack, *(hook for hook in kept if hook not in stack)])
-            _ENTERED_HOOKS.set((*_ENTERED_HOOKS.get(), *kept))
-            for hook in kept:
+            _set_modes([*stack, *(hook for hook in open_hooks if hook not in stack)])
+            _ENTERED_HOOKS.set((*_ENTERED_HOOKS.get(), *open_hooks))
+            for hook in open_hooks:
                 hook.active = True
 
 

@@ -91,10 +91,10 @@ def _install_model_check(model: Any) -> None:
 
     @functools.wraps(chosen)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        found: str = chosen(self, requested_attention, *args, **kwargs)
-        if found == NAME:
+        implementation: str = chosen(self, requested_attention, *args, **kwargs)
+        if implementation == NAME:
             _check_model(self)
-        return found
+        return implementation
 
     get_correct_attn_implementation.is_greenfast = True  # type: ignore[attr-defined]
     model.get_correct_attn_implementation = get_correct_attn_implementation
@@ -175,10 +175,10 @@ class _RegisteredAttention:
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **more: Any,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Attention of query (B, H, S, D), key and value (B, HK, KV, D): (B, S, H, D), and no weights."""
-        _check_arguments(module, more)
+        _check_arguments(module, kwargs)
         causal, k, v = False, key, value
         if type(module).__name__ in _NOT_CAUSAL:
             is_causal = False
@@ -187,27 +187,27 @@ class _RegisteredAttention:
         if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
         if in_context_parallel():  # as in ``greenfast.use``
-            return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, more), None
-        found = self._explain(query, k, v, attention_mask, dropout, causal, scaling, more)
-        self.routed.count(found)
-        if found.taken:
+            return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, kwargs), None
+        explanation = self._explain(query, k, v, attention_mask, dropout, causal, scaling, kwargs)
+        self.routed.count(explanation)
+        if explanation.taken:
             out = sdpa(
                 query, k, v, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True,
-                precision=found.precision,
+                precision=explanation.precision,
             )  # type: ignore[call-overload]  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = self.fallback(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
         return result
 
     def _sharded(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, more: dict[str, Any],
+        scale: float | None, kwargs: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """(B, S, H, D). Raises NotImplementedError for what a ``context_parallel`` does not compute."""
         for name in _FALLBACK_ONLY:
-            if more.get(name) is not None:
+            if kwargs.get(name) is not None:
                 raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
         out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
         self.routed.count(CONTEXT_PARALLEL)
@@ -215,20 +215,20 @@ class _RegisteredAttention:
 
     def _explain(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, more: dict[str, Any],
+        scale: float | None, kwargs: dict[str, Any],
     ) -> Explanation:  # fmt: skip
         for name in _FALLBACK_ONLY:
-            if more.get(name) is not None:
+            if kwargs.get(name) is not None:
                 return Explanation(TORCH, f"{name}: transformers' own function has it")
         return explain(
             query, key, value, mask, dropout, causal, scale, True, precision=self.precision, min_length=self.min_length
         )
 
 
-def _check_arguments(module: nn.Module, more: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
     for name in _UNSUPPORTED:
-        if more.get(name) is not None:
+        if kwargs.get(name) is not None:
             raise ValueError(
                 f'{type(module).__name__}: its attention has `{name}`, which attn_implementation="{NAME}" does not '
                 f"compute; {_EAGER_HINT}"

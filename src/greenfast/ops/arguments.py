@@ -1,4 +1,4 @@
-"""Checks of the arguments other than tensors: flags, numbers and lengths. Errors name the argument."""
+"""Checks of flags, numbers and lengths. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _CAUSAL = {"upper_left": 1, "lower_right": 2}
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises TypeError for anything but True and False, as PyTorch's attention does."""
-    if not isinstance(value, bool | torch.SymBool):  # to torch.compile a comparison of sizes is a bool, but not True
+    """Raise TypeError for anything except True and False, as PyTorch's attention does."""
+    if not isinstance(value, bool | torch.SymBool):  # torch.compile sees a comparison of sizes as a SymBool
         kind = type(value)
-        given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(f"{name}: {_format_value(value)}; True or False is needed, not a {given}")
+        type_name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{name}: {_format_value(value)}; True or False is needed, not a {type_name}")
 
 
-def check_length(name: str, value: object, most: int | None = None) -> None:
-    """Raises TypeError for anything but a whole number, ValueError for a negative one and above ``most``."""
+def check_length(name: str, value: object, max_value: int | None = None) -> None:
+    """Raise TypeError unless a value is a whole number, and ValueError if it is negative or above ``max_value``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{name}: {_format_value(value)}; a whole number is needed, not a {type(value).__name__}")
     size: Any = value
     if not require(size >= 0):
         raise ValueError(f"{name}: {size}; 0 or more is needed")
-    if most is not None and not require(size <= most):
-        raise ValueError(f"{name}: {size}; at most {most} is allowed")
+    if max_value is not None and not require(size <= max_value):
+        raise ValueError(f"{name}: {size}; at most {max_value} is allowed")
 
 
 def parse_causal(is_causal: bool, alignment: str) -> int:
-    """The mask as a Mask of ``kernels.attention.config``.
+    """Return the mask as a Mask of ``kernels.attention.config``.
 
     Raises TypeError unless ``is_causal`` is True or False, ValueError for an unknown alignment.
     """
@@ -46,7 +46,10 @@ def parse_causal(is_causal: bool, alignment: str) -> int:
 
 
 def parse_number(name: str, value: Any) -> float:
-    """A Python or NumPy number, or a tensor without dimensions, as a float. Raises TypeError for anything else."""
+    """Return a Python or NumPy number, or a tensor without dimensions, as a float.
+
+    Raises TypeError for anything else.
+    """
     if type(value) is float:
         return value
     if isinstance(value, Tensor) and not value.is_nested and value.dim() == 0 and not value.is_complex():
@@ -68,7 +71,7 @@ def _format_argument(value: object) -> str:
 
 
 def _format_value(value: object) -> str:
-    """Return the value as Python prints it; of a tensor with dimensions, which fills a page, what it is."""
+    """Format a value as Python prints it. A tensor with dimensions is described, because it would fill a page."""
     return _describe_tensor(value) if isinstance(value, Tensor) and value.dim() else repr(value)
 
 
@@ -77,35 +80,35 @@ def _describe_tensor(x: Tensor) -> str:
 
 
 def parse_scale(scale: Any, head_dim: int) -> float:
-    """The factor of the scores: 1 / sqrt(head_dim) by default, and 1 for head dim 0, where all scores are 0.
+    """Return the factor of the scores. The default is 1 / sqrt(head_dim), or 1 for head dim 0.
 
-    Raises TypeError for anything but a number, ValueError for one that is not positive and finite.
+    Raises TypeError unless it is a number, ValueError unless it is positive and finite.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     factor = scale if type(scale) is float else parse_number("scale", scale)
     if not is_valid_scale(factor):
         raise ValueError(
-            f"scale: {factor}; a positive, finite number up to float32's {_LARGEST:.4g} is needed, as the scores of "
-            "query and key are float32"
+            f"scale: {factor}; a positive, finite number up to float32's {_LARGEST:.4g} is needed, because the "
+            "scores of query and key are float32"
         )
     return factor
 
 
 def is_valid_scale(factor: float) -> bool:
-    """Whether the kernels can multiply scores by it."""
+    """Return whether the kernels can multiply scores by a factor."""
     return 0.0 < factor <= _LARGEST
 
 
 def parse_dropout(dropout_p: Any) -> float:
-    """The probability. Raises TypeError for anything but a number, ValueError for one outside 0 to 1."""
-    found = 0.0 if dropout_p is False else parse_number("dropout_p", dropout_p)
-    if not 0.0 <= found <= 1.0:
-        raise ValueError(f"dropout_p: {found}; a probability from 0 to 1 is needed")
-    return found
+    """Return the probability. Raises TypeError unless it is a number, ValueError unless it is from 0 to 1."""
+    probability = 0.0 if dropout_p is False else parse_number("dropout_p", dropout_p)
+    if not 0.0 <= probability <= 1.0:
+        raise ValueError(f"dropout_p: {probability}; a probability from 0 to 1 is needed")
+    return probability
 
 
 def check_cast_dtype(float32_as: Any) -> None:
-    """Raises TypeError unless it is None or a dtype that the kernels take."""
+    """Raise TypeError unless a dtype is None or one of the kernels' dtypes."""
     if float32_as is not None and not (isinstance(float32_as, torch.dtype) and float32_as in DTYPES):
         raise TypeError(f"float32_as: {float32_as!r}; {' or '.join(map(str, DTYPES))} is needed, or None")

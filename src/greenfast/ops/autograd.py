@@ -16,19 +16,24 @@ from torch.autograd import forward_ad
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
-_LSE_MESSAGE = "greenfast.sdpa: a gradient reaches its log-sum-exp, which has none; use lse.detach() if none is meant"
+_LSE_MESSAGE = (
+    "greenfast.sdpa: a gradient reaches its log-sum-exp, for which none is computed; use lse.detach() if none is meant"
+)
 
-#: Saved before the inputs. PyTorch's attention saves the same inputs in another order: if it computes again what this
-#: operator has computed, a checkpoint would take K for Q. It compares shapes, and finds this one.
+#: Saved before the inputs. If PyTorch's attention recomputes a call of this operator, it saves the inputs in another
+#: order, and a checkpoint would use K as Q. The checkpoint compares shapes, and this extra tensor makes it fail.
 _MARK = torch.empty(0)
 
 
 class _Node(torch.autograd.Function):
-    """The autograd node of one operator call. Arguments: the operator, the dispatch keys, then the call's arguments."""
+    """The autograd node of one operator call.
+
+    Its arguments are the operator, the dispatch keys and the arguments of the call.
+    """
 
     @classmethod
     def call(cls, *args: Any) -> Any:
-        """``apply``, also under a functorch transform, where it expects calls from outside the dispatcher only."""
+        """Call ``apply``. Under a functorch transform, ``apply`` accepts only calls from outside the dispatcher."""
         if torch._C._functorch.peek_interpreter_stack() is None:
             return cls.apply(*args)  # type: ignore[no-untyped-call]
         single: Any = super(torch.autograd.Function, cls)
@@ -45,9 +50,10 @@ class _Node(torch.autograd.Function):
 
 
 class _AttentionNode(_Node):
-    """Attention of query, key and value: the gradients are those on the unquantized inputs.
+    """Attention of query, key and value, with gradients on the unquantized inputs.
 
-    backward: the operator that computes them, of the output's gradient, the three, and the arguments from ``first`` on.
+    backward: the operator of the gradients. Its arguments are the gradient of the output, query, key, value and the
+    arguments from ``first`` on.
     """
 
     @staticmethod
@@ -61,21 +67,21 @@ class _AttentionNode(_Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, of_lse = (*grads, None)[:2]
+        grad, grad_lse = (*grads, None)[:2]
         _, query, key, value = ctx.saved_tensors
-        found: list[Tensor | None] = [None, None, None]
+        grads_in: list[Tensor | None] = [None, None, None]
         if grad is not None:
-            found = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))
-        if of_lse is not None:
+            grads_in = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))
+        if grad_lse is not None:
             refused = _refuse_gradients(
-                _LSE_MESSAGE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), of_lse
+                _LSE_MESSAGE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), grad_lse
             )
-            found = [b if a is None else a if b is None else a + b for a, b in zip(found, refused, strict=True)]
-        return (None, None, None, None, *found, *ctx.others)
+            grads_in = [b if a is None else a if b is None else a + b for a, b in zip(grads_in, refused, strict=True)]
+        return (None, None, None, None, *grads_in, *ctx.others)
 
 
 class _NoGradientNode(_Node):
-    """The other operators: their results may be used, but a gradient that reaches them raises an error."""
+    """An operator without gradients: its results may be used, but a gradient that reaches them raises an error."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, keys: Any, message: str, *args: Any) -> Any:
@@ -86,31 +92,37 @@ class _NoGradientNode(_Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * len(ctx.shapes)
+        grads_in: list[Tensor | None] = [None] * len(ctx.shapes)
         for grad in grads:
             if grad is not None:
-                found = _refuse_gradients(ctx.message, ctx.needs_input_grad[3:], ctx.shapes, grad)
-        return (None, None, None, *found)
+                grads_in = _refuse_gradients(ctx.message, ctx.needs_input_grad[3:], ctx.shapes, grad)
+        return (None, None, None, *grads_in)
 
 
 def _refuse_gradients(message: str, needed: Any, shapes: Any, grad: Tensor) -> list[Tensor | None]:
-    """Zeros of these shapes where ``grad`` is zero, which is checked when the operator runs, not when it is traced.
+    """Return zeros of these shapes if ``grad`` is zero; the check runs with the operator, not while it is traced.
 
-    AOTAutograd and reentrant checkpoints send zeros to every output that the loss does not depend on.
+    AOTAutograd and reentrant checkpoints send zeros to every output that does not affect the loss.
     """
     refuse = torch.ops.greenfast.refuse_gradient
     return [refuse(grad, shape, message) if need else None for need, shape in zip(needed, shapes, strict=True)]
 
 
 def refuse_gradient(grad: Tensor, size: list[int], message: str) -> Tensor:
-    """``torch.ops.greenfast.refuse_gradient``: zeros, (*size). Raises NotImplementedError unless ``grad`` is zero."""
+    """``torch.ops.greenfast.refuse_gradient``: return zeros, (*size).
+
+    Raises NotImplementedError unless ``grad`` is zero.
+    """
     if grad.any():
         raise NotImplementedError(message)
     return grad.new_zeros(size)
 
 
 def _redispatch(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """Call the operator itself. Its results must not be views to autograd, which refuses to change those in place."""
+    """Call the operator itself.
+
+    Its results must not be views for autograd, because views cannot be changed in place.
+    """
     with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
@@ -125,8 +137,8 @@ def _redispatch_in_node(op: Any, keys: Any, args: tuple[Any, ...]) -> Any:
 
 def _build_autograd_kernel(op: Any, node: type[_Node], *first: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any) -> Any:
-        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if wanted or forward_ad._current_level >= 0:
+        requires_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if requires_grad or forward_ad._current_level >= 0:
             return node.call(op, keys, *first, *args)
         return _redispatch(op, keys, args)
 
@@ -134,7 +146,10 @@ def _build_autograd_kernel(op: Any, node: type[_Node], *first: Any) -> Callable[
 
 
 def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
-    """The operator outside autocast, which casts the inputs of ``greenfast.sdpa`` but not the operator's arithmetic."""
+    """Build the kernel for autocast: it calls the operator outside autocast.
+
+    Autocast casts the inputs of ``greenfast.sdpa``, but must not change the operator's arithmetic.
+    """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA
     )
@@ -149,8 +164,8 @@ def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
 def register(library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4) -> None:
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
-    message: of the error for a gradient that reaches its results, after its public name and a colon; None where it has
-    gradients, by ``backward``, which takes its arguments from ``first`` on.
+    message: the error for a gradient that reaches the results, beginning with the public name and a colon. None for an
+    operator with gradients. These come from ``backward``, with the arguments from ``first`` on.
     """
     op = getattr(torch.ops.greenfast, name).default
     kernel = (

@@ -1,4 +1,4 @@
-"""The gradients of the operator on a GPU: PyTorch's own attention on the unquantized inputs, forward and backward."""
+"""The gradients of ``sdpa`` on a GPU: PyTorch's attention on the unquantized inputs, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ _ATEN = torch.ops.aten
 def sdpa_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: gradients with the dtypes and strides of their tensors.
+    """Compute ``torch.ops.greenfast.sdpa_backward`` of CUDA tensors: gradients with the inputs' dtypes and strides.
 
     The forward pass is recomputed in 16 bits, so that weights, output and log-sum-exp come from the same arithmetic.
-    The output and log-sum-exp of the FP8 forward do not match the weights of the backward pass, and where the keys have
-    a mean, dQ is a small difference of large numbers, in which such a mismatch dominates.
+    The output and log-sum-exp of the FP8 forward do not match the weights of the backward pass. If the keys have a
+    mean, dQ is a small difference of large numbers, and such a mismatch would dominate it.
     """
     if not torch.backends.cuda.is_flash_attention_available():
         return reference.compute_gradients(grad, query, key, value, causal, scale)
     inputs = (query, key, value)
-    found: list[Tensor] = []
+    grads: list[Tensor] = []
     for queries, keys, masked in (
         split_mask(query.shape[2], key.shape[2], causal) if query.numel() and key.numel() else []
     ):
-        places = (queries, keys, keys)
-        rows = zip((*inputs, grad), (*places, queries), strict=True)
-        q, k, v, g = (make_tma_compatible(x[:, :, at], unique_rows=True) for x, at in rows)
-        parts = zip(inputs, places, _torch_backward(g, q, k, v, masked, scale), strict=True)
-        some = [_pad_rows(x, at, part) for x, at, part in parts]
-        found = [a + b for a, b in zip(found, some, strict=True)] if found else some
-    by_query, by_key, by_value = found or [torch.zeros_like(x) for x in inputs]
+        slices = (queries, keys, keys)
+        rows = zip((*inputs, grad), (*slices, queries), strict=True)
+        q, k, v, g = (make_tma_compatible(x[:, :, part], unique_rows=True) for x, part in rows)
+        parts = zip(inputs, slices, _torch_backward(g, q, k, v, masked, scale), strict=True)
+        part_grads = [_pad_rows(x, at, part) for x, at, part in parts]
+        grads = [a + b for a, b in zip(grads, part_grads, strict=True)] if grads else part_grads
+    by_query, by_key, by_value = grads or [torch.zeros_like(x) for x in inputs]
     return by_query, by_key, by_value
 
 
-def _pad_rows(x: Tensor, at: slice, part: Tensor) -> Tensor:
-    """A gradient like x: ``part`` in the rows ``at``, 0 elsewhere."""
+def _pad_rows(x: Tensor, rows: slice, part: Tensor) -> Tensor:
+    """Return a gradient like x, with ``part`` in these rows and 0 in all others."""
     if part.shape == x.shape and part.stride() == torch.empty_like(x, device="meta").stride():
         return part
     whole = torch.zeros_like(x)
-    whole[:, :, at] = part
+    whole[:, :, rows] = part
     return whole
 
 
 def split_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice, bool]]:
-    """The attentions that add up to the whole, as (queries, keys, masked); queries that attend to no key are left out.
+    """Split masked attention into parts (queries, keys, masked) for PyTorch. Queries without keys are left out.
 
-    A masked part is square, or has fewer queries than keys and its mask aligned at the last key.
+    A masked part is square, or has fewer queries than keys and a mask aligned at the last key.
     """
     everything = slice(0, q_len), slice(0, kv_len)
     if not causal:
@@ -65,7 +65,10 @@ def split_mask(q_len: int, kv_len: int, causal: int) -> list[tuple[slice, slice,
 def _torch_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by cuDNN where PyTorch would choose it, else by FlashAttention, whose mask ends at the last key."""
+    """Compute the gradients by cuDNN if PyTorch would choose it, else by FlashAttention.
+
+    FlashAttention aligns its mask at the last key.
+    """
     if not (masked and query.shape[2] != key.shape[2]) and _uses_cudnn(query, key, value, masked, scale):
         out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = _ATEN._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, masked, False, scale=scale
@@ -85,7 +88,7 @@ def _torch_backward(
 
 
 def _uses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> bool:
-    """Whether PyTorch's attention would train with cuDNN on such tensors."""
+    """Return whether PyTorch's attention would train with cuDNN on such tensors."""
     shared = query.shape[1] != key.shape[1]
     with torch.enable_grad():
         trained = query.detach().requires_grad_()

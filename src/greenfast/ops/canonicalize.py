@@ -1,7 +1,7 @@
-"""Which calls of attention the kernels take, and how PyTorch's many forms become (batch, heads, length, head_dim).
+"""Canonicalization: checks a call of attention and maps PyTorch's inputs to (batch, heads, length, head_dim).
 
-``greenfast.sdpa`` raises the refusals as errors, ``greenfast.explain`` returns them. Reasons contain no lengths, which
-may be symbols of a graph that is being traced.
+``greenfast.sdpa`` raises a refusal as an error, ``greenfast.explain`` returns it. Reasons contain no lengths, because
+these may be symbols of a traced graph.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from greenfast.ops.symbols import is_known, require
 
 Shape = tuple[int, ...]
 
-BIAS = "torch.nn.attention.bias"  # takes seconds to import; a caller with such a mask has imported it already
+BIAS = "torch.nn.attention.bias"  # imported by any caller with such a mask; importing it takes seconds
 
 
 class Refusal(NamedTuple):
-    """Why a call is not taken, and the error that ``greenfast.sdpa`` raises for it."""
+    """The reason why the kernels cannot compute a call, and the error type that ``greenfast.sdpa`` raises."""
 
     error: type[Exception]
     reason: str
 
 
 class CanonicalCall(NamedTuple):
-    """The shapes of a call as the kernels compute it.
+    """The shapes of a call in the kernels' layout.
 
-    query: (B, H, S, D); key: (B, HK, KV, D), also for the value. Where the head dims of key and value differ, D is the
-    larger one: zero padding changes no score. out: the shape that the caller gets. causal: a Mask of
+    query: (B, H, S, D); key: (B, HK, KV, D), also for value. If key and value have different head dims, D is the larger
+    one; zero padding changes no score. out: the shape of the caller's output. causal: a Mask of
     ``kernels.attention.config``.
     """
 
@@ -43,7 +43,7 @@ class CanonicalCall(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no row to compute, or no key to attend to; False if only the run can decide it."""
+        """Whether there are no rows to compute or no keys. False if only the run can decide it."""
         for n in (*self.query[:3], *self.key[:3]):  # noqa: SIM110 - torch.compile would trace a generator
             if is_known(n == 0):
                 return True
@@ -51,10 +51,10 @@ class CanonicalCall(NamedTuple):
 
 
 def is_canonical(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Whether three tensors have shapes that the operators take as they are; the operators check the rest.
+    """Return whether the operators accept the shapes of three tensors as they are. The operators check everything else.
 
-    This is the path of most calls, whose host time counts, so it checks no more than it must. It does not compare the
-    lengths of Q and K, which would make a graph for any length depend on the outcome.
+    Most calls take this path and its host time counts, so it checks as little as possible. It does not compare the
+    lengths of Q and K: that would specialize a graph for any length.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
@@ -74,7 +74,10 @@ def is_canonical(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
 
 
 def _is_canonical_traced(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> bool:
-    """``is_canonical`` of sizes that may be symbols; False if only the run can decide it, unless heads are shared."""
+    """Apply ``is_canonical`` to sizes that may be symbols.
+
+    Return False if only the run can decide it, except for shared heads.
+    """
     for a, b in ((k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (k[3], v[3]), (q[0], k[0]), (q[3], k[3])):
         if not is_known(a == b):
             return False
@@ -87,7 +90,10 @@ def canonicalize(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
     float32_as: torch.dtype | None,
 ) -> CanonicalCall | Refusal:  # fmt: skip
-    """The form of a call, or why it is refused; ``dropout_p`` and ``causal`` as ``arguments`` returns them."""
+    """Return the canonical form of a call, or its refusal.
+
+    ``dropout_p`` and ``causal`` are results of ``arguments``.
+    """
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
     refused = _check_tensors(query, key, value, float32_as)
@@ -102,7 +108,7 @@ def canonicalize(
 
 
 def get_cast_dtype(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
-    """The dtype that autocast and ``float32_as`` give an input."""
+    """Return the dtype of an input after autocast and ``float32_as``."""
     dtype = torch_ops.get_autocast_dtype(x)
     return float32_as if float32_as is not None and dtype == torch.float32 else dtype
 
@@ -118,8 +124,8 @@ def _check_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | N
             return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")
     dtype = get_cast_dtype(query, float32_as)
     if dtype not in DTYPES:
-        more = "" if dtype != torch.float32 else "; with float32_as, float32 is cast to one of these"
-        return Refusal(TypeError, f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}{more}")
+        hint = "" if dtype != torch.float32 else "; with float32_as, float32 is cast to one of these"
+        return Refusal(TypeError, f"query: {dtype}; the kernels take {' and '.join(map(str, DTYPES))}{hint}")
     for name, x in named:
         if x.device != query.device:
             return Refusal(ValueError, f"{name}: on another device than query")
@@ -129,7 +135,7 @@ def _check_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | N
 
 
 def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> CanonicalCall | Refusal:
-    """The form for these shapes, without a mask."""
+    """Return the canonical form for these shapes, without a mask."""
     if not require(key[-2] == value[-2]):
         return Refusal(ValueError, "value: another length than key")
     if not require(query[-1] == key[-1]):
@@ -155,7 +161,7 @@ def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: boo
         heads = merged[0]
     batch = _broadcast_shapes([x[:-3] for x in shapes])
     if batch is None:
-        return Refusal(ValueError, "key: another batch than query, which cannot be broadcast")
+        return Refusal(ValueError, "key: its batch differs from query's and cannot be broadcast")
     many = max(len(x) for x in shapes) > 2
     width = max(8, query[-1], -(-value[-1] // 8) * 8)
     fits = enable_gqa or is_known(key_heads == 1) or is_known(key_heads == heads)
@@ -172,23 +178,23 @@ def _canonicalize_shapes(query: Shape, key: Shape, value: Shape, enable_gqa: boo
 
 
 def _broadcast_shapes(shapes: list[Shape]) -> Shape | None:
-    """The shape that these are broadcast to; None where they cannot be. As in PyTorch, a symbol counts as not 1."""
-    found: list[int] = []
-    for place in range(1, max(len(x) for x in shapes) + 1):
+    """Broadcast shapes. Return None if they do not broadcast. A symbol counts as not 1, as in PyTorch."""
+    sizes: list[int] = []
+    for dim in range(1, max(len(x) for x in shapes) + 1):
         size = 1
         for x in shapes:
-            n = x[-place] if place <= len(x) else 1
+            n = x[-dim] if dim <= len(x) else 1
             if is_known(n == 1):
                 continue
             if not is_known(size == 1) and not require(size == n):
                 return None
             size = n
-        found.insert(0, size)
-    return tuple(found)
+        sizes.insert(0, size)
+    return tuple(sizes)
 
 
 def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> CanonicalCall | Refusal:
-    """The form with the mask that ``attn_mask`` stands for, where that is known without reading a GPU's memory."""
+    """Add ``attn_mask`` to the canonical form, if its values can be known without reading a GPU's memory."""
     if not isinstance(mask, Tensor):
         return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
     if type(mask).__name__ == "CausalBias" and type(mask).__module__ == BIAS:
@@ -196,7 +202,7 @@ def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> C
     refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
     if not _can_read_mask(mask):
         return refused
-    # Autocast casts a mask too. ``sdpa`` has cast its query by now, ``explain`` has not.
+    # Autocast casts a mask too. ``sdpa`` has already cast its query, ``explain`` has not.
     fits = mask.dtype in (torch.bool, torch.float32, query.dtype) or torch_ops.get_autocast_dtype(
         mask
     ) == torch_ops.get_autocast_dtype(query)
@@ -212,7 +218,10 @@ def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> C
 
 
 def _apply_causal_bias(form: CanonicalCall, bias: Any, causal: int) -> CanonicalCall | Refusal:
-    """As torch.nn.attention.bias dispatches: with equal lengths, either variant is aligned at the first key."""
+    """Add a CausalBias, as torch.nn.attention.bias does.
+
+    With equal lengths both variants are aligned at the first key.
+    """
     if causal:
         return Refusal(ValueError, "attn_mask: a CausalBias cannot be combined with is_causal")
     if is_known(bias.seq_len_q == bias.seq_len_kv) or bias.variant.name == "UPPER_LEFT":
@@ -223,7 +232,7 @@ def _apply_causal_bias(form: CanonicalCall, bias: Any, causal: int) -> Canonical
 
 
 def _can_read_mask(mask: Tensor) -> bool:
-    """Whether a mask's values can be read at no cost and unobserved: a plain CPU tensor in an eager call."""
+    """Return whether a mask can be read at no cost and unobserved: it is a plain CPU tensor in an eager call."""
     return (
         not torch.compiler.is_compiling()
         and type(mask) is Tensor
@@ -237,15 +246,17 @@ def _can_read_mask(mask: Tensor) -> bool:
 
 
 def to_kernel_layout(form: CanonicalCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in a form: views where possible, copies where dimensions merge or head dims are padded."""
+    """Map tensors to the kernels' layout.
+
+    These are views if possible, and copies if dimensions merge or head dims are padded.
+    """
     batch = form.out[:-3] if len(form.out) > 2 else ()
 
     def shaped(x: Tensor, shape: Shape) -> Tensor:
         if x.dim() == 2:
             x = x.unsqueeze(0)
-        if not is_known(x.shape[-3] == 1) and not require(
-            x.shape[-3] == shape[1]
-        ):  # key and value have different numbers of heads: repeat each
+        # If key and value have different numbers of heads, repeat each.
+        if not is_known(x.shape[-3] == 1) and not require(x.shape[-3] == shape[1]):
             x = x.repeat_interleave(shape[1] // x.shape[-3], -3)
         x = x.expand(*batch, shape[1], *x.shape[-2:]).reshape(*shape[:3], x.shape[-1])
         return x if is_known(x.shape[3] == shape[3]) else pad_head_dim(x, shape[3])
@@ -254,7 +265,7 @@ def to_kernel_layout(form: CanonicalCall, query: Tensor, key: Tensor, value: Ten
 
 
 def from_kernel_layout(form: CanonicalCall, out: Tensor) -> Tensor:
-    """An output (B, H, S, D) in the caller's shape; copied only where the value has a head dim of another size."""
+    """Map an output (B, H, S, D) to the caller's shape. It is copied only if the head dim of value differs."""
     if not is_known(out.shape[3] == form.out[-1]):
         out = out[..., : form.out[-1]].clone()
     return out.reshape(form.out)

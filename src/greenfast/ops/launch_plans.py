@@ -1,4 +1,4 @@
-"""Launches for calls of one kind, prepared once on each stream; a call writes its addresses into their arguments."""
+"""Launch plans: kernels with arguments, bound once per stream. A call writes its addresses into the arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, maps_of, pointers_of
 
-ALIGNMENT = 256  # bytes, of buffers in the workspace
+ALIGNMENT = 256  # bytes; alignment of buffers in the workspace
 _MAX_STREAMS = 64  # per plan
 _COMPILING = threading.Lock()
 
@@ -30,7 +30,7 @@ Addresses = Sequence[int]
 
 @cache
 def get_target(device: int) -> Target:
-    """The target of a CUDA device. Raises NotImplementedError for one that is too old."""
+    """Return the target of a CUDA device. Raises NotImplementedError for a device that is too old."""
     try:
         properties = torch.cuda.get_device_properties(device)
         return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
@@ -45,9 +45,9 @@ def _load(source: KernelSource, device: int) -> Any:
     return load_kernel(image, Device(device))
 
 
-def put_bounded(cache: dict[Key, Value], key: Key, value: Value, most: int) -> Value:
-    """Store a value and return it; a cache of ``most`` entries is cleared first."""
-    if len(cache) >= most:
+def put_bounded(cache: dict[Key, Value], key: Key, value: Value, max_entries: int) -> Value:
+    """Store a value in a cache and return it. A cache with ``max_entries`` entries is cleared first."""
+    if len(cache) >= max_entries:
         cache.clear()
     cache[key] = value
     return value
@@ -55,20 +55,23 @@ def put_bounded(cache: dict[Key, Value], key: Key, value: Value, most: int) -> V
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One launch of a plan; ``names``: buffers of the kernel -> buffers of the plan, where they differ."""
+    """One launch of a plan.
+
+    names: maps buffers of the kernel to buffers of the plan, for buffers with different names.
+    """
 
     source: KernelSource
     launch: Launch
     names: Mapping[str, str] = field(default_factory=dict)
 
     def buffers(self) -> set[str]:
-        """The plan's buffers that the launch reads or writes."""
+        """Return the buffers of the plan that the launch reads or writes."""
         args = self.launch.args
         named = {name for x in args for _, name in pointers_of(x)} | {m.buffer for x in args for _, m in maps_of(x)}
         return {self.names.get(x, x) for x in named}
 
     def bind(self, device: int, pointers: Mapping[str, int], stream: int) -> BoundLaunch:
-        """The launch on a stream, with the address of each of the plan's buffers."""
+        """Bind the launch to a stream and to the addresses of the plan's buffers."""
         with _COMPILING:
             kernel = _load(self.source, device)
         renamed = {**pointers, **{name: pointers[buffer] for name, buffer in self.names.items()}}
@@ -78,33 +81,37 @@ class LaunchStep:
 class BoundLaunches:
     """The launches of a plan on one stream.
 
-    places: where addresses are in their arguments, each with the number of the address. work: places of the workspace,
-    each with the bytes from its beginning.
+    slots: argument slots that hold addresses, each with the index of its address. work: argument slots that point into
+    the workspace, each with an offset in bytes.
     """
 
     __slots__ = ("_each", "_places", "_work")
 
     def __init__(
-        self, each: Sequence[BoundLaunch], places: Sequence[tuple[int, Any]], work: Sequence[tuple[int, Any]] = ()
+        self, each: Sequence[BoundLaunch], slots: Sequence[tuple[int, Any]], work: Sequence[tuple[int, Any]] = ()
     ) -> None:
-        self._each, self._places, self._work = each, places, work
+        self._each, self._places, self._work = each, slots, work
 
     def __call__(self, addresses: Addresses, workspace: int) -> None:
-        """Queue the launches with these addresses. Raises NoContextError, with none queued, without a context."""
-        for number, place in self._places:
-            place.value = addresses[number]
-        for offset, place in self._work:
-            place.value = workspace + offset
+        """Enqueue the launches with these addresses.
+
+        Raises NoContextError, with nothing enqueued, without a CUDA context.
+        """
+        for number, slot in self._places:
+            slot.value = addresses[number]
+        for offset, slot in self._work:
+            slot.value = workspace + offset
         for launch in self._each:
             launch()
 
 
 @dataclass(slots=True)
 class LaunchPlan:
-    """Launches for calls of one kind.
+    """The launches of all calls with equal shapes and options.
 
-    names: buffers that a call gives the addresses of. work: those in one allocation, by their offsets in bytes.
-    idle: by stream, launches that no thread is queueing. reordered: plans for other orders of the addresses.
+    names: the buffers with addresses that a call passes, in order. work: buffers in the workspace, with their offsets
+    in bytes. idle: for each stream, bound launches that no thread uses. reordered: the same plan for other orders of
+    ``names``.
     """
 
     device: int
@@ -112,33 +119,37 @@ class LaunchPlan:
     names: tuple[str, ...] = ()
     work: Mapping[str, int] = field(default_factory=dict)
     work_bytes: int = 0
-    head_dim: int = 0  # of the codes
+    head_dim: int = 0  # of the quantized tensors
     out_strides: tuple[int, ...] = ()
     idle: dict[int, list[BoundLaunches]] = field(default_factory=dict)
     reordered: dict[tuple[str, ...], LaunchPlan] = field(default_factory=dict)
 
     def with_argument_order(self, names: tuple[str, ...]) -> LaunchPlan:
-        """The plan for calls that give the addresses of these buffers, all that its launches have, in this order."""
+        """Return the plan for calls that pass addresses in this order.
+
+        ``names`` must contain all buffers of the launches.
+        """
         if names not in self.reordered:
             self.reordered[names] = replace(self, names=names, idle={}, reordered={})
         return self.reordered[names]
 
     def launch(self, addresses: Addresses) -> None:
-        """Queue the launches on the current stream; addresses: of each of ``names``.
+        """Enqueue the launches on the current stream, with one address for each of ``names``.
 
-        A call takes launches for itself, since it writes their arguments; no lock is held while it does. Its workspace
-        is PyTorch's memory of the stream, held until they are queued: given back, another thread may take it.
+        Each call takes bound launches for itself, because it writes their arguments; no lock is held. The workspace
+        comes from PyTorch's caching allocator. It is freed after the launches are enqueued: before that, another thread
+        could receive it.
         """
         device = self.device
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self.launch(addresses)
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)  # an object for it costs forty times as much
+        stream = torch._C._cuda_getCurrentRawStream(device)  # a Stream object costs forty times as much
         idle = self.idle.get(stream)
         if idle is None:
             idle = put_bounded(self.idle, stream, [], _MAX_STREAMS)
-        # A tensor around it would cost as much again.
+        # A tensor would double the cost.
         workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.work_bytes, stream) if self.work_bytes else 0
         try:
             try:
@@ -147,7 +158,7 @@ class LaunchPlan:
                 launches = self._bind(stream, addresses, workspace)
             try:
                 launches(addresses, workspace)
-            except NoContextError:  # the first launch of a thread: none was queued
+            except NoContextError:  # first launch of a thread; nothing was enqueued
                 Device(device).set_current()
                 launches(addresses, workspace)
         finally:
@@ -157,22 +168,22 @@ class LaunchPlan:
 
     def _bind(self, stream: int, addresses: Addresses, workspace: int) -> BoundLaunches:
         pointers = dict(zip(self.names, addresses, strict=True))
-        pointers |= {name: workspace + at for name, at in self.work.items()}
-        Device(self.device).set_current()  # in a new thread PyTorch may not have done so yet
+        pointers |= {name: workspace + offset for name, offset in self.work.items()}
+        Device(self.device).set_current()  # PyTorch may not have set it in a new thread
         each = tuple(step.bind(self.device, pointers, stream) for step in self.steps)
         pairs = zip(self.steps, each, strict=True)
-        placed = [(step.names.get(name, name), place) for step, x in pairs for name, place in x.places()]
-        work = [(self.work[name], place) for name, place in placed if name in self.work]
-        return BoundLaunches(each, [(self.names.index(n), place) for n, place in placed if n not in self.work], work)
+        placed = [(step.names.get(name, name), slot) for step, x in pairs for name, slot in x.places()]
+        work = [(self.work[name], slot) for name, slot in placed if name in self.work]
+        return BoundLaunches(each, [(self.names.index(n), slot) for n, slot in placed if n not in self.work], work)
 
 
 def concat_plans(
     parts: Sequence[tuple[LaunchPlan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
 ) -> LaunchPlan:
-    """The launches of several plans, one after another, with one workspace, of bytes.
+    """Concatenate plans into one plan with one workspace.
 
-    parts: plans, with what their buffers are called in the whole where they differ. names: of the whole, as a plan's.
-    temporary: further buffers in the workspace, with their bytes.
+    parts: plans, each with the new names of its buffers. names: as in ``LaunchPlan``. temporary: further buffers in the
+    workspace, with their sizes in bytes.
     """
     steps: list[LaunchStep] = []
     work, size = {}, 0
@@ -181,7 +192,7 @@ def concat_plans(
         size += -(-nbytes // ALIGNMENT) * ALIGNMENT
     for plan, renamed in parts:
         if plan.work:
-            work |= {name: size + at for name, at in plan.work.items()}
+            work |= {name: size + offset for name, offset in plan.work.items()}
             size += plan.work_bytes
         steps += [replace(step, names={n: b for n, b in renamed.items() if n in step.buffers()}) for step in plan.steps]
     return LaunchPlan(parts[0][0].device, tuple(steps), names, work, size)

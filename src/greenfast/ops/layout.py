@@ -1,4 +1,4 @@
-"""Memory layouts of tensors (batch, heads, length, head_dim), and which of them the kernels can read."""
+"""Memory layouts of tensors (batch, heads, length, head_dim)."""
 
 from __future__ import annotations
 
@@ -7,57 +7,60 @@ from torch import Tensor
 
 from greenfast.ops.symbols import is_known
 
-ROW_ALIGNMENT = 16  # bytes, of the rows that kernels read
+ROW_ALIGNMENT = 16  # bytes; alignment of rows
 
 
 def row_strides(x: Tensor, head_dim: int) -> tuple[int, ...]:
-    """Strides of a dense (B, H, S, head_dim) with the first three dimensions in the memory order of x, columns last.
+    """Return the strides of a dense (B, H, S, head_dim) tensor. Its first three dimensions keep the memory order of x.
 
-    The order is as in ``torch.empty_like`` and PyTorch's own attention: an x laid out as (B, S, H, D) gives an output
-    laid out the same way, so that heads and columns can be merged in a view.
+    This is the order of ``torch.empty_like`` and of PyTorch's own attention. An x in (B, S, H, D) order gives an output
+    in the same order, so that heads and columns can be merged in a view.
     """
     rows = torch.empty_like(x[..., 0] if x.shape[3] else x.sum(3), device="meta")
     return (*(stride * head_dim for stride in rows.stride()), 1)
 
 
 def empty_rows(x: Tensor, head_dim: int) -> Tensor:
-    """An uninitialized (B, H, S, head_dim) of x's dtype and device, with ``row_strides``."""
+    """Return an uninitialized (B, H, S, head_dim) tensor with the dtype and device of x and with ``row_strides``."""
     return x.new_empty_strided((*x.shape[:3], head_dim), row_strides(x, head_dim))
 
 
 def pad_head_dim(x: Tensor, head_dim: int) -> Tensor:
-    """x zero-padded to ``head_dim`` columns; the other dimensions keep their order."""
+    """Return x, zero-padded to ``head_dim`` columns. The other dimensions keep their memory order."""
     strides = row_strides(x, 1)
     order = [0, 1, 2]
     for i, j in ((0, 1), (1, 2), (0, 1)):
-        if is_known(strides[order[i]] < strides[order[j]]):  # any order is right
+        if is_known(strides[order[i]] < strides[order[j]]):  # any order is correct
             order[i], order[j] = order[j], order[i]
     wide = torch.nn.functional.pad(x.permute(*order, 3), (0, head_dim - x.shape[3]))
     return wide.permute(*(order.index(d) for d in range(3)), 3)
 
 
 def is_aligned(address: int) -> bool:
-    """Whether rows may begin at an address; for several addresses, pass their bitwise or."""
+    """Return whether rows may begin at an address. For several addresses, pass their bitwise or."""
     return address % ROW_ALIGNMENT == 0
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is captured in a CUDA graph."""
+    """Return whether the current stream of a device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def synchronized(x: Tensor) -> Tensor:
-    """A tensor that is kept for later calls, once it is made: calls on other streams do not wait for this one's."""
+    """Return x after its stream has finished.
+
+    Tensors for later calls need this: other streams do not wait for this stream.
+    """
     if x.is_cuda and not is_capturing(x.device):
         torch.cuda.current_stream(x.device).synchronize()
     return x
 
 
 def make_tma_compatible(x: Tensor, *, unique_rows: bool = False) -> Tensor:
-    """x, or a copy in the same order where a kernel could not read its rows.
+    """Return x, or a copy in the same memory order if kernels cannot read its rows.
 
-    Rows must begin at multiples of 16 bytes. Rows that TMA reads, which are Q's in ``sdpa``, must not overlap, as they
-    do after ``expand``.
+    Rows must begin at multiples of 16 bytes. unique_rows: rows must not share memory, as they do after ``expand``. TMA
+    needs this for Q of ``sdpa``.
     """
     strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
     fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (unique_rows and 0 in strides)

@@ -1,4 +1,4 @@
-"""Quantized Q, K and V as the kernels take them, and the checks of tensors and codes."""
+"""Quantized Q, K and V, and the checks of tensors and codes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Alignment = Literal["upper_left", "lower_right"]
 #: Precision -> the format of Q and K; V is always E4M3.
 PRECISIONS = {"fp8": "e4m3", "int8": "int8", "int8_fine": "int8"}
 PRECISIONS_AND_AUTO = (*PRECISIONS, "auto")
-#: The precision in which each token and head of Q, K and V has a scale, for ``sdpa`` alone (``operator.token_scales``).
+#: The precision with a scale for each token and head of Q, K and V. Only ``sdpa`` supports it (``ops.token_scales``).
 TOKEN = "fp8_token"
 SDPA_PRECISIONS = (*PRECISIONS, TOKEN, "auto")
-#: The precision whose Q has a scale for each row, and whose K for each of KEY_GROUPS groups of ROW_BLOCK keys.
+#: The precision with a scale for each row of Q and for each of the KEY_GROUPS groups of ROW_BLOCK keys.
 FINE = "int8_fine"
 #: The granularity of V's scales: one per 128 keys, per head, or per channel of a head.
 VALUE_SCALES = ("block", "head", "channel")
@@ -36,11 +36,11 @@ def build_config(
     head_dim: int, dtype: torch.dtype, precision: str, blocks: bool = True, values: str = "block",
     key_mean: bool = True, rotate: bool = True,
 ) -> AttentionConfig:  # fmt: skip
-    """How tensors of this head dim and dtype are quantized (see ``greenfast.quantize``).
+    """Return the quantization config for tensors of this head dim and dtype (see ``greenfast.quantize``).
 
-    blocks: whether Q and K have scales per block, or per head. values: one of VALUE_SCALES; "block" needs ``blocks``,
-    and so does the precision FINE. Raises ValueError for an unknown precision, for other ``values``, and without
-    ``blocks`` for these.
+    blocks: Q and K have scales per block, else per head. values: one of VALUE_SCALES; "block" needs ``blocks``, and so
+    does the precision FINE. Raises ValueError for an unknown precision, for other ``values``, and for these without
+    ``blocks``.
     """
     check_choice("precision", precision, PRECISIONS)
     check_choice("value_scales", values, VALUE_SCALES)
@@ -48,14 +48,14 @@ def build_config(
         raise ValueError("value_scales: 'block' goes with scales='block', not 'head'")
     if precision == FINE and not blocks:
         raise ValueError(f"precision: {FINE!r} has scales of its own, and goes with scales='block', not 'head'")
-    of_rows = "fine" if precision == FINE else "block" if blocks else "head"
+    row_scales = "fine" if precision == FINE else "block" if blocks else "head"
     return AttentionConfig(
         head_dim=pad_head_dim_size(head_dim),
         columns=head_dim,
         format=PRECISIONS[precision],
         dtype=str(dtype).removeprefix("torch."),
-        query_scales=of_rows,
-        key_scales=of_rows,
+        query_scales=row_scales,
+        key_scales=row_scales,
         value_scales=values,
         key_mean=key_mean,
         rotate=rotate,
@@ -63,12 +63,12 @@ def build_config(
 
 
 def get_precision(config: AttentionConfig) -> str:
-    """The precision that a config with codes of Q and K is of."""
+    """Return the precision of a config."""
     return FINE if config.key_scales == "fine" else "int8" if config.format == "int8" else "fp8"
 
 
 def pad_head_dim_size(head_dim: int) -> int:
-    """The smallest head dim of a kernel that is at least ``head_dim``."""
+    """Return the smallest of the kernels' head dims that is at least ``head_dim``."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
@@ -81,14 +81,14 @@ class QuantizedQKV:
     query_scale: float32 (B, H, blocks), one scale per 16 rows, or (B, H). key_scale: (B, HK, blocks), one per 128 rows,
     or (B, HK). With precision "int8_fine" query_scale is (B, H, S) and key_scale (B, HK, blocks, 4).
     value_scale: (B, HK, blocks), (B, HK), or (B, HK, 1, D), one scale per channel.
-    key_mean: float32 (B, HK, D), which was subtracted from every key, or None. It changes no weight: all scores of a
-    query move by the same amount.
+    key_mean: float32 (B, HK, D), the mean that was subtracted from every key, or None. It changes no weight: all scores
+    of a query move by the same amount.
     dtype: of the caller's tensors and of the output.
-    mean_scores: float32 (B, H, S), the product of each unquantized query with key_mean, or None:
-    ``attention(..., return_lse=True)`` adds it to the log-sum-exp, times the scale.
+    mean_scores: float32 (B, H, S), the product of each unquantized query with key_mean, or None. ``attention(...,
+    return_lse=True)`` adds it to the log-sum-exp, times the scale.
 
-    Tensors are contiguous and on one device. It is a pytree (torch.utils._pytree), can be copied and pickled, and once
-    this class has been imported ``torch.load`` takes it with weights_only=True.
+    Tensors are contiguous and on one device. The class is a pytree (torch.utils._pytree), and can be copied and
+    pickled. Once it has been imported, ``torch.load`` accepts it with weights_only=True.
     """
 
     query: Tensor
@@ -110,7 +110,7 @@ class QuantizedQKV:
         self.check()
 
     def check(self) -> None:
-        """Raises TypeError and ValueError, naming the field, for fields that do not fit together."""
+        """Raise TypeError or ValueError, naming the field, for fields that do not fit together."""
         if not self._checked:
             check_codes(self._named(), self.precision, self.head_dim, self.key_length, self.dtype)
             object.__setattr__(self, "_checked", True)
@@ -131,7 +131,10 @@ class QuantizedQKV:
         return sum(x.nbytes for x in self._named().values())
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> QuantizedQKV:
-        """A copy on a device; itself if it is there already. Raises TypeError for anything that names no device."""
+        """Return a copy on a device, or self if it is there already.
+
+        Raises TypeError for anything that names no device.
+        """
         if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
             raise TypeError(
                 f"device: {device!r}; a torch.device, its name or its number is needed. Codes have no dtype to change"
@@ -141,13 +144,13 @@ class QuantizedQKV:
         return self if all(moved[name] is x for name, x in tensors.items()) else replace(self, **moved)  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Codes, scales and the mean (empty where there is none): the results of the operator ``quantize``."""
+        """Return codes, scales and the mean (empty for None): the results of the operator ``quantize``."""
         mean = self.query_scale.new_empty(0) if self.key_mean is None else self.key_mean
         return (self.query, self.key, self.value, self.query_scale, self.key_scale, self.value_scale, mean)
 
     def _named(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in _TENSORS}
-        return {name: x for name, x in found.items() if name not in _OPTIONAL or x is not None}
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return {name: x for name, x in tensors.items() if name not in _OPTIONAL or x is not None}
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}={_format_shape(x)}" for name, x in self._named().items())
@@ -157,11 +160,14 @@ class QuantizedQKV:
         )
 
     def __copy__(self) -> QuantizedQKV:
-        """A copy that shares the tensors and their autograd history, which refuses gradients."""
+        """Return a copy that shares the tensors and their autograd history."""
         return replace(self)
 
     def __reduce__(self) -> tuple[type[QuantizedQKV], tuple[Any, ...]]:
-        """For pickle and deepcopy, with detached tensors: torch cannot deepcopy one with autograd history."""
+        """Reduce for pickle and deepcopy, with detached tensors.
+
+        torch cannot deepcopy a tensor with autograd history.
+        """
         values = (getattr(self, field.name) for field in fields(self))
         return QuantizedQKV, tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in values)
 
@@ -178,12 +184,18 @@ def _format_shape(x: object) -> str:
 
 
 def _sort_leaves(x: QuantizedQKV) -> dict[str, Tensor]:
-    """Its tensors, long names first: torch.export (2.13) takes a name for the prefix of a longer one after it."""
+    """Return the tensors, long names first.
+
+    torch.export (2.13) mistakes a name for the prefix of a longer name after it.
+    """
     return dict(sorted(x._named().items(), key=lambda named: -len(named[0])))
 
 
 def _flatten(x: QuantizedQKV) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The key length is not part of the context, which would fix the length of an exported program's inputs."""
+    """Flatten for pytree.
+
+    The context omits the key length, so that an exported program accepts inputs of other lengths.
+    """
     leaves = _sort_leaves(x)
     return list(leaves.values()), (tuple(leaves), *(getattr(x, name) for name in _CONTEXT))
 
@@ -193,13 +205,16 @@ def _flatten_with_keys(x: QuantizedQKV) -> tuple[list[tuple[Any, Tensor]], tuple
 
 
 def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> QuantizedQKV:
-    """Unchecked, as ``tree_map`` may make anything of a leaf; ``greenfast.attention`` checks it."""
+    """Unflatten without checks, because ``tree_map`` may return any leaves.
+
+    ``greenfast.attention`` checks the result.
+    """
     whole = object.__new__(QuantizedQKV)
-    given = dict(zip(context[0], leaves, strict=True)) | dict(zip(_CONTEXT, context[1:], strict=True))
-    key = given["key"]
-    given["key_length"] = key.shape[2] if isinstance(key, Tensor) and key.dim() == 4 else None
+    values = dict(zip(context[0], leaves, strict=True)) | dict(zip(_CONTEXT, context[1:], strict=True))
+    key = values["key"]
+    values["key_length"] = key.shape[2] if isinstance(key, Tensor) and key.dim() == 4 else None
     for name in (*_TENSORS, *_CONTEXT, "key_length"):
-        object.__setattr__(whole, name, given.get(name))
+        object.__setattr__(whole, name, values.get(name))
     return whole
 
 
@@ -218,7 +233,9 @@ torch.serialization.add_safe_globals([QuantizedQKV])
 def check_codes(
     tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
 ) -> None:
-    """Raises TypeError and ValueError for codes and scales (by the names of QuantizedQKV's fields) that do not fit.
+    """Raise TypeError or ValueError for codes and scales that do not fit.
+
+    tensors: by the names of QuantizedQKV's fields.
 
     Kernels read them by address, so every dtype, device, shape and stride is checked.
     """
@@ -226,11 +243,11 @@ def check_codes(
     if dtype not in DTYPES:
         raise TypeError(f"dtype: {dtype}; allowed are {', '.join(map(str, DTYPES))}")
     for name, x in tensors.items():
-        wanted = torch.uint8 if name in ("query", "key", "value") else torch.float32
+        dtype_needed = torch.uint8 if name in ("query", "key", "value") else torch.float32
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
-        if x.dtype != wanted:
-            raise TypeError(f"{name}: its dtype is {x.dtype}; {wanted} is needed")
+        if x.dtype != dtype_needed:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; {dtype_needed} is needed")
         if x.device != tensors["query"].device:
             raise ValueError(f"{name}: it is on {x.device}, query on {tensors['query'].device}; they must agree")
     for name, number in (("head_dim", head_dim), ("key_length", key_length)):
@@ -247,9 +264,7 @@ def check_codes(
             )
     for name, allowed in _get_allowed_shapes(tensors, precision, head_dim, key_length).items():
         shape = tuple(tensors[name].shape)
-        if not any(
-            [may_be_same_shape(shape, x) for x in allowed]
-        ):  # what only the run decides, the operators check then
+        if not any([may_be_same_shape(shape, x) for x in allowed]):  # the operators check at run time
             raise ValueError(f"{name}: its shape is {shape}; {' or '.join(map(str, allowed))} is needed")
     if torch.compiler.is_compiling():  # is_contiguous() would fix the number of blocks; the operators check at run time
         return
@@ -261,9 +276,12 @@ def check_codes(
 def check_codes_once(
     tensors: Sequence[Tensor], precision: str, head_dim: int, key_length: int, dtype: torch.dtype
 ) -> None:
-    """``check_codes`` of an operator's six tensors, once per combination: the check is a fifth of a call's time."""
-    of_tensors = tuple((x.dtype, x.device, x.layout, x.shape, x.stride()) for x in tensors)
-    kind = (of_tensors, precision, head_dim, key_length, dtype)
+    """Call ``check_codes`` of an operator's six tensors, once per combination.
+
+    The check is a fifth of a call's time.
+    """
+    layouts = tuple((x.dtype, x.device, x.layout, x.shape, x.stride()) for x in tensors)
+    kind = (layouts, precision, head_dim, key_length, dtype)
     if kind not in _CHECKED:
         check_codes(dict(zip(_TENSORS, tensors, strict=False)), precision, head_dim, key_length, dtype)
         if len(_CHECKED) >= _MAX_CHECKED:
@@ -274,30 +292,30 @@ def check_codes_once(
 def _get_allowed_shapes(
     tensors: Mapping[str, Tensor], precision: str, head_dim: int, key_length: int
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes that each field may have, given the others."""
+    """Return the shapes that each field may have, given the others."""
     (batch, heads, q_len, _), kv_heads = tensors["query"].shape, tensors["key"].shape[1]
     if not divides_heads(heads, kv_heads):
         raise ValueError(f"key: it has {kv_heads} heads, query {heads}; the heads of query must be a multiple of them")
     padded, blocks = pad_head_dim_size(head_dim), -(-key_length // ROW_BLOCK)
-    of_heads, of_blocks = (batch, kv_heads), (batch, kv_heads, blocks)
+    head_scales, block_scales = (batch, kv_heads), (batch, kv_heads, blocks)
     by_block = tensors["query_scale"].dim() == 3
     shapes = {
         "query": ((batch, heads, q_len, padded),),
-        "key": ((*of_heads, key_length, padded),),
-        "value": ((*of_heads, padded, padded_keys(key_length)),),
+        "key": ((*head_scales, key_length, padded),),
+        "value": ((*head_scales, padded, padded_keys(key_length)),),
         "query_scale": ((batch, heads, -(-q_len // QUERY_BLOCK)), (batch, heads)),
-        "key_scale": (of_blocks if by_block else of_heads,),
-        "value_scale": (*((of_blocks,) if by_block else ()), of_heads, (*of_heads, 1, padded)),
-        "key_mean": ((*of_heads, padded),),
+        "key_scale": (block_scales if by_block else head_scales,),
+        "value_scale": (*((block_scales,) if by_block else ()), head_scales, (*head_scales, 1, padded)),
+        "key_mean": ((*head_scales, padded),),
         "mean_scores": ((batch, heads, q_len),),
     }
     if precision == FINE:
-        shapes |= {"query_scale": ((batch, heads, q_len),), "key_scale": ((*of_blocks, KEY_GROUPS),)}
+        shapes |= {"query_scale": ((batch, heads, q_len),), "key_scale": ((*block_scales, KEY_GROUPS),)}
     return {name: allowed for name, allowed in shapes.items() if name in tensors}
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raises as ``greenfast.quantize`` does for tensors that do not fit together."""
+    """Raise the errors of ``greenfast.quantize`` for tensors that do not fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
@@ -323,8 +341,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"key: it has {key.shape[1]} heads, query {query.shape[1]}; the heads of query must be a multiple of them"
         )
     if not has_kernel(query.shape[3]):
-        why = format_head_dim_error("query", query.shape[3])
-        raise NotImplementedError(f"{why}; torch.nn.functional.scaled_dot_product_attention takes any")
+        message = format_head_dim_error("query", query.shape[3])
+        raise NotImplementedError(f"{message}; torch.nn.functional.scaled_dot_product_attention takes any")
 
 
 def has_kernel(head_dim: Any) -> bool:
@@ -339,12 +357,12 @@ def divides_heads(heads: Any, kv_heads: Any) -> bool:
     return require(kv_heads > 0) and require(heads % kv_heads == 0)
 
 
-def format_head_dim_error(name: str, found: int, allowed: str = "multiples of 8") -> str:
-    """The message for a head dim that is refused."""
-    return f"{name}: head_dim {found}; the kernels take {allowed} up to {HEAD_DIMS[-1]}"
+def format_head_dim_error(name: str, head_dim: int, allowed: str = "multiples of 8") -> str:
+    """Format the error for a head dim without a kernel."""
+    return f"{name}: head_dim {head_dim}; the kernels take {allowed} up to {HEAD_DIMS[-1]}"
 
 
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")

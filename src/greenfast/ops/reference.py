@@ -1,4 +1,4 @@
-"""The kernels' arithmetic in PyTorch, on any device: quantization, attention on codes, and the gradients."""
+"""The kernels' arithmetic in PyTorch, on any device: quantization, attention on codes, and gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of
 from greenfast.ops.layout import synchronized
 from greenfast.ops.quantized import FINE, QuantizedQKV, get_precision
 
-#: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the row's
-#: largest so far by more than this: two falls of the Hopper kernel's base, which may fall again from tile to tile.
+#: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the largest
+#: weight so far by more than this. It is twice the largest drop of the Hopper kernel's base between two tiles.
 _LARGEST, _MAX_BASE_DROP = 448.0, 16 * math.log(2.0)
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
@@ -31,13 +31,13 @@ _ROWS = 1024  # query rows at a time, so that their scores stay small
 def quantize(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, samples: Tensor | None = None
 ) -> QuantizedQKV:
-    """Codes and scales, of tensors that ``check_tensors`` accepts.
+    """Quantize tensors that ``check_tensors`` accepts.
 
-    samples: (B, HK, MEAN_KEYS, D), the keys whose mean is subtracted where ``key`` is only a part of them.
+    samples: (B, HK, MEAN_KEYS, D), the keys for the mean if ``key`` is only a part of the sequence.
     """
     padding = config.head_dim - config.columns
-    given = (query, key, value, key if samples is None else samples)
-    q, k, v, sampled = (torch.nn.functional.pad(x.float(), (0, padding)) for x in given)
+    inputs = (query, key, value, key if samples is None else samples)
+    q, k, v, sampled = (torch.nn.functional.pad(x.float(), (0, padding)) for x in inputs)
     # The numbers are scaled down first, so that the sums of the rotation and k - mean cannot overflow.
     factor = 2.0
     if config.rotate:
@@ -81,7 +81,7 @@ def quantize(
 
 
 def _estimate_mean(k: Tensor) -> Tensor:
-    """An estimate (B, HK, D) of the mean of k (B, HK, KV, D) that no single key dominates; 0 without keys.
+    """Estimate the mean (B, HK, D) of k (B, HK, KV, D), robust to outliers; 0 without keys.
 
     The keys are divided into MEAN_KEYS ranges and one key is sampled from each. The estimate is, per channel, the
     median over the means of MEAN_GROUP consecutive samples; means that are not finite count as 0.
@@ -89,8 +89,8 @@ def _estimate_mean(k: Tensor) -> Tensor:
     if k.shape[2] == 0:
         return k.new_zeros(*k.shape[:2], k.shape[3])
     i = torch.arange(MEAN_KEYS, device=k.device)
-    places = (i * MEAN_KEYS + i * 19 % MEAN_KEYS) * k.shape[2] // MEAN_KEYS**2
-    samples = k[:, :, places] / MEAN_GROUP
+    indices = (i * MEAN_KEYS + i * 19 % MEAN_KEYS) * k.shape[2] // MEAN_KEYS**2
+    samples = k[:, :, indices] / MEAN_GROUP
     means = samples.view(*k.shape[:2], MEAN_KEYS // MEAN_GROUP, MEAN_GROUP, k.shape[3]).sum(dim=3)
     ordered = means.masked_fill(~torch.isfinite(means), 0.0).sort(dim=2).values / 2
     middle = ordered.shape[2] // 2
@@ -98,9 +98,9 @@ def _estimate_mean(k: Tensor) -> Tensor:
 
 
 def _quantize_rows(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x * factor, x (B, H, length, D).
+    """Return codes and scales of x * factor, x (B, H, length, D).
 
-    One scale per ``rows`` rows, (B, H, blocks), or with 0 one per head, (B, H).
+    There is one scale per ``rows`` rows, (B, H, blocks), or with 0 one per head, (B, H).
     """
     blocks = [-(-x.shape[2] // rows)] if rows else []
     if x.numel() == 0:
@@ -113,7 +113,7 @@ def _quantize_rows(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple
 
 
 def build_rotation(size: int) -> Tensor:
-    """The orthogonal matrix by which rows of Q and K are multiplied, float32 (size, size); size is a power of two.
+    """Build the orthogonal matrix that multiplies rows of Q and K, float32 (size, size); size is a power of two.
 
     It is Sylvester's Hadamard matrix with row signs from a bent function (Rothaus, 1976; for 7 bits, of 6 of them), so
     that equal channels do not add up to one large number.
@@ -127,36 +127,36 @@ def build_rotation(size: int) -> Tensor:
 
 
 def dequantize_keys(quantized: QuantizedQKV) -> Tensor:
-    """The values of the codes of K, float32 (B, HK, KV, D), without the mean."""
+    """Return the dequantized K, float32 (B, HK, KV, D), without the mean."""
     scale, length = quantized.key_scale, quantized.key_length
     each = scales_of_keys(scale, length).unsqueeze(-1) if scale.dim() == 4 else _expand_scales(scale, length, ROW_BLOCK)
     return _decode(quantized.key, quantized.format) * each
 
 
 def dequantize_queries(quantized: QuantizedQKV) -> Tensor:
-    """The values of the codes of Q, float32 (B, H, S, D)."""
+    """Return the dequantized Q, float32 (B, H, S, D)."""
     rows = 1 if quantized.precision == FINE else QUERY_BLOCK
     each = _expand_scales(quantized.query_scale, quantized.query.shape[2], rows)
     return _decode(quantized.query, quantized.format) * each
 
 
 def _expand_scales(scale: Tensor, length: int, rows: int) -> Tensor:
-    """Scales per head, (B, H), or per ``rows`` rows, (B, H, blocks), for multiplying rows: (B, H, 1 or length, 1)."""
+    """Expand scales per head, (B, H), or per ``rows`` rows, (B, H, blocks), to rows: (B, H, 1 or length, 1)."""
     each = scale.unsqueeze(-1) if scale.dim() == 2 else scale.repeat_interleave(rows, -1)[..., :length]
     return each.unsqueeze(-1)
 
 
 def dequantize_values(quantized: QuantizedQKV) -> Tensor:
-    """The values of the codes of V, float32 (B, HK, KV, D), its keys back in their original order."""
+    """Return the dequantized V, float32 (B, HK, KV, D), with its keys in their original order."""
     codes = quantized.value
-    places = torch.empty(KEY_GROUP, dtype=torch.long, device=codes.device)
-    places[list(KEY_ORDER)] = torch.arange(KEY_GROUP, device=codes.device)
-    grouped = codes.view(*codes.shape[:-1], codes.shape[-1] // KEY_GROUP, KEY_GROUP)[..., places]
+    order = torch.empty(KEY_GROUP, dtype=torch.long, device=codes.device)
+    order[list(KEY_ORDER)] = torch.arange(KEY_GROUP, device=codes.device)
+    grouped = codes.view(*codes.shape[:-1], codes.shape[-1] // KEY_GROUP, KEY_GROUP)[..., order]
     rows = grouped.flatten(-2)[..., : quantized.key_length].transpose(-1, -2).contiguous()
     scale = quantized.value_scale
-    of_channels = scale.dim() == 4
+    is_per_channel = scale.dim() == 4
     return _decode(rows, VALUE_FORMAT) * (
-        scale if of_channels else _expand_scales(scale, quantized.key_length, ROW_BLOCK)
+        scale if is_per_channel else _expand_scales(scale, quantized.key_length, ROW_BLOCK)
     )
 
 
@@ -165,7 +165,7 @@ def _decode(codes: Tensor, fmt: str) -> Tensor:
 
 
 def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
+    """Compute softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
     causal: a Mask of ``kernels.attention.config``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
     log-sum-exp of each row's scores, float32 (B, H, S), without the contribution of the keys' mean.
@@ -191,7 +191,7 @@ def _split_rows(count: int) -> list[slice]:
 
 
 def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
-    """Scores (..., rows, KV) with -inf where a query does not attend to a key."""
+    """Set scores (..., rows, KV) to -inf for keys that a query does not attend to."""
     if not causal:
         return scores
     keys = torch.arange(scores.shape[-1], device=scores.device)
@@ -202,7 +202,7 @@ def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor
 
 
 def _apply_softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of O and their log-sum-exp, from scores (B, H, rows, KV)."""
+    """Return the rows of O and their log-sum-exp, from scores (B, H, rows, KV)."""
     if scores.shape[-1] == 0:
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
         return zeros, scores.new_full(scores.shape[:-1], -math.inf)
@@ -223,16 +223,16 @@ def _apply_softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _build_inverse_rotation(size: int, device: torch.device) -> Tensor:
-    """The inverse of ``build_rotation``, float64; cached, so that a CUDA graph may capture its use."""
+    """Build the inverse of ``build_rotation``, float64. It is cached, so that a CUDA graph may capture its use."""
     return synchronized(build_rotation(size).T.double().to(device))
 
 
 def compute_mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Tensor:
-    """What subtracting the mean from the keys took off each query's products with them, float32 (B, H, S).
+    """Return the product of each query with the mean of the keys, float32 (B, H, S).
 
-    query: (B, H, S, D), unquantized: its codes are off by percents, which of a large product is too much.
-    key_mean: float32 (B, HK, D or more), rotated or not. No float32 matrix product is used, since these may be rounded
-    to fewer bits (torch.set_float32_matmul_precision).
+    query: (B, H, S, D), unquantized: the quantization error of a large product would be too large. key_mean: float32
+    (B, HK, D or more), rotated or not. No float32 matrix product is used, since it may be rounded to fewer bits
+    (torch.set_float32_matmul_precision).
     """
     size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
     mean = key_mean.double() @ _build_inverse_rotation(size, key_mean.device) if rotated else key_mean
@@ -241,40 +241,40 @@ def compute_mean_scores(query: Tensor, key_mean: Tensor, *, rotated: bool) -> Te
 
 
 def add_mean_scores(lse: Tensor, scores: Tensor, causal: int, scale: float) -> Tensor:
-    """Add to the log-sum-exp what the keys' mean contributed to the scores. A row without keys stays -inf.
+    """Add the contribution of the keys' mean to the log-sum-exp. A row without keys stays -inf.
 
-    Only a mask that is aligned at the last key (``causal`` 2) leaves such rows; their queries may be NaN or infinite.
+    Only a mask aligned at the last key (``causal`` 2) can have such rows; their queries may be NaN or infinite.
     """
     if causal != 2:
-        return lse.add(scores, alpha=scale)  # one operation: each costs the host some 20 µs
+        return lse.add(scores, alpha=scale)  # one operation, because each costs the host about 20 µs
     return lse + (scores * scale).masked_fill(lse == -math.inf, 0.0)
 
 
 def compute_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of attention, computed in float32 from its inputs and the gradient ``grad`` of its output.
+    """Compute the gradients of attention in float32, from its inputs and the gradient ``grad`` of its output.
 
     query, grad: (B, H, S, D); key, value: (B, HK, KV, D). Returns the gradients of query, key and value, with their
     dtypes and strides. A row that attends to no key contributes none.
     """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
-    found_q = torch.zeros_like(query)
-    found_k, found_v = torch.zeros_like(k), torch.zeros_like(v)
+    grad_q = torch.zeros_like(query)
+    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
     for rows in _split_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
         scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
         top = scores.amax(dim=-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
         weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        found_v += weights.transpose(-1, -2) @ g
+        grad_v += weights.transpose(-1, -2) @ g
         by_weights = g @ v.transpose(-1, -2)
         by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True)) * scale
-        found_q[:, :, rows] = (by_scores @ k).to(query.dtype)
-        found_k += by_scores.transpose(-1, -2) @ q
+        grad_q[:, :, rows] = (by_scores @ k).to(query.dtype)
+        grad_k += by_scores.transpose(-1, -2) @ q
 
-    def of_group(x: Tensor, like: Tensor) -> Tensor:
+    def sum_group(x: Tensor, like: Tensor) -> Tensor:
         return torch.empty_like(like).copy_(x.view(*like.shape[:2], share, *like.shape[2:]).sum(2))
 
-    return found_q, of_group(found_k, key), of_group(found_v, value)
+    return grad_q, sum_group(grad_k, key), sum_group(grad_v, value)

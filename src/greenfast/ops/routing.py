@@ -1,4 +1,4 @@
-"""Which calls of PyTorch's attention the FP8 kernels take: the rules, and the counts of calls."""
+"""Routing: which kernel computes a call of PyTorch's attention, and counts of calls."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
-TORCH = "torch"  # the kernel of an Explanation where PyTorch's own attention computes the call
-NONE = "none"  # where there is nothing to compute
+TORCH = "torch"  # PyTorch's own attention computes the call
+NONE = "none"  # there is nothing to compute
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
@@ -49,8 +49,8 @@ class Explanation:
 
     kernel: "hopper", "ada" or "serving"; "reference" for CPU tensors, "meta" for meta tensors, "none" if there is
     nothing to compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of
-    "context_parallel"; "torch" if PyTorch's own attention computes it, since no kernel can or none is faster.
-    precision: the one in which it is computed; empty for "torch".
+    "context_parallel"; "torch" if PyTorch's own attention computes it, because no kernel can or none is faster.
+    precision: the precision of the computation; empty for "torch".
     """
 
     kernel: str
@@ -59,14 +59,14 @@ class Explanation:
 
     @property
     def taken(self) -> bool:
-        """Whether ``greenfast.sdpa`` computes the call."""
+        """Whether a kernel of greenfast, not PyTorch, computes the call."""
         return self.kernel != TORCH
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.reason}"
 
 
-#: Of a call that a ``context_parallel`` computes.
+#: The explanation that ``use`` counts inside a ``context_parallel``.
 CONTEXT_PARALLEL = Explanation("context_parallel", "attention to the rows of all ranks")
 
 
@@ -86,25 +86,26 @@ def explain(
     min_length: int | None = 0,
     target: str | None = None,
 ) -> Explanation:
-    """What ``greenfast.sdpa`` would run with these arguments, or why it refuses them. Launches nothing.
+    """Return the kernel that ``greenfast.sdpa`` would run, or the reason of its refusal. Launches nothing.
 
-    ``greenfast.use`` and ``greenfast.register_with_transformers`` follow the same rules. They leave calls to PyTorch
-        - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
-      - where ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
+    ``greenfast.use`` and ``greenfast.register_with_transformers`` follow the same rules. They pass calls to PyTorch
+
+      - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
+      - if ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
       - on tensors that are nested, sparse or of a subclass;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
-      - with shapes that cannot be broadcast or share heads unevenly, for which PyTorch raises its error;
+      - with shapes that do not broadcast or share heads unevenly, for which PyTorch raises its error;
       - on devices that have no kernel;
-      - where query or key is shorter than ``min_length``, or in a graph, where only the run can decide that;
-      - with a ``min_length`` of None or ``precision="auto"``, where the rules of ``greenfast.ops.routing_rules``
-        do not say that this is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. What
-        FP8 saves grows with queries x keys, what quantization costs with queries + keys, so both must be long: one
-        query over a long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the
-        faster precision.
+      - if query or key is shorter than ``min_length``, or if only the run of a graph can decide that;
+      - with a ``min_length`` of None or ``precision="auto"``, unless the rules of ``greenfast.ops.routing_rules`` show
+        that FP8 is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. The gain of FP8
+        grows with queries x keys, the cost of quantization with queries + keys, so both must be long: one query over a
+        long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the faster
+        precision.
 
-    target: explain what a GPU of this target would run, such as "sm_90a" for H100 and H200, on whatever device the
-    tensors are. By default the tensors' own device.
+    target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
+    The default is the tensors' own device.
 
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
@@ -120,11 +121,11 @@ def explain(
     if scale is not None and not is_valid_scale(parse_number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if in_context_parallel():
-        found: Explanation = ACTIVE[-1].explain(
+        explanation: Explanation = ACTIVE[-1].explain(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
             causal_alignment=causal_alignment, float32_as=float32_as,
         )  # fmt: skip
-        return found
+        return explanation
     if not _is_fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -150,7 +151,7 @@ def explain(
 
 
 def _parse_target(text: str) -> Target:
-    """Read the name of a target. Raises TypeError and ValueError naming the allowed ones."""
+    """Parse the name of a target. Raises TypeError and ValueError with the allowed names."""
     if not isinstance(text, str):
         raise TypeError(
             f"target: {text!r}; a name such as {routing_rules.TARGET!r} is needed, not a {type(text).__name__}"
@@ -162,12 +163,12 @@ def _parse_target(text: str) -> Target:
 
 
 def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:
-    """The precision in which greenfast is faster than PyTorch, empty for none, and the measurement that says so."""
+    """Return the precision in which greenfast is faster than PyTorch, empty for none, and the measurement."""
     batch, heads, queries, width = form.query
     if not (is_known(form.key[2] > queries) or is_known(form.key[2] <= queries)) or not is_known(form.key[1] > 0):
         return "", "lengths or heads are known only at run time, so no measurement applies"
     keys, reuse = form.key[2], queries * heads // form.key[1]
-    if form.causal == 1 and is_known(keys > queries):  # the last keys are quantized, but nothing attends to them
+    if form.causal == 1 and is_known(keys > queries):  # no query attends to the last keys
         keys, reuse = queries, reuse * queries // keys
     elif form.causal == 2 and is_known(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
@@ -179,11 +180,11 @@ def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Targ
         taken = is_known(queries >= least) and is_known(keys >= least)
         return ("fp8" if precision == "auto" else precision) if taken else "", quote
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
-    for found, least_reuse, least_keys, least_flop, quote in rules:
+    for name, least_reuse, least_keys, least_flop, quote in rules:
         if is_known(reuse >= least_reuse) and is_known(keys >= least_keys) and is_known(flop >= least_flop):
-            # A string of this package: torch.compile (2.13) cannot ask for the type of a part of a graph's constant.
-            return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(found)], f"{found} {quote}"
-    tried = "; ".join(f"{found} {quote}" for found, _, _, _, quote in rules) or "no measured shapes show it"
+            # Return a string of this package: torch.compile (2.13) cannot trace the type of a graph constant's item.
+            return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(name)], f"{name} {quote}"
+    tried = "; ".join(f"{name} {quote}" for name, _, _, _, quote in rules) or "no measured shapes show it"
     return "", f"not known to be faster than PyTorch here: {tried}"
 
 
@@ -194,13 +195,13 @@ def _get_rules(head_dim: int, causal: bool, precision: str) -> tuple[routing_rul
 
 
 def _is_flash_replaced() -> bool:
-    """Whether the user has put a later FlashAttention behind PyTorch's attention."""
+    """Return whether the user has activated a later FlashAttention in PyTorch's attention."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)  # PyTorch 2.11 and later
     return current is not None and current() is not None
 
 
 def _have_rules(query: Tensor, gpu: Target | None) -> bool:
-    """Check whether the rules were measured on a device like the query's, or on the GPU that is asked about."""
+    """Return whether the rules were measured on the target ``gpu``, or on a device like the one of the query."""
     if gpu is not None:
         return gpu.name == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
     return query.is_cuda and _is_measured_device(query.get_device())
@@ -208,9 +209,9 @@ def _have_rules(query: Tensor, gpu: Target | None) -> bool:
 
 def _is_measured_device(device: int) -> bool:
     try:
-        found: str = torch_ops.load_cuda().get_target(device).name
-        return found == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
-    except NotImplementedError:  # too old for any kernel, which is found out later
+        target: str = torch_ops.load_cuda().get_target(device).name
+        return target == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
+    except NotImplementedError:  # too old for any kernel; the refusal comes later
         return False
 
 
@@ -220,7 +221,7 @@ _is_measured_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_fused_allowed() -> bool:
-    """Whether any of PyTorch's fused backends may run: a user who allows only ``SDPBackend.MATH`` wants none."""
+    """Return whether any of PyTorch's fused backends may run. The user may have allowed ``SDPBackend.MATH`` only."""
     backends: Any = torch.backends.cuda
     return bool(backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled())
 
@@ -241,7 +242,7 @@ def _explain_kernel(
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers", precision)
     if device.type != "cuda":
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
-    if torch.compiler.is_compiling():  # lengths and head_dim may be symbols there; the padded head dim is not
+    if torch.compiler.is_compiling():  # lengths and head_dim may be symbols; the padded head dim is not
         head_dim = pad_head_dim_size(form.query[3])
         name, reason = _explain_traced(query.get_device(), head_dim, dtype, precision, form.causal)
         return Explanation(name, reason, precision if name != TORCH else "")
@@ -269,17 +270,17 @@ def _explain_cuda(
 
 
 def _explain_traced(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
-    """The kernel's name and the reason as constants, which torch.compile evaluates while it traces."""
+    """Return the kernel's name and the reason. torch.compile evaluates them as constants while it traces."""
     shape = (1, 1, routing_rules.UNMEASURED_LENGTH, head_dim)
-    found = _explain_cuda(device, shape, shape, dtype, precision, causal)
-    return found.kernel, found.reason
+    explanation = _explain_cuda(device, shape, shape, dtype, precision, causal)
+    return explanation.kernel, explanation.reason
 
 
-# What torch.compiler.assume_constant_result does, but that loads all of torch._dynamo first, which takes two seconds.
+# Like torch.compiler.assume_constant_result, without loading torch._dynamo, which takes two seconds.
 _explain_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_COUNTING = threading.Lock()  # one for all counts: they are copied together with models, and a lock cannot be
+_COUNTING = threading.Lock()  # one lock for all counts: models with counts are copied, and a lock cannot be copied
 
 
 class Routed:
@@ -287,11 +288,11 @@ class Routed:
 
     def __init__(self) -> None:
         self.taken = 0
-        self._left: dict[str, int] = {}  # not a Counter, which torch.compile cannot trace
+        self._left: dict[str, int] = {}  # torch.compile cannot trace a Counter
 
     @property
     def fallen_back(self) -> Counter[str]:
-        """How many calls PyTorch has computed, by reason."""
+        """The number of calls that PyTorch computed, by reason."""
         return Counter(self._left)
 
     def count(self, explanation: Explanation) -> None:

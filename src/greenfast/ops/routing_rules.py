@@ -1,9 +1,9 @@
 """Rules for calls of attention that are faster here than in 16 bits, from measurements.
 
 scripts/update_results.py writes routing_rules.json from the records of ``bench routing`` and ``bench operator``. A rule
-holds for one rival, head dim, mask and precision. It has three minima: the reuse of a key (queries times heads of a
-group), the number of keys, and the work (4 B H S KV D operations, half of that with a mask). greenfast takes calls that
-reach all three. No measured shape with at least half of each is slower with greenfast.
+holds for one baseline, head dim, mask and precision. It has three minima: the reuse of a key (queries times heads of a
+group), the number of keys, and the work (4 B H S KV D operations, half of that with a mask). greenfast computes calls
+that reach all three. No measured shape with at least half of each is slower with greenfast.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, TypeAlias
 
-#: The precision; the least reuse, keys and operations of calls that are taken; and the measurement in words. Not a
-#: class, as torch.compile has to keep it as a constant.
+#: The precision; the minimum reuse, keys and operations; and the measurement in words. It is not a class, because
+#: torch.compile must keep it as a constant.
 Rule: TypeAlias = "tuple[str, int, int, float, str]"
 
-#: What computes a call otherwise: PyTorch's attention, or with FlashAttention-3 active in it the faster of the two.
+#: The baselines: PyTorch's attention, or the faster of the two if FlashAttention-3 is active in PyTorch.
 TORCH, FA3 = "PyTorch's attention", "PyTorch's attention and FlashAttention-3"
 HEAD_DIMS = (64, 128, 256)
-#: The target whose GPU was measured. What was not measured needs this number of queries and of keys.
+#: The measured target. Calls without a measurement need this number of queries and of keys.
 TARGET = "sm_90a"
 UNMEASURED_LENGTH = 4096
 _AUTO = ("fp8", "int8")
@@ -28,27 +28,29 @@ _AUTO = ("fp8", "int8")
 
 @cache
 def load_data() -> dict[str, Any]:
-    """routing_rules.json: its ``find_rules``, as ``greenfast.bench.routing.find_rules`` makes them."""
-    found: dict[str, Any] = json.loads(files(__package__).joinpath("routing_rules.json").read_text(encoding="utf-8"))
-    return found
+    """Return the contents of routing_rules.json, with ``rules`` as ``greenfast.bench.routing.rules`` writes them."""
+    contents: dict[str, Any] = json.loads(files(__package__).joinpath("routing_rules.json").read_text(encoding="utf-8"))
+    return contents
 
 
 @cache
 def find_rules(head_dim: int, causal: bool, precision: str, against: str) -> tuple[Rule, ...] | None:
-    """The rules to try in turn: the precision's own, or with "auto" those of fp8 and int8, that gaining more first.
+    """Return the rules to try, in order.
 
-    head_dim: one of HEAD_DIMS. against: TORCH or FA3. None where this was not measured, empty where nothing gains.
+    They are those of the precision, or for "auto" those of fp8 and int8, with the larger gain first.
+
+    head_dim: one of HEAD_DIMS. against: TORCH or FA3. None if this was not measured, empty if no call gains.
     """
-    wanted = _AUTO if precision == "auto" else (precision,)
-    found = [
+    precisions = _AUTO if precision == "auto" else (precision,)
+    matches = [
         rule
         for rule in load_data()["rules"]
         if (rule["head_dim"], rule["causal"], rule["against"]) == (head_dim, causal, against)
-        and rule["precision"] in wanted
+        and rule["precision"] in precisions
     ]
-    if not found:
+    if not matches:
         return None
-    return tuple(_parse_rule(rule) for rule in sorted(found, key=lambda rule: -rule.get("mean", 0)) if rule["least"])
+    return tuple(_parse_rule(rule) for rule in sorted(matches, key=lambda rule: -rule.get("mean", 0)) if rule["least"])
 
 
 def _parse_rule(rule: dict[str, Any]) -> Rule:

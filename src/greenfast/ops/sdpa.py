@@ -1,4 +1,4 @@
-"""Attention as PyTorch users call it: on tensors, or on codes that were quantized before."""
+"""The public functions: attention on tensors and on quantized inputs, and quantization."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ from greenfast.ops.routing import explain
 from greenfast.ops.symbols import is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 
-_call_torch_function: Any = (
-    handle_torch_function  # for subclasses of Tensor, modes, and torch.fx, which traces calls this way
-)
+#: For subclasses of Tensor, modes, and the tracing of torch.fx.
+_call_torch_function: Any = handle_torch_function
 SDPA_CACHE = CallCache(3)  # plans of calls that skipped the dispatcher
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
@@ -78,32 +77,33 @@ def sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
-    query: (B, H, S, D); key and value: (B, HK, KV, D), where HK is H, or with ``enable_gqa`` a divisor of H; float16
-    or bfloat16, of any strides, D a multiple of 8 up to 256. Also (..., S, D) with any number of leading dimensions,
-    the last of them the heads, which are broadcast; and a value with another head dim, up to 256.
+    query: (B, H, S, D); key and value: (B, HK, KV, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype is
+    float16 or bfloat16, strides are arbitrary, D is a multiple of 8 up to 256. Shapes (..., S, D) with any number of
+    leading dimensions are accepted: the last of these are the heads, and all are broadcast. The head dim of value may
+    differ, up to 256.
     attn_mask: a ``torch.nn.attention.bias.CausalBias``, or a tensor on the CPU that masks nothing (all True, or zeros
-    that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys
-    0 .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16, to which float32 tensors
-    are cast; the output is float32 again. Without it they are refused.
-    precision: "fp8" computes both products in E4M3, "int8" Q K^T in int8 and P V in E4M3, "int8_fine" the same with a
-    scale for each row of Q and each 32 of 128 keys, where the others have one for 16 rows and 128 keys. Q and K are
-    rotated by a Hadamard matrix, and the mean of K is subtracted, before they are quantized: neither changes the
-    result. "fp8_token" computes both products in E4M3 with a scale for each token and head, without a mean and a
-    rotation: it is slower, but a row depends on nothing but its query and the keys that it attends to. With the others
-    a row under a causal mask changes a little with later tokens, which share its scales and the mean.
-    "auto" is the faster of "fp8" and "int8", or PyTorch's own attention where that is faster or ``explain``
-    says that no kernel takes the call; with ``return_lse``, which PyTorch lacks, it is "fp8".
+    that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys 0
+    .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16. float32 tensors are cast to
+    this dtype, and the output is float32 again. Without it they are refused.
+    precision: "fp8" computes both products in E4M3. "int8" computes Q K^T in int8 and P V in E4M3. "int8_fine" is
+    "int8" with a scale for each row of Q and each 32 of 128 keys; the others have one for 16 rows and one for 128 keys.
+    Before quantization Q and K are rotated by a Hadamard matrix, and the mean of K is subtracted; neither changes the
+    result. "fp8_token" computes both products in E4M3 with a scale for each token and head, without mean and rotation.
+    It is slower, but a row depends only on its query and the keys that it attends to. With the other precisions a row
+    under a causal mask changes a little with later tokens, because they share its scales and the mean. "auto" is the
+    faster of "fp8" and "int8", or PyTorch's own attention if that is faster or no kernel can compute the call (see
+    ``explain``). With ``return_lse`` "auto" is "fp8", because PyTorch returns no log-sum-exp.
 
-    Returns (B, H, S, D) of the inputs' dtype, with its dimensions in memory in query's order, as in PyTorch; with
-    ``return_lse`` also the natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key
-    is 0, its log-sum-exp -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row), in
-    a key or value the rows that attend to any key of its block of 128. The gradients are of attention on the
-    unquantized tensors, which the backward pass computes again in 16 bits; there is no forward mode and no second
-    derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError.
+    Returns (B, H, S, D) of the inputs' dtype, in the memory order of query, as in PyTorch. With ``return_lse`` also the
+    natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key is 0, and its log-sum-exp
+    -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row). In a key or value it
+    makes all rows NaN that attend to any key of its block of 128. The gradients are of attention on the unquantized
+    tensors; the backward pass recomputes it in 16 bits. There is no forward mode and no second derivative, and a
+    gradient that reaches the log-sum-exp raises NotImplementedError.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
-    kernel; each error names the argument and what is allowed.
+    kernel. Each error names the argument and the allowed values.
     """
     if ACTIVE:
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ def sdpa(
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
         )  # fmt: skip
-    # The common case is checked inline: function calls would cost the host as much as everything else here.
+    # The common case is checked inline, because function calls would double the host time.
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
         causal = 1 if is_causal else 0
     else:
@@ -142,9 +142,9 @@ def sdpa(
     if repeats:
         plan, _ = SDPA_CACHE.get((query, key, value, precision, causal, scale, enable_gqa))
         if plan is not None and not torch_ops.dispatch_mode_active():
-            found: Tensor | None = torch_ops.load_cuda().replay_sdpa(plan, query, key, value)
-            if found is not None:
-                return found
+            replayed: Tensor | None = torch_ops.load_cuda().replay_sdpa(plan, query, key, value)
+            if replayed is not None:
+                return replayed
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = (
             x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
@@ -160,8 +160,8 @@ def sdpa(
         return both
     args = (query, key, value, precision, causal, factor)
     if not torch_ops.can_skip_dispatcher(query, key, value):
-        observed: Tensor = torch_ops.SDPA(*args)
-        return observed
+        result: Tensor = torch_ops.SDPA(*args)
+        return result
     out: Tensor = torch_ops.load_cuda().sdpa(*args)
     plan = torch_ops.load_cuda().get_sdpa_plan(*args)
     if repeats and plan is not None:
@@ -173,19 +173,20 @@ def _sdpa_auto(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, alignment: Alignment, float32_as: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """``sdpa`` in the precision that is faster here, or PyTorch's own."""
-    found = explain(
+    """Compute ``sdpa`` in the precision that is faster, or by PyTorch's own attention."""
+    explanation = explain(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision="auto",
         causal_alignment=alignment, float32_as=float32_as,
     )  # fmt: skip
-    if found.taken:
+    if explanation.taken:
         return sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            precision="int8" if found.precision == "int8" else "fp8", causal_alignment=alignment, float32_as=float32_as,
+            precision="int8" if explanation.precision == "int8" else "fp8", causal_alignment=alignment,
+            float32_as=float32_as,
         )  # fmt: skip
     causal = parse_causal(is_causal, alignment)
     form = canonicalize(query, key, value, attn_mask, parse_dropout(dropout_p), causal, enable_gqa, float32_as)
-    if isinstance(form, CanonicalCall):  # so the mask masks nothing, or is a CausalBias
+    if isinstance(form, CanonicalCall):  # the mask masks nothing, or is a CausalBias
         attn_mask, causal = None, form.causal
     elif not all([_can_run_torch(x, causal) for x in (query, key, value)]):
         raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
@@ -196,7 +197,7 @@ def _sdpa_auto(
     blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
     if not (is_known(blind > 0) or is_known(blind <= 0)):
         mask, without_keys = _build_dynamic_lower_right_mask(q, k)
-        # PyTorch's fused attention compares the sizes of a mask.
+        # PyTorch's fused attention would compare the sizes of the mask.
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
         )
@@ -214,12 +215,12 @@ def _sdpa_auto(
 
 
 def _can_run_torch(x: Any, causal: int) -> bool:
-    """Return whether PyTorch's attention can be asked to compute what no kernel takes, with this tensor."""
+    """Return whether PyTorch's attention may compute a refused call with this tensor."""
     return isinstance(x, Tensor) and x.dim() >= 2 and (causal != 2 or not x.is_nested)
 
 
 def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask aligned at the last key if only the run can decide which side is longer, and the rows without keys.
+    """Build the mask aligned at the last key, and the mask of rows without keys, if only the run knows the longer side.
 
     In the mask these rows attend to all keys, so that neither they nor their gradients are NaN.
     """
@@ -230,9 +231,9 @@ def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor,
 
 
 def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
-    """The causal mask that is aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
+    """Build the causal mask aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
     rows, keys = query.shape[-2], key.shape[-2]
-    if torch.compiler.is_compiling():  # it cannot trace an import
+    if torch.compiler.is_compiling():  # torch.compile cannot trace an import
         return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
     return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
@@ -241,7 +242,7 @@ def _canonicalized_sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
     scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """``sdpa`` of inputs that have to be brought into the kernels' form, and of inputs that are refused."""
+    """Compute ``sdpa`` of inputs that must be mapped to the kernels' layout, or raise their refusal."""
     check_cast_dtype(float32_as)
     form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
@@ -256,23 +257,23 @@ def _canonicalized_sdpa(
     else:
         tensors = to_kernel_layout(form, query, key, value)
         if precision == TOKEN:
-            found = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
-        elif torch.compiler.is_compiling():  # the operator asserts at run time what a graph cannot decide
-            found = (torch_ops.SDPA_LSE if return_lse else torch_ops.SDPA)(*tensors, precision, form.causal, factor)
+            result = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
+        elif torch.compiler.is_compiling():  # the operator asserts sizes at run time
+            result = (torch_ops.SDPA_LSE if return_lse else torch_ops.SDPA)(*tensors, precision, form.causal, factor)
         else:
             alignment: Alignment = "lower_right" if form.causal == 2 else "upper_left"
-            found = sdpa(
+            result = sdpa(
                 *tensors, is_causal=form.causal > 0, scale=factor, enable_gqa=True, precision=precision,
                 causal_alignment=alignment, return_lse=return_lse,
             )  # type: ignore[call-overload]  # fmt: skip
-        out, lse = found if return_lse else (found, None)
+        out, lse = result if return_lse else (result, None)
         out = from_kernel_layout(form, out)
     out = out.float() if widened else out
     return out if lse is None or not return_lse else (out, lse.reshape(form.out[:-1]))
 
 
 def _build_empty_result(form: CanonicalCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The results without rows or without keys: zeros, whose gradients are zeros, and a log-sum-exp of -inf."""
+    """Return the results without rows or without keys: zeros with zero gradients, and a log-sum-exp of -inf."""
     out = query.new_zeros(form.out)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out = out + sum(x[..., :0].sum() for x in (query, key, value))
@@ -280,7 +281,7 @@ def _build_empty_result(form: CanonicalCall, query: Tensor, key: Tensor, value: 
 
 
 def _format_shapes(*tensors: object) -> str:
-    """The shapes of a call, for an error message; empty unless all three have one."""
+    """Format the shapes of a call for an error message; empty unless all three inputs have shapes."""
     if not all(isinstance(x, Tensor) and not x.is_nested for x in tensors):
         return ""
     named = zip(("query", "key", "value"), tensors, strict=True)
@@ -301,21 +302,21 @@ def quantize(
 ) -> QuantizedQKV:
     """Quantize the inputs of attention, for callers that use the codes more than once.
 
-    query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H; float16 or bfloat16, of any strides, D a
-    multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" int8 for Q and K; "int8_fine" the
-    same with a scale per row of Q and four per 128 rows of K, for ``scales="block"`` alone. scales: "block" for one per
-    16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for one per 128
-    keys, "head", or "channel" for one per channel of a head; by default as ``scales``. If all scales are per block, one
-    kernel quantizes; otherwise PyTorch does, in several passes.
-    subtract_key_mean: subtracts from every key a mean estimated from 32 of them, which changes no weight and helps
-    where channels are biased (SageAttention, Zhang et al. 2024, with the mean of all keys). rotate: multiplies Q and K
-    by a Hadamard matrix with signed rows, which changes no score and spreads outliers over all channels
-    (QuaRot, Ashkboos et al. 2024). log_sum_exp: also computes what ``attention(..., return_lse=True)`` adds back for
-    the mean, at one more pass over Q. A gradient that reaches the results raises NotImplementedError in the backward
-    pass.
+    query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H. The dtype is float16 or bfloat16, strides
+    are arbitrary, D is a multiple of 8 up to 256. precision: "fp8" is E4M3 for Q, K and V, "int8" is int8 for Q and K.
+    "int8_fine" is the same with a scale per row of Q and four per 128 rows of K, for ``scales="block"`` only. scales:
+    "block" for one per 16 rows of Q and one per 128 rows of K, "head" for one per head. value_scales: of V, "block" for
+    one per 128 keys, "head", or "channel" for one per channel of a head; the default is ``scales``. If all scales are
+    per block, one kernel quantizes; otherwise PyTorch does, in several passes.
+    subtract_key_mean: subtract from every key a mean estimated from 32 keys. This changes no weight, and reduces the
+    error if channels are biased (SageAttention, Zhang et al. 2024, with the mean of all keys). rotate: multiply Q and K
+    by a Hadamard matrix with signed rows. This changes no score, and spreads outliers over all channels (QuaRot,
+    Ashkboos et al. 2024). log_sum_exp: also compute the contribution of the mean that ``attention(...,
+    return_lse=True)`` adds back, at one more pass over Q. A gradient that reaches the results raises
+    NotImplementedError in the backward pass.
 
-    Raises TypeError for anything but tensors of these dtypes, ValueError for shapes, devices and choices that do not
-    fit, NotImplementedError for a head dim without a kernel.
+    Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
+    not fit, NotImplementedError for a head dim without a kernel.
     """
     if has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
@@ -367,10 +368,10 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors as for ``sdpa``.
+    """Compute softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors as for ``sdpa``.
 
     return_lse: raises ValueError for codes that were quantized with ``subtract_key_mean`` but without ``log_sum_exp``.
-    A gradient that reaches the results raises NotImplementedError in the backward pass: none flows to codes.
+    Codes have no gradient: one that reaches the results raises NotImplementedError in the backward pass.
     """
     if has_torch_function_variadic(quantized):
         return _call_torch_function(  # type: ignore[no-any-return]
@@ -398,7 +399,7 @@ def attention(
         return op(*args)
     if quantized.key_mean is not None and quantized.mean_scores is None:
         raise ValueError(
-            "return_lse: these codes lack what the mean of the keys adds to each row's scores; quantize with "
+            "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with "
             "log_sum_exp=True, or with subtract_key_mean=False"
         )
     out, lse = torch_ops.ATTENTION_LSE(*args)

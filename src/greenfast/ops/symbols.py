@@ -1,6 +1,7 @@
-"""Comparisons of sizes that may be symbols of a traced graph, also sizes that are known only at run time.
+"""Comparisons of sizes that may be symbols of a traced graph.
 
-A size that depends on data (``x[mask]``, ``nonzero``, ``item()``) is an unbacked symbol: a Python ``if`` on it raises.
+A size that depends on data (``x[mask]``, ``nonzero``, ``item()``) is an unbacked symbol. A Python ``if`` on it raises
+an error.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-#: ``experimental.symbolic_shapes`` imports SymPy. It is loaded once a symbol exists, so it is looked up at the call.
+#: ``experimental.symbolic_shapes`` imports SymPy. PyTorch loads it once a symbol exists, so calls look it up here.
 _TORCH_FX: Any = torch.fx
-_is_compiling = torch.compiler.is_compiling  # every eager call asks some twenty times, so the lookups count
+_is_compiling = torch.compiler.is_compiling  # an eager call does about twenty comparisons
 
 
 def is_known(condition: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Attention whose scales belong to single tokens, so that a row of the output depends on nothing that it does not see.
+"""Attention with one scale per token and head, so that a row of the output depends only on the tokens it attends to.
 
 ``greenfast.sdpa(..., precision="fp8_token")``. The other precisions share a scale among 16 queries and among 128 keys,
-and subtract a mean of all keys: there, a row under a causal mask changes a little with later tokens. Here each token
-and head of Q, K and V has a scale of its own, and no mean is subtracted. The serving kernels compute it, on temporary
-pages. The forward pass is thus the same, bit for bit, for a sequence and for each of its prefixes.
+and subtract a mean of all keys. There, a row under a causal mask changes a little with later tokens. Here each token
+and head of Q, K and V has its own scale, and no mean is subtracted. The serving kernels compute it, on temporary pages.
+The forward pass is the same, bit for bit, for a sequence and for each of its prefixes.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
     with torch.no_grad():  # the operator's own autograd node has the gradients
         wide = [_make_kernel_input(x) for x in (query, key, value)]
         for rows, keys, masked in parts:
-            found, sums = _attend_part(wide[0][:, :, rows], wide[1][:, :, keys], wide[2][:, :, keys], masked, scale)
-            lse[:, :, rows] = sums
-            out[:, :, rows] = found[..., :columns]
+            part_out, part_lse = _attend_part(
+                wide[0][:, :, rows], wide[1][:, :, keys], wide[2][:, :, keys], masked, scale
+            )
+            lse[:, :, rows] = part_lse
+            out[:, :, rows] = part_out[..., :columns]
     return out, lse
 
 
 def _make_kernel_input(x: Tensor) -> Tensor:
-    """Return x, or a copy if its head dim is padded or a kernel could not read its rows."""
+    """Return x, or a copy if its head dim is padded or a kernel cannot read its rows."""
     head_dim = pad_head_dim_size(x.shape[3])
     return make_tma_compatible(x, unique_rows=True) if x.shape[3] == head_dim else pad_head_dim(x, head_dim)
 
 
 def _attend_part(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all rows to all keys, or with a mask that is aligned at the last key."""
+    """Compute attention of all rows to all keys, or with a mask that is aligned at the last key."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     by_head = heads == kv_heads and all(_has_contiguous_heads(x) for x in (query, key, value))
 
     def tokens(x: Tensor) -> Tensor:
-        """Return x as (tokens, heads, head_dim): a view if each head is taken for a sequence of its own."""
+        """Return x as (tokens, heads, head_dim). It is a view if each head counts as a sequence."""
         return x.reshape(-1, 1, head_dim) if by_head else x.transpose(1, 2).reshape(-1, x.shape[1], head_dim)
 
     sequences = batch * heads if by_head else batch

@@ -1,7 +1,7 @@
-"""The operators as PyTorch knows them, ``torch.ops.greenfast``: schemas, implementations, shapes, vmap, FLOPs.
+"""The registered operators ``torch.ops.greenfast``: schemas, implementations, shapes, vmap and FLOPs.
 
-They are registered with ``torch.library.Library``, which costs the host less per call than ``torch.library.custom_op``.
-The functions that users call are in ``greenfast.ops.sdpa``.
+They are registered with ``torch.library.Library``, since its calls cost the host less than those of
+``torch.library.custom_op``. The public functions are in ``greenfast.ops.sdpa``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ QuantizedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @cache
 def load_cuda() -> Any:
-    """``greenfast.ops.cuda``, imported for the first CUDA tensor: most of the import time is cuda.core."""
+    """Import ``greenfast.ops.cuda`` at the first CUDA tensor: most of the import time is cuda.core."""
     return importlib.import_module("greenfast.ops.cuda")
 
 
@@ -76,10 +76,10 @@ def _quantize_fake(
 
 
 def _free_block_count(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shape of a buffer with an unbacked symbol for the number of its blocks.
+    """Return the shape of a buffer with an unbacked symbol for its number of blocks.
 
-    The metadata of an exported tensor fixes whether a size is 1. Of a length divided by the size of a block, that would
-    limit the lengths to those with one block, or to those with more.
+    The metadata of an exported tensor fixes whether a size is 1. If the size is a length divided by the block size,
+    that would restrict the lengths to one block, or to more than one.
     """
     if not name.endswith("scale") or len(shape) < 3 or not isinstance(shape[2], torch.SymInt):
         return shape
@@ -106,13 +106,13 @@ def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
-def _attention_fake(query: Tensor, *rest: Any) -> Tensor:
-    head_dim, dtype = rest[6], rest[8]
+def _attention_fake(query: Tensor, *args: Any) -> Tensor:
+    head_dim, dtype = args[6], args[8]
     return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
 
 
-def _attention_lse_fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _attention_fake(query, *rest), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _attention_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _attention_fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -157,7 +157,7 @@ def _backward_fake(
 
 
 def build_vmap_rule(op: Any) -> Any:
-    """The rule of vmap: the new dimension becomes part of the batch."""
+    """Build the rule of vmap: the new dimension becomes part of the batch."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         def merged(x: Any, dim: int | None) -> Any:
@@ -167,14 +167,14 @@ def build_vmap_rule(op: Any) -> Any:
             return moved.flatten(0, 1)
 
         def parted(x: Tensor) -> Tensor:
-            of_none = args[0].shape[1 if in_dims[0] == 0 else 0]  # where the new dimension is empty
-            each = x.shape[0] // info.batch_size if info.batch_size else of_none
+            empty_size = args[0].shape[1 if in_dims[0] == 0 else 0]  # if the new dimension is empty
+            each = x.shape[0] // info.batch_size if info.batch_size else empty_size
             return x.view(info.batch_size, each, *x.shape[1:])
 
-        found = op(*(merged(x, dim) for x, dim in zip(args, in_dims, strict=True)))
-        if isinstance(found, Tensor):
-            return parted(found), 0
-        return tuple(parted(x) for x in found), (0,) * len(found)
+        result = op(*(merged(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+        if isinstance(result, Tensor):
+            return parted(result), 0
+        return tuple(parted(x) for x in result), (0,) * len(result)
 
     return rule
 
@@ -197,7 +197,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     ),
     "refuse_gradient": (autograd.refuse_gradient, autograd.refuse_gradient, lambda grad, size, _: grad.new_empty(size)),
 }
-#: The error for a gradient that reaches an operator's results; None where the operator has gradients.
+#: The error for a gradient that reaches the results of an operator; None for an operator with gradients.
 _CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
 _REFUSALS = {
     "quantize": f"greenfast.quantize: {_CODES}",
@@ -228,7 +228,7 @@ for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "Spar
 
 
 def _count_flops(products: int, query: Any, keys: int) -> int:
-    """As ``FlopCounterMode`` counts PyTorch's attention: ``products`` times (S, D) by (D, KV), whatever the mask."""
+    """Count FLOPs as ``FlopCounterMode`` does: products of (S, D) by (D, KV), without regard to the mask."""
     batch, heads, length, head_dim = query
     return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
 
@@ -246,22 +246,22 @@ def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
 
 @flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
 def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _count_flops(5, query, key[2])  # as for PyTorch's backward: the recomputed forward is not counted
+    return _count_flops(5, query, key[2])  # as for PyTorch's backward, without the recomputed forward
 
 
 def get_autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that autocast gives an input of attention: its own for all floats but float64, as in PyTorch."""
+    """Return the dtype that autocast gives an input: its own for all floats except float64, as in PyTorch."""
     dtype, device = tensor.dtype, tensor.device.type
     eligible = dtype.is_floating_point and dtype != torch.float64 and device in ("cpu", "cuda")
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else dtype
 
 
 def can_skip_dispatcher(*tensors: Tensor) -> bool:
-    """Whether an eager call on CUDA tensors may skip the dispatcher, a third of its host time: nothing observes it.
+    """Return whether an eager call on CUDA tensors may skip the dispatcher. That saves a third of its host time.
 
     False under torch.compile, tracing, modes such as FakeTensorMode, functorch transforms, dual numbers, autocast and
-    the profiler, where a gradient is wanted, for subclasses of Tensor, and for views that negate what lies in memory
-    (the imaginary part of a conjugate): these must see the registered operator.
+    the profiler. False also if a gradient is required, for subclasses of Tensor, and for views with the negative bit
+    (the imaginary part of a conjugate). In these cases PyTorch must see the registered operator.
     """
     if torch.compiler.is_compiling():
         return False
@@ -273,7 +273,7 @@ def can_skip_dispatcher(*tensors: Tensor) -> bool:
 
 
 def dispatcher_unused() -> bool:
-    """Whether nothing but the tensors themselves may ask for the dispatcher in this thread; not for tracing."""
+    """Return whether nothing except the tensors may need the dispatcher in this thread."""
     return (
         not dispatch_mode_active()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -283,7 +283,10 @@ def dispatcher_unused() -> bool:
 
 
 def dispatch_mode_active() -> bool:
-    """Whether what tensors' dispatch keys do not tell may ask for it: modes, dual numbers and the profiler."""
+    """Return whether a dispatch mode, dual numbers or the profiler is active.
+
+    Tensors' dispatch keys do not show these.
+    """
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0

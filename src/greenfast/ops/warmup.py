@@ -1,6 +1,6 @@
-"""Compiling ahead: which kernels calls will need, and compiling them into the cache before the first call.
+"""Compilation ahead of time: list the kernels that calls need, and compile them into the cache.
 
-The shapes of a call decide its kernels, so none of this needs a GPU.
+Shapes determine the kernels, so this needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import KernelSource
 
-#: Lengths whose pairs need every kernel that any lengths need; a test compares the two.
+#: The pairs of these lengths need every kernel that any lengths need; a test compares the two.
 LENGTHS = (128, 512, 1024, 4096, 16384, 32768)
-#: Heads over all batches that need every kernel of a length: the choice depends on how they fill the GPU.
+#: These numbers of heads over all batches need every kernel of a length; the choice depends on the occupancy.
 _HEADS = tuple(2**n for n in range(12))
-#: Query rows over all heads above which the attention kernel is always the same.
+#: Above this number of query rows over all heads the attention kernel is always the same.
 _MAX_ROWS = 1 << 17
-_MAX_LENGTH = (1 << 31) - 1  # which they count in 32 bits
+_MAX_LENGTH = (1 << 31) - 1  # lengths are 32-bit in the kernels
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_MAX_WORKERS = 16  # each holds some 50 MiB
+_MAX_WORKERS = 16  # each needs about 50 MiB
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """What filling the cache did: kernels compiled, kernels already cached, wall time."""
+    """The number of compiled kernels, the number of kernels already cached, and the wall time."""
 
     compiled: int
     cached: int
@@ -56,32 +56,32 @@ def kernels_for(
     lengths: Sequence[int] = LENGTHS,
     left_out: Callable[[str], None] = lambda combination: None,
 ) -> list[KernelSource]:
-    """The kernels, each once, of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` with default options.
+    """Return the kernels, each once, of ``greenfast.sdpa``, and of ``quantize`` and ``attention`` with default options.
 
     They cover tensors of any batch and heads, with each pair of ``lengths`` as the lengths of queries and keys.
-    log_sum_exp: include the kernels that return it, which ``return_lse`` needs. left_out: called with each combination
-    that the target has no kernel for.
+    log_sum_exp: include the kernels for ``return_lse``. left_out: called with each combination without a kernel on the
+    target.
 
     Raises UsageError for arguments that no call can have, and if the target has no kernel for any combination.
     """
     _check_arguments(head_dims, dtypes, precisions, causal, lengths)
-    found: dict[KernelSource, None] = {}
+    kernels: dict[KernelSource, None] = {}
     refusal = ""
     for head_dim, dtype, precision, lse in product(head_dims, dtypes, precisions, (False, True)[: 1 + log_sum_exp]):
         combination = f"head dim {head_dim}, {dtype}, {precision}{', log-sum-exp' if lse else ''}"
         try:
             for query, key in _generate_tensors(head_dim, _DTYPES[dtype], lengths):
-                found.update(dict.fromkeys(_list_call_kernels(query, key, precision, causal, lse, target)))
+                kernels.update(dict.fromkeys(_list_call_kernels(query, key, precision, causal, lse, target)))
         except NotImplementedError as e:
             left_out(combination)
             refusal = refusal or f"{combination}: {e}"
-    if not found:
-        raise UsageError(f"{refusal}; nothing that was asked for can be compiled for {target.name}")
-    return list(found)
+    if not kernels:
+        raise UsageError(f"{refusal}; nothing can be compiled for {target.name}")
+    return list(kernels)
 
 
 def _generate_tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Meta tensors of queries and keys, for all pairs of lengths and from few heads to many."""
+    """Yield meta tensors of queries and keys, for all pairs of lengths and from few heads to many."""
     for heads, q_len, kv_len in product(_HEADS, lengths, lengths):
         shapes = ((1, heads, length, head_dim) for length in (q_len, kv_len))
         query, key = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
@@ -91,14 +91,14 @@ def _generate_tensors(head_dim: int, dtype: torch.dtype, lengths: Sequence[int])
 def _list_call_kernels(
     query: Tensor, key: Tensor, precision: str, causal: Sequence[bool], lse: bool, target: Target
 ) -> Iterator[KernelSource]:
-    """What the operators compile for such tensors. Raises NotImplementedError where sdpa has no kernel."""
+    """Yield the kernels of the operators for such tensors. Raises NotImplementedError if sdpa has none."""
     heads, q_len = query.shape[1:3]
     codes = build_sdpa_config(target, query.shape[3], query.dtype, precision, Mask.NONE, lse=lse)
     if heads == 1 or heads * q_len <= _MAX_ROWS:
         for masked in causal:
             config = replace(codes, mask=Mask(int(masked)))
-            kept = replace(config, fuse_q_quant=False)
-            yield build_attention_step(kept, get_sizes(query.shape, key.shape), 1.0, target).source
+            unfused = replace(config, fuse_q_quant=False)
+            yield build_attention_step(unfused, get_sizes(query.shape, key.shape), 1.0, target).source
             if codes.key_scales != "head":
                 yield from (step.source for step in build_sdpa_steps(query, key, key, config, 1.0, target))
     yield build_quantize_step(query, key, key, codes).source
@@ -111,11 +111,10 @@ def warm(
     *,
     workers: int | None = None,
 ) -> WarmupResult:
-    """Compile what the cache lacks, in threads, as NVRTC runs without the GIL. Several processes may do so at once.
+    """Compile the missing kernels in threads; NVRTC releases the GIL. Several processes may do so at once.
 
-    progress: called in this thread with each kernel once it is done. workers: threads; one per processor by default.
-    Raises as ``compile_kernel`` does, and MachineError where the cache does not keep a kernel. Kernels compiled by
-    then, or before an interrupt, stay in the cache.
+    progress: called in this thread with each kernel after it is compiled. workers: number of threads; the default is
+    one per processor.
     """
     start = time.perf_counter()
     compiled = cached = 0
@@ -131,7 +130,7 @@ def warm(
 
 
 def _compile_cached(source: KernelSource, target: Target) -> CompiledKernel:
-    """Compile through the cache, and check that the next call will find the kernel there."""
+    """Compile through the cache, and check that the kernel is in the cache afterwards."""
     kernel = compile_kernel(source, target)
     if not kernel.from_cache and not compile_kernel(source, target).from_cache:
         try:
@@ -156,16 +155,16 @@ def _check_arguments(
         ("causal", causal, bool, "True and False"),
         ("lengths", lengths, int, "whole numbers"),
     )
-    for what, values, kind, needed in sequences:
+    for argument, values, kind, needed in sequences:
         if isinstance(values, str) or not isinstance(values, Sequence) or any(type(x) is not kind for x in values):
-            raise UsageError(f"{what}: {values!r}; a sequence of {needed} is needed")
+            raise UsageError(f"{argument}: {values!r}; a sequence of {needed} is needed")
     for head_dim in head_dims:
         if head_dim % 8 or not 8 <= head_dim <= HEAD_DIMS[-1]:
             raise UsageError(f"head dim {head_dim}: the kernels take multiples of 8 up to {HEAD_DIMS[-1]}")
-    for what, given, allowed in (("dtype", dtypes, _DTYPES), ("precision", precisions, PRECISIONS)):
-        for name in given:
+    for argument, names, allowed in (("dtype", dtypes, _DTYPES), ("precision", precisions, PRECISIONS)):
+        for name in names:
             if name not in allowed:
-                raise unknown(what, name, allowed)
+                raise unknown(argument, name, allowed)
     for length in lengths:
         if not 1 <= length <= _MAX_LENGTH:
             raise UsageError(f"length {length}: the kernels take lengths from 1 to {_MAX_LENGTH}")

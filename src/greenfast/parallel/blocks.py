@@ -47,10 +47,10 @@ class QuantizedKV:
         """Memory for the codes of keys (B, HK, KV, D) and as many values."""
         batch, heads, length, head_dim = key.shape
         width, blocks = pad_head_dim_size(head_dim), -(-length // ROW_BLOCK)
-        of_blocks = (batch, heads, blocks)
-        of_keys = (*of_blocks, KEY_GROUPS) if precision == FINE else of_blocks
+        value_scale_shape = (batch, heads, blocks)
+        key_scale_shape = (*value_scale_shape, KEY_GROUPS) if precision == FINE else value_scale_shape
         codes = (batch, heads, length, width), (batch, heads, width, padded_keys(length))
-        shapes = (*codes, of_keys, of_blocks)
+        shapes = (*codes, key_scale_shape, value_scale_shape)
         dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
         return QuantizedKV(*allocate_buffer(shapes, dtypes, key.device))
 
@@ -64,13 +64,13 @@ def allocate_buffer(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[Tensor, ...]:
     """An uninitialized uint8 buffer, and tensors of these shapes and dtypes in it, each at a multiple of 256 bytes."""
-    wanted = list(zip(shapes, dtypes, strict=True))
-    buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in wanted), dtype=torch.uint8, device=device)
-    found, at = [buffer], 0
-    for shape, dtype in wanted:
-        found.append(buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        at += get_aligned_nbytes(shape, dtype)
-    return tuple(found)
+    specs = list(zip(shapes, dtypes, strict=True))
+    buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in specs), dtype=torch.uint8, device=device)
+    tensors, offset = [buffer], 0
+    for shape, dtype in specs:
+        tensors.append(buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        offset += get_aligned_nbytes(shape, dtype)
+    return tuple(tensors)
 
 
 def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
@@ -79,8 +79,8 @@ def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, i
     samples: (B, HK, 32, head_dim), the keys of all ranks by which the mean is estimated.
     """
     if key.is_cuda:
-        found: Tensor = load_cuda().quantize_keys(key, value, samples, precision, into)
-        return found
+        mean: Tensor = load_cuda().quantize_keys(key, value, samples, precision, into)
+        return mean
     codes = quantize(key[:, :, :0], key, value, samples, precision)
     for name in ("key", "value", "key_scale", "value_scale"):
         getattr(into, name).copy_(getattr(codes, name))
@@ -90,8 +90,8 @@ def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, i
 def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
     """Codes of a rank's queries, keys and values, with the mean of ``samples`` subtracted from the keys."""
     if query.is_cuda:
-        found: QuantizedQKV = load_cuda().quantize(query, key, value, samples, precision)
-        return found
+        quantized: QuantizedQKV = load_cuda().quantize(query, key, value, samples, precision)
+        return quantized
     config = build_config(query.shape[3], query.dtype, precision)
     return reference.quantize(query, key, value, config, samples)
 
@@ -106,8 +106,10 @@ def attend(
     after it, like the divisor of the output, which a merge needs.
     """
     if query.is_cuda:
-        found: tuple[Tensor, Tensor] = load_cuda().attend(query, keys, count, precision, causal, scale, sum_unrounded_p)
-        return found
+        result: tuple[Tensor, Tensor] = load_cuda().attend(
+            query, keys, count, precision, causal, scale, sum_unrounded_p
+        )
+        return result
     nothing = query.new_zeros(*keys.key.shape[:2], 0, query.shape[3])
     queries = reference.quantize(query, nothing, nothing, build_config(query.shape[3], query.dtype, precision))
     return reference.attention(slice_codes(queries, keys, count), causal, scale)

@@ -79,8 +79,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         self, mesh: DeviceMesh, method: Method = "auto", *, load_balance: bool = True, timeout: float | None = None
     ) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-            found = f"one of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-            raise TypeError(f"mesh: {found}; a DeviceMesh of one dimension is needed, such as mesh['cp']")
+            actual = f"one of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+            raise TypeError(f"mesh: {actual}; a DeviceMesh of one dimension is needed, such as mesh['cp']")
         check_choice("method", method, ("auto", *METHODS))
         check_flag("load_balance", load_balance)
         if timeout is not None and not 0 < parse_number("timeout", timeout) <= _MAX_TIMEOUT:
@@ -98,12 +98,14 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
     def __exit__(self, *raised: object) -> None:
         """Raises RuntimeError if it has not been entered."""
-        at = len(ACTIVE) - 1
-        while at >= 0 and ACTIVE[at] is not self:  # one that was entered later may still be open, on another thread
-            at -= 1
-        if at < 0:
+        index = len(ACTIVE) - 1
+        while (
+            index >= 0 and ACTIVE[index] is not self
+        ):  # one that was entered later may still be open, on another thread
+            index -= 1
+        if index < 0:
             raise RuntimeError("context_parallel: left, but not entered")
-        del ACTIVE[at]
+        del ACTIVE[index]
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a whole tensor, a copy.
@@ -133,8 +135,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         Raises TypeError and ValueError for flags, numbers and choices, as ``greenfast.sdpa`` does.
         """
         fixed = _parse_precision(precision)
-        given = (query, key, value)
-        _, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
+        tensors = (query, key, value)
+        _, form = self._read(tensors, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
         if isinstance(form, Refusal):
             return Explanation("torch", form.reason)
         return Explanation(*self._method(form), fixed)
@@ -145,11 +147,11 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         float32_as: torch.dtype | None,
     ) -> Any:  # fmt: skip
         """``greenfast.sdpa`` inside this context."""
-        given = (query, key, value)
+        inputs = (query, key, value)
         try:
             precision = _parse_precision(precision)
             check_flag("return_lse", return_lse)
-            local, form = self._read(given, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
+            local, form = self._read(inputs, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
             if isinstance(form, Refusal):
                 raise form.error(f"{form.reason} (in a context_parallel)")
             factor = parse_scale(scale, query.shape[-1])
@@ -168,7 +170,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         return (out, _match_placement(query, lse.reshape(form.out[:-1]), dims)) if return_lse else out
 
     def _read(
-        self, given: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        self, tensors: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
         enable_gqa: bool, causal_alignment: str, float32_as: torch.dtype | None,
     ) -> tuple[list[Any], CanonicalCall | Refusal]:  # fmt: skip
         """This rank's rows, and the form of their attention or why it is refused."""
@@ -176,13 +178,13 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         check_flag("enable_gqa", enable_gqa)
         check_cast_dtype(float32_as)
         dropout = parse_dropout(dropout_p)
-        fault = self._misplaced(given, enable_gqa)
+        fault = self._misplaced(tensors, enable_gqa)
         if fault:
             return [], Refusal(ValueError, fault)
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in given]
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
         query, key, value = local
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
-        fault = "" if isinstance(form, Refusal) else self._fault(form, any(isinstance(x, DTensor) for x in given))
+        fault = "" if isinstance(form, Refusal) else self._fault(form, any(isinstance(x, DTensor) for x in tensors))
         return local, Refusal(ValueError, fault) if fault else form
 
     def varlen(
@@ -191,8 +193,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
     ) -> Any:  # fmt: skip
         """``flash_attn_varlen_func`` inside this context. others: arguments that it does not take, None by default."""
         try:
-            for name, given in others.items():
-                if given is not None and (name != "window_size" or tuple(given) != (-1, -1)):
+            for name, value in others.items():
+                if value is not None and (name != "window_size" or tuple(value) != (-1, -1)):
                     raise NotImplementedError(f"{name}: it is not computed in a context_parallel; leave it out")
             factor = self._check_varlen(q, k, v, starts, longest, scale, causal, softcap)
             if out is not None:
@@ -203,12 +205,12 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             self.group.agree("", error)
             raise
         balanced = causal and self.load_balance
-        found, lse = CONTEXT_VARLEN(
+        result, lse = CONTEXT_VARLEN(
             q, k, v, *starts, *longest, causal, float(softcap), factor, self.method, balanced, self.name
         )
         if out is not None:
-            found = out.copy_(found)
-        return (found, lse) if wants_lse else found
+            result = out.copy_(result)
+        return (result, lse) if wants_lse else result
 
     def _check_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
@@ -256,8 +258,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
     ) -> tuple[Tensor, Tensor]:
         if self.size == 1 and not form.empty:
             if with_lse:
-                found: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(*tensors, precision, form.causal, scale)
-                return found
+                result: tuple[Tensor, Tensor] = torch_ops.SDPA_LSE(*tensors, precision, form.causal, scale)
+                return result
             out = torch_ops.SDPA(*tensors, precision, form.causal, scale)
             return out, out
         both: tuple[Tensor, Tensor] = CONTEXT_ATTENTION(
@@ -291,12 +293,12 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         sizes = cost.CallSizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
         return cost.select_method(self.method, sizes)
 
-    def _misplaced(self, given: Sequence[Any], enable_gqa: bool) -> str:
+    def _misplaced(self, tensors: Sequence[Any], enable_gqa: bool) -> str:
         """Why the DTensors of a call do not have this rank's rows of the same batches and heads; "" if they do.
 
         The answer is the same on all ranks of their mesh: it depends on global shapes and placements alone.
         """
-        placed = {name: x for name, x in zip(_NAMES, given, strict=True) if isinstance(x, DTensor)}
+        placed = {name: x for name, x in zip(_NAMES, tensors, strict=True) if isinstance(x, DTensor)}
         for name, x in placed.items():
             if not self._holds_rows(x):
                 return (
@@ -326,8 +328,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         dims = [i for i in range(mesh.ndim) if mesh.get_group(i) is self.group.process_group]
         if len(dims) != 1 or x.dim() < 2 or not all(map(_is_even_placement, x.placements)):
             return False
-        place = mesh.get_coordinate()
-        if place is None or place[dims[0]] != self.group.rank:  # a mesh with the same ranks in another order
+        coordinate = mesh.get_coordinate()
+        if coordinate is None or coordinate[dims[0]] != self.group.rank:  # a mesh with the same ranks in another order
             return False
         by_dim = get_sharded_dims(x)
         others = [dim for i, dim in enumerate(by_dim) if i != dims[0]]

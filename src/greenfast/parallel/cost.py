@@ -95,23 +95,23 @@ def estimate_ulysses(sizes: CallSizes, machine: Link = Link()) -> Estimate:
     return Estimate(computing + exposed, computing, exposed)
 
 
-def select_method(asked: str, sizes: CallSizes) -> tuple[str, str]:
+def select_method(requested: str, sizes: CallSizes) -> tuple[str, str]:
     """The method of a call, and why. asked: its name, or "auto"."""
     if sizes.size == 1:
         return "single", "a mesh of one rank: nothing is exchanged"
     if 0 in (sizes.batch, sizes.heads, sizes.rows, sizes.keys):
         return "ring", "no rows, or no keys that they attend to: nothing is exchanged"
-    return choose_method(sizes) if asked == "auto" else (asked, f"{asked} was asked for")
+    return choose_method(sizes) if requested == "auto" else (requested, f"{requested} was asked for")
 
 
 def choose_method(sizes: CallSizes, machine: Link = Link()) -> tuple[str, str]:
     """The method for these sizes, and why."""
-    found = {"ring": estimate_ring(sizes, machine), "ulysses": estimate_ulysses(sizes, machine)}
-    name = min(found, key=lambda method: found[method].seconds)
+    estimates = {"ring": estimate_ring(sizes, machine), "ulysses": estimate_ulysses(sizes, machine)}
+    name = min(estimates, key=lambda method: estimates[method].seconds)
     other = "ring" if name == "ulysses" else "ulysses"
     reason = (
-        f"{_format_estimate(found[name])} by {name}, {_format_estimate(found[other])} by {other}, of a model with "
-        f"{sizes.size} ranks, "
+        f"{_format_estimate(estimates[name])} by {name}, {_format_estimate(estimates[other])} by {other}, of a "
+        f"model with {sizes.size} ranks, "
         f"{machine.link / 1e9:g} GB/s within a node of {machine.node} and {machine.network / 1e9:g} GB/s between nodes"
     )
     if sizes.heads % sizes.size:

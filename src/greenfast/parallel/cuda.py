@@ -47,10 +47,10 @@ def _get_target(device: int) -> Target:
     return target
 
 
-def _launch(device: int, at: tuple[Any, ...], step: Callable[[], LaunchStep], buffers: dict[str, Tensor]) -> None:
-    plan = _PLANS.get(at)
+def _launch(device: int, key: tuple[Any, ...], step: Callable[[], LaunchStep], buffers: dict[str, Tensor]) -> None:
+    plan = _PLANS.get(key)
     if plan is None:
-        plan = put_bounded(_PLANS, at, LaunchPlan(device, (step(),), tuple(buffers)), _MAX_PLANS)
+        plan = put_bounded(_PLANS, key, LaunchPlan(device, (step(),), tuple(buffers)), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in buffers.values()])
 
 
@@ -58,14 +58,14 @@ def _launch_quantizer(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, 
     """Launch the quantizer on tensors that it can read, with the buffers ``samples`` and what it writes."""
     device = k.get_device()
     _get_target(device)
-    given = {"q": q, "k": k, "v": v}
-    at = ("quantize", config, device, *(x.shape for x in given.values()), *(x.stride() for x in given.values()))
+    inputs = {"q": q, "k": k, "v": v}
+    key = ("quantize", config, device, *(x.shape for x in inputs.values()), *(x.stride() for x in inputs.values()))
 
     def step() -> LaunchStep:
         sizes, strides = get_sizes(q.shape, k.shape), Strides(q.stride()[:3], k.stride()[:3], v.stride()[:3])
         return LaunchStep(qkv.kernel(config, sizes, sampled=True), qkv.launch(config, sizes, strides, sampled=True))
 
-    _launch(device, at, step, {**given, **buffers})
+    _launch(device, key, step, {**inputs, **buffers})
 
 
 def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
@@ -86,16 +86,16 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
     query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
     config = _build_config(query.shape[3], query.dtype, precision)
     shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
-    found = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
-    _launch_quantizer(config, query, key, value, {**found, "samples": samples})
+    buffers_ = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
+    _launch_quantizer(config, query, key, value, {**buffers_, "samples": samples})
     return QuantizedQKV(
-        query=found["q_codes"],
-        key=found["k_codes"],
-        value=found["v_codes"],
-        query_scale=found["q_scale"],
-        key_scale=found["k_scale"],
-        value_scale=found["v_scale"],
-        key_mean=found["k_mean"],
+        query=buffers_["q_codes"],
+        key=buffers_["k_codes"],
+        value=buffers_["v_codes"],
+        query_scale=buffers_["q_scale"],
+        key_scale=buffers_["k_scale"],
+        value_scale=buffers_["v_scale"],
+        key_mean=buffers_["k_mean"],
         precision=precision,
         head_dim=query.shape[3],
         key_length=key.shape[2],
@@ -153,7 +153,12 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
 
 
 def _launch_attention(
-    config: AttentionConfig, sizes: Sizes, scale: float, query: tuple[int, ...], kept: int, buffers: dict[str, Tensor]
+    config: AttentionConfig,
+    sizes: Sizes,
+    scale: float,
+    query: tuple[int, ...],
+    kv_len_allocated: int,
+    buffers: dict[str, Tensor],
 ) -> None:
     device = buffers["out"].get_device()
     target = _get_target(device)
@@ -161,13 +166,13 @@ def _launch_attention(
     def step() -> LaunchStep:
         size = target.multiprocessors
         launch = hopper.launch(
-            config, sizes, scale, Strides(query=query), size, kv_len_allocated=kept, ctas_per_sm=CTAS_PER_SM
+            config, sizes, scale, Strides(query=query), size, kv_len_allocated=kv_len_allocated, ctas_per_sm=CTAS_PER_SM
         )
         names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
         # What lies before it on the stream may be a wait for NCCL, not the quantizer.
         return LaunchStep(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 
-    _launch(device, ("attend", config, sizes, scale, device, query, kept), step, buffers)
+    _launch(device, ("attend", config, sizes, scale, device, query, kv_len_allocated), step, buffers)
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:

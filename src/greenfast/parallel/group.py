@@ -53,9 +53,9 @@ class RankGroup:
     def __post_init__(self) -> None:
         self.rank = self.ranks.index(dist.get_rank())
         self.since = time.monotonic()  # when this rank came to its last call
-        places = [dist.get_group_rank(self.process_group, rank) for rank in self.ranks]
+        positions = [dist.get_group_rank(self.process_group, rank) for rank in self.ranks]
         #: The place of each rank in the process group; empty where that has the mesh's order.
-        self.places = [] if places == list(range(len(places))) else places
+        self.places = [] if positions == list(range(len(positions))) else positions
 
     @property
     def size(self) -> int:
@@ -93,15 +93,16 @@ class RankGroup:
         options.timeout = self._limit
         with self.watched():
             self.host.allreduce([both], options).wait()
-        refused, most, least, begun, least_begun = both.tolist()
+        refused, max_digest, least, begun, least_begun = both.tolist()
         if begun != -least_begun:
             self._name_behind(begun)
         self.agreed = self.calls
-        if fault is None and not refused and most == -least:
+        if fault is None and not refused and max_digest == -least:
             return
-        said = call if fault is None else str(fault)
+        message = call if fault is None else str(fault)
         self.store.set(
-            f"{self.calls}/call/{self.rank}", said if len(said) <= _MAX_MESSAGE else f"{said[:_MAX_MESSAGE]}..."
+            f"{self.calls}/call/{self.rank}",
+            message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}...",
         )
         if fault is not None:
             raise fault
@@ -181,12 +182,12 @@ class RankGroup:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """A contiguous tensor of each rank."""
-        found = [torch.empty_like(x) for _ in range(self.size)]
+        tensors = [torch.empty_like(x) for _ in range(self.size)]
         self.exchanges += 1
         with self.watched():
-            work = dist.all_gather(found, x, group=self.process_group, async_op=True)
+            work = dist.all_gather(tensors, x, group=self.process_group, async_op=True)
         self.wait(x, work)
-        return [found[place] for place in self.places or range(self.size)]
+        return [tensors[position] for position in self.places or range(self.size)]
 
     def wait(self, x: Tensor, *works: Any) -> None:
         """Wait for works that exchange tensors such as ``x``: with NCCL the current stream does, with gloo the host.
@@ -235,9 +236,9 @@ class RankGroup:
                 if reading:
                     time.sleep(min(0.05, self.timeout / 20))
 
-    def _answered(self, place: str) -> bool:
+    def _answered(self, key: str) -> bool:
         """Whether a rank has answered a roll call of this call, or of one before or after: they agree on each."""
-        return bool(self.store.check([place])) and int(self.store.get(place)) >= self.calls - 1
+        return bool(self.store.check([key])) and int(self.store.get(key)) >= self.calls - 1
 
 
 class _ErrorContext:
@@ -289,20 +290,20 @@ def get_group(process_group: Any, order: Sequence[int] = (), timeout: float | No
     after it; TIMEOUT at first.
     """
     ranks = list(order) or dist.get_process_group_ranks(process_group)
-    place = "-".join(map(str, ranks))
-    name = f"{process_group.group_name}/{place}"
-    found = _GROUPS.get(name)
-    if found is None or found.process_group is not process_group:
-        _GROUP_COUNTS[place] += 1
-        store = _C10D.PrefixStore(f"greenfast/{place}/{_GROUP_COUNTS[place]}", _C10D._get_default_store())
-        found = RankGroup(name, process_group, store, timeout or TIMEOUT, ranks)
+    ranks_name = "-".join(map(str, ranks))
+    name = f"{process_group.group_name}/{ranks_name}"
+    group = _GROUPS.get(name)
+    if group is None or group.process_group is not process_group:
+        _GROUP_COUNTS[ranks_name] += 1
+        store = _C10D.PrefixStore(f"greenfast/{ranks_name}/{_GROUP_COUNTS[ranks_name]}", _C10D._get_default_store())
+        group = RankGroup(name, process_group, store, timeout or TIMEOUT, ranks)
         if len(ranks) > 1:
-            found.connect()
-        _GROUPS[name] = found
-        _ALL_GROUPS.add(found)
+            group.connect()
+        _GROUPS[name] = group
+        _ALL_GROUPS.add(group)
     elif timeout:
-        found.timeout = timeout
-    return found
+        group.timeout = timeout
+    return group
 
 
 @atexit.register
@@ -314,7 +315,7 @@ def _close() -> None:
 
 def find_group(name: str) -> RankGroup:
     """The group of this name, or of the process group that has it in PyTorch. Raises ValueError where there is none."""
-    found = _GROUPS.get(name)
-    if found is not None:
-        return found
+    group = _GROUPS.get(name)
+    if group is not None:
+        return group
     return get_group(_C10D._resolve_process_group(name))

@@ -38,8 +38,8 @@ class ShardLayout:
     def row_of(self, position: int, length: int) -> tuple[int, int]:
         """The rank, and the row on it, of a position of the sequence; ``length``: rows of each rank."""
         chunk = length // self.parts
-        place = self.places()[position // chunk]
-        return place // self.parts, place % self.parts * chunk + position % chunk
+        index = self.places()[position // chunk]
+        return index // self.parts, index % self.parts * chunk + position % chunk
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """A rank's rows of a whole tensor. Raises ValueError for a length that the layout does not divide."""
@@ -60,4 +60,4 @@ class ShardLayout:
                 f"dim {dim}: {rows} rows of a rank; with load_balance two chunks of the same length are needed"
             )
         chunks = [part for shard in shards for part in shard.chunk(self.parts, dim)]
-        return torch.cat([chunks[place] for place in self.places()], dim)
+        return torch.cat([chunks[index] for index in self.places()], dim)

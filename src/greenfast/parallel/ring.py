@@ -24,19 +24,19 @@ def gather_samples(group: RankGroup, layout: ShardLayout, key: Tensor) -> Tensor
     """The keys by which the mean of all keys is estimated, (B, HK, 32, D): those of one GPU, of all ranks."""
     batch, heads, length, head_dim = key.shape
     samples = key.new_zeros(batch, heads, MEAN_KEYS, head_dim)
-    at, rows = _find_local_samples(layout, group.rank, length, key.device)
-    if len(at):
-        samples.index_copy_(2, at, key.index_select(2, rows))
+    indices, rows = _find_local_samples(layout, group.rank, length, key.device)
+    if len(indices):
+        samples.index_copy_(2, indices, key.index_select(2, rows))
     return group.sum_of_bits(samples)
 
 
 @lru_cache(maxsize=256)
 def _find_local_samples(layout: ShardLayout, rank: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of the samples are a rank's, and where its rows are; kept, as copies to a GPU take longer than they do."""
-    places = [layout.row_of(place, length) for place in sample_places(length * layout.size)]
-    mine = [(i, row) for i, (owner, row) in enumerate(places) if owner == rank]
-    at, rows = synchronized(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
-    return at, rows
+    owners = [layout.row_of(position, length) for position in sample_places(length * layout.size)]
+    mine = [(i, row) for i, (owner, row) in enumerate(owners) if owner == rank]
+    indices, rows = synchronized(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
+    return indices, rows
 
 
 def build_ring_steps(rank: int, layout: ShardLayout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
@@ -44,17 +44,17 @@ def build_ring_steps(rank: int, layout: ShardLayout, length: int, causal: bool) 
 
     None where its queries attend to none of them. length: rows of each rank.
     """
-    found: list[tuple[int, int, int] | None] = [(0, length, int(causal))]
+    steps: list[tuple[int, int, int] | None] = [(0, length, int(causal))]
     for turn in range(1, layout.size):
         later = turn > rank  # those keys are of a rank behind this one
         if not causal:
-            found.append((0, length, 0))
+            steps.append((0, length, 0))
         elif layout.balanced:
             half = length // 2
-            found.append((half, length, 0) if later else (0, half, 0))
+            steps.append((half, length, 0) if later else (0, half, 0))
         else:
-            found.append(None if later else (0, length, 0))
-    return found
+            steps.append(None if later else (0, length, 0))
+    return steps
 
 
 def forward(

@@ -68,7 +68,9 @@ def _agree(
     options: str = "",
 ) -> None:
     """Return once all ranks make this call."""
-    shapes = ", ".join(f"{of} {tuple(x.shape)}" for of, x in zip(("query", "key", "value"), tensors, strict=True))
+    shapes = ", ".join(
+        f"{tensor_name} {tuple(x.shape)}" for tensor_name, x in zip(("query", "key", "value"), tensors, strict=True)
+    )
     ranks.agree(
         f"{name}, {shapes}, {tensors[0].dtype}, causal {bool(causal)}, scale {scale}, load_balance {balanced}{options}"
     )

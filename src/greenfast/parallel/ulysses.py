@@ -47,9 +47,9 @@ class HeadSharding:
     @property
     def share(self) -> int:
         """Heads of Q that share one of K and V on a rank: the most that do so on every rank."""
-        of = self._key_of_each()
+        kv_heads = self._key_of_each()
         for share in range(self.queries, 0, -1):
-            runs = [of[at : at + share] for at in range(0, len(of), share)]
+            runs = [kv_heads[start : start + share] for start in range(0, len(kv_heads), share)]
             if self.queries % share == 0 and all(len(set(run)) == 1 for run in runs):
                 return share
         raise AssertionError
@@ -120,8 +120,8 @@ class HeadExchange:
         """What ``send`` receives, in the order of the ranks."""
         received, work = coming
         self.group.wait(received[0], work)
-        places = self.group.places
-        return tuple(x[places] for x in received) if places else received
+        positions = self.group.places
+        return tuple(x[positions] for x in received) if positions else received
 
     def gathered(self, x: Tensor, rows: int) -> Tensor:
         """A received field (size, B, heads, ...) as (B, heads, ...) with the rows of the sequence in their order."""
@@ -131,8 +131,8 @@ class HeadExchange:
         shape = (*x.shape[1 : rows + 1], parts * size, chunk, *x.shape[rows + 2 :])
         out = x.new_empty(shape)
         into = out.movedim(rows, 0)
-        for place, chosen in self._places(chunks, rows + 1):
-            into[place].copy_(chosen)
+        for position, chosen in self._places(chunks, rows + 1):
+            into[position].copy_(chosen)
         return out.flatten(rows, rows + 1)
 
     def scatter(self, x: Tensor, into: Tensor) -> None:
@@ -140,8 +140,8 @@ class HeadExchange:
         parts, size = self.layout.parts, self.group.size
         chunk = into.shape[3] // parts
         chunks = torch.unflatten(x, 2, (parts * size, chunk)).movedim(2, 0)
-        for place, chosen in self._places(torch.unflatten(into, 3, (parts, chunk)), 3):
-            chosen.copy_(chunks[place])
+        for position, chosen in self._places(torch.unflatten(into, 3, (parts, chunk)), 3):
+            chosen.copy_(chunks[position])
 
     def _places(self, chunks: Tensor, parts: int) -> list[tuple[slice | int, Tensor]]:
         """Where chunks (size, ..., parts, ...) go in the sequence: as few pairs of places and views as there can be."""
@@ -155,12 +155,12 @@ class HeadExchange:
 
 def _view_buffer(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
     """Tensors (size, *shape) in a buffer (size, bytes)."""
-    found, at = [], 0
+    views, offset = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         size = torch.Size(shape).numel() * dtype.itemsize
-        found.append(torch.unflatten(buffer[:, at : at + size].view(dtype), 1, shape))
-        at += blocks.get_aligned_nbytes(shape, dtype)
-    return tuple(found)
+        views.append(torch.unflatten(buffer[:, offset : offset + size].view(dtype), 1, shape))
+        offset += blocks.get_aligned_nbytes(shape, dtype)
+    return tuple(views)
 
 
 def _view_as_int64(x: Tensor, together: int) -> Tensor:
@@ -194,49 +194,49 @@ def forward(
     if as_codes:
         codes = blocks.quantize(query, key, value, gather_samples(group, layout, key), precision)
         mean = codes.key_mean
-        q, k, v, *of_blocks = codes.tensors()[:6]
+        q, k, v, *block_scales = codes.tensors()[:6]
         v = _view_as_int64(v, key.shape[2] // layout.parts)
         fields = [
             ExchangedTensor(_view_as_int64(q, q.shape[3]), 2, False),
             ExchangedTensor(_view_as_int64(k, k.shape[3]), 2, True),
             ExchangedTensor(v, 3, True),
         ]
-        scales = [ExchangedTensor(x, 2, of_keys) for x, of_keys in zip(of_blocks, (False, True, True), strict=True)]
+        scales = [ExchangedTensor(x, 2, is_kv) for x, is_kv in zip(block_scales, (False, True, True), strict=True)]
     else:
         fields = [
-            ExchangedTensor(_view_as_int64(x, head_dim), 2, of_keys)
-            for x, of_keys in ((query, False), (key, True), (value, True))
+            ExchangedTensor(_view_as_int64(x, head_dim), 2, is_kv)
+            for x, is_kv in ((query, False), (key, True), (value, True))
         ]
     divided = [exchange.by_rank(field) for field in fields]
     parts = count_parts(divided, heads)
     # Scales are small: those of all parts come with the first one.
     coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.by_rank, scales)])
-    of_parts: list[list[Tensor]] = []
+    scale_parts: list[list[Tensor]] = []
     going = []
-    found: tuple[Tensor, ...]
+    result: tuple[Tensor, ...]
     for part in range(parts):
-        some = coming
+        pending = coming
         if part + 1 < parts:  # the next part's way is hidden by this one's attention
             coming = exchange.send([x.tensor_split(parts, 2)[part + 1] for x in divided])
-        received = exchange.wait(some)
+        received = exchange.wait(pending)
         if part == 0:
-            of_all = (exchange.gathered(x, field.rows) for x, field in zip(received[3:], scales, strict=True))
-            of_parts = [[one.contiguous() for one in x.tensor_split(parts, 1)] for x in of_all]
+            all_scales = (exchange.gathered(x, field.rows) for x, field in zip(received[3:], scales, strict=True))
+            scale_parts = [[one.contiguous() for one in x.tensor_split(parts, 1)] for x in all_scales]
         whole = [
             _view_as(exchange.gathered(x, field.rows), torch.uint8 if as_codes else query.dtype)
             for x, field in zip(received[:3], fields, strict=True)
-        ] + [x[part] for x in of_parts]
+        ] + [x[part] for x in scale_parts]
         if as_codes:
-            found = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
+            result = _attend(whole, precision, head_dim, query.dtype, causal, scale, with_lse)
         elif with_lse:
-            found = torch_ops.SDPA_LSE(*whole, precision, causal, scale)
+            result = torch_ops.SDPA_LSE(*whole, precision, causal, scale)
         else:
-            found = (torch_ops.SDPA(*whole, precision, causal, scale),)
-        going.append(exchange.send_back([_view_as_int64(found[0], head_dim), *found[1 : 1 + with_lse]]))
+            result = (torch_ops.SDPA(*whole, precision, causal, scale),)
+        going.append(exchange.send_back([_view_as_int64(result[0], head_dim), *result[1 : 1 + with_lse]]))
     out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
-    for part, some in enumerate(going):
-        for into, x in zip((out, lse), exchange.wait(some), strict=False):
+    for part, pending in enumerate(going):
+        for into, x in zip((out, lse), exchange.wait(pending), strict=False):
             _view_as(into, x.dtype).tensor_split(parts, 2)[part].copy_(x.transpose(0, 1))
     out = out.flatten(1, 2)[:, :count]
     if with_lse:
@@ -272,8 +272,8 @@ def _attend(
         dtype=dtype,
     )
     if query.is_cuda:
-        found: tuple[Tensor, Tensor] = blocks.load_cuda().attend_codes(codes, causal, scale, with_lse)
-        return found
+        result: tuple[Tensor, Tensor] = blocks.load_cuda().attend_codes(codes, causal, scale, with_lse)
+        return result
     arguments = (*codes.tensors()[:6], precision, head_dim, codes.key_length, dtype, causal, scale)
     return torch_ops.ATTENTION_LSE(*arguments)  # type: ignore[no-any-return]
 
@@ -302,8 +302,8 @@ def backward(
     ]
     received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
     whole = [exchange.gathered(x, 2) for x in received]
-    found = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
-    received = exchange.wait(exchange.send_back(found))
+    grads = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
+    received = exchange.wait(exchange.send_back(grads))
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
     return (
         torch.empty_like(query).copy_(by_query[:, : query.shape[1]]),

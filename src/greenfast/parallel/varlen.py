@@ -98,18 +98,18 @@ def _ring(
     serving_ops.append_kv(None, k, v, *cache[:2], slots, *cache[2:], *[None] * 5, 0.0, False)
     plan = build_ring_steps(group.rank, layout, 2, options.causal)  # in halves of a sequence
     merged = LseMerge(of=sum(turn is not None for turn in plan))
-    tails, of_tails = _find_tails(queries, q.shape[0]) if layout.balanced else (None, queries)
+    tails, tail_rows = _find_tails(queries, q.shape[0]) if layout.balanced else (None, queries)
     for number, turn in enumerate(plan):
         with group.exchanging(here, there) if number + 1 < group.size else nullcontext():
             if turn is not None:
                 first, count, masked = turn
                 used = keys.lengths if count == 2 else keys.lengths // 2
-                some = options._replace(causal=bool(masked))
+                step_options = options._replace(causal=bool(masked))
                 cache = view_pages(here, PAGE, *k.shape[1:])
                 if first and tails is not None:
-                    out, lse = _scatter_rows(tails, q, *_attend(q[tails], of_tails, cache, table, used, some))
+                    out, lse = _scatter_rows(tails, q, *_attend(q[tails], tail_rows, cache, table, used, step_options))
                 else:
-                    out, lse = _attend(q, queries, cache, table, used, some)
+                    out, lse = _attend(q, queries, cache, table, used, step_options)
                 merged.add(_view_as_batch(out), lse.unsqueeze(0))
         here, there = there, here
     return merged.out.squeeze(0).transpose(0, 1), merged.lse.squeeze(0)
@@ -121,8 +121,8 @@ def _attend(
     call = AttentionCall(
         q, queries.starts, queries.longest, options.scale, options.causal, (-1, -1), options.softcap, None, None, None
     )
-    found: Any = call.attend(*cache[:2], table, used, (None, *cache[2:]), True)
-    return found[0], found[1]
+    result: Any = call.attend(*cache[:2], table, used, (None, *cache[2:]), True)
+    return result[0], result[1]
 
 
 def _view_as_batch(out: Tensor) -> Tensor:
@@ -133,16 +133,16 @@ def _view_as_batch(out: Tensor) -> Tensor:
 def _find_tails(rows: VarlenRows, total: int) -> tuple[Tensor, VarlenRows]:
     """The rows of the second half of each sequence, int64 (total / 2,), and how they lie one after another."""
     halves = VarlenRows(rows.starts // 2, rows.longest // 2)
-    places = torch.arange(total // 2, dtype=torch.int64, device=rows.starts.device)
-    of = find_sequences(halves.starts, places)
+    indices = torch.arange(total // 2, dtype=torch.int64, device=rows.starts.device)
+    sequence_ids = find_sequences(halves.starts, indices)
     # Sequence s begins at twice the place where its tails begin, and its tails half its length behind that.
-    return places + halves.starts[1:].long()[of], halves
+    return indices + halves.starts[1:].long()[sequence_ids], halves
 
 
-def _scatter_rows(at: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _scatter_rows(indices: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Results of some rows as results of all, which have seen no key in the other rows."""
     whole, sums = torch.zeros_like(like), lse.new_full((lse.shape[0], like.shape[0]), -math.inf)
-    return whole.index_copy_(0, at, out), sums.index_copy_(1, at, lse)
+    return whole.index_copy_(0, indices, out), sums.index_copy_(1, indices, lse)
 
 
 def _ulysses(
@@ -157,14 +157,14 @@ def _ulysses(
 ) -> tuple[Tensor, Tensor]:
     heads = HeadSharding(q.shape[1], k.shape[1], group.size)
     exchange = HeadExchange(group, layout, heads)
-    fields = [ExchangedTensor(_view_as_batch(x), 2, of_keys) for x, of_keys in ((q, False), (k, True), (v, True))]
+    fields = [ExchangedTensor(_view_as_batch(x), 2, key_order) for x, key_order in ((q, False), (k, True), (v, True))]
     received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
-    of_queries, of_keys = (
+    query_order, key_order = (
         _get_sequence_order(layout, queries, q.shape[0]),
         _get_sequence_order(layout, keys, k.shape[0]),
     )
     rows = []
-    for x, order in zip(received, (of_queries, of_keys, of_keys), strict=True):
+    for x, order in zip(received, (query_order, key_order, key_order), strict=True):
         by_place = x.squeeze(1).transpose(1, 2).flatten(0, 1)  # (size * total, heads, D)
         rows.append(by_place.index_select(0, order))
     size = group.size
@@ -173,10 +173,10 @@ def _ulysses(
         rows[0], whole[0].starts, whole[0].longest, options.scale, options.causal, (-1, -1), options.softcap, None,
         None, None,
     )  # fmt: skip
-    found: Any = call.over_keys(rows[1], rows[2], whole[1].starts, whole[1].longest, None, (None, None, None), True)
-    out, lse = torch.empty_like(rows[0]), torch.empty_like(found[1])
-    out.index_copy_(0, of_queries, found[0])
-    lse.index_copy_(1, of_queries, found[1])
+    result: Any = call.over_keys(rows[1], rows[2], whole[1].starts, whole[1].longest, None, (None, None, None), True)
+    out, lse = torch.empty_like(rows[0]), torch.empty_like(result[1])
+    out.index_copy_(0, query_order, result[0])
+    lse.index_copy_(1, query_order, result[1])
     parts = (torch.unflatten(_view_as_batch(out), 2, (size, q.shape[0])), torch.unflatten(lse, 1, (size, q.shape[0])))
     going = [parts[0].movedim(2, 1), parts[1].transpose(0, 1).unsqueeze(0)]  # (1, size, heads, ...)
     outs, sums = (x.squeeze(1).flatten(0, 1)[: q.shape[1]] for x in exchange.wait(exchange.send(going)))
@@ -186,20 +186,20 @@ def _ulysses(
 def _get_sequence_order(layout: ShardLayout, rows: VarlenRows, total: int) -> Tensor:
     """Where each row of the whole sequences, one after another, lies in the ranks' rows: int64 (size * total,)."""
     device = rows.starts.device
-    places = torch.arange(total * layout.size, dtype=torch.int64, device=device)
+    indices = torch.arange(total * layout.size, dtype=torch.int64, device=device)
     starts = rows.starts.long()
-    of = find_sequences(rows.starts * layout.size, places)
-    position = places - starts[of] * layout.size
-    chunk = ((starts[1:] - starts[:-1])[of] // layout.parts).clamp(min=1)
+    sequence_ids = find_sequences(rows.starts * layout.size, indices)
+    position = indices - starts[sequence_ids] * layout.size
+    chunk = ((starts[1:] - starts[:-1])[sequence_ids] // layout.parts).clamp(min=1)
     number = (position // chunk).clamp(max=layout.parts * layout.size - 1)
-    at = torch.tensor(layout.places(), dtype=torch.int64, device=device)[number]
-    found = at // layout.parts * total + starts[of] + at % layout.parts * chunk + position % chunk
+    slots = torch.tensor(layout.places(), dtype=torch.int64, device=device)[number]
+    order = slots // layout.parts * total + starts[sequence_ids] + slots % layout.parts * chunk + position % chunk
     # Rows behind all sequences come behind them again, those of one rank after those of the other.
-    behind, spare = places - starts[-1] * layout.size, (total - starts[-1]).clamp(min=1)
-    return torch.where(behind < 0, found, behind // spare * total + starts[-1] + behind % spare)
+    behind, spare = indices - starts[-1] * layout.size, (total - starts[-1]).clamp(min=1)
+    return torch.where(behind < 0, order, behind // spare * total + starts[-1] + behind % spare)
 
 
-def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 

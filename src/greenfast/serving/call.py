@@ -1,4 +1,4 @@
-"""A call of attention for servers: what FlashAttention's functions share between their arguments and the operators."""
+"""A call of attention for servers: the code that FlashAttention's two functions share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_CONSTANTS = 1024
 
 
 class AttentionCall:
-    """What both functions share: queries in rows, (total_q, heads, head_dim), and the options of the attention."""
+    """One call of either function: queries in rows, (total_q, heads, head_dim), and the options of the attention."""
 
     def __init__(
         self, q: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: Any, softmax_scale: float | None, causal: bool,
@@ -68,7 +68,7 @@ class AttentionCall:
     def arguments(
         self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...]
     ) -> tuple[Any, ...]:
-        """The operator's; scales are of Q, K and V."""
+        """Return the arguments of the operator. scales: of Q, K and V."""
         q_scale, k_scale, v_scale = scales
         if q_scale is None and self.q.dtype == E4M3:
             q_scale = get_unit_scale(self.q).expand(used.shape[0], k.shape[2])
@@ -90,7 +90,7 @@ class AttentionCall:
         self, k: Tensor, v: Tensor, table: Tensor, used: Tensor, scales: tuple[Tensor | None, ...], wants_lse: bool,
         request: tuple[Any, ...] | None = None,
     ) -> Result:  # fmt: skip
-        """Attention over pages; it is remembered for ``request``."""
+        """Compute attention over pages, and record its launches for ``request``."""
         args = self.arguments(k, v, table, used, scales)
         self._check_plan(k.shape[2])
         if self.out is None:
@@ -106,7 +106,7 @@ class AttentionCall:
         self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
         scales: tuple[Tensor | None, ...], wants_lse: bool, request: tuple[Any, ...] | None = None,
     ) -> Result:  # fmt: skip
-        """Attention over keys that are in no cache: they are quantized into temporary pages first."""
+        """Compute attention over keys without a cache. They are first quantized into temporary pages."""
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
             if x.dim() != 3:
@@ -124,9 +124,9 @@ class AttentionCall:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
         check_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
-        given = k.dtype == E4M3
-        if not given and (scales[1] is not None or scales[2] is not None):
-            raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}, which is quantized here; None is needed")
+        is_quantized = k.dtype == E4M3
+        if not is_quantized and (scales[1] is not None or scales[2] is not None):
+            raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}. This call quantizes k; None is needed")
         if k.shape[2] not in HEAD_DIMS:
             raise NotImplementedError(f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}")
         if not require(self.q.shape[-1] == k.shape[2]):
@@ -140,37 +140,42 @@ class AttentionCall:
             raise ValueError(f"v: {describe_tensor(v)}, k {describe_tensor(k)}; they must agree")
         k, v = make_rows_dense("k", k), make_rows_dense("v", v)
         pages = allocate_pages(
-            count_pages(total, batch) + int(given), PAGE, k.shape[1], k.shape[2], k.device, grouped=not given
+            count_pages(total, batch) + int(is_quantized),
+            PAGE,
+            k.shape[1],
+            k.shape[2],
+            k.device,
+            grouped=not is_quantized,
         )
-        if not given:
+        if not is_quantized:
             scales = (scales[0], pages.k_scale, pages.v_scale)
         assert max_seqlen_k is not None
         width: Any = -(-max_seqlen_k // PAGE)
         width = torch.sym_max(1, width) if torch.compiler.is_compiling() else max(1, width)  # type: ignore[no-untyped-call]
         self._check(pages, (batch, width), cu_seqlens_k, scales)
-        if not given:
+        if not is_quantized:
             self._check_append(None, k, v, pages[:2], scales)
         elif v.dtype != E4M3 or v.device != k.device:
             raise ValueError(f"v: {describe_tensor(v)}, k {describe_tensor(k)}; they must agree")
         if _can_check_values(cu_seqlens_k, seqused_k):
             check_keys(cu_seqlens_k, total, max_seqlen_k, seqused_k)
-        self._refuse_gradients_of(k, v)
-        of_slots = (cu_seqlens_k, None, None, None, total, width, PAGE)
-        slots, _, lengths, table = serving_ops.token_slots(*of_slots)
-        if given:
+        self._refuse_gradients(k, v)
+        slots_args = (cu_seqlens_k, None, None, None, total, width, PAGE)
+        slots, _, lengths, table = serving_ops.token_slots(*slots_args)
+        if is_quantized:
             copy_codes(k, v, slots, pages)
         else:
-            of_append = (None, k, v, *pages[:2], slots, *scales[1:], *[None] * 5, 0.0, False)
-            serving_ops.append_kv(*of_append)
-            self.before = of_slots, of_append
+            append_args = (None, k, v, *pages[:2], slots, *scales[1:], *[None] * 5, 0.0, False)
+            serving_ops.append_kv(*append_args)
+            self.before = slots_args, append_args
         used = lengths if seqused_k is None else seqused_k
-        return self.attend(*pages[:2], table, used, scales, wants_lse, None if given else request)
+        return self.attend(*pages[:2], table, used, scales, wants_lse, None if is_quantized else request)
 
     def append(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, used: Tensor,
         starts: Tensor | None, scales: tuple[Tensor | None, ...], rotary: tuple[Any, ...], length: Any,
     ) -> Tensor:  # fmt: skip
-        """Append new keys, rotate the queries, and return the lengths with them."""
+        """Append new keys, rotate the queries, and return the lengths with the new keys."""
         cos, sin, seqlens, interleaved = rotary
         batch = used.shape[0]
         shape = "batch, seqlen_new" if starts is None else "total_new"
@@ -182,13 +187,13 @@ class AttentionCall:
                 raise ValueError(
                     f"{name}: {describe_tensor(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}"
                 )
-        for name, given, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
-            if given is not None and (
-                not isinstance(given, Tensor)
-                or given.dtype != torch.int32
-                or not require_same_shape(given.shape, (count,))
+        for name, lengths_new, count in (("cu_seqlens_k_new", starts, batch + 1), ("rotary_seqlens", seqlens, batch)):
+            if lengths_new is not None and (
+                not isinstance(lengths_new, Tensor)
+                or lengths_new.dtype != torch.int32
+                or not require_same_shape(lengths_new.shape, (count,))
             ):
-                raise ValueError(f"{name}: {describe_tensor(given)}; int32 ({count},) is needed")
+                raise ValueError(f"{name}: {describe_tensor(lengths_new)}; int32 ({count},) is needed")
         if is_known(table.shape[1] == 0):
             raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
         new = None if starts is not None else k.shape[1]
@@ -214,10 +219,10 @@ class AttentionCall:
         self._check((k_cache, v_cache), table, used, scales, like=used)
         places = k.new_empty(k.shape[0], dtype=torch.int64)
         self._check_append(q, k, v, (k_cache, v_cache), scales, cos, sin, places if rotates else None)
-        self._refuse_gradients_of(k, v)
-        self._check_rest(k_cache.shape[2], (k_cache, v_cache, *scales, cos, sin))
-        of_slots = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
-        slots, at, lengths, _ = serving_ops.token_slots(*of_slots)
+        self._refuse_gradients(k, v)
+        self._check_attend(k_cache.shape[2], (k_cache, v_cache, *scales, cos, sin))
+        slots_args = (starts, used, table, seqlens, k.shape[0], table.shape[1], k_cache.shape[1])
+        slots, positions, lengths, _ = serving_ops.token_slots(*slots_args)
         if _can_check_values(self.q, table, used, starts, lengths):
             new_counts = check_starts("cu_seqlens_k_new", starts, k.shape[0], "k")
             if not self.has_table:
@@ -226,12 +231,12 @@ class AttentionCall:
             check_values(self.q, k_cache, table, self.cu_seqlens_q, lengths, self.max_seqlen_q)
             if self.plan is not None and self.q.is_cpu:
                 serving_ops.check_plan(self.plan.tensor, self.cu_seqlens_q, lengths)
-        of_append = (
-            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, at if rotates else None, 0.0,
+        append_args = (
+            q, k, v, k_cache, v_cache, slots, *scales[1:], None, None, cos, sin, positions if rotates else None, 0.0,
             interleaved,
         )  # fmt: skip
-        turned = serving_ops.append_kv(*of_append)
-        self.before = of_slots, of_append
+        turned = serving_ops.append_kv(*append_args)
+        self.before = slots_args, append_args
         if rotates:
             self.q = turned
         return lengths
@@ -240,7 +245,10 @@ class AttentionCall:
         self, pages: Sequence[Tensor], table: Tensor | tuple[Any, ...], lengths: Tensor,
         scales: tuple[Tensor | None, ...], like: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Check the attention before anything is appended; tensors that are still to be computed are stood in for."""
+        """Check the attention before anything is appended.
+
+        Tensors that are not computed yet are replaced by empty ones.
+        """
         if torch.compiler.is_compiling():  # the operators check when they are traced
             return
         block_table = table if isinstance(table, Tensor) else lengths.new_empty(table, dtype=torch.int32)
@@ -248,28 +256,28 @@ class AttentionCall:
         args = self.arguments(pages[0], pages[1], block_table, used, scales)
         check_attention_once(*args)
         if self.plan is not None and type(self.q) is Tensor and self.q.is_cuda and type(self.plan.tensor) is Tensor:
-            serving_ops.load_cuda().get_attention_plan(*args)  # it refuses plans of another size
+            serving_ops.load_cuda().get_attention_plan(*args)  # raises for plans of another size
 
     def _check_plan(self, kv_heads: int) -> None:
         if self.plan is not None:
             self.plan.check(self.max_seqlen_q, self.q.shape[1], kv_heads, self.q.shape[2], self.mask)
 
-    def _check_rest(self, kv_heads: int, given: Sequence[Tensor | None]) -> None:
-        """What else ``attend`` would refuse, after the cache has been written."""
+    def _check_attend(self, kv_heads: int, inputs: Sequence[Tensor | None]) -> None:
+        """Raise the remaining errors of ``attend`` before the cache is written."""
         self._check_plan(kv_heads)
         if self.out is not None and not torch.compiler.is_compiling():
             check_out(self.out, self.q, self.out.dtype if self.q.dtype == E4M3 else self.q.dtype)
-            self._check_out_gradient(self.q, self.sinks, *given)
+            self._check_out_gradient(self.q, self.sinks, *inputs)
 
-    def _check_out_gradient(self, *given: Tensor | None) -> None:
-        """As PyTorch's operators with ``out`` do: what is written there is not part of a graph."""
-        if requires_grad(self.out, *given):
+    def _check_out_gradient(self, *inputs: Tensor | None) -> None:
+        """Raise NotImplementedError if ``out`` or an input requires a gradient, as PyTorch's operators do."""
+        if requires_grad(self.out, *inputs):
             raise NotImplementedError(
                 "out: given, while it or an input requires a gradient; leave it out or use torch.no_grad()"
             )
 
-    def _refuse_gradients_of(self, k: Tensor, v: Tensor) -> None:
-        """Let the output depend on K and V for autograd where it would not by Q: their gradients are refused too."""
+    def _refuse_gradients(self, k: Tensor, v: Tensor) -> None:
+        """Make the output depend on K and V for autograd, so that their gradients are refused even if Q needs none."""
         if not requires_grad(k, v) or self.q.requires_grad:
             return
         if self.q.dtype == E4M3:
@@ -286,56 +294,57 @@ class AttentionCall:
         check_append_once(q, k, v, *pages, slots, *scales[1:], None, None, cos, sin, positions, 0.0, False)
 
 
-def _check_capacity(most: int, used: Tensor, new_counts: Sequence[int]) -> None:
-    """Raises ValueError if a sequence's cache has no room for its new keys."""
+def _check_capacity(capacity: int, used: Tensor, new_counts: Sequence[int]) -> None:
+    """Raise ValueError if a sequence's cache has no room for its new keys."""
     for b, (n, new) in enumerate(zip(used.tolist(), new_counts, strict=True)):
-        if n + new > most:
+        if n + new > capacity:
             raise ValueError(
                 f"cache_seqlens: sequence {b} has {n} keys in the cache and gets {new} new ones; its cache has room "
-                f"for {most}"
+                f"for {capacity}"
             )
 
 
 def _can_check_values(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether lengths are to be read and checked here: in eager calls, where ``should_check_values`` says so."""
+    """Return whether lengths can be read and checked here: in eager calls, if ``should_check_values``."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not should_check_values(first):
         return False
     return all(x is None or type(x) is Tensor for x in (first, *others))
 
 
 def make_rows_dense(name: str, x: Tensor) -> Tensor:
-    """x with dense rows. Raises TypeError for nested and sparse tensors."""
+    """Return x with dense rows. Raises TypeError for nested and sparse tensors."""
     check_strided(name, x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def get_unit_scale(like: Tensor) -> Tensor:
-    """A scale of 1."""
+    """Return a scale of 1."""
     return get_constant(like, "one")
 
 
 def get_constant(like: Tensor, kind: str, step: Any = 0, count: Any = 0) -> Tensor:
-    """A float32 1; int32 0, step .. count * step; or with a "table" the pages of PagedRows, count being (batch, pages).
+    """Return a constant tensor. It is cached if a later call may use its memory.
 
-    It is kept, where a later call may use the memory.
+    kind: "one" is a float32 1, "arange" is int32 0, step .. count * step, "table" is the block table of ``PagedRows``,
+    with count = (batch, pages).
     """
     device = like.device
-    kept = not torch.compiler.is_compiling() and type(like) is Tensor
-    if kept:
-        at = (kind, device, step, count)
-        found = _CONSTANTS.get(at)
-        if found is not None:
-            return found
+    cacheable = not torch.compiler.is_compiling() and type(like) is Tensor
+    if cacheable:
+        key = (kind, device, step, count)
+        cached = _CONSTANTS.get(key)
+        if cached is not None:
+            return cached
     if kind == "one":
-        made = torch.ones((), dtype=torch.float32, device=device)
+        tensor = torch.ones((), dtype=torch.float32, device=device)
     elif kind == "table":
         first, each = (torch.arange(n, dtype=torch.int32, device=device) for n in count)
-        made = (first * step).unsqueeze(1) + each
+        tensor = (first * step).unsqueeze(1) + each
     else:
-        made = torch.arange(count + 1, dtype=torch.int32, device=device) * step
-    # Memory of a CUDA graph belongs to the graph, and a mode's tensors to the mode.
-    if kept and not torch._C._len_torch_dispatch_stack() and not is_capturing(device):
+        tensor = torch.arange(count + 1, dtype=torch.int32, device=device) * step
+    # Memory of a CUDA graph belongs to the graph, and tensors of a mode belong to the mode.
+    if cacheable and not torch._C._len_torch_dispatch_stack() and not is_capturing(device):
         if len(_CONSTANTS) >= _MAX_CONSTANTS:
             _CONSTANTS.clear()
-        return _CONSTANTS.setdefault(at, synchronized(made))
-    return made
+        return _CONSTANTS.setdefault(key, synchronized(tensor))
+    return tensor

@@ -1,4 +1,4 @@
-"""Which tensors the serving operators take: every dtype, shape, stride and device, checked once per combination."""
+"""Checks of the serving operators: dtype, shape, strides and device of every tensor, once per combination."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from greenfast.ops.symbols import is_known, require, require_same_shape
 
 E4M3 = torch.float8_e4m3fn
 PAGE_SIZES = (16, 32, 64, 128)
-MAX_GROUP_SIZE = 16  # query heads of a KV head
-#: Set to 1: block tables and lengths on a GPU are read back and checked before each call, which waits for the GPU.
+MAX_GROUP_SIZE = 16  # query heads per KV head
+#: Set it to 1 to check block tables and lengths on a GPU before each call. This synchronizes with the GPU.
 CHECK_PAGES = "GREENFAST_CHECK_PAGES"
 _CHECK_PAGES_ENABLED = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
 
-#: Lengths are int32, and numbers are float32 in the kernels.
+#: In the kernels lengths are int32, and numbers are float32.
 MAX_LENGTH = 2**31 - 1
 _MAX_FLOAT = torch.finfo(torch.float32).max
-_MAX_STRIDE = 2**34  # bytes: in units of 8 an int32 to the kernels
-_ROW_ALIGNMENT = 16  # of which the beginnings of rows are multiples
+_MAX_STRIDE = 2**34  # bytes; the kernels count units of 8 bytes in int32
+_ROW_ALIGNMENT = 16  # bytes; alignment of rows
 _FLOATS = (*DTYPES, torch.float32)
-#: Names of the operators' arguments as errors have them: FlashAttention's names follow.
+#: Names of arguments in errors, with FlashAttention's names in parentheses.
 _DISPLAY_NAMES = {
     "q_scale": "q_scale (q_descale)",
     "k_scale": "k_scale (k_descale)",
@@ -42,7 +42,7 @@ _MAX_CHECKED = 4096
 
 
 def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """``check`` of tensors and others, once per combination of what it looks at."""
+    """Call ``check`` once per combination of tensor properties and other arguments."""
     try:
         kind = (
             check,
@@ -51,7 +51,7 @@ def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -
         )
         if kind in _CHECKED:
             return
-    except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says; or symbolic sizes
+    except (AttributeError, RuntimeError, TypeError):  # not strided tensors (the check raises), or symbolic sizes
         check(*tensors, *others)
         return
     check(*tensors, *others)
@@ -61,17 +61,17 @@ def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -
 
 
 def check_attention_once(*args: Any) -> None:
-    """``check_attention`` of the same arguments, of which the tensors come first."""
+    """Call ``check_attention`` with these arguments, once per combination."""
     _check_once(check_attention, args[:11], args[11:])
 
 
 def check_append_once(*args: Any) -> None:
-    """``check_append`` of the same arguments, of which the tensors come first."""
+    """Call ``check_append`` with these arguments, once per combination."""
     _check_once(check_append, args[:13], args[13:])
 
 
 def check_strided(name: str, x: Any) -> None:
-    """Raises TypeError unless it is a tensor with strides: nested and sparse tensors have none."""
+    """Raise TypeError unless x is a strided tensor. Nested and sparse tensors are refused."""
     shown = _DISPLAY_NAMES.get(name, name)
     if not isinstance(x, Tensor):
         raise TypeError(f"{shown}: a torch.Tensor is needed, got {type(x).__name__}")
@@ -79,29 +79,29 @@ def check_strided(name: str, x: Any) -> None:
         raise TypeError(f"{shown}: it is nested or sparse; a strided tensor is needed")
 
 
-def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, more: str = "") -> None:
+def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, hint: str = "") -> None:
     check_strided(name, x)
     shown = _DISPLAY_NAMES.get(name, name)
     if x.dtype not in dtypes:
-        raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{more}")
+        raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{hint}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{shown}: it is on {x.device}, q or k on {like.device}; they must agree")
 
 
 def _check_shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:
-    """Raises ValueError unless x has one of these shapes, each with the names of its dimensions."""
+    """Raise ValueError unless x has one of these shapes. Each is given with the names of its dimensions."""
     if not any(
         len(x.shape) == len(shape) and all(is_known(a == b) for a, b in zip(x.shape, shape, strict=True))
         for shape, _ in allowed
     ) and not (len(allowed) == 1 and require_same_shape(x.shape, allowed[0][0])):
-        wanted = " or ".join(f"{tuple(shape)} = ({names})" for shape, names in allowed)
-        raise ValueError(f"{_DISPLAY_NAMES.get(name, name)}: its shape is {tuple(x.shape)}; {wanted} is needed")
+        expected = " or ".join(f"{tuple(shape)} = ({names})" for shape, names in allowed)
+        raise ValueError(f"{_DISPLAY_NAMES.get(name, name)}: its shape is {tuple(x.shape)}; {expected} is needed")
 
 
 def _get_relevant_strides(x: Tensor) -> list[Any]:
-    """The strides that matter: 1 for the last dimension if it has one element; none for other dimensions of one.
+    """Return the strides without those of dimensions with one element; a last dimension of one element counts as 1.
 
-    Empty if the tensor has no elements.
+    The list is empty if the tensor has no elements.
     """
     if any(is_known(n == 0) for n in x.shape):
         return []
@@ -114,7 +114,7 @@ def _get_relevant_strides(x: Tensor) -> list[Any]:
 
 
 def _check_rows(name: str, x: Tensor) -> None:
-    """Raises ValueError unless the last dimension is dense and every row begins at a multiple of 16 bytes."""
+    """Raise ValueError unless the last dimension is dense and every row begins at a multiple of 16 bytes."""
     strides = _get_relevant_strides(x)
     if strides and (strides[-1] != 1 or any(is_known(s * x.itemsize % _ROW_ALIGNMENT != 0) for s in strides[:-1])):
         raise ValueError(
@@ -123,9 +123,9 @@ def _check_rows(name: str, x: Tensor) -> None:
         )
 
 
-def _has_strides(x: Tensor, wanted: tuple[Any, ...]) -> bool:
+def _has_strides(x: Tensor, expected: tuple[Any, ...]) -> bool:
     """Return whether the last dimensions have these strides; those of one element may have any."""
-    last = zip(x.shape[-len(wanted) :], x.stride()[-len(wanted) :], wanted, strict=True)
+    last = zip(x.shape[-len(expected) :], x.stride()[-len(expected) :], expected, strict=True)
     return all(is_known(n == 1) or is_known(step == needed) for n, step, needed in last)
 
 
@@ -143,7 +143,7 @@ def _check_dense(name: str, x: Tensor) -> None:
 
 
 def _check_no_overlap(name: str, x: Tensor) -> None:
-    """Raises ValueError where elements lie in the same memory, which expand() makes."""
+    """Raise ValueError if elements share memory, as they do after expand()."""
     if any(is_known(step == 0) and not is_known(n <= 1) for n, step in zip(x.shape, x.stride(), strict=True)):
         raise ValueError(f"{name}: its strides are {x.stride()}; elements that share memory cannot be written")
 
@@ -156,14 +156,14 @@ def _check_number(name: str, value: Any, least: float, *, above: bool = False) -
 
 
 def is_valid_grouping(heads: Any, kv_heads: Any) -> bool:
-    """Return whether 1 to MOST_GROUPED query heads share each KV head; the graph asserts what only the run decides."""
+    """Return whether 1 to MAX_GROUP_SIZE query heads share each KV head. A graph asserts what only the run decides."""
     if not require(kv_heads > 0) or not require(heads % kv_heads == 0):
         return False
     return require(heads >= kv_heads) and require(heads <= MAX_GROUP_SIZE * kv_heads)
 
 
 def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
-    """Raises TypeError, ValueError and NotImplementedError unless the two are pages of K and V of one cache."""
+    """Raise TypeError, ValueError or NotImplementedError unless the two are the K and V pages of one cache."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         _check_tensor(name, x, (E4M3,), like, "; bytes of a cache become it by .view(torch.float8_e4m3fn)")
     if k_cache.dim() != 4:
@@ -189,7 +189,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, like: Tensor) -> None:
 
 
 def _check_scales(k_cache: Tensor, k_scale: Tensor, v_scale: Tensor, batch: Any, like: Tensor) -> None:
-    """batch: of scales per sequence; None where there are none."""
+    """Check scales. batch: the size of scales per sequence, or None if these are not allowed."""
     pages, page_size, kv_heads, _ = k_cache.shape
     tokens = ((pages, kv_heads, page_size), "pages, kv_heads, page_size")
     heads = [((), "one for all"), ((kv_heads,), "kv_heads")]
@@ -213,7 +213,7 @@ def check_attention(
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
     out_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Raises TypeError, ValueError and NotImplementedError for arguments that no kernel could compute."""
+    """Raise TypeError, ValueError or NotImplementedError for arguments that no kernel can compute."""
     _check_tensor("q", q, (*DTYPES, E4M3), None)
     if q.dim() != 3:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; (total_q, heads, head_dim) is needed")
@@ -261,7 +261,7 @@ def check_attention(
         _check_shape("q_scale", q_scale, ((batch, kv_heads), "batch, kv_heads"))
     elif q_scale is not None:
         raise ValueError(
-            f"{_DISPLAY_NAMES['q_scale']}: given for q of {q.dtype}, which is quantized here; None is needed"
+            f"{_DISPLAY_NAMES['q_scale']}: given for q of {q.dtype}. This call quantizes q; None is needed"
         )
     if sinks is not None:
         _check_tensor("sinks", sinks, (torch.float32,), q)
@@ -280,7 +280,7 @@ def check_attention(
 
 
 def check_out(out: Tensor, q: Tensor, dtype: torch.dtype) -> None:
-    """Raises TypeError and ValueError unless the output can be written to ``out``."""
+    """Raise TypeError or ValueError unless the output can be written to ``out``."""
     _check_tensor("out", out, (dtype,), q)
     _check_shape("out", out, (tuple(q.shape), "as q"))
     _check_rows("out", out)
@@ -292,7 +292,7 @@ def check_append(
     v_scale: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, eps: float, interleaved: bool,
 ) -> None:  # fmt: skip
-    """Raises TypeError, ValueError and NotImplementedError for arguments that cannot be appended."""
+    """Raise TypeError, ValueError or NotImplementedError for arguments that cannot be appended."""
     _check_tensor("k", k, DTYPES, None)
     check_cache(k_cache, v_cache, k)
     kv_heads, head_dim = k_cache.shape[2:]
@@ -311,8 +311,8 @@ def check_append(
     _check_shape("slot_mapping", slot_mapping, ((tokens,), "tokens"))
     _check_dense("slot_mapping", slot_mapping)
     _check_scales(k_cache, k_scale, v_scale, None, k)
-    of_tokens = {"k_scale": k_scale, "v_scale": v_scale} if k_scale.dim() == 3 else {}
-    for name, written in ({"k_cache": k_cache, "v_cache": v_cache} | of_tokens).items():
+    token_scales = {"k_scale": k_scale, "v_scale": v_scale} if k_scale.dim() == 3 else {}
+    for name, written in ({"k_cache": k_cache, "v_cache": v_cache} | token_scales).items():
         _check_no_overlap(name, written)
     for name, x in (("q_weight", q_weight), ("k_weight", k_weight)):
         if x is not None:
@@ -352,45 +352,47 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | 
 
 
 def should_check_values(x: Tensor) -> bool:
-    """Whether lengths and block tables are read before a call: on the CPU always, on a GPU where it was asked for."""
+    """Return whether lengths and block tables are read before a call: always on the CPU, on a GPU with CHECK_PAGES."""
     return _CHECK_PAGES_ENABLED or x.is_cpu
 
 
-def check_starts(name: str, starts: Tensor, tokens: int, of: str) -> list[int]:
-    """The lengths between the starts of sequences. Raises ValueError unless these lie in order in ``tokens`` tokens.
+def check_starts(name: str, starts: Tensor, tokens: int, owner: str) -> list[int]:
+    """Return the lengths between the starts of sequences.
 
-    of: the tensor that has these tokens.
+    Raises ValueError unless they ascend within ``tokens`` tokens.
+
+    owner: the name of the tensor with these tokens.
     """
     ends: list[int] = starts.tolist()
     lengths = [b - a for a, b in pairwise(ends)]
     if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > tokens:
-        raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {tokens} tokens of {of}")
+        raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {tokens} tokens of {owner}")
     return lengths
 
 
 def check_keys(cu_seqlens_k: Tensor, total_k: int, max_seqlen_k: int, seqused_k: Tensor | None) -> None:
-    """Raises ValueError for lengths of keys that are in no cache, where more would be read than a sequence has."""
+    """Raise ValueError for lengths of keys without a cache, if a sequence has fewer keys than would be read."""
     lengths = check_starts("cu_seqlens_k", cu_seqlens_k, total_k, "k")
     if max(lengths, default=0) > max_seqlen_k:
         raise ValueError(f"max_seqlen_k: {max_seqlen_k}; a sequence has {max(lengths)} keys")
     if seqused_k is not None and seqused_k.shape == (len(lengths),):
-        for b, (n, most) in enumerate(zip(seqused_k.tolist(), lengths, strict=True)):
-            if not 0 <= n <= most:
-                raise ValueError(f"seqused_k: {n} of sequence {b}; it has {most} keys")
+        for b, (n, length) in enumerate(zip(seqused_k.tolist(), lengths, strict=True)):
+            if not 0 <= n <= length:
+                raise ValueError(f"seqused_k: {n} of sequence {b}; it has {length} keys")
 
 
 def check_values(
     q: Tensor, k_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int
 ) -> None:
-    """Raises ValueError for lengths that do not fit, and for pages of a sequence that lie outside the cache."""
-    (pages, page_size), most = k_cache.shape[:2], block_table.shape[1] * k_cache.shape[1]
+    """Raise ValueError for lengths that do not fit, and for pages outside the cache."""
+    (pages, page_size), capacity = k_cache.shape[:2], block_table.shape[1] * k_cache.shape[1]
     lengths, used = check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "q"), seqused_k.tolist()
     if max(lengths, default=0) > max_seqlen_q:
         raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
     for b, n in enumerate(used):
-        if not 0 <= n <= most:
+        if not 0 <= n <= capacity:
             shown = _DISPLAY_NAMES["seqused_k"]
-            raise ValueError(f"{shown}: {n} of sequence {b}; 0 to {most} keys fit a row of the block table")
+            raise ValueError(f"{shown}: {n} of sequence {b}; 0 to {capacity} keys fit a row of the block table")
         entries = block_table[b, : -(-n // page_size)]
         if n and not bool(((entries >= 0) & (entries < pages)).all()):
             shown = _DISPLAY_NAMES["block_table"]

@@ -1,6 +1,6 @@
-"""The serving operators on a GPU. Arguments are checked by ``serving_checks``, once for each combination.
+"""The serving operators on a GPU. ``greenfast.serving.checks`` checks their arguments, once per combination.
 
-As in ``cuda``, what a call needs is looked up by shapes, strides and options.
+As in ``ops.cuda``, a call looks up its plan by shapes, strides and options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from greenfast.serving.checks import check_append, check_attention
 from greenfast.spec.arch import Target
 
 _MAX_PLANS = 4096
-#: TMA takes strides that are multiples of this number of bytes, and below that number.
+#: TMA strides are multiples of the first number of bytes, and below the second.
 _TMA_ALIGNMENT, _TMA_MAX_STRIDE = 16, 2**40
 _DTYPE_NAMES = {
     torch.float16: "float16",
@@ -37,7 +37,7 @@ _PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
 
 @cache
 def get_hopper_target(device: int) -> Target:
-    """The device's target; of meta tensors the kernels' own. Raises NotImplementedError where these do not run."""
+    """Return the device's target, or the kernels' own for meta tensors. Raises NotImplementedError without Hopper."""
     if device < 0:
         return attention.TARGET
     target = get_target(device)
@@ -57,7 +57,7 @@ def require_hopper(target: Target) -> None:
 def _choose_row_tiles(
     head_dim: int, sizes: ServingSizes, multiprocessors: int, plan: Tensor | None
 ) -> tuple[bool, int]:
-    """Those of ``attention.row_tiles``, or of a plan that is given, which may have been made for fewer tokens."""
+    """Return the row tiles of ``attention.row_tiles``, or of a given plan, possibly made for fewer tokens."""
     wide, few_rows = attention.row_tiles(head_dim, sizes, multiprocessors)
     if plan is not None and sizes.max_q_len * sizes.group > NARROW_ROWS:
         wide = plan.numel() % 2 == 1  # as _plan_words makes them
@@ -97,24 +97,24 @@ def get_attention_plan(
     max_seqlen_q: int, causal: bool, window_left: int, window_right: int, softcap: float, softmax_scale: float,
     out_dtype: torch.dtype, *, lse: bool = True,
 ) -> LaunchPlan:  # fmt: skip
-    """The launches of ``paged_attention`` with such tensors, which are checked once for each combination.
+    """Return the launches of ``paged_attention`` with such tensors. They are checked once per combination.
 
-    lse: whether the log-sum-exp is written.
+    lse: write the log-sum-exp.
     """
-    given = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan)
+    tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan)
     others = (max_seqlen_q, causal, window_left, window_right, softcap, softmax_scale, out_dtype)
     try:
-        at = (*[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given], others, lse)
-        found = _PLANS.get(at)
-    except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_attention(*given, *others)
+        key = (*[x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors], others, lse)
+        cached = _PLANS.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # not strided tensors; the check raises
+        check_attention(*tensors, *others)
         raise
-    if found is None:
-        check_attention(*given, *others)
+    if cached is None:
+        check_attention(*tensors, *others)
         mask = (causal, window_left, window_right)
-        made = _build_attention_plan(*given, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
-        found = put_bounded(_PLANS, at, made, _MAX_PLANS)
-    return found
+        new = _build_attention_plan(*tensors, max_seqlen_q, mask, softcap, softmax_scale, out_dtype, lse=lse)
+        cached = put_bounded(_PLANS, key, new, _MAX_PLANS)
+    return cached
 
 
 def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +123,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     lse: whether the log-sum-exp is wanted, which is None otherwise. Rows behind the last of cu_seqlens_q are not
     written.
     """
-    found = get_attention_plan(*args[:18], lse=lse)
+    launch_plan = get_attention_plan(*args[:18], lse=lse)
     q, k_cache, v_cache, block_table, _, seqused_k, _, _, _, sinks = args[:10]
     out = args[18] if len(args) > 18 else None
     if out is not None and not (out.is_contiguous() and is_aligned(out.data_ptr())):
@@ -141,7 +141,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
         return paged_attention(q, *args[1:18], out, lse=lse)
     _check_addresses(k_cache, v_cache)
     buffers = (sums, *args[:11], out)
-    found.launch([0 if x is None else x.data_ptr() for x in buffers])
+    launch_plan.launch([0 if x is None else x.data_ptr() for x in buffers])
     return out, sums
 
 
@@ -167,7 +167,7 @@ def _build_attention_plan(
     max_seqlen_q: int, mask: tuple[bool, int, int], softcap: float, softmax_scale: float, out_dtype: torch.dtype,
     *, lse: bool = True,
 ) -> LaunchPlan:  # fmt: skip
-    """The launches for such tensors, with the plan of the work where none is given."""
+    """Build the launches for such tensors, with the launch of the work plan if ``plan`` is None."""
     device = q.get_device()
     multiprocessors = get_hopper_target(device).multiprocessors
     (tokens, heads, head_dim), (pages, page, kv_heads, _) = q.shape, k_cache.shape
@@ -192,12 +192,12 @@ def _build_attention_plan(
             f"plan (scheduler_metadata): {plan.numel()} elements, {needed} are needed; it was made for another "
             "batch, max_seqlen_q or number of heads"
         )
-    of_page, of_token, of_head = _get_row_strides(k_cache)
+    page_stride, token_stride, head_stride = _get_row_strides(k_cache)
     launch = attention.launch(
         config, sizes,
         ServingStrides(
             q=_get_row_strides(q),  # type: ignore[arg-type]
-            k=(of_page, of_token, of_head),
+            k=(page_stride, token_stride, head_stride),
             v=_get_row_strides(v_cache)[: 3 if v_cache.dim() == 4 else 2],
             table=block_table.stride(0),
             q_scale=(0, 0) if q_scale is None else strides(q_scale),
@@ -225,25 +225,25 @@ def plan(
 ) -> Tensor:  # fmt: skip
     """``torch.ops.greenfast.paged_attention_plan`` of CUDA tensors: int32 of ``get_plan_size`` elements.
 
-    into: memory of a plan for the same, which is written.
+    into: write to the memory of this plan, made for the same sizes.
     """
     device = cu_seqlens_q.get_device()
     batch_sizes = (seqused_k.shape[0], max_seqlen_q, heads, kv_heads, head_dim, total_q)
-    found, size = _get_planner(device, batch_sizes, causal, window_left, window_right)
+    planner, size = _get_planner(device, batch_sizes, causal, window_left, window_right)
     if into is not None and (into.shape != (size,) or into.dtype != torch.int32):
         raise ValueError(f"plan: {into.dtype} {tuple(into.shape)}; int32 ({size},) is needed, make a new plan")
-    made = cu_seqlens_q.new_empty(size) if into is None else into
+    out = cu_seqlens_q.new_empty(size) if into is None else into
     cu_seqlens_q, seqused_k = cu_seqlens_q.contiguous(), seqused_k.contiguous()
     if seqused_k.shape[0] == 0:
-        return made.zero_()
-    found.launch((cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), made.data_ptr()))
-    return made
+        return out.zero_()
+    planner.launch((cu_seqlens_q.data_ptr(), seqused_k.data_ptr(), out.data_ptr()))
+    return out
 
 
 def _build_plan_config(
     device: int, batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None
 ) -> tuple[ServingConfig, ServingSizes]:
-    """What a plan depends on; the rest is anything. total_q: query tokens of all sequences, None if not known."""
+    """Return the config and sizes that determine a plan. total_q: query tokens of all sequences, None if unknown."""
     tokens = batch * max_seqlen_q if total_q is None else total_q
     sizes = ServingSizes(
         sequences=batch, tokens=tokens, max_q_len=max_seqlen_q, heads=heads, kv_heads=kv_heads, pages=0, page=TILE,
@@ -265,7 +265,7 @@ def _get_planner(
 def _build_planner(
     device: int, config: ServingConfig, sizes: ServingSizes, causal: bool, window_left: int, window_right: int
 ) -> tuple[LaunchPlan, int]:
-    """The same for all numbers of tokens that have the same row tiles."""
+    """Build the same for all numbers of tokens with the same row tiles."""
     multiprocessors, window = (
         get_hopper_target(device).multiprocessors,
         _normalize_window(causal, window_left, window_right),
@@ -278,9 +278,9 @@ def _build_planner(
 def get_plan_size(
     batch: int, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, total_q: int | None = None
 ) -> int:
-    """Elements of a plan on the current device, for tracing."""
+    """Return the elements of a plan on the current device, for tracing."""
     device = torch.cuda.current_device()
-    # Of no cache: traced numbers have no hash.
+    # Not cached, because traced numbers have no hash.
     config, sizes = _build_plan_config(device, batch, max_seqlen_q, heads, kv_heads, head_dim, total_q)
     return _count_plan_words(
         config, sizes, attention.grid_blocks(config, sizes, get_hopper_target(device).multiprocessors)
@@ -288,9 +288,10 @@ def get_plan_size(
 
 
 def _count_plan_words(config: ServingConfig, sizes: ServingSizes, blocks: int) -> int:
-    """As ``attention.plan_words``, or one more. Raises ValueError for more than the kernels can count.
+    """Return ``attention.plan_words``, made odd for wide row tiles. Raises ValueError above the limit of the kernels.
 
-    A plan is known by its size. That of another batch may have the other row tiles: sizes for wide ones are odd.
+    The size identifies a plan. A plan for another batch may have other row tiles, and the parity of its size shows
+    which.
     """
     words = attention.plan_words(config, sizes, blocks) + (1 if config.wide else 0)
     if words >= 2**31:
@@ -305,10 +306,10 @@ def get_slots_plan(
     starts: Tensor, before: Tensor | None, block_table: Tensor | None, counted_from: Tensor | None, tokens: int,
     max_pages: int, page_size: int,
 ) -> LaunchPlan:  # fmt: skip
-    """The launch of ``token_slots`` with such tensors, contiguous ones but for the table."""
+    """Return the launch of ``token_slots`` with such tensors. All except the table must be contiguous."""
     device, batch = starts.get_device(), starts.shape[0] - 1
-    given = {"starts": starts, "before": before, "counted_from": counted_from, "block_table": block_table}
-    optional = frozenset(name for name, x in given.items() if x is not None) - {"starts"}
+    tensors = {"starts": starts, "before": before, "counted_from": counted_from, "block_table": block_table}
+    optional = frozenset(name for name, x in tensors.items() if x is not None) - {"starts"}
     entries = max_pages if block_table is None else block_table.shape[1]
     row = 0 if block_table is None else block_table.stride(0)
     options = ("slots", device, batch, tokens, page_size, entries, row, optional)
@@ -316,7 +317,7 @@ def get_slots_plan(
     if plan is None:
         get_hopper_target(device)
         step = LaunchStep(slots.KERNEL, slots.launch(batch, tokens, page_size, entries, row, optional))
-        names = (*given, "slots", "positions", "lengths", "made_table")
+        names = (*tensors, "slots", "positions", "lengths", "made_table")
         plan = put_bounded(_PLANS, options, LaunchPlan(device, (step,), names), _MAX_PLANS)
     return plan
 
@@ -327,39 +328,39 @@ def token_slots(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.token_slots`` of CUDA tensors."""
     batch = starts.shape[0] - 1
-    places, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
+    slot_ids, positions = (starts.new_empty(tokens, dtype=torch.int64) for _ in range(2))
     lengths = starts.new_empty(batch)
     table = starts.new_empty((0, 0) if block_table is not None else (batch, max_pages))
     if batch == 0:
-        return places.fill_(-1), positions.zero_(), lengths, table
+        return slot_ids.fill_(-1), positions.zero_(), lengths, table
     before, counted = (x if x is None else x.contiguous() for x in (before, counted_from))
     starts = starts.contiguous()
     plan = get_slots_plan(starts, before, block_table, counted, tokens, max_pages, page_size)
-    buffers = (starts, before, counted, block_table, places, positions, lengths, table)
+    buffers = (starts, before, counted, block_table, slot_ids, positions, lengths, table)
     plan.launch([0 if x is None else x.data_ptr() for x in buffers])
-    return places, positions, lengths, table
+    return slot_ids, positions, lengths, table
 
 
 def get_append_plan(*args: Any) -> LaunchPlan:
-    """The launch of ``append_kv`` with such tensors, which are checked once for each combination."""
-    given, options = args[:13], args[13:]
+    """Return the launch of ``append_kv`` with such tensors. They are checked once per combination."""
+    tensors, options = args[:13], args[13:]
     try:
-        kinds = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in given]
-        at = ("append", *kinds, *options)
-        found = _PLANS.get(at)
-    except (AttributeError, RuntimeError, TypeError):  # no strided tensors, which the check says
-        check_append(*given, *options)
+        kinds = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+        key = ("append", *kinds, *options)
+        cached = _PLANS.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # not strided tensors; the check raises
+        check_append(*tensors, *options)
         raise
-    if found is None:
-        check_append(*given, *options)
-        found = put_bounded(_PLANS, at, _build_append_plan(given, *options), _MAX_PLANS)
-    return found
+    if cached is None:
+        check_append(*tensors, *options)
+        cached = put_bounded(_PLANS, key, _build_append_plan(tensors, *options), _MAX_PLANS)
+    return cached
 
 
 def append_kv(*args: Any) -> Tensor:
-    """``torch.ops.greenfast.append_kv`` of CUDA tensors: Q as attention takes it, empty where q is None."""
+    """``torch.ops.greenfast.append_kv`` of CUDA tensors: return Q for attention, empty if q is None."""
     q, k, _, k_cache, v_cache = args[:5]
-    if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # no launch is for no tokens
+    if isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == 0:  # nothing to launch
         check_append(*args)
         return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = get_append_plan(*args)
@@ -377,14 +378,14 @@ _APPEND_BUFFERS = (
     "q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight", "cos", "sin",
     "positions", "q_out",
 )  # fmt: skip
-#: Of these, the ones that are read or written in vectors of 16 bytes; others may begin anywhere.
+#: The buffers that are accessed in vectors of 16 bytes. The others need no alignment.
 _IN_VECTORS = tuple(
     _APPEND_BUFFERS.index(x) for x in ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "sin")
 )
 
 
-def _build_append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchPlan:
-    q, k, v, k_cache, v_cache, _, k_scale, v_scale, _, k_weight, cos, sin, positions = given
+def _build_append_plan(tensors: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchPlan:
+    q, k, v, k_cache, v_cache, _, k_scale, v_scale, _, k_weight, cos, sin, positions = tensors
     assert k is not None and v is not None and k_cache is not None and v_cache is not None  # noqa: PT018
     assert k_scale is not None and v_scale is not None  # noqa: PT018
     device = k.get_device()
@@ -406,13 +407,13 @@ def _build_append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved
     sizes = AppendSizes(
         k.shape[0], 0 if q is None else q.shape[1], k.shape[1], k_cache.shape[0], 0 if cos is None else cos.shape[0]
     )
-    of_value = _get_row_strides(v_cache)
+    value_strides = _get_row_strides(v_cache)
     strides = AppendStrides(
         query=(0, 0) if q is None else _get_row_strides(q),  # type: ignore[arg-type]
         key=_get_row_strides(k),  # type: ignore[arg-type]
         value=_get_row_strides(v),  # type: ignore[arg-type]
         key_cache=_get_row_strides(k_cache),  # type: ignore[arg-type]
-        value_cache=(of_value[0], 0, of_value[1]) if grouped else of_value[:3],  # type: ignore[arg-type]
+        value_cache=(value_strides[0], 0, value_strides[1]) if grouped else value_strides[:3],  # type: ignore[arg-type]
         key_scale=k_scale.stride(0) if k_scale.dim() else 0,
         value_scale=v_scale.stride(0) if v_scale.dim() else 0,
         cos=0 if cos is None else cos.stride(0),
@@ -424,13 +425,14 @@ def _build_append_plan(given: tuple[Tensor | None, ...], eps: float, interleaved
 
 
 def build_attention_steps(*args: Any) -> tuple[LaunchStep, ...]:
-    """The launches of ``paged_attention`` on such tensors, which may be meta tensors, without a plan: it is the first.
+    """Build the launches of ``paged_attention`` on such tensors (meta tensors too); the first makes the work plan.
 
-    args: as ``paged_attention`` takes them, the plan None and causal, window_left and window_right as one tuple.
+    args: the arguments of ``paged_attention``, with plan None and with causal, window_left and window_right as one
+    tuple.
     """
     return _build_attention_plan(*args).steps
 
 
-def build_append_step(given: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchStep:
-    """The launch of ``append_kv`` on such tensors, which may be meta tensors."""
-    return _build_append_plan(given, eps, interleaved).steps[0]
+def build_append_step(tensors: tuple[Tensor | None, ...], eps: float, interleaved: bool) -> LaunchStep:
+    """Build the launch of ``append_kv`` on such tensors (meta tensors too)."""
+    return _build_append_plan(tensors, eps, interleaved).steps[0]

@@ -1,4 +1,4 @@
-"""Which kernel a serving call would run, or why it is refused."""
+"""Explanations of serving calls: which kernel runs, or why the call is refused."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _HOPPER = (9, 0)
 
 
 def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What a call of ``flash_attn_varlen_func``, ``flash_attn_with_kvcache`` or ``append_kv`` would run.
+    """Return the kernel that ``flash_attn_varlen_func``, ``flash_attn_with_kvcache`` or ``append_kv`` would run.
 
-    The call is made on tensors without memory, so it is checked as it would be, and nothing is launched or written; no
-    length is read. The kernel is "serving" on a Hopper GPU and "reference" for CPU tensors; "torch" stands for a call
-    that is refused, with the error as the reason.
+    The call runs on tensors without memory, with all its checks. Nothing is launched or written, and no length is read.
+    The kernel is "serving" on a Hopper GPU and "reference" for CPU tensors. It is "torch" if the call is refused, with
+    the error as the reason.
     """
     if not callable(function):
-        raise TypeError(f"function: a {type(function).__name__}; the function that is to be called comes first")
+        raise TypeError(f"function: a {type(function).__name__}; the function to call comes first")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given, given_named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    fake_args, given_named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
         with mode:
-            function(*given, **given_named)
+            function(*fake_args, **given_named)
     except (TypeError, ValueError, NotImplementedError) as e:
         return Explanation(TORCH, str(e))
     device = tensors[0].device
@@ -40,17 +40,19 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
         return Explanation("meta", "a shape and a dtype: meta tensors hold no numbers")
     if device.type != "cuda":
         return Explanation(TORCH, f"q: on {device.type}, for which there are no kernels")
-    found = torch.cuda.get_device_capability(device)
-    if found != _HOPPER:
-        return Explanation(TORCH, f"q: on a GPU of compute capability {found[0]}.{found[1]}; the kernels are for 9.0")
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _HOPPER:
+        return Explanation(
+            TORCH, f"q: on a GPU of compute capability {capability[0]}.{capability[1]}; the kernels are for 9.0"
+        )
     return Explanation("serving", format_reason(tensors))
 
 
 def format_reason(tensors: Sequence[Tensor]) -> str:
-    """Where K and V come from, and how V lies there, of a call with these tensors that the kernels take."""
+    """Describe the source of K and V and the layout of V, for a call that the kernels can compute."""
     dims = {x.dim() for x in tensors if x.dtype == E4M3}
     if dims <= {3}:
         return "K and V are put into temporary pages first, and quantized unless they are codes"
     if 5 in dims:
-        return "an FP8 cache with V in groups, as the tensor cores take it"
-    return "an FP8 cache with V in rows, turned on their way to the tensor cores: the bits of V in groups"
+        return "an FP8 cache with V in groups, as the tensor cores read it"
+    return "an FP8 cache with V in rows, transposed in the kernel: the same bits as V in groups"

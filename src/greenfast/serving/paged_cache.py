@@ -1,4 +1,4 @@
-"""A paged FP8 cache of keys and values: its memory, and which pages belong to which sequence."""
+"""A paged FP8 cache of keys and values: its memory, and the pages of each sequence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class PagedKVCache:
     """Pages of K and V of all layers, with their scales, and a block table for any batch of sequences.
 
     pages: of each layer; a sequence has the same pages in all of them. page_size: 16, 32, 64 or 128 tokens.
-    layout: "NHD", a page's tokens one after another with all heads, or "HND", its heads one after another.
-    values: "grouped", V transposed within groups of 16 tokens as the kernels read it fastest, or "rows", V as K.
-    scales: "token", one of each token and head, which ``append_kv`` finds, or "head", given: k_scale and v_scale,
-    float32 (kv_heads,) or () for all layers, 1 by default.
+    layout: "NHD" stores the tokens of a page one after another, each with all heads; "HND" stores its heads one after
+    another. values: "grouped" stores V transposed within groups of 16 tokens, the fastest layout for the kernels;
+    "rows" stores V like K. scales: "token" is one scale per token and head, computed by ``append_kv``; "head" uses the
+    given k_scale and v_scale, float32 (kv_heads,) or () for all layers, 1 by default.
 
-    Its memory is layer after layer; ``layer(i)`` has the tensors for ``greenfast.append_kv`` and the attention calls.
-    Pages are counted on the host, by whichever hashable names the caller gives its sequences. It is not thread-safe.
+    The layers follow each other in memory. ``layer(i)`` returns the tensors for ``greenfast.append_kv`` and the
+    attention calls. Pages are counted on the host. Any hashable object names a sequence. The class is not thread-safe.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PagedKVCache:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        """Raises TypeError and ValueError, naming the argument, for sizes and choices that no kernel takes."""
+        """Raise TypeError or ValueError, naming the argument, for sizes and choices without a kernel."""
         sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
         for name, n in sizes.items():
             check_length(name, n)
@@ -57,28 +57,28 @@ class PagedKVCache:
         where = torch.empty(0, device=device).device
         self._layers = []
         for _ in range(layers):
-            made = allocate_pages(
+            layer = allocate_pages(
                 pages, page_size, kv_heads, head_dim, where, heads_first=layout == "HND", grouped=values == "grouped"
             )
             if scales == "head":
-                of_keys, of_values = (
+                key_scale, value_scale = (
                     _check_scale(x, n, kv_heads, where) for x, n in ((k_scale, "k_scale"), (v_scale, "v_scale"))
                 )
-                made = made._replace(k_scale=of_keys, v_scale=of_values)
+                layer = layer._replace(k_scale=key_scale, v_scale=value_scale)
             elif k_scale is not None or v_scale is not None:
-                raise ValueError("k_scale, v_scale: given with scales='token', where append_kv finds them")
-            self._layers.append(made)
+                raise ValueError("k_scale, v_scale: given with scales='token'; append_kv computes them")
+            self._layers.append(layer)
         self._device = where
         self._free = list(range(pages - 1, -1, -1))
         self._pages: dict[Hashable, list[int]] = {}
 
     def layer(self, index: int = 0) -> KVPages:
-        """The tensors of a layer: (k_cache, v_cache, k_scale, v_scale)."""
+        """Return the tensors of a layer: (k_cache, v_cache, k_scale, v_scale)."""
         return self._layers[index]
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """The device of all tensors."""
         return self._device
 
     @property
@@ -92,45 +92,50 @@ class PagedKVCache:
         return len(self._free)
 
     def pages_of(self, sequence: Hashable) -> tuple[int, ...]:
-        """The pages of a sequence, in order; none for one that is not known."""
+        """Return the pages of a sequence, in order; empty for an unknown sequence."""
         return tuple(self._pages.get(sequence, ()))
 
     def reserve(self, sequence: Hashable, length: int) -> bool:
-        """Give a sequence pages for ``length`` tokens in all; False, and no page, where too few are free."""
+        """Reserve pages for ``length`` tokens of a sequence in total.
+
+        Return False, and reserve none, if too few are free.
+        """
         check_length("length", length)
         owned = self._pages.get(sequence, [])
-        more = -(-length // self.page_size) - len(owned)
-        if more > len(self._free):
+        missing = -(-length // self.page_size) - len(owned)
+        if missing > len(self._free):
             return False
-        self._pages[sequence] = owned + [self._free.pop() for _ in range(more)]
+        self._pages[sequence] = owned + [self._free.pop() for _ in range(missing)]
         return True
 
     def free(self, sequence: Hashable) -> None:
-        """Take the pages of a sequence back. Raises KeyError for one that is not known."""
+        """Free the pages of a sequence. Raises KeyError for an unknown sequence."""
         self._free += reversed(self._pages.pop(sequence))
 
     def block_table(self, sequences: Sequence[Hashable], max_pages: int | None = None) -> Tensor:
-        """The pages of these sequences, int32 (len(sequences), max_pages), on the cache's device, -1 behind the last.
+        """Return the pages of these sequences, int32 (len(sequences), max_pages), on the cache's device.
 
-        max_pages: by default as many as the longest sequence has, at least 1. A CUDA graph wants one that stays.
-        Raises KeyError for a sequence that is not known, ValueError where ``max_pages`` are too few.
+        Unused entries are -1.
+
+        max_pages: by default that of the longest sequence, at least 1. A CUDA graph needs a fixed number. Raises
+        KeyError for an unknown sequence, ValueError if ``max_pages`` is too small.
         """
         rows = [self._pages[s] for s in sequences]
-        most = max([1, *map(len, rows)])
+        longest = max([1, *map(len, rows)])
         if max_pages is not None:
             check_length("max_pages", max_pages)
-            if max_pages < most:
-                raise ValueError(f"max_pages: {max_pages}; a sequence has {most}")
-        width = max_pages or most
+            if max_pages < longest:
+                raise ValueError(f"max_pages: {max_pages}; a sequence has {longest}")
+        width = max_pages or longest
         table = np.full((len(rows), width), -1, dtype=np.int32)
         for row, pages in zip(table, rows, strict=True):
             row[: len(pages)] = pages
         return torch.from_numpy(table).to(self._device)
 
     def slot_mapping(self, sequences: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Slots of tokens starts[i] .. starts[i] + counts[i] - 1 of each sequence, int64 (sum(counts),).
+        """Return the slots of tokens starts[i] .. starts[i] + counts[i] - 1 of each sequence, int64 (sum(counts),).
 
-        Raises KeyError for a sequence that is not known, ValueError for tokens that it has no page for.
+        Raises KeyError for an unknown sequence, ValueError for tokens without a page.
         """
         if not len(sequences) == len(starts) == len(counts):
             raise ValueError(
@@ -141,12 +146,12 @@ class PagedKVCache:
             row, size = self._pages[name], self.page_size
             if start < 0 or count < 0 or start + count > len(row) * size:
                 raise ValueError(
-                    f"starts, counts: {count} tokens from {start} of {name!r}, whose pages have {len(row) * size}"
+                    f"starts, counts: {count} tokens from {start} of {name!r}; its pages hold {len(row) * size}"
                 )
-            while count > 0:  # a page at a time
-                page, place = row[start // size] * size, start % size
-                here = min(count, size - place)
-                slots += range(page + place, page + place + here)
+            while count > 0:  # one page per iteration
+                page, offset = row[start // size] * size, start % size
+                here = min(count, size - offset)
+                slots += range(page + offset, page + offset + here)
                 start, count = start + here, count - here
         return torch.from_numpy(np.array(slots, dtype=np.int64)).to(self._device)
 

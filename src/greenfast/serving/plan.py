@@ -1,4 +1,4 @@
-"""Calls that go with attention over a paged FP8 cache: appending to it, and the plan of a step."""
+"""``append_kv`` for a paged FP8 cache, and the plan of a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from greenfast.serving import launch_cache as serving_request
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import MAX_GROUP_SIZE, MAX_LENGTH, check_strided, is_valid_grouping
 
-#: Of tensors whose gradient no result could refuse when it is asked for.
-GRADIENT_MESSAGE = "{}: a gradient is required, of which there is none; use torch.no_grad()"
+#: The error for tensors that require a gradient if no result carries it.
+GRADIENT_MESSAGE = "{}: a gradient is required, but none is computed; use torch.no_grad()"
 
 
 def append_kv(
@@ -41,18 +41,18 @@ def append_kv(
 
     q: (tokens, heads, head_dim), or None; k, v: (tokens, kv_heads, head_dim), float16 or bfloat16, rows dense and at
     multiples of 16 bytes. k_cache, v_cache, k_scale, v_scale: of a layer of a ``PagedKVCache``, or any such pages
-    (docs/serving.md): E4M3 codes (pages, page_size, kv_heads, head_dim), V perhaps in groups. Scales of (pages,
-    kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read.
-    slot_mapping: int64 (tokens,), page * page_size + place in the page; negative ones are not written. Two tokens must
+    (docs/serving.md): E4M3 codes (pages, page_size, kv_heads, head_dim), V optionally in groups. Scales of (pages,
+    kv_heads, page_size) are written, one for each token and head; scales of () or (kv_heads,) are read. slot_mapping:
+    int64 (tokens,), page * page_size + offset in the page; tokens with negative slots are not written. Two tokens must
     not have the same slot.
     q_weight, k_weight: (head_dim,), of an RMS norm of each head, with ``eps``; with q both or neither. cos, sin:
-    (positions, rotary_dim / 2) of a rotation of the first rotary_dim columns, by the rows that ``positions``,
-    (tokens,), names: one that is not there makes Q and K NaN. ``interleaved`` rotates columns 2i and 2i + 1 together,
-    else i and i + rotary_dim / 2.
+    (positions, rotary_dim / 2), a rotation of the first rotary_dim columns, by the rows that ``positions``, (tokens,),
+    select. A position out of range makes Q and K NaN. ``interleaved`` rotates columns 2i and 2i + 1 together, else i
+    and i + rotary_dim / 2.
 
     Returns Q for attention, contiguous and of q's dtype, or None without q. There are no gradients: one that reaches Q
     raises NotImplementedError, and without q an input that requires one does.
-    Raises TypeError, ValueError and NotImplementedError, which name the argument, before anything is written.
+    Raises TypeError, ValueError and NotImplementedError, naming the argument, before anything is written.
     """
     request = (
         q, k, v, k_cache, v_cache, q_weight, k_weight, cos, sin, slot_mapping, k_scale, v_scale, positions, eps,
@@ -65,38 +65,38 @@ def append_kv(
             return known[0]  # type: ignore[no-any-return]
     check_flag("interleaved", interleaved)
     if q is None and torch.is_grad_enabled():
-        given = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
-        if names := [name for name, x in given.items() if requires_grad(x)]:
+        tensors = {"k": k, "v": v, "k_weight": k_weight, "cos": cos, "sin": sin, "k_scale": k_scale, "v_scale": v_scale}
+        if names := [name for name, x in tensors.items() if requires_grad(x)]:
             raise NotImplementedError(GRADIENT_MESSAGE.format(", ".join(names)))
     args = (
         q, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, q_weight, k_weight, cos, sin, positions,
         parse_number("eps", eps), interleaved,
     )  # fmt: skip
-    found = serving_ops.append_kv(*args)
+    result = serving_ops.append_kv(*args)
     if not compiling:
         serving_request.record_append(request, args)
-    return None if q is None else found
+    return None if q is None else result
 
 
 class ServingPlan:
-    """How one step's attention is split over the GPU: made once, used by all layers with these heads and this mask.
+    """The work split of one step's attention. It is made once, and used by all layers with these heads and this mask.
 
-    It is made on the device from lengths that stay there. In a CUDA graph, make it, or call ``update``, inside the
-    graph: lengths may then change between replays. On the CPU it splits nothing, but a call with a plan of other
-    lengths is refused there, which finds plans that were not updated.
+    It is made on the device from lengths in device memory. In a CUDA graph, make it, or call ``update``, inside the
+    graph: lengths may then change between replays. On the CPU nothing is split, but a call with a plan of other lengths
+    is refused, to detect plans that were not updated.
 
     cu_seqlens_q: int32 (batch + 1,). seqused_k: int32 (batch,), keys of each sequence, appended ones included.
-    max_seqlen_q: at least the queries of any sequence. causal, window_size: as in the calls it is for. total_q: queries
-    of all sequences, as many as ``q`` of the calls has rows: where one sequence has many more than most, calls take up
-    to 1.6 times as long without it. It is no limit.
-    tensor: int32, which only the kernels read.
+    max_seqlen_q: at least the queries of any sequence. causal, window_size: as in the calls. total_q: queries of all
+    sequences, the rows of ``q``. If one sequence is much longer than most, calls without it take up to 1.6 times as
+    long. It is no limit.
+    tensor: int32, read by the kernels only.
     """
 
     def __init__(
         self, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, *, heads: int, kv_heads: int, head_dim: int,
         causal: bool = False, window_size: Sequence[int] | None = (-1, -1), total_q: int | None = None,
     ) -> None:  # fmt: skip
-        """Raises TypeError, ValueError and NotImplementedError, naming the argument, where no call has such a batch."""
+        """Raise TypeError, ValueError or NotImplementedError, naming the argument, for an impossible batch."""
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
             check_strided(name, x)
             if x.dtype != torch.int32 or x.dim() != 1:
@@ -125,35 +125,38 @@ class ServingPlan:
         self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
         self.heads, self.kv_heads, self.head_dim, self.total_q = heads, kv_heads, head_dim, total_q
         self.mask = (causal, *parse_window(causal, window_size))
-        self.tensor = self._made(None)
+        self.tensor = self._make(None)
 
-    def _made(self, into: Tensor | None) -> Tensor:
+    def _make(self, into: Tensor | None) -> Tensor:
         lengths, sizes = (self.cu_seqlens_q, self.seqused_k), (self.heads, self.kv_heads, self.head_dim)
         return serving_ops.plan(*lengths, self.max_seqlen_q, *sizes, *self.mask, self.total_q, into=into)
 
     def update(self) -> None:
-        """Plan again, in the same memory, for what the tensors of lengths hold now."""
-        self._made(self.tensor)
+        """Recompute the plan in the same memory, from the current values of the length tensors."""
+        self._make(self.tensor)
 
     def parts(self) -> tuple[Any, ...]:
-        """The plan's tensor, and what a call has to agree with."""
+        """Return the plan's tensor, and the sizes and mask that a call must match."""
         return self.tensor, self.max_seqlen_q, self.heads, self.kv_heads, self.head_dim, self.mask
 
     def check(self, max_seqlen_q: int, heads: int, kv_heads: int, head_dim: int, mask: tuple[bool, int, int]) -> None:
-        """Raises ValueError, naming what differs, unless the plan is for such a call."""
-        for name, mine, wanted in (
+        """Raise ValueError, naming the difference, unless the plan is for such a call."""
+        for name, expected, actual in (
             ("max_seqlen_q", self.max_seqlen_q, max_seqlen_q),
             ("heads", self.heads, heads),
             ("kv_heads", self.kv_heads, kv_heads),
             ("head_dim", self.head_dim, head_dim),
             ("causal and window_size", self.mask, mask),
         ):
-            if not require(mine == wanted):
-                raise ValueError(f"plan (scheduler_metadata): made for {name} {mine}, called with {wanted}")
+            if not require(expected == actual):
+                raise ValueError(f"plan (scheduler_metadata): made for {name} {expected}, called with {actual}")
 
 
 def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
-    """The window as (left, right), -1 for no limit; with ``causal`` right is 0. Raises TypeError and ValueError."""
+    """Return the window as (left, right), -1 for no limit; with ``causal`` right is 0.
+
+    Raises TypeError and ValueError.
+    """
     if window_size is None or window_size == (-1, -1):
         return -1, 0 if causal else -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
@@ -167,11 +170,11 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
     return left, 0 if causal else right
 
 
-def requires_grad(*given: Tensor | None) -> bool:
-    """Whether a gradient of any of these tensors is wanted."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Return whether any of these tensors requires a gradient."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def describe_tensor(x: object) -> str:
-    """A tensor's dtype and shape, or what else it is, for errors."""
+    """Return a tensor's dtype and shape, or the type of another object, for errors."""
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,4 +1,4 @@
-"""The serving operators as PyTorch knows them: attention over a paged FP8 cache, its plan, and appending to a cache."""
+"""The registered serving operators: attention over a paged FP8 cache, its plan, token slots and ``append_kv``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _SCHEMAS = {
 
 @cache
 def load_cuda() -> Any:
-    """``greenfast.serving.cuda``, imported for the first CUDA tensor."""
+    """Import ``greenfast.serving.cuda`` at the first CUDA tensor."""
     return importlib.import_module("greenfast.serving.cuda")
 
 
 def _check_values(args: tuple[Any, ...]) -> None:
-    """The check of lengths and block tables, of tensors that fit, where that is cheap or asked for."""
+    """Check lengths and block tables if ``should_check_values``."""
     if should_check_values(args[0]):
         check_attention_once(*args[:18])
         q, k_cache, _, block_table, cu_seqlens_q, seqused_k = args[:6]
@@ -70,8 +70,8 @@ def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
     _check_values(args)
-    found: tuple[Tensor, Tensor] = load_cuda().paged_attention(*args, lse=lse)
-    return found
+    result: tuple[Tensor, Tensor] = load_cuda().paged_attention(*args, lse=lse)
+    return result
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def _plan_cpu(cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any) -> Tensor:
 
 
 def check_plan(plan: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor) -> None:
-    """Raises ValueError unless a plan made on the CPU is of these lengths."""
+    """Raise ValueError unless a plan made on the CPU is for these lengths."""
     if not torch.equal(plan, torch.cat([cu_seqlens_q, seqused_k])):
         raise ValueError("plan (scheduler_metadata): it was made for other lengths; call its update() in every step")
 
@@ -125,8 +125,8 @@ def _slots_cpu(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _slots_cuda(*args: Any) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = load_cuda().token_slots(*args)
-    return found
+    result: tuple[Tensor, ...] = load_cuda().token_slots(*args)
+    return result
 
 
 def _slots_fake(
@@ -134,20 +134,20 @@ def _slots_fake(
     max_pages: Any, page_size: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch = starts.shape[0] - 1
-    of_tokens = [starts.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
+    token_outputs = [starts.new_empty(tokens, dtype=torch.int64) for _ in range(2)]
     table = (0, 0) if block_table is not None else (batch, max_pages)
-    return *of_tokens, starts.new_empty(batch), starts.new_empty(table)
+    return *token_outputs, starts.new_empty(batch), starts.new_empty(table)
 
 
 def _append_cpu(*args: Any) -> Tensor:
     check_append_once(*args)
-    found: Tensor | None = serving_append.append(*args)
-    return torch.empty(0, dtype=args[1].dtype) if found is None else found
+    result: Tensor | None = serving_append.append(*args)
+    return torch.empty(0, dtype=args[1].dtype) if result is None else result
 
 
 def _append_cuda(*args: Any) -> Tensor:
-    found: Tensor = load_cuda().append_kv(*args)
-    return found
+    result: Tensor = load_cuda().append_kv(*args)
+    return result
 
 
 def _append_fake(*args: Any) -> Tensor:
@@ -157,8 +157,8 @@ def _append_fake(*args: Any) -> Tensor:
 
 
 def _plan_cuda(*args: Any) -> Tensor:
-    found: Tensor = load_cuda().plan(*args)
-    return found
+    result: Tensor = load_cuda().plan(*args)
+    return result
 
 
 NO_GRADIENT = "no gradient flows through a quantized cache; greenfast.sdpa has gradients"
@@ -184,57 +184,60 @@ PLAN = torch.ops.greenfast.paged_attention_plan.default
 
 
 def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
-    """``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher where nothing observes the call.
+    """Call ``torch.ops.greenfast.paged_attention``, without PyTorch's dispatcher if nothing observes the call.
 
-    lse: whether the log-sum-exp is wanted, which is anything otherwise.
+    lse: compute the log-sum-exp; otherwise that result is undefined.
     """
     if _can_launch_directly(*args[:11]):
         return _attention_cuda(*args, lse=lse)
-    found: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_check_eager(check_attention_once, args))
-    return found
+    result: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_check_eager(check_attention_once, args))
+    return result
 
 
 def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
-    """The same with the output written to the last argument; returns the log-sum-exp."""
+    """Do the same with the output written to the last argument; return the log-sum-exp."""
     if _can_launch_directly(*args[:11], args[18]):
         return _attention_out_cuda(*args, lse=lse)
     if not torch.compiler.is_compiling():
         check_out(args[18], args[0], args[17])
-    found: Tensor = _PAGED_ATTENTION_OUT(*_check_eager(check_attention_once, args[:18]), args[18])
-    return found
+    result: Tensor = _PAGED_ATTENTION_OUT(*_check_eager(check_attention_once, args[:18]), args[18])
+    return result
 
 
 def plan(*args: Any, into: Tensor | None = None) -> Tensor:
-    """``torch.ops.greenfast.paged_attention_plan`` in the same way; into: where it is written, if given."""
+    """Call ``torch.ops.greenfast.paged_attention_plan`` in the same way. into: the memory of the result, if given."""
     if _can_launch_directly(*args[:2], into):
-        found: Tensor = load_cuda().plan(*args, into=into)
-        return found
-    made: Tensor = PLAN(*args)
-    return made if into is None else into.copy_(made)
+        result: Tensor = load_cuda().plan(*args, into=into)
+        return result
+    new_plan: Tensor = PLAN(*args)
+    return new_plan if into is None else into.copy_(new_plan)
 
 
 def token_slots(*args: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.compute_token_slots`` in the same way; what it returns is ``serving_pages.Slots``."""
-    found: tuple[Tensor, ...] = (_slots_cuda if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS)(*args)
-    return found
+    """Call ``torch.ops.greenfast.token_slots`` in the same way. The results are those of ``serving_pages.Slots``."""
+    result: tuple[Tensor, ...] = (_slots_cuda if _can_launch_directly(*args[:4]) else _TOKEN_SLOTS)(*args)
+    return result
 
 
 def append_kv(*args: Any) -> Tensor:
-    """``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
+    """Call ``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
     if _can_launch_directly(*args[:13]):
         return _append_cuda(*args)
-    found: Tensor = _APPEND_KV(*_check_eager(check_append_once, args))
-    return found
+    result: Tensor = _APPEND_KV(*_check_eager(check_append_once, args))
+    return result
 
 
 def _check_eager(check: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, checked before PyTorch's dispatcher has its say; a graph checks them when it is traced."""
+    """Return the arguments after a check, before PyTorch's dispatcher sees them.
+
+    A graph checks them when it is traced.
+    """
     if not torch.compiler.is_compiling():
         check(*args)
     return args
 
 
-def _can_launch_directly(*given: Any) -> bool:
-    """Whether nothing observes a call with these tensors, or None in their place."""
-    tensors = [x for x in given if x is not None]
+def _can_launch_directly(*values: Any) -> bool:
+    """Return whether nothing observes a call with these tensors. Some may be None."""
+    tensors = [x for x in values if x is not None]
     return len(tensors) > 0 and isinstance(tensors[0], Tensor) and torch_ops.can_skip_dispatcher(*tensors)
