@@ -18,7 +18,7 @@ from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import BenchRecord, Record, Run, Side
 from greenfast.judge.report import facts
 from greenfast.judge.report.webpage.listing import HotCode, Instruction, Window
-from greenfast.judge.report.webpage.run import speedups_of
+from greenfast.judge.report.webpage.run import get_speedups
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -68,7 +68,7 @@ def find_hot_code(record: Record | BenchRecord, task: LoadedTask, built: Sequenc
 
 def _choose_shape(record: Run) -> str:
     """Return the first shape that decides, else the first shape with kernels."""
-    rows = facts.deciding_speedups(speedups_of(record))
+    rows = facts.deciding_speedups(get_speedups(record))
     shapes = [row.shape for row in rows]
     shapes += [name for _, side in record.sides() for build in side.builds for name in build.shapes]
     return next(iter(shapes), "")

@@ -13,7 +13,7 @@ from greenfast.judge.hotspots import find_hot_code
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Run
 from greenfast.judge.report.webpage.listing import HotCode
 from greenfast.judge.report.webpage.roofline import Work
-from greenfast.judge.report.webpage.run import Found, run_page
+from greenfast.judge.report.webpage.run import PageData, run_page
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import least_work
@@ -42,7 +42,7 @@ def record_page(
             code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
         if not built and any(side.solution for _, side in record.sides()):
             code = HotCode(missing=_NOT_BUILT)
-    return run_page(record, Found(work=work_of(record, task), code=code, sha256=sha256))
+    return run_page(record, PageData(work=work_of(record, task), code=code, sha256=sha256))
 
 
 def digest(run: Path) -> str:

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form, validation_report
-from greenfast.judge.report.webpage.run import Found, run_page
+from greenfast.judge.report.webpage.run import PageData, run_page
 from tests.judge.report.records import pending_record, quoting_record, record
 from tests.judge.report.webpage.reading import read
 from tests.judge.report.webpage.test_run import hostile, with_clocks
@@ -39,7 +39,7 @@ WRITERS: list[Callable[[Record], str]] = [
     lambda one: junit_error(HOSTILE, HOSTILE, 3),
     validation_report,
     short_form,
-    lambda one: run_page(one, Found()),
+    lambda one: run_page(one, PageData()),
 ]
 
 
@@ -80,6 +80,6 @@ def test_markdown_has_no_markup_of_its_texts(make: Callable[[], Any], text: str)
 
 @pytest.mark.parametrize("make", RECORDS)
 def test_a_page_shows_control_characters(make: Callable[[], Any]) -> None:
-    text = read(run_page(spoiled(make()), Found())).text  # allows no element that the page itself does not have
+    text = read(run_page(spoiled(make()), PageData())).text  # allows no element that the page itself does not have
     assert r"\x1b[31m" in text
     assert r"\u202e" in text

@@ -60,7 +60,7 @@ _built = load(name="solution", sources=_sources, extra_include_paths=[str(_folde
 
 
 @dataclass(frozen=True)
-class Found:
+class DefinitionFiles:
     """A definition's file, its workloads' file, and the root of the data set that they are in."""
 
     definition: Path
@@ -78,13 +78,13 @@ def is_foreign_solution(path: Path) -> bool:
     return _has(path, ("definition", "spec", "sources"))
 
 
-def find_workloads(definition: Path, workloads: Path | None = None) -> Found:
+def find_workloads(definition: Path, workloads: Path | None = None) -> DefinitionFiles:
     """Where a definition's workloads are: next to it, or in the data set's folder of workloads.
 
     Raises UsageError naming the places where they were looked for.
     """
     if workloads is not None:
-        return Found(definition, workloads, workloads.parent)
+        return DefinitionFiles(definition, workloads, workloads.parent)
     name = re.sub(r"[/\0]", "_", read_definition(definition).name)[:200]
     places = [definition.with_name("workload.jsonl"), definition.with_name(f"{name}.jsonl")]
     for root in definition.resolve().parents:
@@ -92,24 +92,24 @@ def find_workloads(definition: Path, workloads: Path | None = None) -> Found:
             places += sorted((root / "workloads").rglob(f"{glob.escape(name)}.jsonl"))
             for place in places:
                 if place.is_file():
-                    return Found(definition, place, root)
+                    return DefinitionFiles(definition, place, root)
             break
     for place in places:
         if place.is_file():
-            return Found(definition, place, place.parent)
+            return DefinitionFiles(definition, place, place.parent)
     raise UsageError(f"{definition}: no workloads: {places[0]} is not there; --workloads FILE names them")
 
 
-def convert_definition(found: Found, folder: Path) -> Path:
+def convert_definition(files: DefinitionFiles, folder: Path) -> Path:
     """Write the task folder of a definition, whose baseline is its reference; returns it.
 
     Raises UsageError for a definition or workloads that cannot be judged.
     """
-    definition, workloads = read_definition(found.definition), read_workloads(found.workloads)
-    write_whole(folder / DEFINITION, found.definition.read_bytes())
-    write_whole(folder / WORKLOADS, found.workloads.read_bytes())
-    names = {"name": safe_name(definition.name), "definition": safe_name(found.definition.name)}
-    problem = _PROBLEM.format(**names, root=str(found.root.resolve()))
+    definition, workloads = read_definition(files.definition), read_workloads(files.workloads)
+    write_whole(folder / DEFINITION, files.definition.read_bytes())
+    write_whole(folder / WORKLOADS, files.workloads.read_bytes())
+    names = {"name": safe_name(definition.name), "definition": safe_name(files.definition.name)}
+    problem = _PROBLEM.format(**names, root=str(files.root.resolve()))
     write_whole(folder / "problem.py", problem)
     shapes = _shapes(definition, workloads)
     write_whole(folder / CONFIG_NAME, task_config(definition.name, definition.description or "", shapes))

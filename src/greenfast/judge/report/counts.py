@@ -1,4 +1,4 @@
-"""The emulator's counts as tables: the two sides next to each other and to what the problem needs."""
+"""Tables of the emulator's counts: both implementations beside the problem's minimum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from greenfast.judge.record_schema import Side
 from greenfast.judge.report import formatting
 from greenfast.spec.facts import KernelCounts
 
-#: Name in KernelCounts -> what a reader calls it, in the order of the table.
+#: Titles of the counts by name in KernelCounts, in the order of the table.
 SHOWN = {
     "warp_instructions": "warp instructions (PTX)",
     "matrix_instructions": "matrix instructions",
@@ -28,9 +28,9 @@ _KINDS = 12
 
 
 def counts_section(sides: Sequence[tuple[str, Side]], least_work: Mapping[str, Mapping[str, int]]) -> str:
-    """The counts of the sides that have them; empty where none has.
+    """Return the section with the counts; empty if no implementation has counts.
 
-    sides: role and side. least_work: by shape and name, what the problem needs.
+    sides: pairs of role and results. least_work: the problem's minimum by shape and name.
     """
     shapes = list(dict.fromkeys(shape for _, side in sides for shape in side.counts))
     if not shapes:
@@ -55,7 +55,7 @@ def _table(
     by_shape: Mapping[str, Mapping[str, KernelCounts]],
     least_work: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """A row per shape and count. The ratio is the last side's over the first one's."""
+    """Return a table with one row per shape and count. The ratio is the last column over the first."""
     header = ("shape", "count", *roles, *(["ratio"] if len(roles) > 1 else []), "least", f"{roles[-1]} / least")
 
     def rows() -> Iterator[tuple[str, ...]]:
@@ -63,21 +63,21 @@ def _table(
             for key, title in SHOWN.items():
                 values = [getattr(counts[role], key) if role in counts else None for role in roles]
                 least = least_work.get(shape, {}).get(key)
-                ratio = [_times(values[-1], values[0])] if len(roles) > 1 else []
+                ratio = [_format_ratio(values[-1], values[0])] if len(roles) > 1 else []
                 cells = [formatting.NONE if v is None else str(v) for v in (*values, least)]
-                yield (shape, title, *cells[:-1], *ratio, cells[-1], _times(values[-1], least))
+                yield (shape, title, *cells[:-1], *ratio, cells[-1], _format_ratio(values[-1], least))
 
     return formatting.table(header, rows(), right=header[2:])
 
 
-def _times(count: int | None, other: int | None) -> str:
-    """A count as a multiple of another: 1.13x."""
+def _format_ratio(count: int | None, other: int | None) -> str:
+    """Format the ratio of two counts: 1.13x."""
     return f"{count / other:.2f}x" if count is not None and other else formatting.NONE
 
 
 def _lines(counts: Mapping[str, KernelCounts]) -> str:
     lines = sorted({line for c in counts.values() for line in c.shared_bytes}, key=_by_number)
-    header = ("line", *(f"{name}: {what}" for name in counts for what in ("bytes", "bank conflicts")))
+    header = ("line", *(f"{name}: {unit}" for name in counts for unit in ("bytes", "bank conflicts")))
     rows = [
         (
             line,
@@ -98,7 +98,7 @@ def _by_number(line: str) -> tuple[str, int]:
 
 
 def _kinds(counts: Mapping[str, KernelCounts]) -> str:
-    """The most frequent kinds, and the rest in one row."""
+    """Return a table with the most frequent kinds, and one row for all other kinds."""
     total = {kind: 0 for c in counts.values() for kind in c.instructions}
     for c in counts.values():
         for kind, n in c.instructions.items():
@@ -106,8 +106,8 @@ def _kinds(counts: Mapping[str, KernelCounts]) -> str:
     shown = sorted(total, key=lambda kind: (-total[kind], kind))[:_KINDS]
     rows = [(kind, *(str(c.instructions.get(kind, 0)) for c in counts.values())) for kind in shown]
     if len(total) > len(shown):
-        rest = [sum(n for kind, n in c.instructions.items() if kind not in shown) for c in counts.values()]
-        rows.append((f"{len(total) - len(shown)} others", *map(str, rest)))
+        others = [sum(n for kind, n in c.instructions.items() if kind not in shown) for c in counts.values()]
+        rows.append((f"{len(total) - len(shown)} others", *map(str, others)))
     return formatting.table(("kind", *counts), rows, right=tuple(counts))
 
 
@@ -119,7 +119,7 @@ PHASE_HEADER = (
 
 
 def phase_rows(counts: Mapping[str, KernelCounts]) -> list[tuple[str, ...]]:
-    """What each phase executes; global sectors and shared bytes of loads and stores together."""
+    """Return one row of counts per phase. Global sectors and shared bytes are sums of loads and stores."""
     total = sum(c.warp_instructions for c in counts.values()) or 1
     return [
         (

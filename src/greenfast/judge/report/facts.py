@@ -1,4 +1,4 @@
-"""What the reports say about a record, before it is formatted: counts, worst cases, and what a gate said."""
+"""Facts for reports, derived from a record before formatting: counts, worst cases and gate results."""
 
 from __future__ import annotations
 
@@ -8,62 +8,62 @@ from statistics import median
 from greenfast.judge.record_schema import CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
 from greenfast.spec.facts import Resources
 
-#: In place of a cause that an earlier case of the same side shows.
+#: Text for a case that was skipped because an earlier case of the same implementation ended the process.
 SKIPPED = "not run, as an earlier case ended the process"
 
 
 def row_status(row: CorrectnessRow) -> Status:
-    """A row's status; PENDING where no gate has been applied to it."""
+    """Return a row's status; PENDING if it has no gates."""
     if not row.gates:
         return "PENDING"
     return "PASS" if row.passed else "FAIL"
 
 
 def passed(side: Side) -> str:
-    """Correctness rows that passed, of all: "6/6"."""
+    """Return the number of passed correctness rows and of all rows, such as "6/6"."""
     return f"{sum(row.passed for row in side.correctness)}/{len(side.correctness)}"
 
 
 def side_status(side: Side) -> Status:
-    """FAIL where a correctness row failed, else PENDING where one is missing or was not gated, else PASS."""
-    found = {row_status(row) for row in side.correctness} or {"PENDING"}
-    return "FAIL" if "FAIL" in found else "PENDING" if "PENDING" in found else "PASS"
+    """Return FAIL if a correctness row failed, else PENDING if a row is missing or has no gates, else PASS."""
+    statuses = {row_status(row) for row in side.correctness} or {"PENDING"}
+    return "FAIL" if "FAIL" in statuses else "PENDING" if "PENDING" in statuses else "PASS"
 
 
 def worst_resources(side: Side) -> Resources | None:
-    """The largest of each resource over a side's kernels; None where nothing was built."""
-    found = [build.resources for build in side.builds if build.resources is not None]
-    if not found:
+    """Return the maximum of each resource over an implementation's kernels; None if nothing was compiled."""
+    resources = [build.resources for build in side.builds if build.resources is not None]
+    if not resources:
         return None
-    largest = max(found, key=lambda r: r.smem_bytes)
+    largest = max(resources, key=lambda r: r.smem_bytes)
     return Resources(
-        registers=max(r.registers for r in found),
+        registers=max(r.registers for r in resources),
         static_smem_bytes=largest.static_smem_bytes,
         dynamic_smem_bytes=largest.dynamic_smem_bytes,
-        stack_bytes=max(r.stack_bytes for r in found),
-        spill_store_bytes=max(r.spill_store_bytes for r in found),
-        spill_load_bytes=max(r.spill_load_bytes for r in found),
+        stack_bytes=max(r.stack_bytes for r in resources),
+        spill_store_bytes=max(r.spill_store_bytes for r in resources),
+        spill_load_bytes=max(r.spill_load_bytes for r in resources),
     )
 
 
 def deciding_speedups(speedups: Sequence[SpeedupRow]) -> list[SpeedupRow]:
-    """The speedups that the decision rests on; all of them where none is gated."""
+    """Return the gated speedups; all speedups if none is gated."""
     return [row for row in speedups if row.gated] or list(speedups)
 
 
 def timing_of(side: Side, row: SpeedupRow) -> list[TimingRow]:
-    """A side's timings behind a speedup, an entry per seed."""
+    """Return an implementation's timings for a speedup, one row per seed."""
     return [t for t in side.timing if (t.shape, t.cache) == (row.shape, row.cache)]
 
 
 def p50_us(rows: Iterable[TimingRow]) -> float | None:
-    """The median over seeds of the p50 in microseconds; None without timings."""
+    """Return the median of the p50 over seeds, in microseconds; None without timings."""
     values = [row.p50_us for row in rows]
     return median(values) if values else None
 
 
 def gate_line(record: Run, gate: str) -> str:
-    """A gate's status and why, such as "PENDING: no GPU"; also where it did not run."""
+    """Return a gate's status and summary, such as "PENDING: no GPU"."""
     for result in record.gates:
         if result.gate == gate:
             return f"{result.status}: {result.summary}"
@@ -71,13 +71,13 @@ def gate_line(record: Run, gate: str) -> str:
 
 
 def commit(record: Run) -> str:
-    """The commit that ran, shortened, marked where the tree was dirty."""
+    """Return the run's commit, shortened, with "(dirty)" for a modified tree."""
     sha = record.git.sha if record.git.sha == "unknown" else record.git.sha[:10]
     return f"{sha} (dirty)" if record.git.dirty else sha
 
 
 def device(record: Run) -> str:
-    """The device that ran, marked where it was emulated; "no device" for a run that only compiled."""
+    """Return the device's name, with its kind if it is not a GPU; "no device" if the run only compiled."""
     if record.device is None:
         return "no device"
     return record.device.name if record.device.kind == "gpu" else f"{record.device.name} ({record.device.kind})"

@@ -1,7 +1,7 @@
-"""A record as JUnit XML, which CI services show as tests.
+"""Conversion of a record to JUnit XML, which CI services show as tests.
 
-Written with ``xml.etree``: the format has six elements, and no library for it spares what is done here, such as the
-replacement of characters that XML 1.0 forbids and compilers print all the same.
+``xml.etree`` is enough for the format's six elements. Characters that XML 1.0 forbids are replaced, because compilers
+print them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-#: Of the message, which services show in a list; the whole text is the element's content.
+#: Length limit of the message attribute, which services show in a list. The element's content is the whole text.
 _MESSAGE_CHARACTERS = 300
 
 
 def junit(record: Record, exit_code: int) -> str:
-    """One test suite: a test per gate, per case of CORRECTNESS and side, and for the verdict.
+    """Return one test suite: a test per gate, per case of CORRECTNESS and implementation, and the test ``verdict``.
 
-    What fell short is a failure; what is PENDING or did not run is skipped; each with its reasons. The test
-    ``verdict`` passes where the exit code is 0, is a failure where a gate fell short, and else an error: not all that
-    was asked for was judged.
+    A FAIL is a failure. PENDING and skipped cases are skipped tests. Each has its reasons. The test ``verdict`` passes
+    if the exit code is 0. It is a failure if a gate failed, and an error if something was not judged.
     """
     name = f"{record.task}.{record.candidate.variant}"
     suite = ElementTree.Element("testsuite", name=name, timestamp=record.created.removesuffix("Z"))
@@ -41,14 +40,14 @@ def junit(record: Record, exit_code: int) -> str:
     if exit_code:
         failed = any(gate.status == "FAIL" for gate in record.gates)
         reasons = [f"exit code {exit_code}", *record.reasons]
-        _say(verdict, "failure" if failed else "error", record.decision, reasons)
+        _add_result(verdict, "failure" if failed else "error", record.decision, reasons)
     return _document(suite)
 
 
 def junit_error(name: str, error: str, exit_code: int) -> str:
-    """A suite of the one test ``verdict``, of a run that ended without one."""
+    """Return a suite with the test ``verdict`` for a run that ended with an error."""
     suite = ElementTree.Element("testsuite", name=name)
-    _say(_test(suite, name, "verdict"), "error", "no verdict", [error, f"exit code {exit_code}"])
+    _add_result(_test(suite, name, "verdict"), "error", "no verdict", [error, f"exit code {exit_code}"])
     return _document(suite)
 
 
@@ -68,33 +67,33 @@ def _properties(record: Record, exit_code: int) -> list[tuple[str, str]]:
 
 
 def _gate(test: ElementTree.Element, gate: GateResult) -> None:
-    said = [gate.summary, *gate.reasons]
+    lines = [gate.summary, *gate.reasons]
     if gate.status == "FAIL":
-        _say(test, "failure", gate.gate, gate.reasons or said, said)
+        _add_result(test, "failure", gate.gate, gate.reasons or lines, lines)
     elif gate.status == "PENDING":
-        _say(test, "skipped", gate.gate, said)
+        _add_result(test, "skipped", gate.gate, lines)
     else:
-        ElementTree.SubElement(test, "system-out").text = "\n".join(said)
+        ElementTree.SubElement(test, "system-out").text = "\n".join(lines)
 
 
 def _name(role: str, row: CorrectnessRow) -> str:
-    of_variant = f" {row.variant}" if row.variant != NORMAL else ""
-    return f"{role} {row.shape} seed {row.seed}{of_variant}"
+    variant = f" {row.variant}" if row.variant != NORMAL else ""
+    return f"{role} {row.shape} seed {row.seed}{variant}"
 
 
 def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:
     missed = [name.removesuffix("_pass") for name, held in row.gates.items() if not held]
     status = facts.row_status(row)
     if row.is_skipped:
-        _say(test, "skipped", "CORRECTNESS", [facts.SKIPPED])
+        _add_result(test, "skipped", "CORRECTNESS", [facts.SKIPPED])
     elif status == "FAIL":
-        _say(test, "failure", "CORRECTNESS", [*missed, *row.notes], [*missed, *row.notes, *_errors(row)])
+        _add_result(test, "failure", "CORRECTNESS", [*missed, *row.notes], [*missed, *row.notes, *_errors(row)])
     elif status == "PENDING":
-        _say(test, "skipped", "CORRECTNESS", row.notes or ["no gate was applied"])
+        _add_result(test, "skipped", "CORRECTNESS", row.notes or ["no gate was applied"])
 
 
 def _errors(row: CorrectnessRow) -> list[str]:
-    """A case's dimensions and errors, as far as it has them."""
+    """Return a case's dimensions and its available errors, one line each."""
     lines = [f"dims: {formatting.dims(row.dims)}"]
     if row.error is not None:
         lines.append(
@@ -111,17 +110,17 @@ def _test(suite: ElementTree.Element, classname: str, name: str) -> ElementTree.
     return ElementTree.SubElement(suite, "testcase", classname=classname, name=name)
 
 
-def _say(
-    test: ElementTree.Element, how: str, kind: str, reasons: Iterable[str], text: Sequence[str] | None = None
+def _add_result(
+    test: ElementTree.Element, tag: str, kind: str, reasons: Iterable[str], text: Sequence[str] | None = None
 ) -> None:
     reasons = list(reasons)
     message = formatting.short(formatting.one_line("; ".join(reasons)), _MESSAGE_CHARACTERS)
-    said = ElementTree.SubElement(test, how, type=kind, message=message)
-    said.text = "\n".join(text or reasons)
+    element = ElementTree.SubElement(test, tag, type=kind, message=message)
+    element.text = "\n".join(text or reasons)
 
 
 def _document(suite: ElementTree.Element) -> str:
-    """Return the whole file, with the counts that readers of the format expect; its texts are printable."""
+    """Return the whole file, with the counts of tests. All texts are printable."""
     root = ElementTree.Element("testsuites", name="greenfast")
     root.append(suite)
     counts = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
@@ -137,5 +136,5 @@ def _document(suite: ElementTree.Element) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return the text as readers may show it in a log: without control characters and commands of CI services."""
+    """Remove control characters and commands of CI services from a text."""
     return _FORBIDDEN.sub("\ufffd", printable(text))

@@ -1,4 +1,4 @@
-"""The ladder of rungs as Markdown, for docs/results.md: verdict tables, and one run as the console showed it."""
+"""The ladder of rungs as Markdown for docs/results.md: tables of verdicts, and the console output of a run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ _HEADER = (
 def ladder_table(
     records: Sequence[tuple[str, Record]], *, aged: Mapping[str, Freshness] | None = None, shape: str | None = None
 ) -> str:
-    """A row per (path of the evidence, record), in the order given; the path becomes the row's link.
+    """Return tables with one row per (path, record), in this order. The path becomes the row's link.
 
-    Records of one task, format, target and device share a table, under a line that states these, the days and commits
-    of the runs, and the shape; those not timed at it have one of their own. aged: by path, the records that are stale,
-    which are shown without a number, and the records for which that cannot be told; the reasons stand under the table.
-    shape: the one shown; by default the one at which most of a table's records were gated. Times are medians over
-    seeds, baseline -> candidate.
+    Records of one task, format, target and device share a table. Its caption has these, the days and commits of the
+    runs, and the shape. Records that were not timed at this shape get a separate table. Times are medians over seeds,
+    baseline -> candidate.
+    aged: by path, records that are stale or cannot be compared. Stale rows have no numbers. The reasons follow the
+        table.
+    shape: the shape of the table; by default the shape at which most records were gated.
     """
     groups: dict[tuple[str, ...], list[tuple[str, Record]]] = {}
     for path, record in records:
@@ -42,33 +43,33 @@ def ladder_table(
     tables = []
     for members in groups.values():
         while members:
-            shown = _gated([record for _, record in members]) if shape is None else shape
+            table_shape = _choose_shape([record for _, record in members]) if shape is None else shape
             parts: dict[bool, list[tuple[str, Record]]] = {True: [], False: []}
             for path, record in members:
-                parts[shape is not None or _shows(record, shown)].append((path, record))
-            tables.append(_group(parts[True], aged or {}, shown))
+                parts[shape is not None or _has_shape(record, table_shape)].append((path, record))
+            tables.append(_format_group(parts[True], aged or {}, table_shape))
             members = parts[False]
     return "\n\n".join(tables)
 
 
-def _shows(record: Record, shape: str) -> bool:
-    """Whether a table of that shape has what a record found: rungs may be for other shapes."""
+def _has_shape(record: Record, shape: str) -> bool:
+    """Return True if the record has a speedup at this shape, or no speedups at all."""
     return shape in {row.shape for row in _speedups(record)} or not _speedups(record)
 
 
-def _gated(records: Sequence[Record]) -> str:
-    """The shape at which most records were gated; empty where none was timed."""
-    found = Counter(name for record in records for name in {row.shape for row in _speedups(record) if row.gated})
-    return max(found, key=lambda name: (found[name], name), default="")
+def _choose_shape(records: Sequence[Record]) -> str:
+    """Return the shape at which most records were gated; empty if none was timed."""
+    counts = Counter(name for record in records for name in {row.shape for row in _speedups(record) if row.gated})
+    return max(counts, key=lambda name: (counts[name], name), default="")
 
 
 def _speedups(record: Record) -> Sequence[SpeedupRow]:
-    """Of a run that timed nothing, those that it quotes."""
+    """Return the record's speedups, or its cached ones if it could not time."""
     return record.quoted.speedups if record.quoted else record.speedups
 
 
 def console_form(record: Record) -> str:
-    """The command of a run and what the console showed, without its colours and its last line, the folder."""
+    """Return the command of a run and its console output, without colours and without the last line (the folder)."""
     lines = [f"$ {record.command}"]
     for gate in record.gates:
         lines.append(f"{gate.gate:12}{gate.status:8}{gate.summary}")
@@ -77,13 +78,13 @@ def console_form(record: Record) -> str:
     return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
 
 
-def _group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Freshness], shape: str) -> str:
+def _format_group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Freshness], shape: str) -> str:
     stale = {path for path, answer in aged.items() if answer.status == STALE}
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
     table = formatting.table(_HEADER, rows, right=("p50 µs", "speedup", "required"))
-    said = [f"{_name(path)} is {aged[path]}" for path, _ in records if path in stale]
-    said += [_undecided(path, aged[path]) for path, _ in records if path in aged and path not in stale]
-    notes = f"\n\n{formatting.bullets(said)}" if said else ""
+    lines = [f"{_name(path)} is {aged[path]}" for path, _ in records if path in stale]
+    lines += [_undecided(path, aged[path]) for path, _ in records if path in aged and path not in stale]
+    notes = f"\n\n{formatting.bullets(lines)}" if lines else ""
     return f"{_caption([record for _, record in records], shape)}\n\n{table}{notes}"
 
 
@@ -119,7 +120,7 @@ def _stale_row(path: str, record: Record) -> list[str]:
 
 
 def _row(path: str, record: Record, shape: str) -> list[str]:
-    speedup = _speedup_of(record, shape)
+    speedup = _find_speedup(record, shape)
     resources = facts.worst_resources(record.candidate)
     return [
         record.candidate.variant,
@@ -133,8 +134,8 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
     ]
 
 
-def _speedup_of(record: Record, shape: str) -> SpeedupRow | None:
-    """The shape's gated speedup, else its first."""
+def _find_speedup(record: Record, shape: str) -> SpeedupRow | None:
+    """Return the shape's gated speedup, else its first speedup, else None."""
     rows = [row for row in _speedups(record) if row.shape == shape]
     return next((row for row in rows if row.gated), rows[0] if rows else None)
 
@@ -164,12 +165,12 @@ def _correctness_cell(record: Record) -> str:
 
 
 def _link(path: str) -> str:
-    """A link to the evidence under the name of its run."""
+    """Return a link to the record, with the name of its run as the text."""
     return f"[{_name(path)}]({path})"
 
 
 def _name(path: str) -> str:
-    """The name of a run: its folder's, also where the path is a file's."""
+    """Return the name of a run: the name of its folder."""
     parts = PurePath(path)
     name = parts.parent.name if parts.suffix == ".json" else parts.name
     return name or path

@@ -1,4 +1,4 @@
-"""A record as Markdown: the validation report, and its short form for a pull request."""
+"""Conversion of a record to Markdown: the full report, and a short form for a pull request."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _SHORT_CHARACTERS = 600
 
 
 def validation_report(record: Record, *, plot: str | None = None) -> str:
-    """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
+    """Return the full report of a comparison. plot: path of a figure of this record, relative to the report."""
     title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
     body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
     return printable("\n\n".join([formatting.without_html(title), formatting.bullets(_headline(record)), *body]) + "\n")
 
 
 def report(record: AnyRecord, *, plot: str | None = None) -> str:
-    """The whole report of any record; ``plot`` as validation_report takes it."""
+    """Return the full report of any record. plot: as for ``validation_report``."""
     if isinstance(record, Record):
         return validation_report(record, plot=plot)
     return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
 
 
 def sections(record: AnyRecord) -> list[tuple[str, str]]:
-    """The sections of the report by their names."""
+    """Return the names and texts of the report's sections."""
     if isinstance(record, Record):
         return _validation_sections(record, None)
     return _bench_sections(record) if isinstance(record, BenchRecord) else _phase_sections(record)
@@ -59,7 +59,7 @@ def _validation_sections(record: Record, plot: str | None) -> list[tuple[str, st
 
 
 def phase_report(record: PhaseRecord) -> str:
-    """The report of the phases of an instrumented build."""
+    """Return the report of the phases of an instrumented build."""
     return document(f"{record.task}: phases of {record.side.variant}", _phase_sections(record))
 
 
@@ -81,13 +81,13 @@ def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
 
 
 def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A page of sections by their names."""
+    """Return a document with a title and named sections."""
     body = [f"## {name}\n\n{text}" for name, text in sections]
     return printable("\n\n".join([formatting.without_html(f"# {title}"), *body]) + "\n")
 
 
 def bench_report(record: BenchRecord) -> str:
-    """The report of one variant that was checked and timed alone."""
+    """Return the report of one implementation that was checked and timed alone."""
     return document(f"{record.task}: {record.side.variant}", _bench_sections(record))
 
 
@@ -104,7 +104,7 @@ def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
 
 
 def short_form(record: Record) -> str:
-    """At most 15 lines for a pull request: decision, headline, gates, reasons, device and command."""
+    """Return at most 15 lines for a pull request: decision, headline, gates, reasons, device and command."""
     shown = [
         formatting.literal(formatting.short(formatting.one_line(reason), _SHORT_CHARACTERS))
         for reason in record.reasons[:_SHORT_REASONS]
@@ -124,7 +124,7 @@ def short_form(record: Record) -> str:
 
 
 def _headline(record: Record) -> list[str]:
-    """The three lines that a hurried reader reads: correctness, performance, resources."""
+    """Return the three summary lines: correctness, performance, resources."""
     return [
         f"**Correctness**: {_correctness_line(record)}",
         f"**Performance**: {_performance_line(record)}",
@@ -139,7 +139,7 @@ def _correctness_line(record: Record) -> str:
         return facts.gate_line(record, "CORRECTNESS")
     counts = [f"{facts.passed(side)} {facts.side_status(side)}" for side in sides]
     text = f"{counts[0]} both sides" if counts[0] == counts[1] else f"baseline {counts[0]}, candidate {counts[1]}"
-    # The gate also judges what no row shows, such as results that change from run to run.
+    # The gate has checks beyond the rows, such as the emulator's.
     agrees = all(facts.side_status(side) == gate for side in sides)
     return text if agrees else f"{text}; gate {facts.gate_line(record, 'CORRECTNESS')}"
 
@@ -153,11 +153,11 @@ def _performance_line(record: Record) -> str:
 
 
 def _resources_line(record: Record) -> str:
-    def line(found: Resources | None) -> str:
-        if found is None:
+    def line(resources: Resources | None) -> str:
+        if resources is None:
             return facts.gate_line(record, "BUILD")
-        smem = formatting.kilobytes(found.smem_bytes)
-        return f"{found.registers} registers, {smem} SMEM, {found.spill_bytes} bytes spilled"
+        smem = formatting.kilobytes(resources.smem_bytes)
+        return f"{resources.registers} registers, {smem} SMEM, {resources.spill_bytes} bytes spilled"
 
     before, after = facts.worst_resources(record.baseline), facts.worst_resources(record.candidate)
     if before is None and after is None:
@@ -166,13 +166,13 @@ def _resources_line(record: Record) -> str:
 
 
 def gates(record: Run) -> str:
-    """The gates as a table, and each with what it said."""
+    """Return the checks of all gates as a table, and a list of the gates with their summaries and reasons."""
     if not record.gates:
         return "PENDING: no gate ran"
     rows = [
-        (gate.gate, what, target, actual, status)
+        (gate.gate, check, target, actual, status)
         for gate in record.gates
-        for what, target, actual, status in gate.checks
+        for check, target, actual, status in gate.checks
         or [(gate.summary, formatting.NONE, formatting.NONE, gate.status)]
     ]
     lines = [f"**{gate.gate}** {gate.status}: {'; '.join([gate.summary, *gate.reasons])}" for gate in record.gates]
@@ -211,7 +211,7 @@ def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
 
 
 def _inputs(row: CorrectnessRow) -> str:
-    """The seed, and what else tells a row's inputs from others."""
+    """Return the seed of a row, with marks for random cases and variants."""
     marks = [mark for mark, shown in (("drawn", row.drawn), (row.variant, row.variant != NORMAL)) if shown]
     return ", ".join([str(row.seed), *marks])
 
@@ -273,14 +273,14 @@ def _timings(record: Run) -> Iterator[str]:
 
 
 def _builds(record: Run) -> Iterator[tuple[str, str, Build]]:
-    """(side, variant, build) of every kernel."""
+    """Yield (role, variant, build) of every kernel."""
     for name, side in record.sides():
         for build in side.builds:
             yield name, side.variant, build
 
 
 def resources(record: Run) -> str:
-    """What the compiler gave every kernel, as a table."""
+    """Return a table of the compiler resources of every kernel."""
     rows = [
         (
             side,
@@ -332,7 +332,7 @@ def _exam(record: Record) -> Iterator[str]:
 
 
 def provenance(record: Run) -> list[tuple[str, str]]:
-    """The sections that say how to repeat a run, and on what it ran."""
+    """Return the sections on how to reproduce a run and on its environment."""
     return [("How to reproduce", _reproduce(record)), ("Build metadata", _metadata(record))]
 
 

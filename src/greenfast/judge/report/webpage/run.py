@@ -1,4 +1,4 @@
-"""A record of the gates as a page: what it claims first, everything that it holds last."""
+"""The HTML page of a record: the claims first, the whole record last."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _MAX_HASHES = 2
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a page shows and a record does not hold.
+class PageData:
+    """Data of a page that is not in the record.
 
-    work: by shape. code: the hottest stretches. sha256: of the record's file, empty where there is none.
+    work: the problem's minimum work by shape. code: the hotspots. sha256: hash of the record's file, or empty.
     """
 
     work: Mapping[str, Work] = field(default_factory=dict)
@@ -55,67 +55,71 @@ class Found:
     sha256: str = ""
 
 
-def run_page(record: AnyRecord, found: Found) -> str:
-    """The page of a record."""
-    word, said = "", []
+def run_page(record: AnyRecord, data: PageData) -> str:
+    """Return the page of a record."""
+    word, claims = "", []
     if isinstance(record, Record):
         title = f"{record.task}: {record.baseline.variant} → {record.candidate.variant}"
-        word, said = str(record.decision), _claims(record)
+        word, claims = str(record.decision), _claims(record)
     elif isinstance(record, PhaseRecord):
         title = f"{record.task}: phases of {record.side.variant}"
     else:
         title = f"{record.task}: {record.side.variant}"
-        said = [f"Speed: {facts.gate_line(record, 'PERFORMANCE')}", _correct(record)]
+        claims = [f"Speed: {facts.gate_line(record, 'PERFORMANCE')}", _correctness_claim(record)]
     parts = [
         *([Section("Gates", gates(record))] if record.gates else []),
-        *_measured(record, found),
+        *_result_sections(record, data),
         Section("Repeat it", repeat(record)),
         Section("Limits", [bullets(limits(record))]),
         Section("The whole record", details(sections(record))),
     ]
-    return page(title, parts, word=word, claims=said, facts=identity(record, found.sha256))
+    return page(title, parts, word=word, claims=claims, facts=identity(record, data.sha256))
 
 
-def _measured(record: AnyRecord, found: Found) -> list[Section]:
+def _result_sections(record: AnyRecord, data: PageData) -> list[Section]:
     if isinstance(record, PhaseRecord):
         return []
-    two = isinstance(record, Record)
+    is_comparison = isinstance(record, Record)
     return [
         *([Section("Speedups", _speedups(record))] if isinstance(record, Record) else []),
-        Section("Roofline", roofline.section(record, found.work)),
-        *([Section("Counts", _counts(record))] if two or any(side.counts for _, side in record.sides()) else []),
-        Section("Machine code", listing.section(found.code)),
+        Section("Roofline", roofline.section(record, data.work)),
+        *(
+            [Section("Counts", _counts(record))]
+            if is_comparison or any(side.counts for _, side in record.sides())
+            else []
+        ),
+        Section("Machine code", listing.section(data.code)),
         *([Section("Block medians", _blocks(record))] if isinstance(record, Record) else []),
         Section("Errors", _errors(record)),
     ]
 
 
 def _claims(record: Record) -> list[str]:
-    """What the run says of speed, with interval, of correctness, and why it was not merged."""
-    rows = facts.deciding_speedups(speedups_of(record))
-    said = [f"Not measured in this run, {quoted_from(record.quoted)}:"] if record.quoted else []
+    """Return the claims of a comparison: speedups with intervals, correctness, and the reasons against a merge."""
+    rows = facts.deciding_speedups(get_speedups(record))
+    claims = [f"Not measured in this run, {quoted_from(record.quoted)}:"] if record.quoted else []
     for row in rows:
-        asked = f" ({formatting.requirement(row.required)} required)" if row.required else ""
-        said.append(
+        requirement = f" ({formatting.requirement(row.required)} required)" if row.required else ""
+        claims.append(
             f"{record.candidate.variant} is {row.speedup:.3f} times as fast as {record.baseline.variant}, "
             f"{formatting.interval(row.ci_low, row.ci_high)} at {100 * row.confidence:g} %, on {row.shape} with "
-            f"{row.cache} L2: {row.verdict}{asked}."
+            f"{row.cache} L2: {row.verdict}{requirement}."
         )
-    why = [] if record.decision == "MERGE" else record.reasons
-    if not rows and not any(reason.startswith("PERFORMANCE") for reason in why):
-        said.append(f"Speed: {facts.gate_line(record, 'PERFORMANCE')}")
-    return [*said, _correct(record), *why]
+    reasons = [] if record.decision == "MERGE" else record.reasons
+    if not rows and not any(reason.startswith("PERFORMANCE") for reason in reasons):
+        claims.append(f"Speed: {facts.gate_line(record, 'PERFORMANCE')}")
+    return [*claims, _correctness_claim(record), *reasons]
 
 
-def _correct(record: Run) -> str:
+def _correctness_claim(record: Run) -> str:
     return f"Correctness: {facts.gate_line(record, 'CORRECTNESS')}"
 
 
 def identity(record: Run, sha256: str) -> list[tuple[str, str]]:
-    """Where, when and of what a record is."""
+    """Return the device, date, target, commit and hashes of a record, as pairs of a name and a value."""
     d = record.device
     driver = f", driver {d.driver}, CUDA {d.cuda_version}" if d is not None and d.kind == "gpu" else ""
-    found = [
+    pairs = [
         ("device", facts.device(record) + driver),
         ("date", record.created),
         ("target and format", f"{record.arch}, {record.format}"),
@@ -127,25 +131,25 @@ def identity(record: Run, sha256: str) -> list[tuple[str, str]]:
         )
         if hashes:
             more = f" and {len(hashes) - _MAX_HASHES} more" if len(hashes) > _MAX_HASHES else ""
-            found.append((f"{name}: source / machine code", ", ".join(hashes[:_MAX_HASHES]) + more))
-    return [*found, *([("SHA-256 of the record", sha256)] if sha256 else [])]
+            pairs.append((f"{name}: source / machine code", ", ".join(hashes[:_MAX_HASHES]) + more))
+    return [*pairs, *([("SHA-256 of the record", sha256)] if sha256 else [])]
 
 
 def _deciding(record: Run, side: Side) -> list[Build]:
-    """The kernels of the shapes that decide; all of them where none does, or a record does not say."""
-    wanted = {row.shape for row in facts.deciding_speedups(speedups_of(record))}
-    return [build for build in side.builds if wanted.intersection(build.shapes)] or side.builds
+    """Return the kernels of the deciding shapes; all kernels if these are unknown."""
+    shapes = {row.shape for row in facts.deciding_speedups(get_speedups(record))}
+    return [build for build in side.builds if shapes.intersection(build.shapes)] or side.builds
 
 
-def speedups_of(record: Run) -> list[SpeedupRow]:
-    """A comparison's speedups, or those that it quotes."""
+def get_speedups(record: Run) -> list[SpeedupRow]:
+    """Return a comparison's speedups, or its cached ones if it could not time."""
     if not isinstance(record, Record):
         return []
     return record.quoted.speedups if record.quoted else record.speedups
 
 
 def gates(record: Run) -> list[Markup]:
-    """Each gate with its reasons, and every check on demand."""
+    """Return the gates with their reasons, and all checks in a fold."""
     rows = [(gate.gate, *check) for gate in record.gates for check in gate.checks]
     parts = [part("gates", gates=record.gates)]
     if rows:
@@ -154,18 +158,18 @@ def gates(record: Run) -> list[Markup]:
 
 
 def details(parts: Sequence[tuple[str, str]]) -> list[Markup]:
-    """Sections of a Markdown report, each on demand."""
+    """Return the sections of a Markdown report, each in a fold."""
     return [fold(name, [markdown(text)]) for name, text in parts]
 
 
 def _speedups(record: Record) -> list[Markup]:
-    rows = speedups_of(record)
+    rows = get_speedups(record)
     if not rows:
         return [paragraph(facts.gate_line(record, "PERFORMANCE"))]
     shown = figure(
         charts.speedups(rows),
-        "A speedup is the baseline's time over the candidate's; the bar is its interval, the grey band around 1 the "
-        "noise floor (what this run reports between identical kernels), the green line what is required.",
+        "A speedup is the baseline's time over the candidate's. The bar is its interval, the grey band around 1 is the "
+        "noise floor (the speedup between identical kernels in this run), the green line is the requirement.",
     )
     if record.quoted:
         return [shown, markdown(quoted_section(record.quoted))]
@@ -187,24 +191,24 @@ def _timings(record: Run) -> Markup:
 
 
 def _counts(record: Run) -> list[Markup]:
-    """The counts on the task's shape where most is executed; those of the others stand with the whole record."""
+    """Return the counts at the task's largest shape. The whole record below has the other shapes."""
     sides = record.sides()
     counted = {shape: c for _, side in sides for shape, c in side.counts.items()}
     if not counted:
         return [paragraph("Not counted: the emulator counts what a kernel executes, and these kernels ran elsewhere.")]
     shape = largest_named_shape(counted)
-    found = {role: side.counts[shape] for role, side in sides if shape in side.counts}
+    by_role = {role: side.counts[shape] for role, side in sides if shape in side.counts}
     least = record.least_work.get(shape, {})
     rows, ratios = [], []
     for key, title in SHOWN.items():
-        values = [getattr(counts, key) for counts in found.values()]
+        values = [getattr(counts, key) for counts in by_role.values()]
         ratio = values[-1] / values[0] if len(values) > 1 and values[0] else None
         if ratio:
             ratios.append((title, ratio))
-        times = [formatting.NONE if ratio is None else f"{ratio:.2f}x"] if len(found) > 1 else []
+        times = [formatting.NONE if ratio is None else f"{ratio:.2f}x"] if len(by_role) > 1 else []
         least_cell = f"{values[-1] / least[key]:.2f}x" if least.get(key) else formatting.NONE
         rows.append((title, *(f"{value:,}" for value in values), *times, least_cell))
-    header = ("count", *found, *(["ratio"] if len(found) > 1 else []), f"{list(found)[-1]} / least")
+    header = ("count", *by_role, *(["ratio"] if len(by_role) > 1 else []), f"{list(by_role)[-1]} / least")
     lead = f"What one launch at {shape} executes, counted in PTX by the emulator; least: what the problem needs."
     parts = [paragraph(lead)]
     if ratios:
@@ -230,23 +234,24 @@ _CLOCKS = (("sm_mhz", "SM clock", "MHz"), ("temperature_c", "temperature", "°C"
 
 
 def _clocks(record: Record) -> str:
-    """Clocks and power: of each side's blocks where they were sampled, else over the whole run."""
-    said = []
+    """Describe clocks and power per implementation, or over the whole run if blocks were not sampled."""
+    parts = []
     for name, values, unit in (("SM clock", "block_mhz", "MHz"), ("power", "block_watts", "W")):
         for role, side in record.sides():
-            found = [value for row in side.timing for process in getattr(row, values) for value in process]
-            if found:
-                said.append(f"{role} {name} {min(found):.0f} to {max(found):.0f} {unit}, median {median(found):.0f}")
-    if said:
-        return f"While blocks ran: {'; '.join(said)}."
-    seen = [
+            samples = [value for row in side.timing for process in getattr(row, values) for value in process]
+            if samples:
+                low, high, middle = min(samples), max(samples), median(samples)
+                parts.append(f"{role} {name} {low:.0f} to {high:.0f} {unit}, median {middle:.0f}")
+    if parts:
+        return f"While blocks ran: {'; '.join(parts)}."
+    ranges = [
         f"{name} {record.clocks[f'{key}_min']:.0f} to {record.clocks[f'{key}_max']:.0f} {unit}"
         for key, name, unit in _CLOCKS
         if {f"{key}_min", f"{key}_max"} <= record.clocks.keys()
     ]
-    if not seen:
+    if not ranges:
         return "The driver told neither clocks nor power."
-    return f"Over the whole run: {', '.join(seen)}. This record has no clock or power of each block."
+    return f"Over the whole run: {', '.join(ranges)}. This record has no clock or power of each block."
 
 
 def _errors(record: Run) -> list[Markup]:
@@ -262,18 +267,19 @@ def _errors(record: Run) -> list[Markup]:
     header = ("side", "shape", "seeds", "worst / bound", "kernel error", "format error", "largest error", "status")
     cells = []
     for name, shape in dict.fromkeys((name, row.shape) for name, row in rows):
-        of = [row for role, row in rows if (role, row.shape) == (name, shape)]
-        held = {facts.row_status(row) for row in of}
+        group = [row for role, row in rows if (role, row.shape) == (name, shape)]
+        statuses = {facts.row_status(row) for row in group}
+        kernel_errors = [row.kernel_error.relative_error if row.kernel_error else None for row in group]
         cells.append(
             (
                 name,
                 shape,
-                str(len(of)),
-                formatting.error(_largest(row.bound_ratio for row in of)),
-                formatting.error(_largest(row.kernel_error.relative_error if row.kernel_error else None for row in of)),
-                formatting.error(_largest(row.format_error.relative_error for row in of)),
-                formatting.error(_largest(row.error.max_abs_err if row.error else None for row in of)),
-                next(status for status in ("FAIL", "PENDING", "PASS") if status in held),
+                str(len(group)),
+                formatting.error(_largest(row.bound_ratio for row in group)),
+                formatting.error(_largest(kernel_errors)),
+                formatting.error(_largest(row.format_error.relative_error for row in group)),
+                formatting.error(_largest(row.error.max_abs_err if row.error else None for row in group)),
+                next(status for status in ("FAIL", "PENDING", "PASS") if status in statuses),
             )
         )
     note = (
@@ -288,12 +294,12 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 
 def repeat(record: Run) -> list[Markup]:
-    """The command, the versions and the seeds that repeat a run."""
+    """Return the command, the versions and the seeds for repeating a run."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(record.environment.items()))
-    said = f"With greenfast {record.package_version} at commit {record.git.sha}{' (dirty)' if record.git.dirty else ''}"
+    text = f"With greenfast {record.package_version} at commit {record.git.sha}{' (dirty)' if record.git.dirty else ''}"
     seeds = sorted({row.seed for _, side in record.sides() for row in side.correctness})
     return [
         code(record.command),
-        paragraph(f"{said}{f'; {versions}' if versions else ''}."),
+        paragraph(f"{text}{f'; {versions}' if versions else ''}."),
         *([paragraph(f"Seeds of the inputs: {', '.join(map(str, seeds))}.")] if seeds else []),
     ]
