@@ -25,8 +25,8 @@ from greenfast.device.compiler import compile_kernel, compiler_version, kernel_h
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
-from greenfast.judge.digest import digest_of
-from greenfast.judge.record_io import family_of
+from greenfast.judge.digest import compute_digest
+from greenfast.judge.record_io import load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
@@ -73,7 +73,7 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
 
 def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Return today's launches of a build, by their names in records."""
-    family, toggles = family_of(record, side)
+    family, toggles = load_record_family(record, side)
     instrumented = isinstance(record, PhaseRecord)
     dims: dict[str, Mapping[str, int]] = {
         name.partition(" launch ")[0]: then.dims for name, then in build.launches.items()
@@ -169,12 +169,12 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
     if DIGEST in content:
-        content[DIGEST] = digest_of(content)
+        content[DIGEST] = compute_digest(content)
     write_whole(path, to_json(content))
 
 
 def _digest(path: Path) -> str:
-    return digest_of(read_json(path, dict[str, Any], "record"))
+    return compute_digest(read_json(path, dict[str, Any], "record"))
 
 
 def restamp(insights: Path, digests: Mapping[str, str]) -> None:

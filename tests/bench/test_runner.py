@@ -20,7 +20,7 @@ from greenfast.bench.record_schema import HostRow, Row
 from greenfast.bench.report import benchmark_report
 from greenfast.bench.runner import BenchResult, compare
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.record_io import with_shape_names
+from greenfast.judge.record_io import resolve_aliases
 from greenfast.judge.tasks import load_peers
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
 from greenfast.spec.facts import DeviceInfo
@@ -162,7 +162,7 @@ def test_the_record_and_its_report_are_kept(session: Session, run: Run) -> None:
     outcome = run(["small", "d64_s1024_causal"])
     record = outcome.record
     assert kept(outcome.folder) == ["VALIDATION_REPORT.md", "performance.png", "record.json"]
-    assert read_record(outcome.folder) == with_shape_names(record, record.task)
+    assert read_record(outcome.folder) == resolve_aliases(record, record.task)
     assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == benchmark_report(record, plot="performance.png")
     assert {row.shape: (row.grid, row.cache) for row in record.rows} == {
         "small": (False, "warm"), "d64_s1024_causal": (True, "beyond L2")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from greenfast.judge.digest import FIELD, digest_of
+from greenfast.judge.digest import FIELD, compute_digest
 from greenfast.judge.record_io import read_record
 from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
@@ -146,7 +146,7 @@ def record(edit: Edit) -> Finding:
     edit.change(content)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        path.write_text(json.dumps(content | {FIELD: digest_of(content)}))
+        path.write_text(json.dumps(content | {FIELD: compute_digest(content)}))
         try:
             read_record(path)
         except UsageError as e:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.check_plan import CasePlan
-from greenfast.judge.record_io import freshness, read_record
+from greenfast.judge.record_io import check_freshness, read_record
 from greenfast.judge.record_schema import GATES, BenchRecord, PhaseRecord, Record
 from greenfast.judge.request import add_check_plan
 from tests.cli.command_line import ROOT, Ran, run_here
@@ -175,7 +175,7 @@ def test_without_a_gpu_performance_is_quoted_from_the_evidence(
     record = read_record(ROOT / kept)
     assert isinstance(record, Record)
     timed_today_as(record, monkeypatch)
-    fresh = freshness(record).status == "current"
+    fresh = check_freshness(record).status == "current"
     asked = ("validate", "fp8_quantize", "--shapes", "mission", "--seeds", "0", "--out", tmp_path)
     ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance")
     assert ran.code == (0 if fresh else 1)

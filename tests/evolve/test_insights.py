@@ -12,7 +12,7 @@ from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.language.prompts import prompt
 from greenfast.evolve.proposal import Context, Insight
 from greenfast.evolve.space import Space
-from greenfast.judge.digest import digest_of
+from greenfast.judge.digest import compute_digest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("tasks/*/insights.jsonl"))
@@ -30,7 +30,7 @@ def test_an_insight_is_measured_if_and_only_if_its_record_is_there(row: dict[str
         assert row["record"] == ""
         assert source.is_file()
         return
-    assert row["record"] == digest_of(json.loads(source.read_bytes())), "look whether what came still holds"
+    assert row["record"] == compute_digest(json.loads(source.read_bytes())), "look whether what came still holds"
     report = source.with_name("VALIDATION_REPORT.md")
     if report.is_file():
         intervals = re.findall(r"\[[\d.]+, [\d.]+\]", row["outcome"])

@@ -25,7 +25,7 @@ MISSION_TOGGLES = {
 SHAPE = {"shape", "B", "H", "S", "D", "seed"}
 ERRORS = {"max_abs_err", "mean_abs_err", "max_rel_err", "pct_bad"}
 MISSION_GATES = {"max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass"}
-BLOCKS = {"block_medians_us", "block_mhz", "block_watts", "floor", "resolution_us"}
+BLOCKS = {"block_medians_us", "block_mhz", "block_watts", "floor", "function_us", "resolution_us"}
 TIMES = {"warmup_iters", "timed_iters", "p50_us", "p90_us", "mean_us", "std_us", "iters_per_sec"}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.bench import bench
-from greenfast.judge.cached_timing import evidence_folders, kept_at, kept_in
+from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import short_form, validation_report
@@ -49,7 +49,7 @@ class Machines:
         **options: Any,
     ) -> Outcome:
         """On an emulator (or ``device``), with these records at hand."""
-        found = [record for path in kept for record in kept_at(path)]
+        found = [record for path in kept for record in load_required_records(path)]
         outcome = self._run(self.folder / "none", device, {"stage2": candidate}, found, required, options)
         assert not outcome.record.speedups or device.kind == "gpu"
         return outcome
@@ -138,7 +138,7 @@ def test_what_is_quoted_cannot_be_taken_for_a_measurement(machines: Machines) ->
 def test_a_record_that_quotes_is_not_quoted_again(machines: Machines) -> None:
     outcome = machines.quote(machines.measure().folder)
     with pytest.raises(UsageError, match=r"no record\.json there holds a comparison measured on a GPU"):
-        kept_at(outcome.folder)
+        load_required_records(outcome.folder)
 
 
 def test_what_fell_short_is_quoted_too(machines: Machines) -> None:
@@ -354,13 +354,13 @@ def test_evidence_lies_with_the_task_or_next_to_the_tasks(tmp_path: Path) -> Non
     mine, shipped = tmp_path / "mine", tmp_path / "repo" / "tasks" / "mine"
     for folder in (mine, shipped):
         folder.mkdir(parents=True)
-        assert evidence_folders(folder) == []  # as where the package is installed
+        assert find_evidence_folders(folder) == []  # as where the package is installed
     (tmp_path / "evidence").mkdir()
     (tmp_path / "repo" / "evidence").mkdir()
-    assert evidence_folders(mine) == []
-    assert evidence_folders(shipped) == [tmp_path / "repo" / "evidence"]
+    assert find_evidence_folders(mine) == []
+    assert find_evidence_folders(shipped) == [tmp_path / "repo" / "evidence"]
     (shipped / "evidence").mkdir()
-    assert evidence_folders(shipped) == [shipped / "evidence", tmp_path / "repo" / "evidence"]
+    assert find_evidence_folders(shipped) == [shipped / "evidence", tmp_path / "repo" / "evidence"]
 
 
 def test_an_evidence_folder_holds_what_can_be_read_of_it(machines: Machines) -> None:
@@ -373,14 +373,14 @@ def test_an_evidence_folder_holds_what_can_be_read_of_it(machines: Machines) -> 
     (evidence / "l4" / "edited").mkdir()
     (evidence / "l4" / "edited" / RECORD).write_text(edited)
     told: list[str] = []
-    (found,) = kept_in(evidence, told.append)
+    (found,) = load_records(evidence, told.append)
     assert (found.path, found.record) == ("evidence/l4/mine/record.json", measured.record)
     broken, changed = told
     assert broken.startswith(f"not quoted: {evidence / 'l4' / 'broken' / RECORD}: not a record as greenfast writes it")
     assert "edited/record.json: speedups[0] (b1_h1_s32_d64, warm L2).verdict says SHORT" in changed
     (evidence / "l4" / "edited" / RECORD).unlink()
     with pytest.raises(UsageError, match=r"broken/record\.json: not a record as greenfast writes it"):
-        kept_at(evidence)
+        load_required_records(evidence)
 
 
 def test_what_holds_no_comparison_is_refused(
@@ -392,6 +392,6 @@ def test_what_holds_no_comparison_is_refused(
     (tmp_path / "empty").mkdir()
     for path in (one, one / RECORD, tmp_path / "empty"):
         with pytest.raises(UsageError, match=r"no record\.json there holds a comparison measured on a GPU"):
-            kept_at(path)
+            load_required_records(path)
     with pytest.raises(UsageError, match="cannot be read"):
-        kept_at(tmp_path / "none")
+        load_required_records(tmp_path / "none")

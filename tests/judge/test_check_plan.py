@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.session import RunResult
-from greenfast.judge.cached_timing import Kept, completes
+from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases
 from greenfast.judge.check_plan import (
     KNOWN_INPUTS,
     NOTHING_DRAWN,
@@ -378,13 +378,13 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     task = doubling(tmp_path / "twice")
     monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path))
     measured = run(monkeypatch, tmp_path / "out", task)
-    kept = [Kept("there/record.json", "0" * 64, measured)]
+    kept = [StoredRecord("there/record.json", "0" * 64, measured)]
     emulated = dataclasses.replace(L4, kind="emulated", name="an emulator")
     plain = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", whole=False, device=emulated)
     plain = dataclasses.replace(plain, seeds=[9, 10, 11])
     here = dataclasses.replace(plain, check_plan=asked(task, ("tiny",), (9, 10, 11), 9, emulated=True))
 
-    def decided(here: Request, kept: list[Kept]) -> Record:
+    def decided(here: Request, kept: list[StoredRecord]) -> Record:
         install(monkeypatch, FakeDevice(here))
         one, other = (task.config.variant(name) for name in ("plain", "fast"))
         return validate(here, one, other, Watcher(), profile=False, kept=kept).record
@@ -394,20 +394,20 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     assert record.reasons[1].startswith("the rest of the exam held in the record quoted from NVIDIA L4")
     assert record.quoted is not None
     incomplete = msgspec.structs.replace(measured, exam=None)
-    assert decided(here, [Kept("there/record.json", "0" * 64, incomplete)]).decision == "PARTIAL"
+    assert decided(here, [StoredRecord("there/record.json", "0" * 64, incomplete)]).decision == "PARTIAL"
     seeds = msgspec.structs.replace(task.config, seeds=[0, 1, 2, 3])
     newer = dataclasses.replace(here, task=dataclasses.replace(task, config=seeds))
-    assert not completes(record.quoted, kept, newer), "more seeds than the task had then"
+    assert not covers_missing_cases(record.quoted, kept, newer), "more seeds than the task had then"
     known = dataclasses.replace(here, check_plan=asked(task, ("tiny",), (0, 1), 9, emulated=True))
-    assert not completes(record.quoted, kept, known), "inputs that were known before"
+    assert not covers_missing_cases(record.quoted, kept, known), "inputs that were known before"
     source = SolutionSource(language="cuda", sha256="0" * 64, files={})
     side = msgspec.structs.replace(measured.candidate, solution=source, timing=[])
-    public = [Kept("there/record.json", "0" * 64, msgspec.structs.replace(measured, candidate=side))]
-    assert not completes(record.quoted, public, here), "a solution could hold the answers for public seeds"
+    public = [StoredRecord("there/record.json", "0" * 64, msgspec.structs.replace(measured, candidate=side))]
+    assert not covers_missing_cases(record.quoted, public, here), "a solution could hold the answers for public seeds"
     gates = [msgspec.structs.replace(gate, unchecked=["fast: no memory check"]) for gate in measured.gates]
-    unchecked = [Kept("there/record.json", "0" * 64, msgspec.structs.replace(measured, gates=gates))]
-    assert completes(record.quoted, kept, here)
-    assert not completes(record.quoted, unchecked, here), "a check of the exam was not done"
+    unchecked = [StoredRecord("there/record.json", "0" * 64, msgspec.structs.replace(measured, gates=gates))]
+    assert covers_missing_cases(record.quoted, kept, here)
+    assert not covers_missing_cases(record.quoted, unchecked, here), "a check of the exam was not done"
 
 
 def test_a_table_of_answers_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

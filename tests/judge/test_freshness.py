@@ -15,7 +15,7 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
-from greenfast.judge.record_io import family_of, freshness, read_record
+from greenfast.judge.record_io import check_freshness, load_record_family, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, Build, Record, Side
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
@@ -31,7 +31,7 @@ KEPT = {"hopper": "h200/fp8_attention-int8-hopper", "ladder": "h100/fp8_sdpa-e4m
 def of_today(record: AnyRecord, side: Side, build: Build) -> Build:
     """With the hashes of today's machine code, also where the kept record is stale."""
     name, then = next(iter(build.launches.items()))
-    program = program_of(*family_of(record, side), record.format, then.dims)
+    program = program_of(*load_record_family(record, side), record.format, then.dims)
     source, _ = launches_of(program, name.partition(" launch ")[0], then.dims)[name]
     compiled = compile_kernel(source, Target.parse(build.arch))
     return msgspec.structs.replace(build, code_hash=code_hash(compiled), kernel_hash=kernel_hash(source))
@@ -98,7 +98,7 @@ def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> 
         path.unlink()
     joined = re.compile(r'"instructions/(math|store)\.cuh"')
     assert rewrite(headers, lambda t: joined.sub('"special.cuh"', t)) > 1
-    assert str(freshness(record)) == "current"
+    assert str(check_freshness(record)) == "current"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> 
 )
 def test_a_change_of_the_machine_code_is_named(record: AnyRecord, headers: Path, old: str, new: str) -> None:
     assert rewrite(headers, lambda text: text.replace(old, new)) > 0
-    answer = freshness(record)
+    answer = check_freshness(record)
     assert answer.status == "stale"
     assert re.fullmatch(
         r"the machine code of the (candidate )?kernel at .*b1_h8_s512_d64.* differs", answer.reasons[-1]
@@ -135,7 +135,7 @@ def test_a_change_of_the_launch_is_named(
         monkeypatch.setattr(
             family, "launch", lambda *given, plan=plan, **more: with_changes(plan(*given, **more), change)
         )
-    answer = freshness(record)
+    answer = check_freshness(record)
     assert answer.status == "stale"
     said = [reason for reason in answer.reasons if reason.endswith("kernel at b1_h8_s512_d64 differs")]
     assert re.match(differs, said[0])

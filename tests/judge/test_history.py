@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.judge.cached_timing import kept_at, kept_in
+from greenfast.judge.cached_timing import load_records, load_required_records
 from greenfast.judge.history import records_below
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
@@ -48,9 +48,9 @@ def test_what_is_no_file_is_no_record(tmp_path: Path) -> None:
     (tmp_path / "device" / "record.json").symlink_to("/dev/zero")
     (tmp_path / "folder" / "record.json").mkdir()
     assert records_below(tmp_path) == ([], [])
-    assert kept_in(tmp_path) == []
+    assert load_records(tmp_path) == []
     with pytest.raises(UsageError, match=r"no record\.json there holds a comparison"):
-        kept_at(tmp_path)
+        load_required_records(tmp_path)
 
 
 def test_the_versions_that_git_holds(tmp_path: Path) -> None:

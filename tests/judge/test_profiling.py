@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.profiling import count_phases, take_profile
-from greenfast.judge.record_io import freshness, read_record
+from greenfast.judge.record_io import check_freshness, read_record
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import MachineError, UsageError
@@ -116,10 +116,10 @@ def test_phases_are_counted_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert record.phase_cycles == {"b1_h1_s32_d64": expected, "b1_h8_s512_d64": expected}
     assert folder.name.endswith("-phases")
     assert read_record(folder) == record
-    assert freshness(record) == Freshness()
+    assert check_freshness(record) == Freshness()
     builds = [msgspec.structs.replace(b, kernel_hash="0" * 16, code_hash="0" * 16) for b in record.side.builds]
     changed = msgspec.structs.replace(record, side=msgspec.structs.replace(record.side, builds=builds))
-    assert freshness(changed).status == "stale"
+    assert check_freshness(changed).status == "stale"
     assert device.launches == 2 * (1 + 2)
     assert device.memory.allocations == 0
     assert all(worker.closed for worker in device.workers)

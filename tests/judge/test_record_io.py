@@ -11,7 +11,7 @@ import pytest
 from greenfast.judge import freshness as pipeline_freshness
 from greenfast.judge.bench import bench
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.record_io import freshness, freshness_of, read_record
+from greenfast.judge.record_io import check_freshness, find_outdated, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Record, Side
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
@@ -92,12 +92,12 @@ def with_side(record: Record, **changes: object) -> Record:
 
 
 def said(record: AnyRecord) -> str:
-    return str(freshness(record))
+    return str(check_freshness(record))
 
 
 def test_a_record_of_todays_kernels_is_current(record: Record) -> None:
     assert said(record) == "current"
-    assert freshness_of([("now", record)]) == {}
+    assert find_outdated([("now", record)]) == {}
 
 
 def test_other_text_with_the_same_machine_code_is_current(record: Record, folder: Path) -> None:
@@ -137,7 +137,7 @@ def test_what_makes_a_record_stale_is_named(
     assert before in WITH_HEADER
     write_task(folder, family=WITH_HEADER.replace(before, after))
     assert differs in said(record)
-    assert list(freshness_of([("then", record)])) == ["then"]
+    assert list(find_outdated([("then", record)])) == ["then"]
 
 
 def test_the_name_of_a_buffer_does_not_matter(record: Record, folder: Path) -> None:
@@ -148,11 +148,11 @@ def test_the_name_of_a_buffer_does_not_matter(record: Record, folder: Path) -> N
 def test_another_compiler_cannot_tell(record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_freshness, "compiler_version", lambda: "NVRTC 99.1.2")
     ours = record.candidate.builds[0].compiler
-    answer = freshness(record)
+    answer = check_freshness(record)
     assert str(answer) == f"cannot tell: it was compiled by {ours}, and this is NVRTC 99.1.2"
     assert answer.other_compiler
     write_task(folder, family=WITH_HEADER.replace("np.int32", "np.int64"))
-    assert freshness(record).status == "stale"  # the launch can be compared all the same
+    assert check_freshness(record).status == "stale"  # the launch can be compared all the same
 
 
 def test_a_record_that_does_not_say_how_it_launched_cannot_be_compared(record: Record) -> None:
@@ -187,7 +187,7 @@ def test_a_record_that_asked_for_less_than_its_task_is_stale(record: Record, fol
 def test_a_record_without_a_kernel_of_today_is_stale(record: Record, folder: Path) -> None:
     cases: list[dict[str, object]] = [{"builds": []}, {"toggles": {"NO_SUCH": 1}}, {"toggles": {"FAST": 7}}]
     for changes in cases:
-        assert freshness(with_side(record, **changes)).status == "stale"
+        assert check_freshness(with_side(record, **changes)).status == "stale"
     (folder / "config_forward.json").unlink()
     assert said(record).startswith("stale: the baseline kernel is no more: ")
 

@@ -14,10 +14,10 @@ import pytest
 from greenfast.cli.main import main
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.bench import bench
-from greenfast.judge.digest import FIELD, digest_of
+from greenfast.judge.digest import FIELD, compute_digest
 from greenfast.judge.record_io import check_record, read_record
 from greenfast.judge.record_schema import FIRST_GATES, GATES, SCHEMA_VERSION, Record
-from greenfast.judge.record_verification import disagreements
+from greenfast.judge.record_verification import verify_record
 from greenfast.judge.timing.estimators import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
@@ -56,7 +56,7 @@ def short(runs: dict[str, Content]) -> Content:
 
 
 def resealed(content: Content) -> Content:
-    return content | {FIELD: digest_of(content)}
+    return content | {FIELD: compute_digest(content)}
 
 
 def written(folder: Path, content: Content) -> Path:
@@ -70,7 +70,7 @@ def test_a_run_stores_what_its_conclusions_come_from(merged: Content, tmp_path: 
     assert len(merged["baseline_again"]) == len(merged["baseline"]["timing"]) > 0
     record = read_record(written(tmp_path, merged))
     assert isinstance(record, Record)
-    assert list(disagreements(record)) == []
+    assert list(verify_record(record)) == []
     for row in record.speedups:  # exactly, not nearly
 
         def blocks(rows: Any, row: Any = row) -> list[list[float]]:
@@ -259,7 +259,7 @@ def test_the_digest_is_of_the_content_and_not_of_its_layout(merged: Content, tmp
     for text in (json.dumps(merged, indent=7), json.dumps(merged, sort_keys=True, ensure_ascii=False)):
         (tmp_path / RECORD).write_text(text)
         assert read_record(tmp_path) == record
-    assert digest_of({"b": 1.0, "a": [True, None, "é"], FIELD: "x"}) == (
+    assert compute_digest({"b": 1.0, "a": [True, None, "é"], FIELD: "x"}) == (
         "a8c8ed7df5dc6d196cc4953b0fd52368cb483ac8eb64e40e6205368a5d071f40"
     )
 

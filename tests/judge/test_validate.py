@@ -15,7 +15,7 @@ import pytest
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.record_schema import GATES, GateResult, Record, Status
-from greenfast.judge.record_verification import disagreements
+from greenfast.judge.record_verification import verify_record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.timing.speedup import speedup_row
@@ -223,7 +223,7 @@ def test_a_baseline_with_a_slow_replay_is_not_merged_against(
     slow = "the replayed baseline is slower than the function: 10 µs, 7 µs"
     assert record.reasons == [f"PERFORMANCE: b1_h1_s32_d64: {slow}"]
     assert {row.function_us for side in (record.baseline, record.candidate) for row in side.timing} == {7.0}
-    assert list(disagreements(record)) == []
+    assert list(verify_record(record)) == []
 
     def slow_replay(function_us: float, gated: bool = True) -> str:
         rows = [msgspec.structs.replace(row, function_us=function_us) for row in record.baseline.timing]

@@ -106,7 +106,7 @@ def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
 def freshness(record: AnyRecord) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
     if not isinstance(record, Benchmark) or record.side is not None:
-        return judged.freshness(record)
+        return judged.check_freshness(record)
     return worst(_of_kernels(record).values())
 
 

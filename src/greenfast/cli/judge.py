@@ -9,7 +9,7 @@ from greenfast.cli.ci import write_ci_outputs, write_verdict
 from greenfast.cli.console import OPEN, UNCHECKED, required_gates
 from greenfast.cli.page import check_page
 from greenfast.cli.request import request_of
-from greenfast.cli.validate import at_measured_target, judged, kept_records, show_outcome
+from greenfast.cli.validate import arch_from_cached_record, judged, load_kept_records, show_outcome
 from greenfast.judge.baseline import load_baseline, load_solution
 from greenfast.judge.formats.importers import check_traces, import_problem, import_solution, write_traces
 from greenfast.judge.record_schema import GATES, Record
@@ -31,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
     found = find_solution(import_solution(args.solution, task.folder, args.out))
     request = request_of(args, task, found.config.target)
     reference = args.against or task.config.defaults.baseline
-    kept = kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
+    kept = load_kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
     note = ""
     if args.arch is None and not found.config.target:
-        request, note = at_measured_target(request, kept, Path(reference).stem, found.config.name)
+        request, note = arch_from_cached_record(request, kept, Path(reference).stem, found.config.name)
     baseline = load_baseline(request, reference)
     candidate = load_solution(request, found)
     chosen = args.shapes is not None or args.seeds is not None

@@ -12,7 +12,7 @@ from greenfast.bench.record_io import AnyRecord, read_record, record_schema
 from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import benchmark_report
 from greenfast.cli.page import check_page, write_page
-from greenfast.judge.record_io import demands, freshness_of
+from greenfast.judge.record_io import check_demands, find_outdated
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
     if args.table:
         pairs = [(str(p), r) for p, r in records.items() if isinstance(r, Record)]
-        print(ladder_table(pairs, aged=freshness_of(pairs)))
+        print(ladder_table(pairs, aged=find_outdated(pairs)))
         return 0
     if (args.plot or args.html) and len(records) > 1:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
     check_page(args.html)
     for path, record in records.items():
         if not isinstance(record, Benchmark):
-            for reason in demands(record).reasons:
+            for reason in check_demands(record).reasons:
                 print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
         if args.html:
             write_page(args.html, record, path)

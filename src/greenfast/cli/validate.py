@@ -14,7 +14,13 @@ from greenfast.cli.ci import write_ci_outputs, write_verdict
 from greenfast.cli.console import GateConsole, decision_code, required_gates, show, status
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.request import request_of
-from greenfast.judge.cached_timing import Kept, evidence_folders, kept_at, kept_in, target_of
+from greenfast.judge.cached_timing import (
+    StoredRecord,
+    find_evidence_folders,
+    find_target,
+    load_records,
+    load_required_records,
+)
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.request import Request, add_check_plan
@@ -37,24 +43,26 @@ def run(args: argparse.Namespace) -> int:
     baseline = config.variant(args.baseline or before or config.defaults.baseline)
     chosen = args.shapes is not None or args.seeds is not None
     request = add_check_plan(request, rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
-    kept = kept_records(args, request, request.task.folder)
+    kept = load_kept_records(args, request, request.task.folder)
     note = ""
     if args.arch is None:
-        request, note = at_measured_target(request, kept, baseline.name, candidate.name)
+        request, note = arch_from_cached_record(request, kept, baseline.name, candidate.name)
     outcome = judged(args, request, baseline, candidate, kept)
     show_outcome(outcome, args.json, note)
     code = decision_code(outcome.record.decision, outcome.record.gates, required)
     return write_verdict(args, outcome.record, code)
 
 
-def at_measured_target(request: Request, kept: Sequence[Kept], baseline: str, candidate: str) -> tuple[Request, str]:
+def arch_from_cached_record(
+    request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str
+) -> tuple[Request, str]:
     """The request for the target of a kept record, for which every gate can decide without a GPU, and a line about it.
 
     The request as it is, and no line, where no record compares the two or where nothing can be run.
     """
     config = request.task.config
     if kept and request.cannot_run() is None:
-        measured = target_of(kept, config.name, request.format, baseline, candidate)
+        measured = find_target(kept, config.name, request.format, baseline, candidate)
         if measured is not None and measured != request.target.name:
             note = f"  - target {measured}, from the kept record, as there is no GPU; --arch selects another"
             return replace(request, target=Target.parse(measured)), note
@@ -66,7 +74,7 @@ def judged(
     request: Request,
     baseline: Variant | Implementation,
     candidate: Variant | Implementation,
-    kept: Sequence[Kept],
+    kept: Sequence[StoredRecord],
 ) -> Outcome:
     """Take both through the gates, each shown when it ends, and write the page that ``--html`` asks for."""
     with GateConsole(to_stderr=args.json) as console:
@@ -98,17 +106,17 @@ def show_outcome(outcome: Outcome, as_json: bool, note: str = "") -> None:
     show(f"\n{outcome.folder}")
 
 
-def kept_records(args: argparse.Namespace, request: Request, *folders: Path) -> list[Kept]:
+def load_kept_records(args: argparse.Namespace, request: Request, *folders: Path) -> list[StoredRecord]:
     """The records that PERFORMANCE may be quoted from; none are searched for if it can be measured.
 
     folders: of tasks, next to which they are kept.
     """
     if args.quote is not None:
-        return kept_at(args.quote)
+        return load_required_records(args.quote)
     if args.no_quote or request.cannot_time() is None:
         return []
-    found = dict.fromkeys(evidence for folder in folders for evidence in evidence_folders(folder))
-    return [kept for folder in found for kept in kept_in(folder, _warn)]
+    found = dict.fromkeys(evidence for folder in folders for evidence in find_evidence_folders(folder))
+    return [kept for folder in found for kept in load_records(folder, _warn)]
 
 
 def _warn(text: str) -> None:

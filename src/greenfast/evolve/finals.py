@@ -12,7 +12,7 @@ from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.sources import copy_folder
 from greenfast.evolve.stages import Stages
 from greenfast.judge.artifacts import RECORD, REPORT
-from greenfast.judge.digest import digest_of
+from greenfast.judge.digest import compute_digest
 from greenfast.judge.record_schema import Record
 from greenfast.judge.request import ProgressListener, Request, add_check_plan
 from greenfast.judge.store import to_json, write_whole
@@ -91,7 +91,7 @@ def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
         decision=record.decision,
         reasons=list(record.reasons),
         record=where.relative_to(folder).as_posix(),
-        record_digest=digest_of(msgspec.to_builtins(record)),
+        record_digest=compute_digest(msgspec.to_builtins(record)),
     )
     if least is None:
         return verdict

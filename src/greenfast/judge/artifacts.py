@@ -10,7 +10,7 @@ import msgspec
 
 from greenfast.judge.record_schema import CorrectnessRow, Record, Run, Side, TimingRow
 from greenfast.judge.report.facts import side_status
-from greenfast.judge.report.speedups import quoted_from
+from greenfast.judge.report.speedups import describe_source
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import Resources
 
@@ -154,7 +154,7 @@ def side_files(run: Run, side: Side) -> dict[str, Any]:
 def _explain_missing_timings(run: Run) -> str | None:
     """Return the reason why this run has no timings, or None if it has."""
     if isinstance(run, Record) and run.quoted is not None:
-        return f"nothing was timed here; PERFORMANCE was {quoted_from(run.quoted)}"
+        return f"nothing was timed here; PERFORMANCE was {describe_source(run.quoted)}"
     return _pending(run, "PERFORMANCE")
 
 

@@ -15,13 +15,22 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import RECORD, record_files
-from greenfast.judge.decision import quoted_performance
+from greenfast.judge.decision import build_cached_performance
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import gated_shapes
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_io import freshness, read_record
-from greenfast.judge.record_schema import FIRST_GATES, Build, GateResult, Quote, Record, Side, SpeedupRow, TimingRow
+from greenfast.judge.record_io import check_freshness, read_record
+from greenfast.judge.record_schema import (
+    FIRST_GATES,
+    Build,
+    CachedTiming,
+    GateResult,
+    Record,
+    Side,
+    SpeedupRow,
+    TimingRow,
+)
 from greenfast.judge.request import Request
 from greenfast.judge.store import read_json
 from greenfast.judge.task import Timing
@@ -40,7 +49,7 @@ class _Kind(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredRecord:
     """A comparison that a GPU measured, with its file's path and SHA-256."""
 
     path: str
@@ -48,7 +57,7 @@ class Kept:
     record: Record
 
 
-def evidence_folders(task_folder: Path) -> list[Path]:
+def find_evidence_folders(task_folder: Path) -> list[Path]:
     """Where the records of a task are kept: its evidence folder, and the one next to the folder of tasks it lies in."""
     folder = task_folder.resolve()
     found = [folder / EVIDENCE]
@@ -57,7 +66,7 @@ def evidence_folders(task_folder: Path) -> list[Path]:
     return [path for path in found if path.is_dir()]
 
 
-def kept_in(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> list[Kept]:
+def load_records(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> list[StoredRecord]:
     """The measured comparisons below an evidence folder; what cannot be read there, or was edited, is skipped.
 
     skipped: is told why.
@@ -71,7 +80,7 @@ def kept_in(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> 
     return found
 
 
-def kept_at(path: Path) -> list[Kept]:
+def load_required_records(path: Path) -> list[StoredRecord]:
     """The measured comparisons of a file, of a run's folder, or of all runs below a folder.
 
     Raises UsageError where there is none, or one cannot be read.
@@ -83,16 +92,16 @@ def kept_at(path: Path) -> list[Kept]:
     return found
 
 
-def _kept(file: Path, shown: str) -> list[Kept]:
+def _kept(file: Path, shown: str) -> list[StoredRecord]:
     if read_json(file, _Kind, "record").kind not in ("", "comparison"):  # of one variant, or a benchmark
         return []
     record = read_record(file)
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
         return []
-    return [Kept(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
+    return [StoredRecord(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
 
 
-def target_of(kept: Sequence[Kept], task: str, fmt: str, baseline: str, candidate: str) -> str | None:
+def find_target(kept: Sequence[StoredRecord], task: str, fmt: str, baseline: str, candidate: str) -> str | None:
     """The target of the newest record that compares these two variants, or None where no record does."""
     found = [
         k.record
@@ -103,14 +112,16 @@ def target_of(kept: Sequence[Kept], task: str, fmt: str, baseline: str, candidat
     return max(found, key=lambda record: record.created).arch if found else None
 
 
-def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: str) -> tuple[GateResult, Quote | None]:
+def reuse_cached_timing(
+    run: GateRun, kept: Sequence[StoredRecord], required: float | None, reason: str
+) -> tuple[GateResult, CachedTiming | None]:
     """PERFORMANCE from the newest record that fits, else PENDING: why nothing was timed, and what the nearest lacks.
 
     run: has passed CORRECTNESS. required: the speedup that is asked for. reason: why nothing can be timed here.
     """
     request = run.request
     same = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
-    found = [(k, differences(k.record, run, required)) for k in same]
+    found = [(k, find_mismatches(k.record, run, required)) for k in same]
     fresh = [k for k, differs in found if not differs]
     if fresh:
         return _quoted(max(fresh, key=lambda k: k.record.created), run, required)
@@ -127,7 +138,7 @@ def quote(run: GateRun, kept: Sequence[Kept], required: float | None, reason: st
     return pending("PERFORMANCE", reason), None
 
 
-def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
+def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], request: Request) -> bool:
     """Whether the quoted record stands for the rest of this run's exam.
 
     It had the whole exam with every check, all shapes and as many seeds as today's, and all its kernels are today's,
@@ -148,16 +159,16 @@ def completes(quoted: Quote, kept: Sequence[Kept], request: Request) -> bool:
             held.setdefault(str(sorted(row.dims.items())), set()).add(row.seed)
     seeds = len(config.seeds)
     whole = all(len(held.get(str(sorted(shape.dims.items())), ())) >= seeds for shape in exam.required_shapes)
-    return whole and freshness(record).status == CURRENT
+    return whole and check_freshness(record).status == CURRENT
 
 
-def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResult, Quote]:
+def _quoted(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[GateResult, CachedTiming]:
     record, request = kept.record, run.request
     assert record.device is not None
     gated = gated_shapes(request.shapes, request.timing)
     names = {shape.name for shape in request.shapes}
     rows = [_rejudged(row, required, gated) for row in record.speedups if row.shape in names]
-    quoted = Quote(
+    quoted = CachedTiming(
         path=kept.path,
         sha256=kept.sha256,
         created=record.created,
@@ -166,7 +177,7 @@ def _quoted(kept: Kept, run: GateRun, required: float | None) -> tuple[GateResul
         command=record.command,
         speedups=rows,
     )
-    return quoted_performance(quoted, required), quoted
+    return build_cached_performance(quoted, required), quoted
 
 
 def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
@@ -176,7 +187,7 @@ def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> 
     return msgspec.structs.replace(row, required=asked, verdict=said, gated=row.shape in gated and row.cache == WARM)
 
 
-def differences(record: Record, run: GateRun, required: float | None) -> list[str]:
+def find_mismatches(record: Record, run: GateRun, required: float | None) -> list[str]:
     """Why a record cannot stand for this run, in words that follow its name; empty where it can."""
     request = run.request
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from greenfast.judge.artifacts import PERFORMANCE, PerformanceFile
-from greenfast.judge.record_io import with_shape_names
+from greenfast.judge.record_io import resolve_aliases
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.store import read_json, write_whole
 from greenfast.spec.errors import UsageError
@@ -22,7 +22,7 @@ def compare(baseline: Path, candidate: Path, *, required: float | None, out: Pat
         if x and y and x != y:
             raise UsageError(f"the runs differ in {field}: {x} ({files[0]}) and {y} ({files[1]})")
     task = a.task or b.task
-    a, b = with_shape_names(a, task), with_shape_names(b, task)
+    a, b = resolve_aliases(a, task), resolve_aliases(b, task)
     text = compare_markdown(a.require_results(str(files[0])), b.require_results(str(files[1])), required=required)
     write_whole(out, text)
     return text

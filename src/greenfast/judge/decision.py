@@ -8,12 +8,12 @@ import msgspec
 
 from greenfast.judge.check_plan import NOTHING_DRAWN
 from greenfast.judge.gates.performance import judge
-from greenfast.judge.record_schema import Decision, Exam, GateResult, Quote
-from greenfast.judge.report.speedups import quoted_from
+from greenfast.judge.record_schema import CachedTiming, Decision, GateResult, PlanCoverage
+from greenfast.judge.report.speedups import describe_source
 
 
 def decide(
-    gates: Sequence[GateResult], quoted: Quote | None = None, exam: Exam | None = None
+    gates: Sequence[GateResult], quoted: CachedTiming | None = None, exam: PlanCoverage | None = None
 ) -> tuple[Decision, list[str]]:
     """Decide from the gates and the check plan, and return the decision with its reasons.
 
@@ -26,9 +26,9 @@ def decide(
     if exam is not None and exam.seed is not None and not exam.drawn and NOTHING_DRAWN not in missing:
         reasons.append("no shapes were drawn: the task declares no ranges of them")
     if quoted is not None and is_completed:
-        reasons.append(f"the rest of the exam held in the record {quoted_from(quoted)}")
+        reasons.append(f"the rest of the exam held in the record {describe_source(quoted)}")
     if quoted is not None:
-        reasons.append(f"PERFORMANCE {quoted_from(quoted)}: not measured in this run")
+        reasons.append(f"PERFORMANCE {describe_source(quoted)}: not measured in this run")
     return decision, reasons
 
 
@@ -51,10 +51,10 @@ def _describe_all(gates: Sequence[GateResult]) -> str:
     return f"all {'five' if len(gates) == 5 else len(gates)} gates"
 
 
-def quoted_performance(quoted: Quote, required: float | None) -> GateResult:
+def build_cached_performance(quoted: CachedTiming, required: float | None) -> GateResult:
     """Build the PERFORMANCE result from cached speedups. Each line names the record that they come from."""
     result = judge(quoted.speedups, required)
-    source = quoted_from(quoted)
+    source = describe_source(quoted)
     return msgspec.structs.replace(
         result,
         summary=f"{source}, not measured here: {result.summary}",

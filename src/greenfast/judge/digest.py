@@ -19,7 +19,7 @@ from greenfast.judge.store import to_json
 FIELD = "digest"
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
+def compute_digest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical JSON of a record's content without its digest, as 64 hexadecimal digits.
 
     Canonical: UTF-8, keys sorted, no spaces, numbers as Python's ``json`` writes them (the shortest that reads back).
@@ -32,4 +32,4 @@ def digest_of(content: Mapping[str, Any]) -> str:
 def sealed_json(record: Run) -> str:
     """Return the JSON text of a record's file, with the digest as the last field."""
     content: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
-    return to_json(content | {FIELD: digest_of(content)})
+    return to_json(content | {FIELD: compute_digest(content)})

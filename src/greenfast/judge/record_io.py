@@ -13,10 +13,10 @@ import msgspec
 from greenfast.device.identity import launches_of
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
-from greenfast.judge.digest import digest_of
+from greenfast.judge.digest import compute_digest
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.record_schema import SCHEMA_VERSION, AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
-from greenfast.judge.record_verification import Disagreement, disagreements
+from greenfast.judge.record_verification import Mismatch, verify_record
 from greenfast.judge.store import convert_json, read_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
@@ -50,7 +50,7 @@ def read_run(run: Path, kinds: Any) -> Any:
         )
     record = convert_json(content, kinds, path, "record")
     check_record(record, content, path)
-    return with_shape_names(record, record.task)
+    return resolve_aliases(record, record.task)
 
 
 def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
@@ -60,10 +60,10 @@ def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
             f"{path}: a record of version {record.schema_version} has too little to check what it says by; measure "
             f"again: {record.command}"
         )
-    then, now = content.get(DIGEST, "missing"), digest_of(content)
-    found = [Disagreement(DIGEST, then, now)] if then != now else []
+    then, now = content.get(DIGEST, "missing"), compute_digest(content)
+    found = [Mismatch(DIGEST, then, now)] if then != now else []
     # A conclusion says more than the digest, which any edit changes.
-    for field, stored, recomputed in [*itertools.islice(disagreements(record), 1), *found][:1]:
+    for field, stored, recomputed in [*itertools.islice(verify_record(record), 1), *found][:1]:
         raise UsageError(
             f"{path}: {field} says {_short(stored)}, but recomputed it is {_short(recomputed)}; the record was edited "
             f"or damaged, so it says nothing"
@@ -75,7 +75,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def with_shape_names(data: _Named, task: str) -> _Named:
+def resolve_aliases(data: _Named, task: str) -> _Named:
     """``data``, read from a file of that task, with the names of shapes in place of aliases of them.
 
     The command stays as it was typed, and so does everything where the task is not known here.
@@ -108,13 +108,13 @@ def _renamed(value: object, field: str, names: Mapping[str, str], in_text: re.Pa
     return value
 
 
-def freshness_of(records: Sequence[tuple[str, Run]]) -> dict[str, Freshness]:
+def find_outdated(records: Sequence[tuple[str, Run]]) -> dict[str, Freshness]:
     """By name, the answer for each record that is not current."""
-    found = {name: freshness(record) for name, record in records}
+    found = {name: check_freshness(record) for name, record in records}
     return {name: answer for name, answer in found.items() if answer.status != CURRENT}
 
 
-def freshness(record: Run) -> Freshness:
+def check_freshness(record: Run) -> Freshness:
     """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell.
 
     One that asked for less than its task asks today is stale: what it says of itself follows from what it asked.
@@ -126,7 +126,7 @@ def freshness(record: Run) -> Freshness:
     return worst(itertools.chain(kernels, _of_demands(record)))
 
 
-def demands(record: Run) -> Freshness:
+def check_demands(record: Run) -> Freshness:
     """Whether a record asked for what its task asks today, or more. It takes no compiler."""
     return worst(_of_demands(record))
 
@@ -175,7 +175,7 @@ def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Fres
         yield of_launch(what, None)
     launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
-        family, toggles = family_of(record, side)
+        family, toggles = load_record_family(record, side)
         sources: dict[KernelSource, list[str]] = {}
         for name, dims in launches.items():
             shape = name.partition(" launch ")[0]
@@ -193,7 +193,7 @@ def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Fres
         yield Freshness(STALE, (f"{what} is no more: {e}",))
 
 
-def family_of(record: Run, side: Side) -> tuple[Family, dict[str, int]]:
+def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]:
     """The kernel family of a record and a side's toggles. Raises UsageError where one of them is no more."""
     task = find_task(record.task)
     return load_family(task), task.config.toggle_values(side.toggles)

@@ -272,7 +272,7 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
     slow_replay: str = ""
 
 
-class Quote(_Data, frozen=True, kw_only=True):
+class CachedTiming(_Data, frozen=True, kw_only=True):
     """The cached speedups of an earlier record of the same kernels, for a run that could not time.
 
     path, sha256: the earlier record's file. created, git, device, command: fields of the earlier record.
@@ -409,7 +409,7 @@ class BenchRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="bench")
         return [(self.side.variant, self.side)]
 
 
-class Exam(_Data, frozen=True, kw_only=True):
+class PlanCoverage(_Data, frozen=True, kw_only=True):
     """The part of the full check plan that a run covered (``judge.check_plan``).
 
     seed: the first seed of the inputs and the source of random shapes; None if nothing was drawn.
@@ -439,8 +439,8 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     baseline_again: list[TimingRow] = []
     decision: Decision
     reasons: list[str]
-    exam: Exam | None = None
-    quoted: Quote | None = None
+    exam: PlanCoverage | None = None
+    quoted: CachedTiming | None = None
 
     def __post_init__(self) -> None:
         timed = bool(self.speedups or self.baseline.timing or self.candidate.timing or self.baseline_again)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from greenfast.judge.decision import decide, quoted_performance
+from greenfast.judge.decision import build_cached_performance, decide
 from greenfast.judge.error_metrics import relative_error_factor
 from greenfast.judge.gates.performance import judge
 from greenfast.judge.record_schema import (
@@ -45,7 +45,7 @@ _ROUNDING = 1e-9
 _LIMIT = re.compile(r"(<=|>=|<|>)?\s*([-+.\deE]+)(?: \(.*\))?")
 
 
-class Disagreement(NamedTuple):
+class Mismatch(NamedTuple):
     """A field of a record, what it says, and what follows from the rest of the record."""
 
     field: str
@@ -53,7 +53,7 @@ class Disagreement(NamedTuple):
     recomputed: Any
 
 
-def disagreements(record: Run) -> Iterator[Disagreement]:
+def verify_record(record: Run) -> Iterator[Mismatch]:
     """Every conclusion that does not follow, in the order in which they build on each other."""
     for role, side in record.sides():
         for i, row in enumerate(side.correctness):
@@ -72,12 +72,12 @@ def disagreements(record: Run) -> Iterator[Disagreement]:
             yield from _of_timing(f"{role}.timing[{i}] ({timing.shape}, {timing.cache} L2)", timing)
 
 
-def _unless(held: bool, field: str, stored: Any, recomputed: Any) -> Iterator[Disagreement]:
+def _unless(held: bool, field: str, stored: Any, recomputed: Any) -> Iterator[Mismatch]:
     if not held:
-        yield Disagreement(field, stored, recomputed)
+        yield Mismatch(field, stored, recomputed)
 
 
-def _of_correctness(field: str, row: CorrectnessRow, limits: Limits | None) -> Iterator[Disagreement]:
+def _of_correctness(field: str, row: CorrectnessRow, limits: Limits | None) -> Iterator[Mismatch]:
     where = f"{field} ({row.shape} seed {row.seed})"
     for name, held in _gates_of(row, limits).items():
         if name in row.gates:
@@ -126,7 +126,7 @@ def _top_bin(histogram: Histogram) -> tuple[float, float]:
     return (low if top else 0.0), (high if top < len(histogram.counts) - 1 else math.inf)
 
 
-def _of_builds(record: Run) -> Iterator[Disagreement]:
+def _of_builds(record: Run) -> Iterator[Mismatch]:
     """What the rows of RESOURCES and EVIDENCE say was built, against the builds."""
     rows: dict[str, dict[str, list[str]]] = {gate.gate: {} for gate in record.gates}
     for gate in record.gates:
@@ -169,7 +169,7 @@ def _amounts(build: Build) -> list[tuple[str, int]]:
     ]
 
 
-def _of_timing(field: str, row: TimingRow) -> Iterator[Disagreement]:
+def _of_timing(field: str, row: TimingRow) -> Iterator[Mismatch]:
     """The median of all launches lies between the blocks' medians, and the 90th percentile is not below it."""
     medians = [median for process in row.block_medians_us for median in process]
     if medians:
@@ -179,7 +179,7 @@ def _of_timing(field: str, row: TimingRow) -> Iterator[Disagreement]:
     yield from _unless(row.p50_us <= row.p90_us, f"{field}.p90_us", row.p90_us, f"at least {row.p50_us}, its p50")
 
 
-def _of_gate(field: str, gate: GateResult) -> Iterator[Disagreement]:
+def _of_gate(field: str, gate: GateResult) -> Iterator[Mismatch]:
     """A row's status against its own numbers, and the gate's against its rows."""
     for what, target, actual, status in gate.checks:
         held = _holds(target, actual)
@@ -201,7 +201,7 @@ def _holds(target: str, actual: str) -> bool | None:
     return {"<=": value <= bound, ">=": value >= bound, "<": value < bound, ">": value > bound}[limit[1]]
 
 
-def _of_correctness_gate(record: Run) -> Iterator[Disagreement]:
+def _of_correctness_gate(record: Run) -> Iterator[Mismatch]:
     if not isinstance(record, Record | BenchRecord) or record.gate_status("CORRECTNESS") != "PASS":
         return
     cells = {(row.shape, row.seed, row.variant) for _, side in record.sides() for row in side.correctness}
@@ -216,7 +216,7 @@ def _of_correctness_gate(record: Run) -> Iterator[Disagreement]:
         yield from _unless(same, "gates.CORRECTNESS.status", "PASS", "not passed (the sides ran other shapes or seeds)")
 
 
-def _of_speedups(record: Record) -> Iterator[Disagreement]:
+def _of_speedups(record: Record) -> Iterator[Mismatch]:
     stored = {(row.shape, row.cache) for row in record.speedups}
     for role, side in record.sides():
         timed = {(row.shape, row.cache) for row in side.timing}
@@ -234,7 +234,7 @@ def _of_speedups(record: Record) -> Iterator[Disagreement]:
     yield from _of_performance(record, judge(record.speedups, _required(record.speedups)))
 
 
-def _of_gated(rows: Sequence[SpeedupRow], field: str) -> Iterator[Disagreement]:
+def _of_gated(rows: Sequence[SpeedupRow], field: str) -> Iterator[Mismatch]:
     """Some warm row must decide, and all must ask for the same."""
     gated = [row.cache for row in rows if row.gated]
     yield from _unless(bool(gated) and set(gated) == {WARM}, f"{field}.gated", gated, "one or more, warm")
@@ -242,7 +242,7 @@ def _of_gated(rows: Sequence[SpeedupRow], field: str) -> Iterator[Disagreement]:
     yield from _unless(len(required) == 1, f"{field}.required", required, "one for all")
 
 
-def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagreement]:
+def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Mismatch]:
     try:
         now = speedup_row(
             record.baseline.timing,
@@ -255,7 +255,7 @@ def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagre
             gated=row.gated,
         )
     except ValueError as e:
-        yield Disagreement(where, f"{row.speedup}x", f"nothing: {e}")
+        yield Mismatch(where, f"{row.speedup}x", f"nothing: {e}")
         return
     for name in ("speedup", "ci_low", "ci_high", "noise_floor"):
         then, today = getattr(row, name), getattr(now, name)
@@ -266,13 +266,13 @@ def _of_speedup(record: Record, row: SpeedupRow, where: str) -> Iterator[Disagre
     yield from _of_verdict(row, where)
 
 
-def _of_verdict(row: SpeedupRow, where: str) -> Iterator[Disagreement]:
+def _of_verdict(row: SpeedupRow, where: str) -> Iterator[Mismatch]:
     """The verdict, from the row's own figures."""
     try:
         interval = Interval(row.speedup, row.ci_low, row.ci_high)
         now = verdict(interval, noise_floor=row.noise_floor, required=row.required)
     except ValueError as e:
-        yield Disagreement(where, row.verdict, f"nothing: {e}")
+        yield Mismatch(where, row.verdict, f"nothing: {e}")
         return
     yield from _unless(row.verdict == now, f"{where}.verdict", row.verdict, now)
 
@@ -281,17 +281,17 @@ def _required(rows: Sequence[SpeedupRow]) -> float | None:
     return rows[0].required or None
 
 
-def _of_performance(record: Record, now: GateResult) -> Iterator[Disagreement]:
+def _of_performance(record: Record, now: GateResult) -> Iterator[Mismatch]:
     then = next((gate for gate in record.gates if gate.gate == "PERFORMANCE"), None)
     if then is None:
-        yield Disagreement("gates", "no PERFORMANCE", now.status)
+        yield Mismatch("gates", "no PERFORMANCE", now.status)
         return
     for name in ("status", "summary", "reasons", "checks", "unchecked"):
         stored, recomputed = getattr(then, name), getattr(now, name)
         yield from _unless(stored == recomputed, f"gates.PERFORMANCE.{name}", stored, recomputed)
 
 
-def _of_quote(record: Record) -> Iterator[Disagreement]:
+def _of_quote(record: Record) -> Iterator[Mismatch]:
     if record.quoted is None:
         return
     rows = record.quoted.speedups
@@ -299,10 +299,10 @@ def _of_quote(record: Record) -> Iterator[Disagreement]:
         yield from _of_verdict(row, f"quoted.speedups[{i}] ({row.shape}, {row.cache} L2)")
     yield from _of_gated(rows, "quoted.speedups")
     if rows:
-        yield from _of_performance(record, quoted_performance(record.quoted, _required(rows)))
+        yield from _of_performance(record, build_cached_performance(record.quoted, _required(rows)))
 
 
-def _of_decision(record: Record) -> Iterator[Disagreement]:
+def _of_decision(record: Record) -> Iterator[Mismatch]:
     names = [gate.gate for gate in record.gates]
     whole = set(FIRST_GATES) <= set(names) and len(set(names)) == len(names)
     yield from _unless(whole or record.decision != "MERGE", "gates", names, f"{', '.join(FIRST_GATES)}, each once")
@@ -312,11 +312,11 @@ def _of_decision(record: Record) -> Iterator[Disagreement]:
     yield from _unless(record.reasons == reasons, "reasons", record.reasons, reasons)
 
 
-def _of_exam(record: Record) -> Iterator[Disagreement]:
+def _of_exam(record: Record) -> Iterator[Mismatch]:
     """What was asked, against the candidate's rows; which shapes and seeds the task had then is not known here."""
     exam = record.exam
     if exam is None:
-        yield Disagreement("exam", None, "what was asked")
+        yield Mismatch("exam", None, "what was asked")
         return
     complete = not exam.missing or (exam.complete and record.quoted is not None)
     yield from _unless(exam.complete == complete, "exam.complete", exam.complete, complete)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
-from greenfast.judge.cached_timing import Kept, completes, quote
+from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases, reuse_cached_timing
 from greenfast.judge.decision import decide
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates import evidence, performance
@@ -18,7 +18,7 @@ from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_si
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
-from greenfast.judge.record_schema import CorrectnessRow, Exam, GateResult, Quote, Record
+from greenfast.judge.record_schema import CachedTiming, CorrectnessRow, GateResult, PlanCoverage, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import validation_report
 from greenfast.judge.report.plots import save_plot
@@ -52,7 +52,7 @@ def validate(
     *,
     required: float | None = None,
     profile: bool = True,
-    kept: Sequence[Kept] = (),
+    kept: Sequence[StoredRecord] = (),
 ) -> Outcome:
     """Run the gates in order, decide, and write the artifacts.
 
@@ -66,11 +66,11 @@ def validate(
     run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
     timed = PerformanceOutcome()
     required = required or run.implementations[CANDIDATE].requirements.required_speedup
-    quoted: Quote | None = None
+    quoted: CachedTiming | None = None
 
     def untimed(reason: str) -> GateResult:
         nonlocal quoted
-        result, quoted = quote(run, kept, required, reason)
+        result, quoted = reuse_cached_timing(run, kept, required, reason)
         return result
 
     if run.until_correct(untimed):
@@ -78,7 +78,7 @@ def validate(
     if run.sides and len(run.sides) == len(run.variants):
         _evidence(run, profile)
     exam = _exam(run)
-    if quoted is not None and not exam.complete and completes(quoted, kept, request):
+    if quoted is not None and not exam.complete and covers_missing_cases(quoted, kept, request):
         exam = msgspec.structs.replace(exam, complete=True)
     decision, reasons = decide(run.gates, quoted, exam)
     record = Record(
@@ -105,14 +105,14 @@ def validate(
     return Outcome(record, folder, run.sides)
 
 
-def _exam(run: GateRun) -> Exam:
+def _exam(run: GateRun) -> PlanCoverage:
     """Summarise the check plan for the record."""
     plan = run.request.check_plan
     if plan is None:
-        return Exam(seed=None, complete=False, missing=["some of the task's cases"])
+        return PlanCoverage(seed=None, complete=False, missing=["some of the task's cases"])
     random_shapes = {shape.name: dict(shape.dims) for shape in plan.random_shapes}
     missing = [*plan.missing, *_report_constant_inputs(run.correctness.rows.get(CANDIDATE, []))]
-    return Exam(seed=plan.seed, drawn=random_shapes, complete=not missing, missing=missing)
+    return PlanCoverage(seed=plan.seed, drawn=random_shapes, complete=not missing, missing=missing)
 
 
 def _report_constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:

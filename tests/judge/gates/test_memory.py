@@ -12,7 +12,7 @@ from greenfast.cli.console import UNCHECKED, decision_code
 from greenfast.device import memory_check
 from greenfast.judge.decision import decide
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record_schema import GATES, Exam, GateResult, Record
+from greenfast.judge.record_schema import GATES, GateResult, PlanCoverage, Record
 from greenfast.judge.request import add_check_plan
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import doubling
@@ -111,7 +111,7 @@ def test_a_check_that_was_not_done_is_not_a_merge(monkeypatch: pytest.MonkeyPatc
     assert gate.status == "PASS"
     assert [line.partition(":")[0] for line in gate.unchecked] == ["good", "slow"]
     assert "this device has no virtual memory management" in gate.unchecked[1]
-    whole = Exam(seed=1, drawn={"a": {}}, complete=True, missing=[])
+    whole = PlanCoverage(seed=1, drawn={"a": {}}, complete=True, missing=[])
     decision, reasons = decide(record.gates, None, whole)
     assert decision == "UNCHECKED"
     assert any("slow: neither the check on the emulator" in reason for reason in reasons)

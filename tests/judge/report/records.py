@@ -9,12 +9,12 @@ import numpy as np
 
 from greenfast.judge.record_schema import (
     Build,
+    CachedTiming,
     CorrectnessRow,
     ErrorStats,
     GateResult,
     GitState,
     ParityRow,
-    Quote,
     Record,
     Side,
     SpeedupRow,
@@ -194,7 +194,7 @@ def quoting_record(**changes: Any) -> Record:
     """The same comparison on an emulator, which quotes what the H100 measured."""
     measured = record()
     assert measured.device is not None
-    quoted = Quote(
+    quoted = CachedTiming(
         path="evidence/h100/stage2/record.json",
         sha256="ab" * 32,
         created=measured.created,

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from greenfast.judge.record_schema import Record, SpeedupRow
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.speedups import quoted_from
+from greenfast.judge.report.speedups import describe_source
 from greenfast.spec.freshness import STALE, Freshness
 
 _HEADER = (
@@ -143,7 +143,7 @@ def _find_speedup(record: Record, shape: str) -> SpeedupRow | None:
 def _verdict_cell(record: Record, row: SpeedupRow | None) -> str:
     if row is None:
         return "PENDING"
-    return f"{row.verdict}, {quoted_from(record.quoted)}" if record.quoted else row.verdict
+    return f"{row.verdict}, {describe_source(record.quoted)}" if record.quoted else row.verdict
 
 
 def _speedup_cells(record: Record, row: SpeedupRow) -> list[str]:

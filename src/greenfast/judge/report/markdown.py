@@ -15,7 +15,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
-from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_line, speedup_table
+from greenfast.judge.report.speedups import cached_section, describe_source, speedup_line, speedup_table
 from greenfast.spec.facts import Resources
 from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
@@ -147,7 +147,7 @@ def _correctness_line(record: Record) -> str:
 def _performance_line(record: Record) -> str:
     if record.quoted is not None:
         rows = facts.deciding_speedups(record.quoted.speedups)
-        return f"not measured here, {quoted_from(record.quoted)}: {speedup_line(rows)}"
+        return f"not measured here, {describe_source(record.quoted)}: {speedup_line(rows)}"
     rows = facts.deciding_speedups(record.speedups)
     return speedup_line(rows) or facts.gate_line(record, "PERFORMANCE")
 
@@ -238,7 +238,7 @@ def _parity(record: Record) -> str:
 
 def _performance(record: Record, plot: str | None) -> str:
     if record.quoted is not None:
-        return f"{formatting.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{quoted_section(record.quoted)}"
+        return f"{formatting.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{cached_section(record.quoted)}"
     parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
     return "\n\n".join(parts) if parts else formatting.without_html(facts.gate_line(record, "PERFORMANCE"))
 

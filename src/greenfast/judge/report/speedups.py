@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from greenfast.judge.record_schema import Quote, SpeedupRow
+from greenfast.judge.record_schema import CachedTiming, SpeedupRow
 from greenfast.judge.report import formatting
 
 
@@ -37,16 +37,16 @@ def speedup_line(rows: Sequence[SpeedupRow]) -> str:
     )
 
 
-def quoted_from(quote: Quote) -> str:
+def describe_source(quote: CachedTiming) -> str:
     """Device, day and commit of what is quoted."""
     sha = quote.git.sha if quote.git.sha == "unknown" else quote.git.sha[:10]
     return f"quoted from {quote.device.name}, {quote.created[:10]}, commit {sha}{' (dirty)' if quote.git.dirty else ''}"
 
 
-def quoted_section(quote: Quote) -> str:
+def cached_section(quote: CachedTiming) -> str:
     """The speedups of another run, under a heading that says so."""
     return (
-        f"### Not measured in this run: {formatting.without_html(quoted_from(quote))}\n\n"
+        f"### Not measured in this run: {formatting.without_html(describe_source(quote))}\n\n"
         "Nothing was timed here. These are the speedups of a kept record of the same kernels (equal hashes, compiler "
         "and options), on the same inputs, with the verdicts against what is required here:\n\n"
         f"{speedup_table(quote.speedups)}\n\n"

@@ -22,7 +22,7 @@ from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.report.markdown import sections
 from greenfast.judge.report.plots import MAX_PANELS
-from greenfast.judge.report.speedups import quoted_from, quoted_section, speedup_table
+from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.report.webpage import charts, listing, roofline
 from greenfast.judge.report.webpage.limits import limits
 from greenfast.judge.report.webpage.listing import HotCode
@@ -97,7 +97,7 @@ def _result_sections(record: AnyRecord, data: PageData) -> list[Section]:
 def _claims(record: Record) -> list[str]:
     """Return the claims of a comparison: speedups with intervals, correctness, and the reasons against a merge."""
     rows = facts.deciding_speedups(get_speedups(record))
-    claims = [f"Not measured in this run, {quoted_from(record.quoted)}:"] if record.quoted else []
+    claims = [f"Not measured in this run, {describe_source(record.quoted)}:"] if record.quoted else []
     for row in rows:
         requirement = f" ({formatting.requirement(row.required)} required)" if row.required else ""
         claims.append(
@@ -172,7 +172,7 @@ def _speedups(record: Record) -> list[Markup]:
         "noise floor (the speedup between identical kernels in this run), the green line is the requirement.",
     )
     if record.quoted:
-        return [shown, markdown(quoted_section(record.quoted))]
+        return [shown, markdown(cached_section(record.quoted))]
     return [shown, markdown(speedup_table(rows)), fold("all timings", [_timings(record)])]
 
 
