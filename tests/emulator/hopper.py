@@ -72,7 +72,7 @@ __device__ __forceinline__ u64 descriptor(const void* p, u32 leading, u32 stride
 
 
 def wgmma(name: str, n: int, shape: str, types: str, *, from_registers: bool = False, tail: str = ", 1, 1") -> str:
-    """A C++ function ``name(d, a, b, scale_d)`` around one wgmma; ``tail``: the immediates behind scale-d."""
+    """Return a C++ function ``name(d, a, b, scale_d)`` around one wgmma; ``tail``: the immediates after scale-d."""
     kind, letter = ("int", "r") if types.startswith("s32") else ("float", "f")
     count = n // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -92,7 +92,7 @@ def wgmma(name: str, n: int, shape: str, types: str, *, from_registers: bool = F
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel and what it is launched on."""
+    """A kernel and its launch."""
 
     kernel: KernelSource
     plan: Launch

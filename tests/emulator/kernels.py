@@ -20,7 +20,7 @@ TARGET = Target("sm_89")
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel and what it is launched on."""
+    """A kernel and its launch."""
 
     kernel: KernelSource
     plan: Launch

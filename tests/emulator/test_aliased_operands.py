@@ -1,7 +1,7 @@
-"""Every form with a result in the place of a source: the same as with registers of its own.
+"""Each form with a result register that is also a source: the result must equal that with separate registers.
 
-The instructions come from the table of forms, so a new form is tried with no change here. All operands are registers of
-64 bits (the emulator reads the low bits of one that is wider than its type), unless PATTERNS says otherwise.
+The instructions come from the table of forms, so new forms are included automatically. All operands are 64-bit
+registers, unless PATTERNS defines others (the emulator reads the low bits of a register wider than its type).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_RESULT = {
     ),
     *("pmevent", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "bar", "barrier"),
 }
-#: Their results are the accumulators, which are sources by design, and what is under way may not be read: hopper.py.
+#: The results are the accumulators, which are sources by design; reads in flight are tested in hopper.py.
 IN_PLACE = {"wgmma"}
 #: Operands of opcodes: D a result, S a source, A an address, numbers as they are, L a literal.
 PATTERNS = {
@@ -81,7 +81,7 @@ mad.lo.u64 %x, %t, 320, %x; mad.lo.u64 %z, %t, 64, %z; mad.lo.u64 %y, %t, STRIDE
 
 
 def written(name: str, form: str) -> Iterator[tuple[str, ...]]:
-    """Some ways to write a form: with the first and with the last of its words, without and with what is optional."""
+    """Yield some spellings of a form: with the first and the last of its words, without and with optional parts."""
     groups = parse_groups(form)
     yield tuple(g.words[0] for g in groups if not g.optional)
     yield tuple(g.words[-1] for g in groups)
@@ -133,17 +133,17 @@ def fragments_of(name: str, parts: tuple[str, ...]) -> str:
 
 def patterns(name: str, parts: tuple[str, ...]) -> tuple[str, ...]:
     """The operands that an opcode may have."""
-    found = vectors(name, parts)
-    if found is None:
-        found = PATTERNS.get(name)
-    if found is None:
-        least, most = count_operands(name, parts)
-        found = tuple("D" + " S" * (count - 1) for count in range(least, most + 1))
-    return tuple(f"{p} S" for p in found) if "L2:cache_hint" in parts else found
+    result = vectors(name, parts)
+    if result is None:
+        result = PATTERNS.get(name)
+    if result is None:
+        least, limit = count_operands(name, parts)
+        result = tuple("D" + " S" * (count - 1) for count in range(least, limit + 1))
+    return tuple(f"{p} S" for p in result) if "L2:cache_hint" in parts else result
 
 
 def spelled(name: str, parts: tuple[str, ...], pattern: str, source: dict[int, str], base: str) -> tuple[str, int, int]:
-    """A statement, the numbers of its results and of its sources; ``source``: registers to use for some of these."""
+    """Return a statement with the numbers of its results and sources; ``source``: registers for some of these."""
     results, sources = itertools.count(), itertools.count()
     count = [0, 0]
 
@@ -214,7 +214,7 @@ def cleaned(name: str) -> list[str]:
 
 
 def variants(name: str, parts: tuple[str, ...], pattern: str) -> Iterator[tuple[list[str], list[str], str]]:
-    """(statements of their own registers, statements with a result for a source, what was done) pairs."""
+    """Yield (statements with separate registers, statements with a result as a source, description)."""
     plain, results, sources = spelled(name, parts, pattern, {}, "%a")
     chosen = [(d, s) for d in range(results) for s in range(sources)]
     if len(chosen) > 6:  # of matrices the first and the last ones
@@ -235,11 +235,11 @@ def variants(name: str, parts: tuple[str, ...], pattern: str) -> Iterator[tuple[
 
 
 def tried(name: str) -> tuple[list[tuple[list[str], list[str], str, int]], list[str]]:
-    """Everything to be tried of an opcode, and the forms of which nothing could be written."""
-    found: list[tuple[list[str], list[str], str, int]] = []
+    """Return all cases of an opcode, and the forms without a case."""
+    result: list[tuple[list[str], list[str], str, int]] = []
     left = []
     for form in FORMS[name]:
-        before = len(found)
+        before = len(result)
         for parts in dict.fromkeys(written(name, form)):
             if name == "wmma" and parts[0] == "store":
                 continue
@@ -253,14 +253,14 @@ def tried(name: str) -> tuple[list[tuple[list[str], list[str], str, int]], list[
                 except (AssertionError, StopIteration):
                     continue
                 if accepted(statement):
-                    found += [(*v, results) for v in variants(name, parts, pattern)]
-        if len(found) == before:
+                    result += [(*v, results) for v in variants(name, parts, pattern)]
+        if len(result) == before:
             left.append(form)
-    return found, left
+    return result, left
 
 
 NAMES = [name for name in FORMS if name not in NO_RESULT | IN_PLACE]
-#: Forms without any source but what is fixed.
+#: Forms with only constant sources.
 NOTHING_TO_ALIAS = {"activemask", "elect"}
 PER_KERNEL = 120
 
@@ -277,24 +277,24 @@ def test_a_result_in_the_place_of_a_source(name: str) -> None:
 
 
 def check(name: str, cases: list[tuple[list[str], list[str], str, int]]) -> None:
-    """Run pairs of statements and compare what they leave."""
-    lines, at, places = [], 0, []
+    """Run pairs of statements and compare their results."""
+    lines, index, places = [], 0, []
     for base, other, _, results in cases:
-        places.append((at, results))
+        places.append((index, results))
         for statements in (base, other):
             lines += [
                 *statements,
-                *(f"st.global.b64 [%y+{at + 8 * n}], %d{n};" for n in range(results)),
+                *(f"st.global.b64 [%y+{index + 8 * n}], %d{n};" for n in range(results)),
                 *cleaned(name),
             ]
-            at += 8 * results
+            index += 8 * results
     loads = [f"ld.global.b64 %v{n}, [%x+{8 * n}];" for n in range(40)]
-    text = HEAD.replace("STRIDE", str(at)) + "\n".join([*loads, *lines]) + "\nret;\n}\n"
+    text = HEAD.replace("STRIDE", str(index)) + "\n".join([*loads, *lines]) + "\nret;\n}\n"
     rng = np.random.default_rng(1)
     x = rng.integers(0, 2**63, (32, 40), np.uint64) * np.uint64(2) + np.uint64(1)
     x[::3] %= np.uint64(7)  # amounts of shifts, positions, equal numbers
     inputs: dict[str, Any] = {"x": x, "z": rng.integers(0, 250, (32, 64), np.uint8)}
-    outputs = {"y": OutputSpec((32, at // 8), "uint64"), "z": OutputSpec((32, 64), "uint8")}
+    outputs = {"y": OutputSpec((32, index // 8), "uint64"), "z": OutputSpec((32, 64), "uint8")}
     threads = 4 if name == "atom" else 32  # which take their turns one by one
     result = run_grid(text, "k", (threads, 1, 1), 0, Launch((1, 1, 1), ("x", "y", "z")), inputs, outputs)
     y = result.outputs["y"][:threads]

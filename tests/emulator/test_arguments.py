@@ -1,4 +1,4 @@
-"""Kernel arguments in words: what they make, and what is said of those that make nothing."""
+"""Kernel arguments as text: parsed values, and errors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from greenfast.spec.problem import OutputSpec
     ],
 )
 def test_a_number_is_of_its_type(text: str, value: np.number) -> None:
-    (found,) = read_arguments([text], 0).launch
-    assert found == value
-    assert type(found) is type(value)
+    (result,) = read_arguments([text], 0).launch
+    assert result == value
+    assert type(result) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_a_number_is_of_its_type(text: str, value: np.number) -> None:
 )
 def test_a_buffer_is_filled_as_it_says(spec: str, expected: np.ndarray) -> None:
     for role in ("in", "inout"):
-        found = read_arguments([f"{role}:x={spec}"], 0)
-        assert found.launch == ["x"]
-        assert found.inputs["x"].dtype == expected.dtype
-        assert np.array_equal(found.inputs["x"], expected)
-        assert found.outputs == ({"x": OutputSpec(expected.shape, expected.dtype.name)} if role == "inout" else {})
+        result = read_arguments([f"{role}:x={spec}"], 0)
+        assert result.launch == ["x"]
+        assert result.inputs["x"].dtype == expected.dtype
+        assert np.array_equal(result.inputs["x"], expected)
+        assert result.outputs == ({"x": OutputSpec(expected.shape, expected.dtype.name)} if role == "inout" else {})
 
 
 def test_random_elements_are_of_the_seed_and_the_name_alone() -> None:
@@ -70,20 +70,20 @@ def test_random_elements_are_of_the_seed_and_the_name_alone() -> None:
 def test_a_buffer_comes_from_a_file(tmp_path: Path) -> None:
     data = np.arange(6, dtype=">f4").reshape(2, 3).T  # of another byte order, columns first
     np.save(tmp_path / "x.npy", data)
-    found = read_arguments([f"in:x={tmp_path / 'x.npy'}"], 0).inputs["x"]
-    assert np.array_equal(found, data)
-    assert found.dtype == np.float32
-    assert found.flags.c_contiguous
+    result = read_arguments([f"in:x={tmp_path / 'x.npy'}"], 0).inputs["x"]
+    assert np.array_equal(result, data)
+    assert result.dtype == np.float32
+    assert result.flags.c_contiguous
 
 
 def test_a_buffer_is_passed_again_by_its_name() -> None:
-    found = read_arguments(["inout:x=f32[4]:ones", "x", "out:y=f32[4]"], 0)
-    assert found.launch == ["x", "x", "y"]
-    assert set(found.inputs) == {"x"}
+    result = read_arguments(["inout:x=f32[4]:ones", "x", "out:y=f32[4]"], 0)
+    assert result.launch == ["x", "x", "y"]
+    assert set(result.inputs) == {"x"}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("128", "allowed are TYPE:NUMBER, in:NAME=..., out:NAME=..., inout:NAME=..., the NAME of a buffer"),
         ("x", "the NAME of a buffer given before"),
@@ -114,11 +114,11 @@ def test_a_buffer_is_passed_again_by_its_name() -> None:
         ("in:x=no.npy", "no.npy: No such file or directory"),
     ],
 )
-def test_what_makes_no_argument_is_named(text: str, said: str) -> None:
+def test_what_makes_no_argument_is_named(text: str, message: str) -> None:
     with pytest.raises(UsageError) as e:
         read_arguments([text], 0)
     assert str(e.value).startswith(f"--arg {text!r}: ")
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -142,14 +142,14 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
 
 def test_tensor_maps_over_buffers() -> None:
     texts = ["map:x[4,32]:64", "struct:i32=5,map=x[8,32]", "in:p=struct:x,map=x[1,4]"]
-    found = read_arguments(texts, 0, ["in:x=f32[8,32]:zeros"])
-    assert found.launch[0] == TensorMap("x", "float32", (8, 32), (128, 4), (4, 32), 64)
-    assert [start for start, _ in maps_of(found.launch[1])] == [64]
-    assert (found.inputs["p"].nbytes, pointers_of(found.structs["p"])) == (192, ((0, "x"),))
+    result = read_arguments(texts, 0, ["in:x=f32[8,32]:zeros"])
+    assert result.launch[0] == TensorMap("x", "float32", (8, 32), (128, 4), (4, 32), 64)
+    assert [start for start, _ in maps_of(result.launch[1])] == [64]
+    assert (result.inputs["p"].nbytes, pointers_of(result.structs["p"])) == (192, ((0, "x"),))
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("map:z[4]", "'z', which is not a buffer given before"),
         ("map:x[4]", "a box of 1 dimensions, 'x' has 2"),
@@ -157,8 +157,8 @@ def test_tensor_maps_over_buffers() -> None:
         ("out:p=struct:map=x[1,4]", "a struct in global memory is an input; give in:p"),
     ],
 )
-def test_wrong_tensor_maps(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_wrong_tensor_maps(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         read_arguments([text], 0, ["in:x=f32[8,32]:zeros"])
     with pytest.raises(UsageError, match="--buffer 'i32:4': allowed are in:NAME="):
         read_arguments([], 0, ["i32:4"])

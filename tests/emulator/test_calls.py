@@ -37,7 +37,7 @@ def test_functions_with_arguments_and_results() -> None:
     y[256 + t] = -7; keep(y + 256 + t, t % 3 ? plain(t) : -1);
     y[320 + t] = summed(t) + summed(1); y[384 + t] = wide(t, t & 1, 1ull << 33) / 1024.0;
     """
-    found = run(body, {}, {"y": (448, "float32")}, parameters="float* y", args=("y",), threads=64, before=BEFORE)
+    result = run(body, {}, {"y": (448, "float32")}, parameters="float* y", args=("y",), threads=64, before=BEFORE)
     t = np.arange(64)
     expected = np.concatenate(
         [
@@ -50,7 +50,7 @@ def test_functions_with_arguments_and_results() -> None:
             np.where(t & 1, 2**33 + t, t) / 1024,
         ]
     )
-    assert np.array_equal(found.outputs["y"], expected.astype(np.float32))
+    assert np.array_equal(result.outputs["y"], expected.astype(np.float32))
 
 
 def test_pointers_to_functions_and_virtual_functions() -> None:
@@ -59,7 +59,7 @@ def test_pointers_to_functions_and_virtual_functions() -> None:
     int t = threadIdx.x; y[t] = table[(t + n) % 3](t);
     V v; W w; v.k = 100; w.k = 2; V* p = (t + n) % 2 ? &v : (V*)&w; y[64 + t] = p->f(t);
     """
-    found = run(
+    result = run(
         body,
         {},
         {"y": (128, "float32")},
@@ -70,8 +70,8 @@ def test_pointers_to_functions_and_virtual_functions() -> None:
     ).outputs["y"]
     t = np.arange(64)
     square = t * t + 1
-    assert np.array_equal(found[:64], np.where((t + 1) % 3 == 1, square - 3, square))
-    assert np.array_equal(found[64:], np.where((t + 1) % 2, t + 100, (square - 3) * 2))
+    assert np.array_equal(result[:64], np.where((t + 1) % 3 == 1, square - 3, square))
+    assert np.array_equal(result[64:], np.where((t + 1) % 2, t + 100, (square - 3) * 2))
 
 
 def test_a_pointer_to_no_function_is_a_fault() -> None:
@@ -140,11 +140,11 @@ def test_branches_by_table() -> None:
 
 def test_a_large_switch_of_the_compiler() -> None:
     cases = " ".join(f"case {n}: v = v * {n + 2} + {n * n}; break;" for n in range(24))
-    found = run(
+    result = run(
         f"int v = threadIdx.x; switch (x[threadIdx.x]) {{ {cases} default: v = -1; }} y[threadIdx.x] = v;",
         {"x": np.arange(32, dtype=np.int32)},
         {"y": (32, "int32")},
         parameters="const int* x, int* y",
         args=("x", "y"),
     ).outputs["y"]
-    assert found.tolist() == [t * (t + 2) + t * t for t in range(24)] + [-1] * 8
+    assert result.tolist() == [t * (t + 2) + t * t for t in range(24)] + [-1] * 8

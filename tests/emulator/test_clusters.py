@@ -38,7 +38,7 @@ __device__ __forceinline__ u32 map(u32 address, u32 rank) {
 
 
 def test_special_registers() -> None:
-    found = run(
+    result = run(
         "if (threadIdx.x < 8) y[(blockIdx.x + gridDim.x * blockIdx.y) * 8 + threadIdx.x] = special(threadIdx.x);",
         {},
         {"y": ((6, 4, 8), "uint32")},
@@ -52,7 +52,7 @@ def test_special_registers() -> None:
     for y in range(6):
         for x in range(4):
             expected = [x % 2 + 2 * (y % 3), 6, x // 2, y // 3, x % 2, y % 3, 2, 2]
-            assert found[y, x].tolist() == expected
+            assert result[y, x].tolist() == expected
 
 
 @pytest.mark.parametrize("how", ["mapped", "generic", "cooperative groups"])
@@ -73,7 +73,7 @@ def test_blocks_read_and_write_each_other(how: str) -> None:
         "atomicAdd(c.map_shared_rank(&count, 0), 1);",
     }[how]
     wait = "cooperative_groups::this_cluster().sync();" if how.startswith("coop") else "sync();"
-    found = run(
+    result = run(
         f"__shared__ u32 tile[64], given[64], count; u32 t = threadIdx.x, r = special(0); "
         f"tile[t] = blockIdx.x * 100 + t; if (t == 0) count = 0; {wait} {access} {wait} "
         "y[blockIdx.x * 64 + t] = given[t]; if (t == 0) z[blockIdx.x] = count;",
@@ -87,15 +87,15 @@ def test_blocks_read_and_write_each_other(how: str) -> None:
         threads=64,
     ).outputs
     t = np.arange(64)
-    # What a block holds was written by its right neighbour, which read its own right neighbour's tile.
+    # Each block holds data from its right neighbour, which read the tile of its own right neighbour.
     expected = [[2 * ((b // 4 * 4 + (b + 2) % 4) * 100 + n) for n in t] for b in range(8)]
-    assert found["y"].tolist() == expected
-    assert found["z"].tolist() == [256, 0, 0, 0] * 2
+    assert result["y"].tolist() == expected
+    assert result["z"].tolist() == [256, 0, 0, 0] * 2
 
 
 def test_the_barrier_of_a_cluster_orders_its_blocks() -> None:
-    """What a block wrote to global and to its own shared memory before the barrier, others read behind it."""
-    found = run(
+    """Other blocks read global and shared memory that a block wrote before the barrier."""
+    result = run(
         "__shared__ u32 s[32]; u32 t = threadIdx.x, r = special(0), v = 0; "
         "for (int n = 0; n < 3; ++n) { s[t] = n + r; z[blockIdx.x * 32 + t] = 5 * r + n; sync(); "
         'u32 w; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w) : "r"(map(at(s + t), r ^ 1)) : "memory"); '
@@ -109,11 +109,11 @@ def test_the_barrier_of_a_cluster_orders_its_blocks() -> None:
         cluster=(2, 1, 1),
         threads=32,
     ).outputs["y"]
-    assert found.tolist() == [[152637] * 32, [1122] * 32] * 2
+    assert result.tolist() == [[152637] * 32, [1122] * 32] * 2
 
 
 def test_getctarank() -> None:
-    found = run(
+    result = run(
         "__shared__ u32 s; u32 r; u64 g; "
         'asm volatile("getctarank.shared::cluster.u32 %0, %1;" : "=r"(r) : "r"(map(at(&s), threadIdx.x % 2))); '
         'asm volatile("mapa.u64 %0, %1, %2;" : "=l"(g) : "l"(&s), "r"((threadIdx.x + 1) % 2)); '
@@ -129,12 +129,12 @@ def test_getctarank() -> None:
         cluster=(2, 1, 1),
         threads=32,
     ).outputs["y"]
-    assert found.tolist() == [[t % 2 * 100 + (t + 1) % 2 * 10 + b for t in range(32)] for b in range(2)]
+    assert result.tolist() == [[t % 2 * 100 + (t + 1) % 2 * 10 + b for t in range(32)] for b in range(2)]
 
 
 def test_arrivals_at_the_mbarrier_of_another_block() -> None:
     """Block 0 waits for all threads of the cluster at its own mbarrier."""
-    found = run(
+    result = run(
         "__shared__ __align__(8) u64 bar; __shared__ u32 data[4]; u32 r = special(0); "
         "if (threadIdx.x == 0) { init(&bar, 3 * 32); init_fence(); } sync(); "
         "if (r) { if (threadIdx.x == 0) "
@@ -153,13 +153,13 @@ def test_arrivals_at_the_mbarrier_of_another_block() -> None:
         cluster=(4, 1, 1),
         threads=32,
     ).outputs["y"]
-    assert found.tolist() == [7, 14, 21]
+    assert result.tolist() == [7, 14, 21]
 
 
 def test_a_tile_for_several_blocks() -> None:
     """Each block fetches a quarter of a tile for all: a multicast lands, and counts, in each block of its mask."""
     x = np.arange(64 * 16, dtype=np.uint32).reshape(64, 16)
-    found = run(
+    result = run(
         "extern __shared__ __align__(128) u32 tile[]; __shared__ __align__(8) u64 bar; u32 r = special(0); "
         "if (threadIdx.x == 0) { init(&bar, 1); init_fence(); expect(&bar, 64 * 16 * 4 / 2); } sync(); "
         "if (threadIdx.x == 0) { unsigned short mask = 5u << (r & 1); "
@@ -180,7 +180,7 @@ def test_a_tile_for_several_blocks() -> None:
     ).outputs["y"]
     quarters = x.reshape(4, 256)
     for r in range(4):
-        assert np.array_equal(found[r], np.concatenate([quarters[r % 2], quarters[r % 2 + 2]]))
+        assert np.array_equal(result[r], np.concatenate([quarters[r % 2], quarters[r % 2 + 2]]))
 
 
 STORES = (
@@ -194,7 +194,7 @@ STORES = (
 
 @pytest.mark.parametrize("seed", range(3))
 def test_asynchronous_stores(seed: int) -> None:
-    found = run(
+    result = run(
         STORES
         + "wait(&bar, 0); for (int n = 0; n < 4; ++n) y[blockIdx.x * 128 + 4 * t + n] = data[4 * t + n]; sync();",
         {},
@@ -209,11 +209,11 @@ def test_asynchronous_stores(seed: int) -> None:
     ).outputs["y"]
     for b in range(4):
         other = b ^ 1
-        assert found[b].tolist() == [[t, other % 2 * 1000 + t, 7, other] for t in range(32)]
+        assert result[b].tolist() == [[t, other % 2 * 1000 + t, 7, other] for t in range(32)]
 
 
 @pytest.mark.parametrize(
-    ("body", "cluster", "says"),
+    ("body", "cluster", "message"),
     [
         (STORES + "y[t] = data[4 * t]; wait(&bar, 0); sync();", 2, "that an asynchronous copy has not delivered"),
         ("map(0, 2);", 2, "mapa to block 2 of a cluster of 2 blocks"),
@@ -228,8 +228,8 @@ def test_asynchronous_stores(seed: int) -> None:
         ('asm volatile("barrier.cluster.arrive;\\nbarrier.cluster.arrive;");', 2, "second arrival at the cluster"),
     ],
 )  # fmt: skip
-def test_what_clusters_must_not_do(body: str, cluster: int, says: str) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_what_clusters_must_not_do(body: str, cluster: int, message: str) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         run(
             body,
             {},
@@ -266,8 +266,8 @@ def test_the_launch_may_say_the_cluster() -> None:
     )
     ptx = to_ptx(asked.kernel, HOPPER, assemble=False)
     plan = replace(asked.plan, cluster=(2, 1, 1))
-    found = run_grid(ptx, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)
-    assert found.outputs["y"].tolist() == [20, 21, 20, 21]
+    result = run_grid(ptx, "k", (32, 1, 1), 0, plan, {}, asked.case.outputs)
+    assert result.outputs["y"].tolist() == [20, 21, 20, 21]
     own = ptx.replace(")\n{", ")\n.reqnctapercluster 4\n{", 1)
     assert run_grid(own, "k", (32, 1, 1), 0, asked.plan, {}, asked.case.outputs).outputs["y"].tolist() == [
         40,
@@ -343,9 +343,9 @@ sync();
 
 
 def test_a_ring_between_two_blocks() -> None:
-    """What a block arrives at before another one waits for it is ordered before what that one does then."""
+    """An arrival before another block's wait orders earlier accesses before later ones."""
     how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
     expected = [[100 * k + 63 - t for t in range(64)] for k in range(6)]
     for seed in range(3):
-        found = run(_RING, {}, {"y": ((6, 64), "uint32")}, seed=seed, **how).outputs["y"]
-        assert found.tolist() == expected
+        result = run(_RING, {}, {"y": ((6, 64), "uint32")}, seed=seed, **how).outputs["y"]
+        assert result.tolist() == expected

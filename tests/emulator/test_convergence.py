@@ -1,4 +1,4 @@
-"""What threads do together: barriers that others have left, groups of a warp, accesses to several memories."""
+"""Collective execution: barriers with ended threads, groups of a warp, accesses to several memories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = np.arange(64, dtype=np.float32)
 
 
 def output(body: str, *, threads: int = 64, seed: int = 0, before: str = "") -> np.ndarray:
-    """What a kernel makes of 64 floats."""
+    """Return the 64 floats that a kernel computes from 64 floats."""
     signature: dict[str, Any] = {"parameters": "const float* x, float* y, int n", "args": ("x", "y", np.int32(40))}
     return run(body, {"x": X}, {"y": (64, "float32")}, threads=threads, seed=seed, before=before, **signature).outputs[
         "y"
@@ -54,10 +54,10 @@ def test_a_barrier_is_released_by_threads_that_end_while_others_wait() -> None:
     else if (threadIdx.x < 48) y[threadIdx.x] = 7;
     else { __syncthreads(); y[threadIdx.x] = s[threadIdx.x] + 2; }"""
     for seed in range(4):
-        found = output(body, seed=seed)
-        assert (found[:32] == X[:32] + 1).all()
-        assert (found[32:48] == 7).all()
-        assert (found[48:] == X[48:] + 2).all()
+        result = output(body, seed=seed)
+        assert (result[:32] == X[:32] + 1).all()
+        assert (result[32:48] == 7).all()
+        assert (result[48:] == X[48:] + 2).all()
 
 
 def test_a_warp_without_all_of_its_threads_counts_whole_at_a_named_barrier() -> None:
@@ -97,9 +97,9 @@ def test_two_branches_meet_at_syncwarp() -> None:
       y[t] = s[t + 1];
     }"""
     even, odd = X[:32:2], X[1:32:2]
-    found = output(body, threads=32)
-    assert (found[:32:2] == odd).all()
-    assert (found[1:32:2] == -even).all()
+    result = output(body, threads=32)
+    assert (result[:32:2] == odd).all()
+    assert (result[1:32:2] == -even).all()
 
 
 def test_halves_of_a_warp_synchronize_by_themselves() -> None:
@@ -145,10 +145,10 @@ def test_threads_of_one_access_point_to_different_memories(seed: int) -> None:
         threads=64,
         seed=seed,
     ).outputs["y"]
-    place = np.arange(64)
-    kept = np.where(place % 3 == 0, X + 100, X + 300)
-    expected = np.where(place % 2, kept, X) + 1
-    assert (result == np.where(place % 3 == 2, 0, expected)).all()
+    location = np.arange(64)
+    saved = np.where(location % 3 == 0, X + 100, X + 300)
+    expected = np.where(location % 2, saved, X) + 1
+    assert (result == np.where(location % 3 == 2, 0, expected)).all()
 
 
 def test_atomics_on_different_memories() -> None:
@@ -159,8 +159,8 @@ def test_atomics_on_different_memories() -> None:
     __syncthreads();
     if (threadIdx.x < 2) y[1 + threadIdx.x] = s[threadIdx.x];"""
     arguments: dict[str, Any] = {"parameters": "float* y", "args": ("y",), "threads": 64}
-    found = run(body, {"y": np.zeros(4, np.float32)}, {"y": (4, "float32")}, **arguments).outputs["y"]
-    assert found.tolist() == [32, 16, 16, 0]
+    result = run(body, {"y": np.zeros(4, np.float32)}, {"y": (4, "float32")}, **arguments).outputs["y"]
+    assert result.tolist() == [32, 16, 16, 0]
 
 
 def test_matrices_at_a_generic_address() -> None:
@@ -173,8 +173,8 @@ def test_matrices_at_a_generic_address() -> None:
     asm volatile("stmatrix.sync.aligned.m8n8.x1.b16 [%0], {%1};" :: "l"(t + row), "r"(r) : "memory");
     __syncthreads();
     for (int i = threadIdx.x; i < 64; i += 32) y[i] = t[i];"""
-    found = run_hopper(body, {}, {"y": ((8, 8), "int32")}, parameters="int* y", args=("y",), threads=32).outputs["y"]
-    assert (found == np.arange(64).reshape(8, 8).T).all()
+    result = run_hopper(body, {}, {"y": ((8, 8), "int32")}, parameters="int* y", args=("y",), threads=32).outputs["y"]
+    assert (result == np.arange(64).reshape(8, 8).T).all()
 
 
 # ---- copies and mbarriers -------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ if (threadIdx.x == 0) { bulk_store(y + 128 * blockIdx.x, s, bytes); store_commit
 def test_the_size_of_a_bulk_copy_differs_between_blocks(seed: int) -> None:
     x = np.random.default_rng(0).integers(0, 256, (7, 128)).astype(np.uint8)
     arguments: dict[str, Any] = {"parameters": "const u8* x, u8* y", "args": ("x", "y"), "dynamic": 128, "blocks": 7}
-    found = run_hopper(LONG, {"x": x}, {"y": (x.shape, "uint8")}, threads=64, seed=seed, **arguments)
+    result = run_hopper(LONG, {"x": x}, {"y": (x.shape, "uint8")}, threads=64, seed=seed, **arguments)
     for n in range(7):
         size = 16 * (1 + n % 5)
-        assert (found.outputs["y"][n, :size] == x[n, :size]).all()
-        assert (found.outputs["y"][n, size:] == 0xFF).all()
+        assert (result.outputs["y"][n, :size] == x[n, :size]).all()
+        assert (result.outputs["y"][n, size:] == 0xFF).all()
 
 
 def test_the_tensor_map_differs_between_blocks_and_between_warps() -> None:
@@ -220,7 +220,7 @@ def test_the_tensor_map_differs_between_blocks_and_between_warps() -> None:
     __syncwarp();
     wait(&bar[w], 0);
     for (int i = threadIdx.x % 32; i < 256; i += 32) y[512 * blockIdx.x + 256 * w + i] = s[256 * w + i];"""
-    found = run_hopper(
+    result = run_hopper(
         body,
         {"a": a, "b": b},
         {"y": ((2, 2, 256), "uint8")},
@@ -231,10 +231,10 @@ def test_the_tensor_map_differs_between_blocks_and_between_warps() -> None:
         dynamic=512,
     ).outputs["y"]
     of_a, of_b = a[4:12, 32:64].ravel(), b[4:8, 64:128].ravel()
-    assert (found[0, 0] == of_b).all()
-    assert (found[0, 1] == of_a).all()
-    assert (found[1, 0] == of_a).all()
-    assert (found[1, 1] == of_b).all()
+    assert (result[0, 0] == of_b).all()
+    assert (result[0, 1] == of_a).all()
+    assert (result[1, 0] == of_a).all()
+    assert (result[1, 1] == of_b).all()
 
 
 ARRIVE = '  {when} asm volatile("mbarrier.arrive{form};" : "=l"(state) : "r"(at(&bar)) : "memory");'
@@ -268,7 +268,7 @@ if (threadIdx.x == 0) {{
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_mbarrier_is_waited_for_by_state_and_by_parity(seed: int) -> None:
-    found = run_hopper(
+    result = run_hopper(
         STATES,
         {"x": X},
         {"y": ((65,), "float32")},
@@ -277,8 +277,8 @@ def test_an_mbarrier_is_waited_for_by_state_and_by_parity(seed: int) -> None:
         threads=64,
         seed=seed,
     ).outputs["y"]
-    assert (found[:64] == X[::-1] + 2).all()
-    assert found[64] == 5
+    assert (result[:64] == X[::-1] + 2).all()
+    assert result[64] == 5
 
 
 def test_an_arrival_that_may_not_complete_the_phase() -> None:
@@ -322,11 +322,11 @@ for (int half = 0; half < 2; ++half) {
 def test_asynchronous_copies_of_the_standard_library(target: str, copy: str) -> None:
     body = ASYNC.replace("COPY", copy)
     source = f'{LIBRARY}\nextern "C" __global__ void k(const float* x, float* y) {{\n#line 1 "k.cu"\n{body}\n}}'
-    # On sm_90 one is a bulk copy over what was read with no proxy fence since: the library answers for it.
+    # On sm_90 this includes a bulk copy over loaded bytes without a proxy fence; the library guarantees the order.
     ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), Target(target), assemble=False)
     x = np.arange(128, dtype=np.float32)
     for seed in range(2):
-        found = run_grid(
+        result = run_grid(
             ptx,
             "k",
             (64, 1, 1),
@@ -336,7 +336,7 @@ def test_asynchronous_copies_of_the_standard_library(target: str, copy: str) -> 
             {"y": OutputSpec((128,), "float32")},
             seed=seed,
         )
-        assert (found.outputs["y"] == x.reshape(2, 64)[:, ::-1].ravel()).all()
+        assert (result.outputs["y"] == x.reshape(2, 64)[:, ::-1].ravel()).all()
 
 
 def test_the_layout_of_a_wgmma_operand_differs_between_blocks() -> None:
@@ -364,7 +364,7 @@ def test_the_layout_of_a_wgmma_operand_differs_between_blocks() -> None:
         + D_STORE
     )
     names = ("na", "nb", "wa", "wb")
-    found = run_hopper(
+    result = run_hopper(
         body,
         {"a": a, "b": b},
         {"y": ((2, 64, 8), "float32")},
@@ -378,7 +378,7 @@ def test_the_layout_of_a_wgmma_operand_differs_between_blocks() -> None:
         before=wgmma("mma", 8, "k32", "f32.e4m3.e4m3"),
     ).outputs["y"]
     expected = E4M3_VALUES[a[:, :32]] @ E4M3_VALUES[b[:, :32]].T
-    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert np.allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_wgmma_in_a_block_of_less_than_a_warpgroup() -> None:
@@ -387,8 +387,8 @@ def test_wgmma_in_a_block_of_less_than_a_warpgroup() -> None:
     mma_fence();
     mma(d, descriptor(s, 16, 256, 32), descriptor(s + 4096, 16, 256, 32), 0);
     mma_commit(); mma_wait<0>(); y[0] = d[0];"""
-    says = r"a warpgroup, 128 threads, in a block of 64 at k\.cu:4 \[mma at hopper\.cuh:\d+, k at k\.cu:4\], .*wgmma"
-    with pytest.raises(KernelFaultError, match=says):
+    message = r"a warpgroup, 128 threads, in a block of 64 at k\.cu:4 \[mma at hopper\.cuh:\d+, k at k\.cu:4\], .*wgmma"
+    with pytest.raises(KernelFaultError, match=message):
         run_hopper(
             body,
             {},

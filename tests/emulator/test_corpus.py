@@ -13,7 +13,7 @@ from tests.emulator.corpus.everything import ENTRIES
 from tests.emulator.corpus.runner import classify
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
-#: Of every sort one or two, without the headers that take seconds to compile.
+#: One or two entries of each kind, without headers that take seconds to compile.
 QUICK = """
 reduce_half_warps reduce_lower_half_alone reduce_even_lanes redux_of_half_warps redux_after_others_left
 reduce_last_block scan_hillis_steele scan_decoupled_look_back histogram_match_any match_all_of_active
@@ -35,7 +35,7 @@ cluster_reads_a_neighbours_shared_memory
 
 
 def judge(entry: Entry) -> None:
-    """An entry must end as it says that it does."""
+    """Check that an entry has its declared outcome."""
     outcome = classify(entry)
     if entry.refused:
         assert outcome.status == "refused", str(outcome)
@@ -64,7 +64,7 @@ def test_the_corpus_is_as_large_as_its_page_says_and_hardly_any_is_refused() -> 
 
 
 def _copy(expected: list[int]) -> Entry:
-    """A kernel that copies 32 words, and what it is said to leave."""
+    """Return a kernel that copies 32 words, with the expected words."""
 
     def build(rng: Rng) -> Args:
         return np.arange(32, dtype=np.uint32), Out(np.array(expected, np.uint32))
@@ -113,11 +113,11 @@ def test_the_runner_tells_a_crash_from_a_message(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_bug_must_be_named_with_its_line() -> None:
-    found = BY_NAME["no_check_of_the_end"]
-    assert classify(found).status == "found"
-    assert classify(replace(found, faults="misaligned")).status == "missed"
-    elsewhere = found.source.replace(" // <-", "").replace("int i", "int i /* // <- */")
-    assert classify(replace(found, source=elsewhere)).status == "missed"
+    result = BY_NAME["no_check_of_the_end"]
+    assert classify(result).status == "found"
+    assert classify(replace(result, faults="misaligned")).status == "missed"
+    elsewhere = result.source.replace(" // <-", "").replace("int i", "int i /* // <- */")
+    assert classify(replace(result, source=elsewhere)).status == "missed"
     right = replace(BY_NAME["vector_add"], kind="bug", faults="anything")
     assert classify(right).status == "missed"
 

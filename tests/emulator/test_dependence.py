@@ -62,9 +62,9 @@ def run(body: str) -> RunResult:
     ],
 )
 def test_both_outcomes_are_run_and_reported(body: str, register: str) -> None:
-    found = run(f"{body} {WRONG}")
-    assert any("other bits with" in said for said in found.violations)
-    assert any(f"a comparison depends on {register}" in note for note in found.notes)
+    result = run(f"{body} {WRONG}")
+    assert any("other bits with" in text for text in result.violations)
+    assert any(f"a comparison depends on {register}" in note for note in result.notes)
     harmless = run(f"{body} @%p1 mov.u32 %r9, 5;")
     assert harmless.violations == []
     assert any("both outcomes were run" in note for note in harmless.notes)
@@ -72,14 +72,14 @@ def test_both_outcomes_are_run_and_reported(body: str, register: str) -> None:
 
 def test_a_clock_that_went_through_memory_is_another_one() -> None:
     body = "mov.u64 %rd8, %globaltimer; st.local.u64 [own], %rd8; ld.local.u64 %rd9, [own];"
-    found = run(f"{body} setp.gt.u64 %p1, %rd9, 1000000000000; {WRONG}")
-    assert any("other bits with other clocks" in said for said in found.violations)
+    result = run(f"{body} setp.gt.u64 %p1, %rd9, 1000000000000; {WRONG}")
+    assert any("other bits with other clocks" in text for text in result.violations)
 
 
 @pytest.mark.parametrize("bits", ["shr.u64 %rd8, %rd1, 25; and.b64 %rd8, %rd8, 16383;", "bfe.u64 %rd8, %rd1, 30, 6;"])
 def test_bits_of_an_address_are_other_ones(bits: str) -> None:
-    found = run(f"{bits} setp.ne.u64 %p1, %rd8, 0; {WRONG}")
-    assert any("other bits with other clocks, multiprocessors and addresses" in said for said in found.violations)
+    result = run(f"{bits} setp.ne.u64 %p1, %rd8, 0; {WRONG}")
+    assert any("other bits with other clocks, multiprocessors and addresses" in text for text in result.violations)
     harmless = run(f"and.b64 %rd8, %rd1, 15; setp.ne.u64 %p1, %rd8, 0; {WRONG}")
     assert harmless.violations == [], "no address of a buffer is that odd"
     assert any("a comparison depends on bits of an address" in note for note in harmless.notes)
@@ -89,48 +89,48 @@ def test_bits_of_an_address_are_other_ones(bits: str) -> None:
     "bits", ["and.b64 %rd8, %rd1, 2097151;", "shr.u64 %rd8, %rd1, 12;", "cvt.u32.u64 %r8, %rd2; cvt.u64.u32 %rd8, %r8;"]
 )
 def test_memory_behind_an_address_that_no_run_has_is_reached(bits: str) -> None:
-    found = run(f"{bits} setp.eq.u64 %p1, %rd8, 4096; @%p1 ld.global.u32 %r9, [%rd1+-4];")
-    assert any("out of bounds" in said and "bits of an address" in said for said in found.violations)
+    result = run(f"{bits} setp.eq.u64 %p1, %rd8, 4096; @%p1 ld.global.u32 %r9, [%rd1+-4];")
+    assert any("out of bounds" in text and "bits of an address" in text for text in result.violations)
     vectors = run(
         "and.b64 %rd8, %rd4, 15; setp.eq.u64 %p1, %rd8, 0; @%p1 ld.global.v4.u32 {%r6, %r7, %r8, %r9}, [%rd4];"
     )
-    assert not any("misaligned" in said for said in vectors.violations)
+    assert not any("misaligned" in text for text in vectors.violations)
 
 
 def test_the_end_of_a_buffer_is_no_bits_of_an_address() -> None:
     body = "add.u64 %rd8, %rd1, 128; setp.lt.u64 %p1, %rd4, %rd8; @%p1 add.u32 %r9, %r1, 1;"
     _, program = load_program(PTX % body, "k")
-    found = find_dependence(program.function, {("px", 0), ("py", 0)})
-    assert found.addresses
-    assert found.bits == ()
+    result = find_dependence(program.function, {("px", 0), ("py", 0)})
+    assert result.addresses
+    assert result.bits == ()
 
 
 def test_an_outcome_that_traps_is_no_fault() -> None:
-    found = run("mov.u64 %rd8, %clock64; setp.gt.u64 %p1, %rd8, 1000000000; @%p1 trap;")
-    assert found.violations == []
-    assert any("one of the two outcomes ends by a trap" in note for note in found.notes)
+    result = run("mov.u64 %rd8, %clock64; setp.gt.u64 %p1, %rd8, 1000000000; @%p1 trap;")
+    assert result.violations == []
+    assert any("one of the two outcomes ends by a trap" in note for note in result.notes)
 
 
 def test_what_is_not_compared_is_not_reported() -> None:
-    found = run("mov.u64 %rd8, %clock64; setp.eq.u32 %p1, %r1, 3; @%p1 mov.u64 %rd9, %rd8;")
-    assert (found.violations, found.notes) == ([], [])
+    result = run("mov.u64 %rd8, %clock64; setp.eq.u32 %p1, %r1, 3; @%p1 mov.u64 %rd9, %rd8;")
+    assert (result.violations, result.notes) == ([], [])
 
 
 def test_only_what_comes_from_a_clock_counts() -> None:
     body = "mov.u32 %r8, %smid; setp.eq.u32 %p1, %r8, 1; setp.eq.u32 %p2, %r1, 1; setp.lt.u64 %p3, %rd4, %rd5;"
     _, program = load_program(PTX % body, "k")
-    found = find_dependence(program.function, {("px", 0), ("py", 0)})
-    (pc,) = found.comparisons
+    result = find_dependence(program.function, {("px", 0), ("py", 0)})
+    (pc,) = result.comparisons
     assert program.function.code[pc].text.startswith("setp.eq.u32 %p1")
-    assert found.undefined
-    assert found.addresses
+    assert result.undefined
+    assert result.addresses
     assert not find_dependence(program.function, set()).addresses
 
 
 def test_an_unknown_instruction_counts_where_it_is_executed() -> None:
     unknown = "tensormap.replace.tile.rank.global.b1024.b32 [%rd2], 2;"
-    found = run(f"setp.gt.u32 %p1, %r1, 32; @%p1 bra dead; bra.uni on; dead: {unknown} on:")
-    assert found.violations == []
+    result = run(f"setp.gt.u32 %p1, %r1, 32; @%p1 bra dead; bra.uni on; dead: {unknown} on:")
+    assert result.violations == []
     guarded = run(f"setp.gt.u32 %p1, %r1, 32; @%p1 {unknown}")
     assert guarded.outputs["y"].tolist() == list(range(32))
     with pytest.raises(UnsupportedError, match="tensormap"):

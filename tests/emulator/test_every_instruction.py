@@ -1,6 +1,6 @@
-"""Every instruction that the emulator knows, on edges and random operands, against its definition in Python's integers.
+"""Every supported instruction on edge cases and random operands, compared with its definition in Python's integers.
 
-The same kernels run on a GPU in benchmarks/emulator_instructions.py, with the hardware in the definition's place.
+benchmarks/emulator_instructions.py runs the same kernels on a GPU and compares the hardware's results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def test_results_are_those_of_the_definition(unit: tuple[Case, ...]) -> None:
     wrong = []
     for case in unit:
         operands = case.operands(ROWS)
-        found, expected = case.unpack(emulate(case, ptx, case.pack(operands))), case.expected(operands)
-        rows = np.flatnonzero(compare(case, operands, found, expected).wrong)
-        wrong += [f"{case.name}: {row_text(case, int(n), operands, found, expected)}" for n in rows[:2]]
+        result, expected = case.unpack(emulate(case, ptx, case.pack(operands))), case.expected(operands)
+        rows = np.flatnonzero(compare(case, operands, result, expected).wrong)
+        wrong += [f"{case.name}: {row_text(case, int(n), operands, result, expected)}" for n in rows[:2]]
     assert wrong == []
 
 
@@ -106,8 +106,8 @@ def test_a_bound_allows_so_much_and_no_more() -> None:
     case = BY_NAME["ex2.approx.f32"]
     operands = [np.array([0x4000_0000, 0x4000_0000, 0x4000_0000, 0x4000_0000], np.uint64)]
     right = [np.full(4, 0x4080_0000, np.uint64)]
-    found = [right[0] + np.array([0, 2, 3, 1 << 31], np.uint64)]
-    result = compare(case, operands, found, right)
+    values = [right[0] + np.array([0, 2, 3, 1 << 31], np.uint64)]
+    result = compare(case, operands, values, right)
     assert result.wrong.tolist() == [False, False, True, True]
     assert result.max_ulp == 2
 

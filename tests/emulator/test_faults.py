@@ -20,7 +20,7 @@ HEADER = '#include "ptx/cp_async.cuh"\n'
 
 
 def output(body: str, *, threads: int = 64, before: str = "", seed: int = 0) -> np.ndarray:
-    """What 64 threads make of 64 floats."""
+    """Return the 64 floats that 64 threads compute from 64 floats."""
     result = run(
         body,
         {"x": X},
@@ -38,7 +38,7 @@ NULL, UNSET = r"a null pointer", r"a register that nothing has written"
 
 @pytest.mark.parametrize("space", [".global", ""])
 @pytest.mark.parametrize(
-    ("pointer", "says"),
+    ("pointer", "message"),
     [
         ("mov.b64 %rd1, 0;", NULL),
         ("mov.b64 %rd1, 2;", NULL),
@@ -47,18 +47,18 @@ NULL, UNSET = r"a null pointer", r"a register that nothing has written"
         ("mov.b64 %rd1, 0x12345678abcdef1;", "no allocation|in no memory"),
     ],
 )
-def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer: str, says: str) -> None:
+def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer: str, message: str) -> None:
     asm = f"{{.reg .b64 %rd<2>; {pointer} ld{space}.f32 %0, [%rd1];}}"
     asm = asm.replace("%rd", "%%rd")
     body = f'float value; asm volatile("{asm}" : "=f"(value)); y[threadIdx.x] = value;'
-    with pytest.raises(KernelFaultError, match=says) as fault:
+    with pytest.raises(KernelFaultError, match=message) as fault:
         output(body)
     assert "misaligned" not in str(fault.value)
-    assert (says in (NULL, UNSET)) == bool(re.search(f"{NULL}|{UNSET}", str(fault.value)))
+    assert (message in (NULL, UNSET)) == bool(re.search(f"{NULL}|{UNSET}", str(fault.value)))
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("y[threadIdx.x] = x[threadIdx.x + 1];", r"4-byte read out of bounds: 0 bytes past the end of 'x' .*k\.cu:1"),
         ("y[threadIdx.x] = x[(int)threadIdx.x - 1];", r"read out of bounds: 4 bytes in front of 'x'"),
@@ -97,8 +97,8 @@ def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer
         ('asm volatile("trap;");', r"trap was executed at k\.cu:1"),
     ],
 )
-def test_a_fault_is_named_with_its_place(body: str, says: str) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_a_fault_is_named_with_its_place(body: str, message: str) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         output(body)
 
 
@@ -115,14 +115,14 @@ y[threadIdx.x] = s[63 - threadIdx.x];"""
 
 
 def test_a_missing_barrier_shows_in_some_order_of_the_warps() -> None:
-    found = 0
+    result = 0
     for seed in range(4):
         assert (output(REVERSE.format(barrier="__syncthreads();"), seed=seed) == X[::-1]).all()
         try:
             output(REVERSE.format(barrier=""), seed=seed)
         except KernelFaultError as e:
-            found += "nothing has written" in str(e)
-    assert found == 4  # whichever warp goes first reads what the other has not written yet
+            result += "nothing has written" in str(e)
+    assert result == 4  # the first warp reads values that the other has not written yet
 
 
 COPY = """__shared__ __align__(16) float s[64];
@@ -223,11 +223,11 @@ def test_an_unknown_instruction_is_named_with_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("opcode", "says"),
+    ("opcode", "message"),
     [("vadd.s32.u32.u32.sat %0.b0", "saturates into a part"), ("vmax.s32.u32.u32 %0.h1", "writes the upper half")],
 )
-def test_what_ptxas_and_the_ptx_isa_disagree_on_is_refused(opcode: str, says: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{says}.* ptxas .* PTX ISA"):
+def test_what_ptxas_and_the_ptx_isa_disagree_on_is_refused(opcode: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{message}.* ptxas .* PTX ISA"):
         output(f'unsigned r; asm volatile("{opcode}, %1, %1, %1;" : "=r"(r) : "r"(threadIdx.x)); y[threadIdx.x] = r;')
 
 
@@ -256,13 +256,13 @@ def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.Monkey
         raise ValueError("shapes do not match")
 
     monkeypatch.setattr(Counts, "access", broken)
-    says = r"k at k\.cu:1 \(in: ld\.global.*\): a bug in the emulator: ValueError: shapes do not match"
-    with pytest.raises(UnsupportedError, match=says):
+    message = r"k at k\.cu:1 \(in: ld\.global.*\): a bug in the emulator: ValueError: shapes do not match"
+    with pytest.raises(UnsupportedError, match=message):
         output("y[threadIdx.x] = x[threadIdx.x];")
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (
             "y[0] = x[threadIdx.x];",
@@ -275,6 +275,6 @@ def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_what_threads_of_one_warp_may_not_do(body: str, says: str) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_what_threads_of_one_warp_may_not_do(body: str, message: str) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         output(body, threads=32)

@@ -1,4 +1,4 @@
-"""What is accepted: every opcode refuses what its forms do not name, an invented modifier and a real one alike."""
+"""Accepted forms: every opcode refuses modifiers outside of its forms, invented and real ones."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_an_opcode_takes_its_forms_and_nothing_else(name: str) -> None:
     for form in FORMS[name]:
         for parts in instances(form):
             assert refusal(name, parts) == ""
-            for at in range(len(parts) + 1):
-                assert ".frobnicate" in refusal(name, (*parts[:at], "frobnicate", *parts[at:]))
+            for index in range(len(parts) + 1):
+                assert ".frobnicate" in refusal(name, (*parts[:index], "frobnicate", *parts[index:]))
             for other in others:
                 assert f".{other.replace(':', '::')}," in refusal(name, (*parts, other))
             for word in set(parts) - repeated:

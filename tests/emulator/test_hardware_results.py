@@ -1,4 +1,4 @@
-"""Results that an H100 gave where the emulator had been wrong, or where they decide between two readings of the ISA.
+"""Results of an H100 for operands that were wrong in the emulator, or that the ISA leaves ambiguous.
 
 From a run of benchmarks/emulator_instructions.py on an H100 80GB HBM3 (driver 580.159.04, CUDA 13.0, sm_90a) on
 2026-11-21: operands, then the hardware's result.
@@ -54,14 +54,14 @@ SEEN = {
 
 def entries(text: str) -> list[tuple[str, list[int], int]]:
     """Instruction, operands and result of each entry; one without an instruction is of that before it."""
-    found, name = [], ""
+    values, name = [], ""
     for entry in text.replace("\n", ";").split(";"):
         if "->" not in entry:
             continue
         name, numbers = entry.split(":") if ":" in entry else (name, entry)
         operands, result = numbers.split("->")
-        found.append((name.strip(), [int(word, 16) for word in operands.split()], int(result, 16)))
-    return found
+        values.append((name.strip(), [int(word, 16) for word in operands.split()], int(result, 16)))
+    return values
 
 
 @pytest.mark.parametrize("rule", SEEN)

@@ -127,8 +127,8 @@ def test_queries_that_the_kernel_quantizes(
     of_codes = Case(case.inputs | {"q": codes.numpy(), "q_scale": scale.numpy()}, case.outputs)
     outputs = run_source(hopper.kernel(coded, sizes), hopper.launch(coded, sizes), of_codes).outputs
     wanted = attention_problem.decode(outputs, fmt).reshape(*q.shape[:3], -1)[..., :head_dim]
-    found = attention_problem.decode(result.outputs, fmt)
-    assert np.linalg.norm(found - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
+    values = attention_problem.decode(result.outputs, fmt)
+    assert np.linalg.norm(values - wanted) < 2e-3 * np.linalg.norm(wanted)  # a code in a thousand may differ by one
 
 
 def with_queries(dims: dict[str, int], head_dim: int, dtype: torch.dtype, fmt: str) -> tuple[Case, torch.Tensor, Case]:
@@ -150,7 +150,7 @@ def with_queries(dims: dict[str, int], head_dim: int, dtype: torch.dtype, fmt: s
 def test_rows_of_q_that_are_released_without_a_fence_are_caught(
     header: str, fence: str, head_dim: int, tmp_path: Path
 ) -> None:
-    """As both were before "sdpa: a proxy fence before TMA may overwrite rows of Q that were read"."""
+    """Remove both fences again: "sdpa: a proxy fence before TMA may overwrite rows of Q that were read"."""
     dims = {**BLOCKS, "B": 1, "H": 6, "S": 60, "KV": 140, "D": head_dim}
     _, q, own = with_queries(dims, head_dim, torch.float16, "e4m3")
     coded, sizes = read_dims(dims, "e4m3")
@@ -158,14 +158,14 @@ def test_rows_of_q_that_are_released_without_a_fence_are_caught(
     plan = hopper.launch(config, sizes, strides=Strides(query=q.stride()[:3]), multiprocessors=2)
     kernel = hopper.kernel(config, sizes, 2)
     run_source(kernel, plan, own)
-    says = r"bulk write over what a load read with no fence\.proxy\.async since.* the load at .*load_q_\w+\.cuh:"
+    message = r"bulk write over what a load read with no fence\.proxy\.async since.* the load at .*load_q_\w+\.cuh:"
     old = without(kernel, f"attention/sm90/{header}.cuh", f"    ptx::fence_proxy_async();{fence}\n", "", tmp_path)
     for seed in range(3):
-        with pytest.raises(GreenfastError, match=says):
+        with pytest.raises(GreenfastError, match=message):
             run_source(old, plan, own, seed=seed)
 
 
-#: One of the rules whose tiles, and those that were taken before, are the same.
+#: One rule for each distinct pair of new and replaced tiles.
 TILINGS = list({(r.key, r.tiles, r.instead_of): r for r in reversed(heuristics.rules())}.values())
 
 
@@ -186,13 +186,13 @@ def test_measured_tiles_where_the_kernel_quantizes_queries(rule: heuristics.Rule
     case = attention_problem.make_case(dims, 0, fmt)
     q = np.random.default_rng(1).standard_normal((1, 140, head_dim)).astype(np.float16)
     own = Case(case.inputs | {"q": q.view(np.uint16)[None]}, case.outputs)
-    found = []
+    values = []
     for tiles in (rule.tiles, replace(rule.instead_of, polynomials=rule.tiles.polynomials)):
         plan = hopper.launch(config, sizes, multiprocessors=1, tiles=tiles)
         result = run_source(hopper.kernel(config, sizes, 1, tiles=tiles), plan, own)
         assert not any(result.unwritten.values())
-        found.append(result.outputs["out"])
-    assert np.array_equal(found[0], found[1])
+        values.append(result.outputs["out"])
+    assert np.array_equal(values[0], values[1])
 
 
 def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> None:
@@ -257,9 +257,9 @@ def test_the_output_has_the_callers_layout(dims: dict[str, int], head_dim: int, 
     plan = hopper.launch(config, of_case, strides=Strides(out=tuple(strides[d] for d in "BHS")))
     result = run_source(hopper.kernel(config, of_case), plan, Case(case.inputs, specs))
     assert not any(result.unwritten.values())
-    found = result.outputs["out"].transpose([order.index(d) for d in "BHSD"])
+    values = result.outputs["out"].transpose([order.index(d) for d in "BHSD"])
     wanted = plain.outputs["out"].reshape(dims["B"], dims["H"], dims["S"], dims["D"])[..., :head_dim]
-    assert np.array_equal(found, wanted)
+    assert np.array_equal(values, wanted)
     if "LSE" in dims:
         assert np.array_equal(result.outputs["lse"], plain.outputs["lse"])
 
@@ -271,7 +271,7 @@ def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
     check(emulate(dims, "e4m3", size=2).outputs, dims, "e4m3")
 
 
-#: What is taken out of a header, how often it stands there, and the fault that must follow.
+#: Text removed from a header, its number of occurrences, and the expected fault.
 MUTANTS = {
     "transposed V without a fence of its proxy": (
         "attention/sm90/load_v_row_major.cuh",
@@ -308,7 +308,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None:
-    header, old, new, says = MUTANTS[name]
+    header, old, new, message = MUTANTS[name]
     dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128, "VROWS": int("row_major" in header)}
     source = without(hopper.kernel(*read_dims(dims, "e4m3")), header, old, new, tmp_path)
 
@@ -316,12 +316,12 @@ def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None
         for seed in range(6):
             emulate(dims, "e4m3", source, seed)
 
-    with pytest.raises(GreenfastError, match=says):
+    with pytest.raises(GreenfastError, match=message):
         in_several_orders()
 
 
 def without(source: KernelSource, header: str, old: str, new: str, folder: Path) -> KernelSource:
-    """The kernel with a text that stands once in a header replaced by another."""
+    """Return the kernel with one occurrence of a text in a header replaced."""
     shutil.copytree(KERNEL_DIR, folder / "kernels")
     file = folder / "kernels" / header
     text = file.read_text()
@@ -331,13 +331,13 @@ def without(source: KernelSource, header: str, old: str, new: str, folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("old", "says"),
+    ("old", "message"),
     [
         ("    ptx::fence_proxy_async();\n", "no fence.proxy.async since"),
         ("    shared.q_full[warpgroup].wait(parity);\n", "that nothing has written"),
     ],
 )
-def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path) -> None:
+def test_queries_that_lack_a_step_are_caught(old: str, message: str, tmp_path: Path) -> None:
     dims = {"B": 1, "H": 1, "S": 130, "KV": 130, "D": 64, "KBLOCK": 128, "VBLOCK": 128}
     case = attention_problem.make_case(dims, 0, "e4m3")
     config, sizes = read_dims({**dims, "QBLOCK": 16}, "e4m3")
@@ -349,5 +349,5 @@ def test_queries_that_lack_a_step_are_caught(old: str, says: str, tmp_path: Path
         for seed in range(6):
             run_source(source, hopper.launch(config, sizes), own, seed=seed)
 
-    with pytest.raises(GreenfastError, match=says):
+    with pytest.raises(GreenfastError, match=message):
         in_several_orders()

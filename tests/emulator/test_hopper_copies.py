@@ -23,7 +23,7 @@ BOTH = "const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtens
 
 
 def round_trip(body: str, x: np.ndarray, maps: tuple[TensorMap, TensorMap], **more: Any) -> np.ndarray:
-    """What a kernel makes of ``x`` in an output of its shape."""
+    """Return a kernel's output with the shape of ``x``."""
     result = run(
         START + body,
         {"x": x},
@@ -55,17 +55,17 @@ def test_a_tile_goes_through_swizzled_shared_memory(swizzle: int) -> None:
     width = swizzle or 32
     x = RNG.integers(0, 256, (32, 128)).astype(np.uint8)
     maps = (tensor_map("x", x, (16, width), swizzle), TensorMap("y", "uint8", x.shape, x.strides, (16, width), swizzle))
-    found = round_trip(ROUND_TRIP.replace("BYTES", str(16 * width)), x, maps)
+    result = round_trip(ROUND_TRIP.replace("BYTES", str(16 * width)), x, maps)
     tile = np.zeros((16, width), np.uint8)
     tile[:, : min(width, 96)] = x[8:24, 32 : 32 + width]
     expected = np.full((32, 128), 0xFF, np.uint8)
     expected[:16, 64 : 64 + width] = tile[:, : min(width, 64)]
     expected[16:, :width] = tile
-    assert np.array_equal(found, expected)
+    assert np.array_equal(result, expected)
 
 
 def test_swizzle_of_shared_memory() -> None:
-    """The bytes in shared memory themselves, and zeros where the tile leaves the tensor on any side."""
+    """Check the bytes in shared memory, and zeros outside of the tensor on every side."""
     x = RNG.integers(1, 256, (3, 20, 128)).astype(np.uint8)
     body = """
     if (threadIdx.x == 0) {
@@ -98,13 +98,13 @@ def test_rows_that_end_between_chunks_of_16_bytes(start: int) -> None:
     short = TensorMap("x", "uint16", (16, 20), x.strides, (8, 8), 0)
     maps = (short, TensorMap("y", "uint16", x.shape, x.strides, (8, 8), 0))
     body = ROUND_TRIP.replace("BYTES", "128").replace("32, 8", f"{start}, 5").replace("64, 0", "8, 0")
-    found = round_trip(body.replace("0, 16", "16, 8"), x, maps)
+    result = round_trip(body.replace("0, 16", "16, 8"), x, maps)
     tile = np.zeros((8, 8), np.uint16)
     tile[:, : 20 - start] = x[5:13, start : min(start + 8, 20)]
     expected = np.full((16, 24), 0xFFFF, np.uint16)
     expected[:8, 8:16] = tile
     expected[8:, 16:] = tile
-    assert np.array_equal(found, expected)
+    assert np.array_equal(result, expected)
 
 
 def test_a_store_to_a_row_that_ends_between_chunks_is_refused() -> None:
@@ -151,7 +151,7 @@ def test_bulk_copies_without_a_tensor_map() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("wait(&bar, 0);", "", r"bulk read of (data that an asynchronous copy|an element that nothing)"),
         ("wait(&bar, 0);", "return;", r"ended before a bulk copy to shared memory was delivered, nothing waits"),
@@ -184,18 +184,18 @@ def test_bulk_copies_without_a_tensor_map() -> None:
         ),
     ],
 )
-def test_wrong_bulk_copies(old: str, new: str, says: str) -> None:
+def test_wrong_bulk_copies(old: str, new: str, message: str) -> None:
     x = RNG.integers(0, 256, 512).astype(np.uint8)
     body = BULK.replace(old, new, 1)
     assert body != BULK
     more: Any = {"parameters": "const u8* x, u8* y", "args": ("x", "y"), "dynamic": 1024}
     for seed in range(3):
-        with pytest.raises(KernelFaultError, match=says):
+        with pytest.raises(KernelFaultError, match=message):
             run(body, {"x": x}, {"y": ((512,), "uint8")}, seed=seed, **more)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("load(s,", "load(s + 64,", r"a bulk copy at byte 1088 of shared memory, which must be a multiple of 128"),
         ("load(s,", "load(s + 3968,", r"a bulk copy of 512 bytes out of bounds at byte 4992 of 5120"),
@@ -204,17 +204,17 @@ def test_wrong_bulk_copies(old: str, new: str, says: str) -> None:
         ("wait(&bar, 0);", "", r"bulk read of (data that an asynchronous copy|an element that nothing)"),
     ],
 )
-def test_wrong_tensor_copies(old: str, new: str, says: str) -> None:
+def test_wrong_tensor_copies(old: str, new: str, message: str) -> None:
     x = RNG.integers(0, 256, (32, 128)).astype(np.uint8)
     maps = (tensor_map("x", x, (16, 32), 32), TensorMap("y", "uint8", x.shape, x.strides, (16, 32), 32))
     body = ROUND_TRIP.replace("BYTES", "512").replace(old, new, 1)
     for seed in range(3):
-        with pytest.raises(KernelFaultError, match=says):
+        with pytest.raises(KernelFaultError, match=message):
             round_trip(body, x, maps, seed=seed)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"strides": (120, 1)}, r"tensor map over 'x': a stride of 120 bytes; strides are multiples of 16"),
         ({"strides": (128, 2)}, r"its innermost stride must be the element's 1 bytes, not 2"),
@@ -228,10 +228,10 @@ def test_wrong_tensor_copies(old: str, new: str, says: str) -> None:
         ({"buffer": "z"}, r"tensor map over 'z', which is not a buffer of the case"),
     ],
 )
-def test_wrong_tensor_maps(changed: dict[str, Any], says: str) -> None:
+def test_wrong_tensor_maps(changed: dict[str, Any], message: str) -> None:
     x = np.zeros((32, 128), np.uint8)
     right: dict[str, Any] = {"buffer": "x", "dtype": "uint8", "shape": (32, 128), "strides": (128, 1)}
     right |= {"box": (16, 32), "swizzle": 32}
     good = TensorMap(**right)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         round_trip(ROUND_TRIP.replace("BYTES", "512"), x, (TensorMap(**{**right, **changed}), good))

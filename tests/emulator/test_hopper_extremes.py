@@ -22,7 +22,7 @@ BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}
 
 
 def changed(dims: Mapping[str, int], inputs: Mapping[str, Array] | None = None, fmt: str = "e4m3") -> Case:
-    """The case of these dimensions with other codes or scales."""
+    """Return the case of these dimensions with other codes or scales."""
     case = attention_problem.make_case(dims, 0, fmt)
     return dataclasses.replace(case, inputs={**case.inputs, **(inputs or {})})
 
@@ -33,18 +33,18 @@ def run(
     config, sizes = read_dims(dims, fmt)
     plan = hopper.launch(config, sizes, scale, multiprocessors=multiprocessors)
     outputs = run_source(hopper.kernel(config, sizes, multiprocessors), plan, case).outputs
-    # Without the log-sum-exp, which the tests compare themselves, in its own unit.
+    # Without the log-sum-exp, which the tests compare in its own unit.
     return {**outputs, "out": attention_problem.decode({"out": outputs["out"]}, fmt)}
 
 
 def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.float64]:
-    """Attention on what the codes of a case stand for."""
+    """Compute attention on the decoded values of a case."""
     codes = {n: (torch.from_numpy(case.inputs[n]), torch.from_numpy(case.inputs[f"{n}_scale"])) for n in "qkv"}
     config, sizes = read_dims(dims, fmt)
     q, k, v = attention_problem.dequantized(codes, config)
     mask = attention_problem.mask_of(config.mask, sizes)
-    found: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask, config.softcap).numpy()
-    return found
+    result: NDArray[np.float64] = attention(q, k, v, config.head_dim**-0.5, mask, config.softcap).numpy()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -54,38 +54,38 @@ def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.
 def test_what_is_not_a_number_shows_in_the_rows_that_see_it(
     name: str, head: int, first: int, end: int, lse: int
 ) -> None:
-    """The scale of the second block is NaN, as the quantizer leaves it where an input is."""
+    """The scale of the second block is NaN, as the quantizer produces it for a NaN input."""
     dims = {"B": 1, "H": 2, "S": 256, "D": 64, "CAUSAL": 1, "LSE": lse, **BLOCKS}
     scales = changed(dims).inputs[name].copy()
     scales[head, 1] = np.nan
-    found = run(dims, changed(dims, {name: scales}))
+    result = run(dims, changed(dims, {name: scales}))
     unknown = np.zeros((2, 256), bool)
     unknown[head, first:end] = True
-    assert (np.isnan(found["out"]).any(-1) == unknown).all()
-    assert (np.isnan(found["out"]).all(-1) == unknown).all()
+    assert (np.isnan(result["out"]).any(-1) == unknown).all()
+    assert (np.isnan(result["out"]).all(-1) == unknown).all()
     if lse:
-        assert (np.isnan(found["lse"]) == (unknown & (name != "v_scale"))).all(), "values are no part of scores"
+        assert (np.isnan(result["lse"]) == (unknown & (name != "v_scale"))).all(), "values are no part of scores"
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_rows_that_see_nothing_of_a_block_do_not_mind_what_it_holds(name: str) -> None:
-    """Rows of one warpgroup, of which the first see no key, the next one block and the last two."""
+    """Use rows of one warpgroup: the first attend to no key, the next ones to one block, the last ones to two."""
     dims = {"B": 1, "H": 1, "S": 200, "KV": 160, "D": 128, "CAUSAL": 2, **BLOCKS}
     scales = changed(dims).inputs[name].copy()
     scales[0, 1] = np.nan
-    found = run(dims, changed(dims, {name: scales}))["out"][0]
-    assert (found[:40] == 0).all()
-    assert np.isfinite(found[:168]).all()
-    assert np.isnan(found[168:]).all()
+    result = run(dims, changed(dims, {name: scales}))["out"][0]
+    assert (result[:40] == 0).all()
+    assert np.isfinite(result[:168]).all()
+    assert np.isnan(result[168:]).all()
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 def test_a_scale_of_a_head_that_is_not_a_number(name: str) -> None:
     dims = {"B": 1, "H": 2, "S": 70, "D": 64, "LSE": 1}
-    found = run(dims, changed(dims, {name: np.array([np.nan, 1], np.float32)}))
-    assert np.isnan(found["out"][0]).all()
-    assert np.isfinite(found["out"][1]).all()
-    assert np.isnan(found["lse"][0]).all() == (name != "v_scale")
+    result = run(dims, changed(dims, {name: np.array([np.nan, 1], np.float32)}))
+    assert np.isnan(result["out"][0]).all()
+    assert np.isfinite(result["out"][1]).all()
+    assert np.isnan(result["lse"][0]).all() == (name != "v_scale")
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), 256])
@@ -114,12 +114,12 @@ def test_blocks_of_values_may_differ_by_any_factor(head_dim: int, units: tuple[f
     dims = {"B": 1, "H": 1, "S": 384, "D": head_dim, "CAUSAL": 1, "BF16": 1, **BLOCKS}
     case = changed(dims)
     case = changed(dims, {"v_scale": (case.inputs["v_scale"] * np.array(units)).astype(np.float32)})
-    found, wanted = run(dims, case, multiprocessors=1)["out"][0], exact(dims, case)[0]
-    assert (np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)).max() < 0.1
+    result, wanted = run(dims, case, multiprocessors=1)["out"][0], exact(dims, case)[0]
+    assert (np.linalg.norm(result - wanted, axis=1) / np.linalg.norm(wanted, axis=1)).max() < 0.1
 
 
 def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
-    """Of the first block each score is so far below the others that its weights are 0."""
+    """All scores of the first block are so far below the others that its weights are 0."""
     dims = {"B": 1, "H": 1, "S": 64, "KV": 256, "D": 64, "BF16": 1, **BLOCKS}
     case = changed(dims)
     q, k = case.inputs["q"] & 0x7F, case.inputs["k"].copy()
@@ -127,9 +127,9 @@ def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
     k[:, 128:] &= 0x7F
     units = np.array([[1e20, 1e-3]], np.float32)
     case = changed(dims, {"q": q, "k": k, "q_scale": case.inputs["q_scale"] * 20, "v_scale": units})
-    found, wanted = run(dims, case)["out"][0], exact(dims, case)[0]
+    result, wanted = run(dims, case)["out"][0], exact(dims, case)[0]
     assert np.abs(wanted).max() < 1
-    assert np.linalg.norm(found - wanted) < 0.04 * np.linalg.norm(wanted)
+    assert np.linalg.norm(result - wanted) < 0.04 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -157,18 +157,18 @@ SOFTCAPS = {
 @pytest.mark.parametrize("name", SOFTCAPS)
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 def test_softcap(name: str, fmt: str) -> None:
-    """Of scores up to about 100, which without a cap would give other weights."""
+    """Use scores up to about 100; without a cap the weights would differ."""
     dims = {"B": 1, "H": 1, **SOFTCAPS[name]}
     case = changed(dims, fmt=fmt)
     case = changed(dims, {"q_scale": case.inputs["q_scale"] * 25}, fmt)
-    found, wanted = run(dims, case, fmt), exact(dims, case, fmt)
+    result, wanted = run(dims, case, fmt), exact(dims, case, fmt)
     without = exact({k: n for k, n in dims.items() if k != "SOFTCAP"}, case, fmt)
     norm = np.linalg.norm(wanted)
-    assert np.linalg.norm(found["out"] - wanted) < 0.03 * norm
+    assert np.linalg.norm(result["out"] - wanted) < 0.03 * norm
     assert np.linalg.norm(without - wanted) > 0.2 * norm
     if "LSE" in dims:
-        assert np.isfinite(found["lse"]).all()
-        assert found["lse"].max() < 30 + np.log(dims["S"])
+        assert np.isfinite(result["lse"]).all()
+        assert result["lse"].max() < 30 + np.log(dims["S"])
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_a_sink_leaves_later_keys_their_precision(head_dim: int, fmt: str) -> No
 
 @pytest.mark.parametrize("times", [pytest.param(30, marks=pytest.mark.slow), 1e5])
 def test_scores_of_int8_may_be_steep(times: float) -> None:
-    """Up to a factor at which a unit of a score, of which there are thousands, is a power of e^12."""
+    """Scale up to one unit of a score being a power of e^12; scores have thousands of units."""
     dims = {"B": 1, "H": 2, "S": 70, "KV": 300, "D": 64, **BLOCKS}
     case = changed(dims, fmt="int8")
     case = changed(dims, {"q_scale": case.inputs["q_scale"] * np.float32(times)}, "int8")
-    found, wanted = run(dims, case, "int8")["out"], exact(dims, case, "int8")
-    assert np.linalg.norm(found - wanted) < 0.04 * np.linalg.norm(wanted)
+    result, wanted = run(dims, case, "int8")["out"], exact(dims, case, "int8")
+    assert np.linalg.norm(result - wanted) < 0.04 * np.linalg.norm(wanted)

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(8)
 
 
 def one(body: str, count: int = 32, dtype: str = "uint32", x: Any = None, threads: int = 32, **more: Any) -> np.ndarray:
-    """What some threads write to ``y``, of the bytes ``x``."""
+    """Return the words that some threads write to ``y`` from the bytes ``x``."""
     kinds = {"uint32": "u32", "float32": "float", "int32": "int", "uint8": "u8"}
     result = run(
         body,
@@ -30,10 +30,10 @@ def one(body: str, count: int = 32, dtype: str = "uint32", x: Any = None, thread
 
 
 def test_elect() -> None:
-    found = one("""u32 leader, leads;
+    result = one("""u32 leader, leads;
     asm volatile("{.reg .pred p; elect.sync %0|p, 0xffffffff; selp.u32 %1, 1, 0, p;}" : "=r"(leader), "=r"(leads));
     y[threadIdx.x] = leads * 100 + leader;""")
-    assert found.tolist() == [100] + [0] * 31
+    assert result.tolist() == [100] + [0] * 31
 
 
 @pytest.mark.parametrize("turned", ["", ".trans"])
@@ -53,8 +53,8 @@ def test_stmatrix_is_the_inverse_of_ldmatrix(count: int, turned: str) -> None:
     __syncwarp();
     for (int i = threadIdx.x; i < {count * 128}; i += 32) y[i] = t[i];
     """
-    found = one(body, count * 128, "uint8", x).view(np.uint16).reshape(x.shape)
-    assert np.array_equal(found, x.swapaxes(1, 2) if turned else x)
+    result = one(body, count * 128, "uint8", x).view(np.uint16).reshape(x.shape)
+    assert np.array_equal(result, x.swapaxes(1, 2) if turned else x)
 
 
 def test_movmatrix() -> None:
@@ -117,19 +117,19 @@ def test_mma(shape: str, types: str, row: int) -> None:
     addends = ", ".join(f'"{letter}"(c[{n}])' for n in range(4))
     asm = f'asm volatile("mma.sync.aligned.{shape}.row.col.{types} {operands};" : {writes} : {reads}, {addends});'
     body = MMA.replace("ROW", str(row)).replace("TYPE", kind).replace("ASM", asm)
-    found = one(body, 128, "int32" if out == "s32" else "float32", data).reshape(16, 8)
+    result = one(body, 128, "int32" if out == "s32" else "float32", data).reshape(16, 8)
     c = np.tile([[1, 2]] * 8 + [[3, 4]] * 8, (1, 4))
-    assert np.allclose(found, left.astype(np.float64) @ numbers[16:].T + c, rtol=1e-4, atol=1e-4)
+    assert np.allclose(result, left.astype(np.float64) @ numbers[16:].T + c, rtol=1e-4, atol=1e-4)
 
 
 def test_barrier_reductions() -> None:
-    found = one(
+    result = one(
         "int p = threadIdx.x % 3 == 0;"
         "y[threadIdx.x] = __syncthreads_count(p) * 4 + __syncthreads_or(p) * 2 + __syncthreads_and(p);",
         64,
         threads=64,
     )
-    assert (found == 22 * 4 + 2).all()
+    assert (result == 22 * 4 + 2).all()
 
 
 def test_a_barrier_reduces_a_negated_predicate() -> None:
@@ -180,7 +180,7 @@ def test_two_warpgroups_ping_pong(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ('asm volatile("bar.sync 1, %0;" :: "r"(x[0] + 48));', r"64 threads at barrier 1, which expects 48"),
         (
@@ -190,13 +190,13 @@ def test_two_warpgroups_ping_pong(seed: int) -> None:
         ('asm volatile("bar.sync %0;" :: "r"(16));', r"barrier 16, of 16"),
     ],
 )
-def test_barrier_faults(body: str, says: str) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_barrier_faults(body: str, message: str) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         one(body + "y[threadIdx.x] = 1;", 128, threads=128)
 
 
 def test_threads_of_a_warp_wait_for_each_other() -> None:
-    """A shuffle behind a wait of one thread needs no other thread to wait there."""
+    """After a wait of one thread, a shuffle does not require the other threads to wait."""
     body = """
     __shared__ u64 bar;
     if (threadIdx.x == 0) { init(&bar, 1); init_fence(); }
@@ -241,13 +241,13 @@ def test_a_wait_whose_result_is_ignored_is_found() -> None:
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;}" :: "r"(at(&bar)) : "memory");
     y[threadIdx.x] = v[threadIdx.x % 32];
     """
-    found = 0
+    result = 0
     for seed in range(16):
         try:
             one(body, 64, threads=64, seed=seed)
         except KernelFaultError as e:
-            found += "nothing has written" in str(e)
-    assert found
+            result += "nothing has written" in str(e)
+    assert result
 
 
 def test_a_cluster_of_one_block() -> None:
@@ -297,6 +297,6 @@ def test_cache_hints_and_dependent_launches_change_nothing() -> None:
 )
 def test_masks_of_lanes(which: str, first: int, last: int) -> None:
     """Lane n's mask holds the lanes n + first to n + last - 1."""
-    found = one(f'u32 v; asm volatile("mov.u32 %0, %%lanemask_{which};" : "=r"(v)); y[threadIdx.x] = v;')
+    result = one(f'u32 v; asm volatile("mov.u32 %0, %%lanemask_{which};" : "=r"(v)); y[threadIdx.x] = v;')
     for n in range(32):
-        assert found[n] == sum(1 << b for b in range(max(0, n + first), min(32, n + last)))
+        assert result[n] == sum(1 << b for b in range(max(0, n + first), min(32, n + last)))

@@ -15,7 +15,7 @@ N, TILES, STAGES = 32, 7, 2
 A = (RNG.integers(0, 2, (128 * 3, 64)) * 128 + RNG.integers(0, 80, (128 * 3, 64))).astype(np.uint8)
 B = (RNG.integers(0, 2, (N * TILES, 64)) * 128 + RNG.integers(0, 80, (N * TILES, 64))).astype(np.uint8)
 
-# One producer warpgroup, of which one thread loads; two consumer warpgroups with 64 rows each; sums over all tiles.
+# One producer warpgroup with one loading thread; two consumer warpgroups with 64 rows each; sums over all tiles.
 PIPELINE = """
 extern __shared__ __align__(1024) u8 s[];
 __shared__ u64 full[STAGES], empty[STAGES], ready;
@@ -95,7 +95,7 @@ def test_producer_and_two_consumers(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         pytest.param(
             {"full_wait": ";"},
@@ -143,15 +143,15 @@ def test_producer_and_two_consumers(seed: int) -> None:
         ),
     ],
 )
-def test_a_broken_pipeline_is_found_in_every_order(change: dict[str, str], says: str) -> None:
+def test_a_broken_pipeline_is_found_in_every_order(change: dict[str, str], message: str) -> None:
     for seed in range(3):
-        with pytest.raises(KernelFaultError, match=says):
+        with pytest.raises(KernelFaultError, match=message):
             pipeline(seed, **change)
 
 
 # ---- a stage that is given back before its reads are over -----------------------------------------------------------
 
-# One warpgroup multiplies, a second one overwrites its operand once an mbarrier says so.
+# One warpgroup multiplies; a second one overwrites its operand after an mbarrier completes.
 STAGE = """
 extern __shared__ __align__(1024) u8 s[];
 __shared__ u64 ready, empty;
@@ -247,7 +247,7 @@ def test_the_source_of_a_bulk_store_is_free_behind_its_wait(before: str, behind:
             launch()
 
 
-# ---- a warp that falls behind ---------------------------------------------------------------------------------------
+# ---- a warp that lags -----------------------------------------------------------------------------------------------
 
 # Warp 0 fills two stages, warp 1 empties them, warp 2 looks on.
 ONLOOKER = """
@@ -281,8 +281,8 @@ def look_on(onlooker: str, emptied: int, stages: int, threads: int, seed: int) -
     body = ONLOOKER.replace("ONLOOKER", onlooker).replace("EMPTIED", str(emptied))
     before = f"constexpr int TILES = 6, STAGES = {stages};"
     outputs = {"y": ((32,), "int32")}
-    found = run(body, {}, outputs, parameters="int* y", args=("y",), threads=threads, before=before, seed=seed)
-    assert (found.outputs["y"] == 15).all()
+    result = run(body, {}, outputs, parameters="int* y", args=("y",), threads=threads, before=before, seed=seed)
+    assert (result.outputs["y"] == 15).all()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -65,7 +65,7 @@ def test_tensor_copy_and_e4m3_product(k: int, width: int, n: int) -> None:
 
 
 def direct(body: str, n: int, left: np.ndarray, right: np.ndarray, before: str, out: str = "float32") -> np.ndarray:
-    """What a kernel of one block, with 64 x n outputs, makes of two arrays."""
+    """Return the output of a one-block kernel with 64 x n outputs for two arrays."""
     kind = "int" if out == "int32" else "float"
     result = run(
         "extern __shared__ __align__(1024) u8 s[];\n" + body + D_STORE,
@@ -103,10 +103,10 @@ def test_8_bit_integers_without_swizzle_accumulate() -> None:
     a, b = RNG.integers(-128, 128, (64, 32)).astype(np.int8), RNG.integers(-128, 128, (24, 32)).astype(np.int8)
     multiply = MULTIPLY.format(a="descriptor(sa, 128, 256, 0)", b="descriptor(sb, 128, 256, 0)", scale="1")
     body = PLAIN + "int d[N / 2]; for (int i = 0; i < N / 2; ++i) d[i] = 1000 + i;" + multiply
-    found = direct(body, 24, a, b, wgmma("mma", 24, "k32", "s32.s8.s8", tail=""), "int32")
+    result = direct(body, 24, a, b, wgmma("mma", 24, "k32", "s32.s8.s8", tail=""), "int32")
     row, column = np.meshgrid(np.arange(64), np.arange(24), indexing="ij")
     register = column // 8 * 4 + row // 8 % 2 * 2 + column % 2
-    assert np.array_equal(found, a.astype(np.int32) @ b.T.astype(np.int32) + 1000 + register)
+    assert np.array_equal(result, a.astype(np.int32) @ b.T.astype(np.int32) + 1000 + register)
 
 
 def test_a_from_registers_and_negated() -> None:
@@ -121,8 +121,8 @@ float d[N / 2];
 """
     multiply = MULTIPLY.format(a="r", b="descriptor(sb, 128, 256, 0)", scale="0")
     before = wgmma("mma", 16, "k32", "f32.e4m3.e4m3", from_registers=True, tail=", -1, 1")
-    found = direct(PLAIN + load_a + multiply, 16, a, b, before)
-    assert np.allclose(found, -(E4M3_VALUES[a] @ E4M3_VALUES[b].T), rtol=1e-5, atol=1e-3)
+    result = direct(PLAIN + load_a + multiply, 16, a, b, before)
+    assert np.allclose(result, -(E4M3_VALUES[a] @ E4M3_VALUES[b].T), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kinds", ["e5m2.e5m2", "e4m3.e5m2"])
@@ -131,8 +131,8 @@ def test_other_8_bit_floats(kinds: str) -> None:
     values = [E4M3_VALUES if kind == "e4m3" else e5m2 for kind in kinds.split(".")]
     a, b = codes(64, 32), codes(8, 32)
     multiply = MULTIPLY.format(a="descriptor(sa, 128, 256, 0)", b="descriptor(sb, 128, 256, 0)", scale="0")
-    found = direct(PLAIN + "float d[N / 2];" + multiply, 8, a, b, wgmma("mma", 8, "k32", f"f32.{kinds}"))
-    assert np.allclose(found, values[0][a] @ values[1][b].T, rtol=1e-5, atol=1e-3)
+    result = direct(PLAIN + "float d[N / 2];" + multiply, 8, a, b, wgmma("mma", 8, "k32", f"f32.{kinds}"))
+    assert np.allclose(result, values[0][a] @ values[1][b].T, rtol=1e-5, atol=1e-3)
 
 
 TURNED = """
@@ -185,7 +185,7 @@ ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("mma_fence();", "", r"a wgmma with no wgmma\.fence before it"),
         ("mma_fence();", "mma_fence(); " + ADD, r"a wgmma on %f\d+, which was written with no wgmma\.fence since"),
@@ -208,12 +208,12 @@ ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'
         ("descriptor(sb, 128, 256, 0)", "descriptor(sb + 8192, 128, 256, 0)", r"read of an element that nothing"),
     ],
 )
-def test_wrong_products(old: str, new: str, says: str) -> None:
+def test_wrong_products(old: str, new: str, message: str) -> None:
     a, b = codes(64, 32), codes(8, 32)
     before = wgmma("mma", 8, "k32", "f32.e4m3.e4m3")
     assert np.allclose(direct(RIGHT, 8, a, b, before), E4M3_VALUES[a] @ E4M3_VALUES[b].T, rtol=1e-5, atol=1e-3)
     assert old in RIGHT
-    with pytest.raises(KernelFaultError, match=says):
+    with pytest.raises(KernelFaultError, match=message):
         direct(RIGHT.replace(old, new, 1), 8, a, b, before)
 
 
@@ -245,8 +245,8 @@ def test_a_register_of_a_may_be_read_but_not_written_under_way() -> None:
 
 def test_a_wait_that_leaves_a_group_under_way() -> None:
     a, b = codes(64, 32), codes(8, 32)
-    # The second product differs from the first: of two alike, ptxas 13.0 leaves out the second, and what is read of its
-    # accumulators then is what lies in some other registers.
+    # The second product differs from the first: ptxas 13.0 removes the second of two equal ones, and its accumulators
+    # are then read from unrelated registers.
     body = (
         PLAIN
         + """

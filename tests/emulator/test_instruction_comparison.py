@@ -37,8 +37,8 @@ class FakeDevice(benchmark.Device):
 
 
 def rows_of(device: Any, unit: list[Case] = UNIT) -> dict[str, dict[str, Any]]:
-    found = (benchmark.try_case(case, image, device, 256) for case, image in benchmark.images(unit, TARGET))
-    return {row["instruction"]: row for row in found}
+    result = (benchmark.try_case(case, image, device, 256) for case, image in benchmark.images(unit, TARGET))
+    return {row["instruction"]: row for row in result}
 
 
 def test_a_wrong_bit_is_shown_with_its_operands_and_both_results() -> None:
@@ -106,8 +106,8 @@ def test_the_script_writes_a_record_and_needs_a_gpu_for_the_comparison(
     argv = ["--json", str(record), "--rows", "128", "--only", "prmt"]
     assert benchmark.main([*argv, "--device", "emulator"]) == 0
     assert "7 instructions" in capsys.readouterr().out
-    found = json.loads(record.read_text())
-    assert (found["reference"], len(found["rows"])) == ("definitions", 7)
+    result = json.loads(record.read_text())
+    assert (result["reference"], len(result["rows"])) == ("definitions", 7)
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
     assert benchmark.main(argv) == 3
     assert "no comparison without a GPU" in capsys.readouterr().out

@@ -34,10 +34,10 @@ def test_fused_multiply_add_rounds_once() -> None:
     near = -(a * b) * (1 + RNG.integers(-2, 3, 3000).astype(np.float32) * np.float32(2.0**-23))
     far = (a * b * np.float32(2.0**-24)).astype(np.float32)
     for c in (near.astype(np.float32), far, RNG.standard_normal(3000).astype(np.float32)):
-        found = fused(a, b, c)
+        result = fused(a, b, c)
         for n in range(0, 3000, 7):
             exact = Fraction(float(a[n])) * Fraction(float(b[n])) + Fraction(float(c[n]))
-            assert found[n] == nearest_float32(exact)
+            assert result[n] == nearest_float32(exact)
 
 
 @pytest.mark.parametrize(("mode", "towards"), [("rd", -np.inf), ("ru", np.inf), ("rz", 0.0)])
@@ -55,13 +55,13 @@ def test_fused_multiply_add_rounds_in_a_direction(mode: str, towards: float) -> 
         threads=100,
         blocks=30,
     )
-    found = result.outputs["y"]
+    values = result.outputs["y"]
     for n in range(3000):
         exact = Fraction(float(a[n])) * Fraction(float(b[n])) + Fraction(float(c[n]))
         up = exact < 0 if towards == 0 else towards > 0
-        got = Fraction(float(found[n]))
+        got = Fraction(float(values[n]))
         assert got >= exact if up else got <= exact
-        beyond = Fraction(float(np.nextafter(found[n], np.float32(-np.inf if up else np.inf))))
+        beyond = Fraction(float(np.nextafter(values[n], np.float32(-np.inf if up else np.inf))))
         assert beyond < exact if up else beyond > exact
 
 
@@ -165,10 +165,10 @@ def test_integer_instructions(expression: str, expected: object) -> None:
         args=("x", "z", "y"),
         blocks=3,
     )
-    overflows = {(-(2**31), -1)}  # C++ leaves INT_MIN / -1 and its remainder open
+    overflows = {(-(2**31), -1)}  # undefined in C++
     want = [expected(int(p), int(q)) for p, q in zip(a, b, strict=True)]  # type: ignore[operator]
-    for p, q, found, right in zip(a, b, result.outputs["y"], want, strict=True):
-        assert found == right or (int(p), int(q)) in overflows, (expression, p, q)
+    for p, q, values, right in zip(a, b, result.outputs["y"], want, strict=True):
+        assert values == right or (int(p), int(q)) in overflows, (expression, p, q)
 
 
 def _permuted(a: int, b: int, selector: int) -> int:
@@ -198,7 +198,7 @@ def test_atomics_and_votes() -> None:
 
 @pytest.mark.parametrize("op", ["/", "%"])
 def test_what_a_division_by_zero_gives_is_another_thing_in_another_order(op: str) -> None:
-    """The ISA leaves it open, so a kernel whose output depends on it gives other bits in other runs."""
+    """The ISA leaves the result open, so outputs that depend on it differ between runs."""
     how: dict[str, Any] = {"parameters": "unsigned* y, unsigned zero", "args": ("y", np.uint32(0))}
     first, other = (
         run(f"y[threadIdx.x] = threadIdx.x {op} zero;", {}, {"y": (32, "uint32")}, seed=seed, **how).outputs["y"]
@@ -211,10 +211,10 @@ def test_what_a_division_by_zero_gives_is_another_thing_in_another_order(op: str
 def test_the_place_of_a_warp_tells_warps_of_a_block_apart_and_is_not_their_number() -> None:
     body = """unsigned place; asm volatile("mov.u32 %0, %%warpid;" : "=r"(place));
     if (threadIdx.x % 32 == 0) y[(blockIdx.x * blockDim.x + threadIdx.x) / 32] = place;"""
-    found = (
+    result = (
         run(body, {}, {"y": (16, "uint32")}, parameters="unsigned* y", args=("y",), threads=256, blocks=2)
         .outputs["y"]
         .reshape(2, 8)
     )
-    assert all(len(set(places)) == 8 and max(places) < 64 for places in found.tolist())
-    assert (found != np.arange(8)).all()
+    assert all(len(set(places)) == 8 and max(places) < 64 for places in result.tolist())
+    assert (result != np.arange(8)).all()

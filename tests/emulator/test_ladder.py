@@ -129,7 +129,7 @@ def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: st
     assert result.counts.exponentials > 1.03 * normal.counts.exponentials  # two for each base that a thread moves
 
 
-#: A shape on which rungs are compared, its blocks and its tiles of keys.
+#: The shape for comparisons of rungs, its number of blocks and its tiles of keys.
 COMPARED = {"B": 1, "H": 1, "S": 512, "D": 64}
 BLOCKS, TILES = 16, 16
 
@@ -140,7 +140,7 @@ def compared(rung: str) -> GridResult:
 
 
 def test_full_fusion_compared_with_stage_2() -> None:
-    """What it is for: scores, P and half tiles are not in shared memory, and no barrier of the block is in the loop."""
+    """Full fusion keeps scores, P and half tiles out of shared memory, and has no block barrier in the loop."""
     dims = COMPARED
     before, after = (compared(rung).counts for rung in ("stage2", "stage3b"))
     products = before.matrix_flops
@@ -162,7 +162,7 @@ def test_a_warp_that_copies_compared_with_stage_3b() -> None:
     arrivals = {
         k: n for k, n in after.counts.instructions.items() if k.startswith(("mbarrier.arrive", "cp.async.mbarrier"))
     }
-    # for each tile one of its copies, two of those that have read it
+    # per tile: one arrival of its copy, two of its readers
     assert sum(arrivals.values()) == BLOCKS * TILES * (1 + 2)
 
 
@@ -173,7 +173,7 @@ def test_a_warp_that_copies_compared_with_stage_3b() -> None:
 def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
     head_dim: int, lengths: tuple[int, ...], fmt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks with several works, whose heads change on the way, as many for each block or not."""
+    """Blocks process several work tiles with changing heads, in equal and unequal numbers."""
     problem = TASKS["fp8_sdpa"].problem
     for length in lengths:
         multiprocessors = 4 if length == 300 else 1
@@ -182,12 +182,12 @@ def test_any_number_of_persistent_blocks_gives_the_bits_of_stage_3b(
         case = problem.make_case(dims, 6, fmt)
         expected = run_rung("stage3b", fmt, dims, case)
         for seed in (0, 1) if length == 33 else (length,):
-            found = run_rung("stage3b_persistent", fmt, dims, case, seed)
-            assert not any(found.unwritten.values())
-            assert found.outputs["out"].tobytes() == expected.outputs["out"].tobytes(), (dims, multiprocessors)
-            assert found.counts.bank_conflicts == {}
+            result = run_rung("stage3b_persistent", fmt, dims, case, seed)
+            assert not any(result.unwritten.values())
+            assert result.outputs["out"].tobytes() == expected.outputs["out"].tobytes(), (dims, multiprocessors)
+            assert result.counts.bank_conflicts == {}
             for same in ("matrix_flops", "exponentials", "global_load_sectors", "global_store_sectors"):
-                assert getattr(found.counts, same) == getattr(expected.counts, same), same
+                assert getattr(result.counts, same) == getattr(expected.counts, same), same
 
 
 def test_the_minimum_of_matrix_work_and_exponentials() -> None:
@@ -261,12 +261,12 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
     before, after = record.baseline.counts["b1_h1_s32_d64"], record.candidate.counts["b1_h1_s32_d64"]
     assert record.least_work == {"b1_h1_s32_d64": {"matrix_flops": after.matrix_flops, "exponentials": 32 * 32}}
     assert 2 * before.matrix_flops == after.matrix_flops  # stage1 does but one of the products on tensor cores
-    said = next(g.summary for g in record.gates if g.gate == "EVIDENCE")
+    text = next(g.summary for g in record.gates if g.gate == "EVIDENCE")
     assert (
-        f"emulated b1_h1_s32_d64: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in said
+        f"emulated b1_h1_s32_d64: {after.warp_instructions} (baseline {before.warp_instructions}) instructions" in text
     )
-    assert f"{after.conflicts} (baseline {before.conflicts}) bank conflicts" in said
-    assert said.endswith("matrix_flops 1.00x the least, exponentials 1.12x the least")
+    assert f"{after.conflicts} (baseline {before.conflicts}) bank conflicts" in text
+    assert text.endswith("matrix_flops 1.00x the least, exponentials 1.12x the least")
     assert (
         f"| b1_h1_s32_d64 | exponentials | 1152 | {after.exponentials} | 1.00x | 1024 |"
         in (folder / REPORT).read_text()
@@ -277,15 +277,15 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
 def test_a_wrong_kernel_fails_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = "tests/cheats/doubling"
     argv = ["bench", task, "--shapes", "even", "--seeds", "0", "--device", "emulator", "--out", str(tmp_path)]
-    for variant, says in (
+    for variant, message in (
         ("tail_unwritten", None),
         ("reads_behind", "past the end of 'x'"),
         ("unwritten", "never written"),
     ):
         code = main([*argv, "--variant", variant])
         out = " ".join(capsys.readouterr().out.split())
-        assert code == (0 if says is None else 1), (variant, out)
-        assert says is None or says in out, variant
+        assert code == (0 if message is None else 1), (variant, out)
+        assert message is None or message in out, variant
 
 
 def test_the_error_is_the_one_that_a_gpu_recorded() -> None:
@@ -308,6 +308,6 @@ def test_the_error_is_the_one_that_a_gpu_recorded() -> None:
     )
     assert case.digest == row.inputs_digest
     exact = task.problem.references(row.dims, 0, "e4m3").exact
-    found = error_stats(result.outputs["out"].astype(np.float64), exact, 1).relative_error
+    values = error_stats(result.outputs["out"].astype(np.float64), exact, 1).relative_error
     assert row.kernel_error is not None
-    assert found == pytest.approx(row.kernel_error.relative_error, rel=0.02)
+    assert values == pytest.approx(row.kernel_error.relative_error, rel=0.02)

@@ -1,4 +1,4 @@
-"""Launches in a row, of which the second may begin early: what it may not touch before its griddepcontrol.wait."""
+"""Launch chains with programmatic dependent launch: accesses that are illegal before griddepcontrol.wait."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_behind_the_wait_all_is_there(body: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("body", "says"), BAD.values(), ids=BAD)
-def test_what_an_early_launch_may_not_do(body: str, says: str, seed: int) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+@pytest.mark.parametrize(("body", "message"), BAD.values(), ids=BAD)
+def test_what_an_early_launch_may_not_do(body: str, message: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         chain(INDEX + body, seed=seed)
     chain(INDEX + body, early=False, seed=seed)
 
@@ -140,6 +140,6 @@ def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
         alone |= run_chain([one], alone, {n: o for n, o in outputs.items() if n not in alone}, poison=0).outputs
         alone = {n: a for n, a in alone.items() if n != "out" or one is steps[-1]}
     assert np.array_equal(chained["out"], alone["out"])
-    found = torch.from_numpy(chained["out"]).float()
+    result = torch.from_numpy(chained["out"]).float()
     expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True)
-    assert (found - expected).norm() < 0.06 * expected.norm()  # FP8's own error; what a race leaves is no number
+    assert (result - expected).norm() < 0.06 * expected.norm()  # FP8's own error; a race would give NaN

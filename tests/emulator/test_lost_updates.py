@@ -1,4 +1,4 @@
-"""Updates of one place by several threads: found where one can be lost, and right kernels are not accused."""
+"""Updates of one place by several threads: lost updates are found, correct kernels pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXED = r"(this write and the atomic access|this atomic access and the write) at
 
 @SEEDS
 @pytest.mark.parametrize(
-    ("body", "blocks", "says"),
+    ("body", "blocks", "message"),
     [
         pytest.param(f"{SHARED}{FIRST}s[0] += x[threadIdx.x];{END}", 1, f"shared .*{ADDS}2", id="of four warps"),
         pytest.param(f"{SHARED}{FIRST}s[0] += 1;{END}", 1, f"shared .*{ADDS}2", id="by the same number"),
@@ -60,8 +60,8 @@ MIXED = r"(this write and the atomic access|this atomic access and the write) at
         ),
     ],
 )
-def test_an_update_that_can_be_lost_is_a_race_in_every_order(body: str, blocks: int, says: str, seed: int) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_an_update_that_can_be_lost_is_a_race_in_every_order(body: str, blocks: int, message: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         result(body, blocks=blocks, seed=seed)
 
 
@@ -113,9 +113,9 @@ def test_a_right_update_is_not_accused(body: str, blocks: int, first: float, see
 )
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_a_lost_update_through_volatile_or_atomic_accesses_shows_in_another_order(update: str, blocks: int) -> None:
-    found = [result(f"{FIRST}{{ {update} }}", blocks=blocks, seed=seed)[0] for seed in range(2)]
-    assert min(found) < 4 * blocks
-    assert len(set(found)) == 2
+    values = [result(f"{FIRST}{{ {update} }}", blocks=blocks, seed=seed)[0] for seed in range(2)]
+    assert min(values) < 4 * blocks
+    assert len(set(values)) == 2
 
 
 RACE = """.version 8.0

@@ -1,4 +1,4 @@
-"""Exchanges among some threads of a warp, as their member masks say, against a model in plain Python."""
+"""Exchanges between threads of a warp with member masks, compared with a model in plain Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exchange(statement: str, masks: list[int], values: Any = VALUES) -> tuple[li
         f'asm volatile("{{ .reg .pred p, q; setp.ne.s32 q, %2, 0; setp.ne.s32 p, 0, 0; {statement} '
         'selp.u32 %1, 1, 0, p; }" : "+&r"(d), "=r"(f) : "r"(a), "r"(m)); y[t] = d; z[t] = f;'
     )
-    found = run(
+    result = run(
         body,
         {"x": values, "masks": np.array(masks, np.uint32)},
         {"y": (len(values), "uint32"), "z": (len(values), "uint32")},
@@ -46,22 +46,22 @@ def exchange(statement: str, masks: list[int], values: Any = VALUES) -> tuple[li
         threads=len(values),
         target=Target("sm_90a"),
     ).outputs
-    return found["y"].tolist(), found["z"].tolist()
+    return result["y"].tolist(), result["z"].tolist()
 
 
 def by_group(masks: list[int], values: Any, function: Callable[[list[int], int], Any]) -> list[Any]:
     """function(values of a thread's group, the thread's position in it) for each thread of each warp."""
-    found = []
+    result = []
     for t in range(len(values)):
         warp, mask = t // 32 * 32, masks[t]
         lanes = [n for n in range(32) if mask >> n & 1]
-        found.append(function([int(values[warp + n]) for n in lanes], lanes.index(t % 32)))
-    return found
+        result.append(function([int(values[warp + n]) for n in lanes], lanes.index(t % 32)))
+    return result
 
 
 def of_group(function: Callable[[list[int]], Any]) -> Callable[[list[int], int], int]:
     """A function of a group's values, the same for all of its threads."""
-    return lambda group, at: int(function(group))
+    return lambda group, index: int(function(group))
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
@@ -80,43 +80,43 @@ def test_exchanges_stay_in_their_group(name: str) -> None:
         "xor.b32": (unsigned, lambda v: int(np.bitwise_xor.reduce(v))),
     }
     for op, (values, function) in reductions.items():
-        found, _ = exchange(f"redux.sync.{op} %0, %2, %3;", masks)
-        assert found == by_group(masks, values, of_group(function)), op
+        result, _ = exchange(f"redux.sync.{op} %0, %2, %3;", masks)
+        assert result == by_group(masks, values, of_group(function)), op
     votes: dict[str, Callable[[list[int]], bool]] = {
         "all": lambda v: all(v),
         "any": lambda v: any(v),
         "uni": lambda v: len({bool(x) for x in v}) == 1,
     }
     for op, decide in votes.items():
-        _, found = exchange(f"vote.sync.{op}.pred p, q, %3;", masks)
-        assert found == by_group(masks, VALUES, of_group(decide)), op
-    found, _ = exchange("vote.sync.ballot.b32 %0, q, %3;", masks)
+        _, result = exchange(f"vote.sync.{op}.pred p, q, %3;", masks)
+        assert result == by_group(masks, VALUES, of_group(decide)), op
+    result, _ = exchange("vote.sync.ballot.b32 %0, q, %3;", masks)
     whole = [sum(1 << n for n in range(32) if VALUES[t // 32 * 32 + n]) for t in range(96)]
-    assert found == [w & mask for w, mask in zip(whole, masks, strict=True)]
-    found, _ = exchange("match.any.sync.b32 %0, %2, %3;", masks)
+    assert result == [w & mask for w, mask in zip(whole, masks, strict=True)]
+    result, _ = exchange("match.any.sync.b32 %0, %2, %3;", masks)
     same = [sum(1 << n for n in range(32) if VALUES[t // 32 * 32 + n] == VALUES[t]) for t in range(96)]
-    assert found == [s & mask for s, mask in zip(same, masks, strict=True)]
-    found, flags = exchange("match.all.sync.b32 %0|p, %2, %3;", masks)
-    agree = by_group(masks, VALUES, lambda group, at: len(set(group)) == 1)
-    assert found == [mask if yes else 0 for mask, yes in zip(masks, agree, strict=True)]
+    assert result == [s & mask for s, mask in zip(same, masks, strict=True)]
+    result, flags = exchange("match.all.sync.b32 %0|p, %2, %3;", masks)
+    agree = by_group(masks, VALUES, lambda group, index: len(set(group)) == 1)
+    assert result == [mask if yes else 0 for mask, yes in zip(masks, agree, strict=True)]
     assert flags == [int(yes) for yes in agree]
-    found, flags = exchange("elect.sync %0|p, %3;", masks)
-    assert found == [(mask & -mask).bit_length() - 1 for mask in masks]
-    assert flags == by_group(masks, VALUES, lambda group, at: int(at == 0))
+    result, flags = exchange("elect.sync %0|p, %3;", masks)
+    assert result == [(mask & -mask).bit_length() - 1 for mask in masks]
+    assert flags == by_group(masks, VALUES, lambda group, index: int(index == 0))
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_a_shuffle_reads_from_its_group(name: str) -> None:
-    """Each thread reads the next of its group, in a circle; and one outside of it, whose value is not defined."""
+    """Each thread reads from the next thread of its group, cyclically, and from one outside with an undefined value."""
     masks = masks_of(PARTITIONS[name]) * 3
-    found, _ = exchange(
+    result, _ = exchange(
         "{ .reg .b32 above, lane; mov.u32 lane, %%laneid; shl.b32 above, -2, lane; and.b32 above, above, %3; "
         ".reg .pred none; setp.eq.u32 none, above, 0; selp.b32 above, %3, above, none; "
         ".reg .b32 back; neg.s32 back, above; and.b32 above, above, back; bfind.u32 above, above; "
         "shfl.sync.idx.b32 %0|p, %2, above, 31, %3; }",
         masks,
     )
-    assert found == by_group(masks, VALUES, lambda group, at: group[(at + 1) % len(group)] & FULL)
+    assert result == by_group(masks, VALUES, lambda group, index: group[(index + 1) % len(group)] & FULL)
 
 
 def test_half_a_warp_reduces_alone() -> None:
@@ -126,8 +126,8 @@ def test_half_a_warp_reduces_alone() -> None:
         'if (t % 32 < 16) { asm volatile("redux.sync.add.u32 %0, %0, 0xffff;" : "+r"(v)); } '
         "y[t] = v;"
     )
-    found = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
-    assert found.outputs["y"].tolist() == ([16] * 16 + [1] * 16) * 2
+    result = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
+    assert result.outputs["y"].tolist() == ([16] * 16 + [1] * 16) * 2
 
 
 def test_threads_that_have_ended_take_no_part() -> None:
@@ -135,8 +135,8 @@ def test_threads_that_have_ended_take_no_part() -> None:
         "int t = threadIdx.x; if (t % 32 >= 20) return; unsigned v; "
         'asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(v) : "r"(1)); y[t] = v;'
     )
-    found = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
-    assert found.outputs["y"].reshape(2, 32)[:, :20].tolist() == [[20] * 20] * 2
+    result = run(body, {}, {"y": (64, "uint32")}, parameters="unsigned* y", args=("y",), threads=64)
+    assert result.outputs["y"].reshape(2, 32)[:, :20].tolist() == [[20] * 20] * 2
 
 
 @pytest.mark.parametrize(

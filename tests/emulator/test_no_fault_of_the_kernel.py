@@ -1,4 +1,4 @@
-"""Kernels that are right, and what the emulator cannot run: neither is a fault of the kernel."""
+"""Correct kernels, and kernels that the emulator cannot run: neither is a fault of the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = np.linspace(-2, 5, 64, dtype=np.float32)
 
 
 def masked(body: str, n: int, before: str = "") -> np.ndarray:
-    """What 64 threads, of which the first ``n`` have an element, leave in y."""
+    """Return y of 64 threads; only the first ``n`` threads have an element."""
     result = run(
         body,
         {"x": X, "y": np.zeros(64, np.float32)},
@@ -52,17 +52,18 @@ float v = s[t], r = 1;
 @pytest.mark.parametrize(
     "body",
     [
-        # Loops whose length a padding thread's garbage decides; they change nothing but that thread's registers.
+        # Loops with a trip count from a padding thread's uninitialised values; they change only that thread's
+        # registers.
         "int m = v != v || v == 0 ? 1 : 5;\n#pragma unroll 1\nfor (int i = 0; i < m; i++) r = r * v + i;",
         "#pragma unroll 1\nfor (int i = 0; i < ((int)__float_as_uint(v) & 7); i++) r = r * v + i;",
         "if (v > 1) { r = __fdividef(1.f, v); } else if (v < -1) { r = sqrtf(-v); } else r = v * v;",
     ],
 )
 def test_padding_threads_may_branch_on_what_nothing_has_written(body: str, n: int) -> None:
-    found = masked(f"{PADDING}{body}\nif (t < n) y[t] = r;", n)
+    result = masked(f"{PADDING}{body}\nif (t < n) y[t] = r;", n)
     whole = masked(f"{PADDING}{body}\nif (t < n) y[t] = r;", 64)
-    assert (found[:n] == whole[:n]).all()
-    assert not found[n:].any()
+    assert (result[:n] == whole[:n]).all()
+    assert not result[n:].any()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_garbage_that_reaches_memory_is_a_fault(body: str) -> None:
 
 
 def outputs(body: str, n: int = 40) -> GridResult:
-    """What 64 threads leave in two outputs that begin with nothing in them."""
+    """Run 64 threads with two uninitialised outputs."""
     return run(
         "int t = threadIdx.x; volatile float* a = y;\n" + body,
         {},
@@ -93,9 +94,9 @@ def outputs(body: str, n: int = 40) -> GridResult:
 
 
 def test_a_discarded_read_of_an_output_that_nothing_has_written_is_no_fault() -> None:
-    found = outputs("if (t < n) y[t] = t; __syncthreads(); float v = a[t]; if (t < n) z[t] = v;")
-    assert (found.outputs["z"][:40] == np.arange(40)).all()
-    assert found.unwritten == {"y": 96, "z": 96}
+    result = outputs("if (t < n) y[t] = t; __syncthreads(); float v = a[t]; if (t < n) z[t] = v;")
+    assert (result.outputs["z"][:40] == np.arange(40)).all()
+    assert result.unwritten == {"y": 96, "z": 96}
 
 
 @pytest.mark.parametrize(
@@ -299,9 +300,9 @@ def test_a_bulk_store_that_nothing_waits_for_is_a_formal_finding(monkeypatch: py
         stored("")
     assert raised.value.level == "formal"
     monkeypatch.setattr("tests.emulator.hopper.run_grid", lambda *a, **k: grid.run_grid(*a, **k, keep_formal=True))
-    found = stored("")
-    assert (found.outputs["y"] == ROWS[0]).all()
-    (finding,) = found.findings
+    result = stored("")
+    assert (result.outputs["y"] == ROWS[0]).all()
+    (finding,) = result.findings
     assert (finding.level, finding.name) == ("formal", "bulk-store-not-awaited")
     assert finding.location.startswith("k.cu:")
     assert finding.text.startswith("k: ended while a bulk store may still read shared memory")

@@ -1,4 +1,4 @@
-"""What orders memory and what does not: scopes, fences, synchronization of a part of a warp, instructions of a warp."""
+"""Memory ordering: scopes, fences, synchronization of a part of a warp, warp instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_share
 
 
 def result(body: str, *, threads: int = 32, blocks: int = 1, seed: int = 0, before: str = ADDRESS) -> np.ndarray:
-    """What a kernel makes of 256 floats; ``z`` are 256 integers that it finds zero."""
+    """Return the 256 floats that a kernel computes; ``z`` are 256 integers, initially zero."""
     arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
     return run(
         body,
@@ -294,7 +294,7 @@ def test_relaxed_arrivals_and_waits_order_with_fences(
             result(body, threads=64, seed=seed)
 
 
-#: How threads write to places of theirs, of which a thread then reads one with nothing between.
+#: Ways in which threads write to their places; then a thread reads one of them without synchronization.
 SHARED_PLACES = {
     "quads": "s[t / 4] = q; KEEP y[t] = s[t / 4];",
     "quads of some lanes": "if (t % 2) { s[t / 4] = q; KEEP y[t] = s[t / 4]; } else y[t] = q;",
@@ -331,7 +331,7 @@ def test_what_they_write_otherwise_is_not(body: str, memory: str) -> None:
 
 
 def _places(body: str, memory: str) -> str:
-    """A body whose places ``s`` are in shared or global memory; the compiler keeps its loads and stores."""
-    place = "__shared__ __align__(16) float s0[64];" if memory == "shared" else "float* s0 = y + 64;"
+    """Return a body with the places ``s`` in shared or global memory; the compiler keeps its loads and stores."""
+    location = "__shared__ __align__(16) float s0[64];" if memory == "shared" else "float* s0 = y + 64;"
     body = body.replace("KEEP", 'asm volatile("" ::: "memory");')
-    return f"{place} float* s = s0; const int t = threadIdx.x; const float q = t / 4; {body}"
+    return f"{location} float* s = s0; const int t = threadIdx.x; const float q = t / 4; {body}"

@@ -32,7 +32,7 @@ def unawaited(body: str) -> list[str]:
         {body}
     }}"""
     kernel = KernelSource("k", source, "k.cu", (), (128, 1, 1))
-    return [str(found) for found in find_unawaited(to_ptx(kernel, Target("sm_90a"), assemble=False), "k")]
+    return [str(result) for result in find_unawaited(to_ptx(kernel, Target("sm_90a"), assemble=False), "k")]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def unawaited(body: str) -> list[str]:
         STORE + COMMIT + WAIT_ALL,
         STORE + COMMIT + WAIT_READ,
         f"if (threadIdx.x == 0) {{ {STORE} {COMMIT} {WAIT_READ} }}",
-        # the same thread waits later, behind a barrier
+        # the same thread waits later, after a barrier
         f"if (threadIdx.x == 0) {{ {STORE} {COMMIT} }} __syncthreads(); y[n] = 3; if (threadIdx.x == 0) {WAIT_ALL}",
         f"if (threadIdx.x) y[99] = 1; else {{ {STORE} {COMMIT} }} __syncthreads(); if (threadIdx.x == 0) {WAIT_ALL}",
         # a pipeline of two stages, with one wait for all at the end
@@ -83,10 +83,10 @@ NO, SOME = "no path from it to the end of the kernel waits", "not every path fro
     ],
 )
 def test_what_is_not_awaited_is_reported(body: str, message: str) -> None:
-    found = unawaited(body)
-    assert found
-    assert message in found[-1], found
-    assert found[-1].startswith("cp."), found
+    result = unawaited(body)
+    assert result
+    assert message in result[-1], result
+    assert result[-1].startswith("cp."), result
 
 
 def test_a_copy_to_shared_memory_that_nothing_waits_for_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""Counts per phase of instrumented builds: of known phases, of the ladder, and of what cannot be told apart."""
+"""Counts per phase of instrumented builds: known phases, the ladder, and phases that cannot be separated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def phases(body: str, names: tuple[str, ...], *, threads: int = 64, blocks: int 
 
 
 def test_work_is_counted_in_the_phase_whose_mark_follows() -> None:
-    found = phases(
+    result = phases(
         "#pragma unroll 1\nfor (int n = 0; n < 5; ++n) {\n"
         "v = greenfast::ptx::ex2(v); v = greenfast::ptx::ex2(-v); clock.mark(1);\n"
         "v = greenfast::ptx::ex2(v); clock.mark(0); __syncthreads(); clock.mark(0);\n}\n"
@@ -50,20 +50,22 @@ def test_work_is_counted_in_the_phase_whose_mark_follows() -> None:
         ("barrier", "two", "last"),
     )
     threads = 3 * 64
-    assert {name: c.exponentials for name, c in found.phases.items()} == {
+    assert {name: c.exponentials for name, c in result.phases.items()} == {
         "barrier": 5 * threads,
         "two": 10 * threads,
         "last": threads,
         OUTSIDE: 0,
     }
-    assert {name: c.barriers for name, c in found.phases.items() if c.barriers} == {"barrier": 5 * threads // 32}
-    assert found.phases[OUTSIDE].global_store_bytes == 4 * threads + 3 * 3 * 8  # y, and each block's sums
+    assert {name: c.barriers for name, c in result.phases.items() if c.barriers} == {"barrier": 5 * threads // 32}
+    assert result.phases[OUTSIDE].global_store_bytes == 4 * threads + 3 * 3 * 8  # y, and each block's sums
 
 
 def test_a_phase_that_no_thread_comes_to_counts_nothing() -> None:
-    found = phases("if (i < 0) { v = 1; clock.mark(0); }\nv = greenfast::ptx::ex2(v); clock.mark(1);", ("never", "all"))
-    assert sum(found.phases["never"].instructions.values()) == 0
-    assert found.phases["all"].exponentials == 3 * 64
+    result = phases(
+        "if (i < 0) { v = 1; clock.mark(0); }\nv = greenfast::ptx::ex2(v); clock.mark(1);", ("never", "all")
+    )
+    assert sum(result.phases["never"].instructions.values()) == 0
+    assert result.phases["all"].exponentials == 3 * 64
 
 
 def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
@@ -107,18 +109,18 @@ def test_phases_add_up_and_hold_what_they_are_named_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("const int p = i == 64; if (p) clock.mark(1); else clock.mark(0);", None),
         ("long long now = clock64(); clock.cycles[i % 2] += now; clock.cycles[1] += now;", "ends several phases: a, b"),
         ("clock.mark(0); if (threadIdx.x < 99) { y[i] = v; return; }", "16 bytes of its phases' sums unwritten"),
     ],
 )
-def test_phases_that_cannot_be_told_apart_are_refused(body: str, says: str | None) -> None:
-    if says is None:
+def test_phases_that_cannot_be_told_apart_are_refused(body: str, message: str | None) -> None:
+    if message is None:
         assert set(phases(body, ("a", "b")).phases) == {"a", "b", OUTSIDE}
         return
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         phases(body, ("a", "b"), blocks=1)
 
 

@@ -48,14 +48,14 @@ NORM = Program((SQUARE, SUM), {"scratch": Workspace(4 * N)})
 def test_launches_share_scratch_buffers_and_an_output_may_begin_as_zeros() -> None:
     x = np.arange(N, dtype=np.float32)
     case = Case({"x": x}, {"y": OutputSpec((1,), "float32", zeros=True)})
-    found = EmulatorSession().run(executable(NORM), case, 2)
-    assert found.outputs["y"] == (x * x).sum()
-    assert (found.violations, found.repeatable) == ([], True)
+    result = EmulatorSession().run(executable(NORM), case, 2)
+    assert result.outputs["y"] == (x * x).sum()
+    assert (result.violations, result.repeatable) == ([], True)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_run_leaves_nothing_in_memory(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its registers and what it knows of each byte take much memory, and cycles are looked for seldom."""
+    """Registers and access logs take much memory, and Python collects cycles rarely."""
     made: list[weakref.ref[ResidentBlocks]] = []
     memories: list[weakref.ref[GlobalMemory]] = []
 
@@ -90,11 +90,11 @@ def test_a_scratch_buffer_holds_zeros_only_where_it_is_asked_for() -> None:
 def test_a_buffer_changed_in_place_is_no_violation() -> None:
     twice = Step(source("twice", "float* x", "x[i] *= 2;"), Launch((1, 1, 1), ("x",)))
     x = np.arange(N, dtype=np.float32)
-    found = EmulatorSession().run(
+    result = EmulatorSession().run(
         executable(Program((twice, twice))), Case({"x": x}, {"x": OutputSpec((N,), "float32")}), 2
     )
-    assert np.array_equal(found.outputs["x"], 4 * x)
-    assert (found.violations, found.repeatable) == ([], True)
+    assert np.array_equal(result.outputs["x"], 4 * x)
+    assert (result.violations, result.repeatable) == ([], True)
 
 
 def test_a_table_that_a_launch_changes_is_a_violation() -> None:
@@ -108,8 +108,8 @@ def test_a_table_that_a_launch_changes_is_a_violation() -> None:
     image = replace(build_image(built), tables=("table",))
     case = Case({"x": np.zeros(1, np.uint64)}, {"y": OutputSpec((4,), "float32")})
     launch = Launch((1, 1, 1), ("x", "y"))
-    found = EmulatorSession().run(Executable.single(image, launch), case, 1)
-    assert found.violations == ["variable 'k: table' of its module was changed"]
+    result = EmulatorSession().run(Executable.single(image, launch), case, 1)
+    assert result.violations == ["variable 'k: table' of its module was changed"]
     honest = replace(built.source, source=text.replace(body, "y[i] = table[i % 4];"))
     image = build_image(compile_kernel(honest, TARGET))
     assert image.tables == ("table",)
@@ -143,18 +143,18 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
     )
     kind = dtype_of(dtype)
     x = np.arange(N // kind.itemsize).astype(kind)
-    found = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
-    assert (found.outputs["y"].dtype, found.outputs["y"].tobytes()) == (kind, x.tobytes())
+    result = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
+    assert (result.outputs["y"].dtype, result.outputs["y"].tobytes()) == (kind, x.tobytes())
 
 
 def test_machines_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold gigabytes where a grid of a hundred blocks has all of its shared memory."""
+    """They hold gigabytes for a grid of a hundred blocks with maximal shared memory."""
     alive = []
     real = ResidentBlocks
 
-    def machine(**given: Any) -> Any:
+    def machine(**supplied: Any) -> Any:
         alive.append(sum(isinstance(x, real) for x in gc.get_objects()))
-        return real(**given)
+        return real(**supplied)
 
     monkeypatch.setattr(grid, "Machine", machine)
     case = Case({"x": np.ones(N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})

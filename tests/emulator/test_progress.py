@@ -1,4 +1,4 @@
-"""Threads that wait for others in a loop: they get what they wait for, or the kernel is refused in good time."""
+"""Polling loops: they terminate, or the kernel is refused in little time."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_a_lock_that_threads_spin_for(space: str, seed: int) -> None:
     __threadfence();
     atomicExch(scratch, 0);
     y[threadIdx.x] = n;"""
-    found = launched(body, 48, threads=48, seed=seed).outputs["y"]
-    assert (np.sort(found) == np.arange(48)).all()
+    result = launched(body, 48, threads=48, seed=seed).outputs["y"]
+    assert (np.sort(result) == np.arange(48)).all()
 
 
 def test_a_lock_between_blocks_in_the_form_of_old_warps() -> None:
@@ -99,8 +99,8 @@ def test_a_lock_between_blocks_in_the_form_of_old_warps() -> None:
         done = true;
       }
     }"""
-    found = launched(body, 48, threads=8, blocks=6).outputs["y"]
-    assert (np.sort(found) == np.arange(48)).all()
+    result = launched(body, 48, threads=8, blocks=6).outputs["y"]
+    assert (np.sort(result) == np.arange(48)).all()
 
 
 @SEEDS
@@ -114,7 +114,7 @@ def test_compare_and_swap_loops(seed: int) -> None:
 
 @pytest.mark.parametrize("ticket", ["blockIdx.x", "gridDim.x - 1 - blockIdx.x", "atomicAdd(scratch, 1)"])
 def test_blocks_look_back(ticket: str) -> None:
-    # One word says both here: the sum of a block is replaced when the sum up to it is there.
+    # One word holds both states: the block's sum is replaced by the inclusive prefix.
     body = """__shared__ int before, mine;
     volatile unsigned* words = (volatile unsigned*)scratch + 64;
     if (threadIdx.x == 0) {
@@ -136,8 +136,8 @@ def test_blocks_look_back(ticket: str) -> None:
     y[mine * blockDim.x + threadIdx.x] = before;""".replace("TICKET", ticket)
     blocks = 40
     for seed in range(2):
-        found = launched(body, 32 * blocks, threads=32, blocks=blocks, seed=seed).outputs["y"].reshape(blocks, 32)
-        assert (found == np.cumsum(np.arange(blocks))[:, None]).all()
+        result = launched(body, 32 * blocks, threads=32, blocks=blocks, seed=seed).outputs["y"].reshape(blocks, 32)
+        assert (result == np.cumsum(np.arange(blocks))[:, None]).all()
 
 
 GRID_BARRIER = """__syncthreads();
@@ -162,8 +162,8 @@ for (int step = 1; step < 4; ++step) {{
 def test_a_barrier_of_the_grid_by_atomics(seed: int) -> None:
     blocks, threads = 24, 64
     body = ROUNDS.format(sync=GRID_BARRIER)
-    found = launched(body, blocks * threads, threads=threads, blocks=blocks, seed=seed).outputs["y"]
-    assert (found == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
+    result = launched(body, blocks * threads, threads=threads, blocks=blocks, seed=seed).outputs["y"]
+    assert (result == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
 
 
 @SEEDS
@@ -172,8 +172,8 @@ def test_cooperative_groups_synchronize_a_grid(seed: int) -> None:
     body = "auto grid = cooperative_groups::this_grid();\n" + ROUNDS.format(sync="grid.sync();")
     how: dict[str, Any] = {"threads": threads, "blocks": blocks, "seed": seed}
     how["before"] = "#include <cooperative_groups.h>"
-    found = launched(body, blocks * threads, **how, cooperative=True).outputs["y"]
-    assert (found == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
+    result = launched(body, blocks * threads, **how, cooperative=True).outputs["y"]
+    assert (result == np.roll(np.arange(blocks * threads), -3 * threads) + 6).all()
     with pytest.raises(KernelFaultError, match="trap was executed"):
         launched(body, blocks * threads, **how)
 
@@ -184,13 +184,13 @@ def test_blocks_that_are_not_resident_never_come_to_a_barrier_of_the_grid() -> N
     {GRID_BARRIER}
     if (blockIdx.x == 0) y[threadIdx.x] = most[31 - threadIdx.x];"""
     assert (launched(body, 32, threads=32, blocks=660).outputs["y"] == 1).all()
-    says = r"in a loop that nothing ends.*40 blocks have not begun, 660 are resident at once"
-    with pytest.raises(KernelFaultError, match=says):
+    message = r"in a loop that nothing ends.*40 blocks have not begun, 660 are resident at once"
+    with pytest.raises(KernelFaultError, match=message):
         launched(body, 32, threads=32, blocks=700)
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("while (true);", r"an endless loop: nothing leads out of it"),
         ("while (true) y[0] = 1;", r"an endless loop: nothing leads out of it"),
@@ -209,10 +209,10 @@ def test_blocks_that_are_not_resident_never_come_to_a_barrier_of_the_grid() -> N
         ),
     ],
 )
-def test_a_loop_without_end_is_refused(body: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_end_is_refused(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MAX_SILENT_INSTRUCTIONS", 200_000)
     start = time.process_time()
-    with pytest.raises(KernelFaultError, match=says + ".*k\\.cu:1"):
+    with pytest.raises(KernelFaultError, match=message + ".*k\\.cu:1"):
         launched(body, 64, threads=64)
     assert time.process_time() - start < 10
 

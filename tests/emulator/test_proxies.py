@@ -20,7 +20,7 @@ WITHOUT = r"no fence\.proxy\.async since"
 
 
 def result(body: str, *, threads: int = 64, seed: int = 0, before: str = "") -> np.ndarray:
-    """What a kernel makes of 512 words; it has 128 in shared memory, and two mbarriers of one arrival."""
+    """Return 512 words from a kernel with 128 words of shared memory and two mbarriers of one arrival."""
     start = """
     __shared__ __align__(128) u32 s[128]; __shared__ u64 full, empty;
     const int t = threadIdx.x, lane = t % 32;
@@ -57,10 +57,10 @@ def reading(**parts: str) -> str:
 
 @SEEDS
 @pytest.mark.parametrize("place", ["CONSUMER", "LEADER", "PRODUCER"])
-def test_a_fence_between_loads_and_a_bulk_copy_over_them(place: str, seed: int) -> None:
-    """By the threads that read, by one that knows that they have, or by the one that copies, once it knows."""
-    found = result(reading(**{place: "proxy_fence();"}), seed=seed)
-    assert np.array_equal(found, X)
+def test_a_fence_between_loads_and_a_bulk_copy_over_them(location: str, seed: int) -> None:
+    """The fence is in the reading threads, in a thread synchronized with them, or in the copying thread after that."""
+    values = result(reading(**{location: "proxy_fence();"}), seed=seed)
+    assert np.array_equal(values, X)
 
 
 @SEEDS
@@ -97,7 +97,7 @@ def test_the_fault_names_both_accesses_and_where_the_fence_goes() -> None:
     )
 
 
-#: All threads read a tile, and thread 0 brings the next one behind a barrier of the block.
+#: All threads read a tile, and thread 0 copies the next one after a barrier of the block.
 READ_BEFORE_BARRIER = """
 for (int r = 0; r < 4; ++r) {
   if (t == 0) { AFTER expect(&full, 512); bulk_load(s, x + 128 * r, 512, &full); }
@@ -124,7 +124,7 @@ if (t == 0) { AFTER expect(&full, 512); bulk_load(s, x, 512, &full); }
 wait(&full, 0);
 for (int i = t; i < 512; i += blockDim.x) y[i] = i < 128 ? s[i] : i;
 """
-#: Copies by cp.async, which is generic, and a bulk store of what they brought.
+#: Copies by cp.async (generic proxy), and a bulk store of the copied data.
 COPY_BEFORE_STORE = """
 for (int r = 0; r < 4; ++r) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\\ncp.async.wait_all;"
@@ -168,7 +168,7 @@ def test_a_fence_that_another_warp_executes_is_on_no_path() -> None:
 
 @SEEDS
 def test_what_is_asynchronous_first_needs_no_fence(seed: int) -> None:
-    """Loads of what a bulk copy brought, stores over what a bulk store has read, a bulk copy over a bulk copy."""
+    """Load data of a bulk copy, store over data of a bulk store, bulk copy over a bulk copy."""
     body = """
     if (t == 0) for (int r = 0; r < 3; ++r) {
       expect(&full, 512); bulk_load(s, x + 128 * r, 512, &full); wait(&full, r % 2);
@@ -233,7 +233,7 @@ COPY = 'asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at(tile +
 
 
 def test_a_product_of_what_cp_async_brought_needs_no_fence_and_one_of_stores_does() -> None:
-    """Less than the PTX ISA asks for: CUTLASS's and Triton's kernels leave it out."""
+    """This is more lenient than the PTX ISA: CUTLASS's and Triton's kernels omit the fence."""
     mma = wgmma("mma", 8, "k32", "f32.e4m3.e4m3")
     result(MULTIPLIED.replace("BRING", COPY), threads=128, before=mma)
     result(MULTIPLIED.replace("BRING", "{ tile[i] = 0x38383838; proxy_fence(); }"), threads=128, before=mma)

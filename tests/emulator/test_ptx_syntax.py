@@ -1,4 +1,4 @@
-"""Operands in every way that the PTX ISA writes them; what is not one of these is refused and never dropped."""
+"""Operands in every form of the PTX ISA; other text is refused and never dropped."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f1, %f2, %f3, %f4}, {%r1, %
 @!%p1 exit;
 """.strip().splitlines()  # noqa: E501
 _TOKENS = re.compile(r"\.?[%\w$]+(?:::\w+)*|\S")
-#: Tokens that, put anywhere into one of these statements, give no statement.
+#: Tokens that make each of these statements invalid, at any position.
 STRAY = (
     ".frob",
     "frob",
@@ -394,17 +394,17 @@ def meaning(text: str) -> list[object]:
 
 @pytest.mark.parametrize("statement", VALID)
 def test_a_token_twice_or_left_out_is_refused_or_another_statement(statement: str) -> None:
-    """What the parser takes is another statement than the one that it was made of; only + + is a sign too many."""
+    """An accepted statement differs from the original one; only + + is an additional sign."""
     tokens = _TOKENS.findall(statement)
     right = meaning(statement)
     for position in range(len(tokens) - 1):
-        for kept in ((*tokens[: position + 1], *tokens[position:]), (*tokens[:position], *tokens[position + 1 :])):
-            text = " ".join(kept)
+        for saved in ((*tokens[: position + 1], *tokens[position:]), (*tokens[:position], *tokens[position + 1 :])):
+            text = " ".join(saved)
             try:
-                found = meaning(text)
+                result = meaning(text)
             except (UsageError, UnsupportedError):
                 continue
-            assert found != right or "+ +" in text, text
+            assert result != right or "+ +" in text, text
 
 
 def test_random_text_ends_in_an_error_that_is_told() -> None:

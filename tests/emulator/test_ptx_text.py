@@ -20,7 +20,7 @@ HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
 def run(
     body: str, words: int, before: str = "", threads: int = 32, inputs: dict[str, Any] | None = None, smem: int = 0
 ) -> list[int]:
-    """The words that a kernel leaves; %out holds the generic address of its first."""
+    """Return the output words of a kernel; %out holds the generic address of the first."""
     inputs = inputs or {}
     parameters = ", ".join(f".param .u64 p{n}" for n in range(1 + len(inputs)))
     ptx = (
@@ -92,7 +92,7 @@ def test_what_is_no_initial_value(text: str) -> None:
 
 
 def test_addresses_in_initial_values() -> None:
-    """Pointers to variables, whose names hold digits; what they point to, and the bytes of such a pointer."""
+    """Check pointers to variables with digits in their names, the data at these pointers, and the pointers' bytes."""
     before = """
     .global .align 4 .u32 data_1x23[4] = {11, 22, 33, 44};
     .global .align 8 .u64 table9[4] = {generic(data_1x23)+4, data_1x23, generic(data_1x23) + 12, generic(data_1x23)-0};
@@ -126,7 +126,7 @@ def test_names_like_those_of_special_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "error", "says"),
+    ("body", "error", "message"),
     [
         ("mov.b32 %r1, 089;", UsageError, "089"),
         ("ld.global.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%out];", UnsupportedError, r"has \.v8"),
@@ -141,8 +141,8 @@ def test_names_like_those_of_special_registers() -> None:
         ("cp.async.wait_group;", UnsupportedError, "has 0 operands in place of 1"),
     ],
 )
-def test_what_cannot_be_run_is_named(body: str, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_what_cannot_be_run_is_named(body: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         run(body, 1)
 
 

@@ -16,7 +16,7 @@ SEEDS = pytest.mark.parametrize("seed", range(3))
 
 
 def result(body: str, *, threads: int = 128, blocks: int = 1, seed: int = 0, before: str = "") -> np.ndarray:
-    """What a kernel makes of 256 floats; ``z`` are 256 integers that it finds zero."""
+    """Return the 256 floats that a kernel computes; ``z`` are 256 integers, initially zero."""
     arguments: dict[str, Any] = {"parameters": "const float* x, float* y, int* z", "args": ("x", "y", "z")}
     return run(
         body,
@@ -67,7 +67,7 @@ LOCK = """if (threadIdx.x % 32 == 0) {
 
 @SEEDS
 @pytest.mark.parametrize(
-    ("body", "blocks", "says"),
+    ("body", "blocks", "message"),
     [
         pytest.param(
             "__shared__ float s; if (threadIdx.x == 0) s = 0;\n__syncthreads();\ns += x[threadIdx.x / 32 + 1];\n"
@@ -150,8 +150,8 @@ LOCK = """if (threadIdx.x % 32 == 0) {
         ),
     ],
 )
-def test_a_race_is_found_in_every_order(body: str, blocks: int, says: str, seed: int) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_a_race_is_found_in_every_order(body: str, blocks: int, message: str, seed: int) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         result(body, blocks=blocks, seed=seed)
 
 

@@ -22,8 +22,8 @@ def output(before: str, body: str, x: np.ndarray, threads: int = 64, seed: int =
         seed=seed,
         **SIGNATURE,
     )
-    found: list[int] = result.outputs["y"].tolist()
-    return found
+    values: list[int] = result.outputs["y"].tolist()
+    return values
 
 
 MUTUAL = """
@@ -44,8 +44,8 @@ def odd(n: int) -> int:
 @pytest.mark.parametrize("seed", range(2))
 def test_two_functions_that_call_each_other(seed: int) -> None:
     x = np.arange(64, dtype=np.int32) % 11
-    found = output(MUTUAL, "int t = threadIdx.x; y[t] = t % 3 ? even(x[t]) : odd(x[t]);", x, seed=seed)
-    assert found == [even(int(n)) if t % 3 else odd(int(n)) for t, n in enumerate(x)]
+    result = output(MUTUAL, "int t = threadIdx.x; y[t] = t % 3 ? even(x[t]) : odd(x[t]);", x, seed=seed)
+    assert result == [even(int(n)) if t % 3 else odd(int(n)) for t, n in enumerate(x)]
 
 
 QUICK = """

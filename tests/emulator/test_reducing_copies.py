@@ -42,7 +42,7 @@ INTEGERS: dict[str, Any] = {
     "b32": np.uint32,
     "b64": np.uint64,
 }
-#: By operation, its types and a definition on Python's integers, of which the low bits are kept.
+#: By operation: its types and a definition on Python's integers; the low bits of the result count.
 EXACT: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "add": ("u32 s32 u64", lambda a, b: a + b),
     "min": ("u32 s32 u64 s64", min),
@@ -64,20 +64,20 @@ CASES = [(f"{op}.{kind}", op, kind) for op, (kinds, _) in EXACT.items() for kind
 
 OPS = [*(op for op, _, _ in CASES), *FLOATS]
 _ONE = 'asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.OP [%0], [%1], 128;" :: "l"(y), "r"(at(tile)))'
-#: All of them in one kernel, which is compiled once; ``which`` says the one that is executed.
+#: All operations in one kernel, which is compiled once; ``which`` selects one.
 BODY = BODY.replace("CASES", "".join(f"if (which == {n}) {_ONE.replace('OP', op)}; " for n, op in enumerate(OPS)))
 
 
 def reduced(op: str, x: Any, y: Any, blocks: int = 1, body: str = BODY, **how: Any) -> Any:
-    """What the words ``y`` hold after each block has applied its 32 words of ``x``."""
+    """Return the words ``y`` after each block has applied its 32 words of ``x``."""
     inputs = {"x": x.view(np.uint32), "y": y.view(np.uint32)}
     arguments: dict[str, Any] = {
         "parameters": "const u32* x, u32* y, u32 which",
         "args": ("x", "y", np.uint32(OPS.index(op))),
         "threads": 32,
     }
-    found = run(body, inputs, {"y": ((32,), "uint32")}, blocks=blocks, **arguments, **how)
-    return found.outputs["y"].view(y.dtype)
+    result = run(body, inputs, {"y": ((32,), "uint32")}, blocks=blocks, **arguments, **how)
+    return result.outputs["y"].view(y.dtype)
 
 
 @pytest.mark.parametrize(("op", "operation", "kind"), CASES)
@@ -108,12 +108,12 @@ def test_subnormal_halves_are_kept() -> None:
 def test_blocks_reduce_into_one_place() -> None:
     x = RNG.integers(0, 1000, (6, 32), np.uint32)
     for seed in range(3):
-        found = reduced("add.u32", x, np.zeros(32, np.uint32), blocks=6, seed=seed)
-        assert found.tolist() == x.sum(axis=0).tolist()
+        result = reduced("add.u32", x, np.zeros(32, np.uint32), blocks=6, seed=seed)
+        assert result.tolist() == x.sum(axis=0).tolist()
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("proxy_fence();", "", "with no fence.proxy.async since"),
         ("128;", "120;", "a bulk copy of 120 bytes, which must be a multiple of 16"),
@@ -124,10 +124,10 @@ def test_blocks_reduce_into_one_place() -> None:
         ("proxy_fence();", "proxy_fence(); y[threadIdx.x] = blockIdx.x;", "a data race on byte"),
     ],
 )
-def test_wrong_ones(old: str, new: str, says: str) -> None:
+def test_wrong_ones(old: str, new: str, message: str) -> None:
     x = np.arange(64, dtype=np.uint32)
     assert old in BODY
-    with pytest.raises(KernelFaultError, match=says):
+    with pytest.raises(KernelFaultError, match=message):
         reduced("add.u32", x, np.zeros(32, np.uint32), blocks=2, body=BODY.replace(old, new))
 
 

@@ -1,4 +1,4 @@
-"""A number that all threads of a block load and one changes: a race only where the others use what they got."""
+"""A number that all threads of a block load and one updates: a race only if other threads use their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD = "float v = mean[blockIdx.x];\n"
 
 
 def left(body: str, threads: int) -> tuple[list[float], list[float]]:
-    """What a kernel of three blocks leaves in ``mean``, which it finds filled, and in y, which has place for each."""
+    """Return the initialised ``mean`` and the per-thread ``y`` after a kernel of three blocks."""
     outputs = {"mean": (3, "float32"), "y": (3 * threads, "float32")}
     asked = request(
         f"int i = blockIdx.x * blockDim.x + threadIdx.x;\n{LOAD}{body}",

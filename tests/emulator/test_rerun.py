@@ -1,4 +1,4 @@
-"""A second launch in the same memory: what a kernel leaves there for itself is found where it reads it."""
+"""A second launch in the same memory: reads of state from the first launch are found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(body: str, before: str = "", *, blocks: int = 2, in_place: bool = False)
 
 
 @pytest.mark.parametrize(
-    ("before", "body", "says"),
+    ("before", "body", "message"),
     [
         pytest.param(
             "__device__ float sum;",
@@ -72,8 +72,8 @@ def run(body: str, before: str = "", *, blocks: int = 2, in_place: bool = False)
         ),
     ],
 )
-def test_what_an_earlier_launch_left_is_refused_with_line_and_thread(before: str, body: str, says: str) -> None:
-    with pytest.raises(KernelFaultError, match=says):
+def test_what_an_earlier_launch_left_is_refused_with_line_and_thread(before: str, body: str, message: str) -> None:
+    with pytest.raises(KernelFaultError, match=message):
         run(body, before)
 
 
@@ -93,9 +93,9 @@ def test_what_an_earlier_launch_left_is_refused_with_line_and_thread(before: str
 def test_memory_that_a_launch_leaves_as_it_was_or_writes_first_is_none_of_it(
     before: str, body: str, blocks: int
 ) -> None:
-    found = run(body, before, blocks=blocks)
-    assert (found.violations, found.repeatable) == ([], True)
-    assert (found.outputs["y"] == 2 * np.resize(X, 64 * blocks)).all()
+    result = run(body, before, blocks=blocks)
+    assert (result.violations, result.repeatable) == ([], True)
+    assert (result.outputs["y"] == 2 * np.resize(X, 64 * blocks)).all()
 
 
 def test_a_large_case_that_leaves_something_runs_again() -> None:
@@ -104,9 +104,9 @@ def test_a_large_case_that_leaves_something_runs_again() -> None:
 
 
 def test_an_output_in_place_begins_each_launch_with_its_input() -> None:
-    found = run("y[i] += 2 * x[i];", in_place=True)
-    assert (found.violations, found.repeatable) == ([], True)
-    assert (found.outputs["y"] == 1 + 2 * X).all()
+    result = run("y[i] += 2 * x[i];", in_place=True)
+    assert (result.violations, result.repeatable) == ([], True)
+    assert (result.outputs["y"] == 1 + 2 * X).all()
 
 
 def test_what_only_a_later_launch_leaves_unwritten_is_found() -> None:

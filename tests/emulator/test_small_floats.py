@@ -21,7 +21,7 @@ NAN_CODES = {"e4m3": {0x7F, 0xFF}, "e5m2": {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}}
 
 
 def by_its_bits(code: int, name: str) -> float:
-    """What a code stands for by OCP's 8-bit floating point specification."""
+    """Decode a code by OCP's 8-bit floating point specification."""
     _, fraction_bits, bias, largest, _ = EIGHT_BITS[name]
     sign = -1.0 if code & 0x80 else 1.0
     exponent, fraction = (code & 0x7F) >> fraction_bits, code & ((1 << fraction_bits) - 1)
@@ -35,10 +35,10 @@ def by_its_bits(code: int, name: str) -> float:
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_all_codes(name: str) -> None:
     expected = np.array([by_its_bits(code, name) for code in range(256)], np.float32)
-    for found in (EIGHT_BITS[name][0], decode(np.arange(256, dtype=np.uint8), name)):
-        assert found.dtype == np.float32
-        assert np.array_equal(found, expected, equal_nan=True)
-        assert np.array_equal(np.signbit(found), np.arange(256) >= 128), "of zeros and NaN too"
+    for result in (EIGHT_BITS[name][0], decode(np.arange(256, dtype=np.uint8), name)):
+        assert result.dtype == np.float32
+        assert np.array_equal(result, expected, equal_nan=True)
+        assert np.array_equal(np.signbit(result), np.arange(256) >= 128), "of zeros and NaN too"
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
@@ -89,6 +89,6 @@ def test_all_patterns_of_bfloat16() -> None:
 
 
 def test_float64_is_rounded_to_bfloat16_once() -> None:
-    """By way of float32 the first would become a tie, and then 1."""
+    """Rounding to float32 first would turn the first value into a tie, and then into 1."""
     x = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 3 * 2.0**-8])
     assert widen(narrow(x, "bf16"), "bf16").tolist() == [1 + 2.0**-7, 1.0, 1 + 2.0**-7, 1 + 2.0**-6]

@@ -1,4 +1,4 @@
-"""The benchmark of the emulator's speed: its three tables say what they are headed."""
+"""The benchmark of the emulator's speed: its three tables match their headings."""
 
 from __future__ import annotations
 

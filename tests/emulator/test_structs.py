@@ -35,7 +35,7 @@ class Outer(ctypes.Structure):
 
 
 def launch(struct: Argument, before: str = BEFORE, body: str = BODY) -> list[float]:
-    found = run(
+    result = run(
         body,
         {"x": np.arange(10, 20, dtype=np.int32)},
         {"y": (8, "float64")},
@@ -44,7 +44,7 @@ def launch(struct: Argument, before: str = BEFORE, body: str = BODY) -> list[flo
         threads=1,
         before=before,
     )
-    return found.outputs["y"].tolist()  # type: ignore[no-any-return]
+    return result.outputs["y"].tolist()  # type: ignore[no-any-return]
 
 
 def test_by_its_fields() -> None:
@@ -56,7 +56,7 @@ def test_by_its_fields() -> None:
 @pytest.mark.parametrize("form", ["ctypes", "bytes", "NumPy"])
 def test_by_its_bytes(form: str) -> None:
     """The pointer in it is null, and nothing reads it."""
-    given = Outer(-5, Inner(300, (1.5, 2, 3)), 0.125, 0, 200, True, -(2**40))
+    supplied = Outer(-5, Inner(300, (1.5, 2, 3)), 0.125, 0, 200, True, -(2**40))
     dtype = np.dtype(
         [("c", "i1"), ("inner", [("a", "i2"), ("b", "f4", 3)]), ("d", "f8"), ("p", "u8"), ("e", "u1"), ("f", "?"),
          ("g", "i8")],
@@ -64,12 +64,12 @@ def test_by_its_bytes(form: str) -> None:
     )  # fmt: skip
     assert dtype.itemsize == ctypes.sizeof(Outer)
     forms: dict[str, Argument] = {
-        "ctypes": given,
-        "bytes": bytes(given),
+        "ctypes": supplied,
+        "bytes": bytes(supplied),
         "NumPy": np.array([(-5, (300, (1.5, 2, 3)), 0.125, 0, 200, True, -(2**40))], dtype)[0],
     }
-    found = launch(forms[form], body=BODY.replace("s.p[n]", "13 + (s.p != 0)"))
-    assert found == EXPECTED
+    result = launch(forms[form], body=BODY.replace("s.p[n]", "13 + (s.p != 0)"))
+    assert result == EXPECTED
 
 
 def test_a_struct_of_another_size_is_refused() -> None:
@@ -83,7 +83,7 @@ def test_a_struct_of_another_size_is_refused() -> None:
 
 def test_a_half_and_an_array_inside_a_struct_that_is_indexed() -> None:
     """An index that is not known when the kernel is compiled: the parameter's bytes are read through an address."""
-    found = run(
+    result = run(
         "for (int n = 0; n < 8; ++n) y[n] = s.v[(n * 3 + threadIdx.x) % 8] + __half2float(s.h);",
         {},
         {"y": (8, "float64")},
@@ -92,7 +92,7 @@ def test_a_half_and_an_array_inside_a_struct_that_is_indexed() -> None:
         threads=1,
         before="#include <cuda_fp16.h>\nstruct S { __half h; int v[8]; };",
     )
-    assert found.outputs["y"].tolist() == [n * 3 % 8 + 0.5 for n in range(8)]
+    assert result.outputs["y"].tolist() == [n * 3 % 8 + 0.5 for n in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def output(use: str) -> list[float]:
     result = run(
         READ + use, {"x": X}, {"y": (64, "float32")}, parameters="const float* x, float* y", args=("x", "y"), threads=64
     )
-    found: list[float] = result.outputs["y"].tolist()
-    return found
+    values: list[float] = result.outputs["y"].tolist()
+    return values
 
 
 @pytest.mark.parametrize(

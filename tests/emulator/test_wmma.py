@@ -1,4 +1,4 @@
-"""WMMA: tiles whose strides and addresses differ between warps and blocks."""
+"""WMMA tiles with strides and addresses that differ between warps and blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_each_warp_has_its_own_stride() -> None:
     """Warp w of block b multiplies tiles of strides that only it has, and stores with another one."""
     a = RNG.integers(-4, 5, 4096).astype(np.float16)
     b = RNG.integers(-4, 5, 4096).astype(np.float16)
-    found = run(
+    result = run(
         "int w = blockIdx.x * 2 + threadIdx.x / 32; int lda = 16 + 8 * w, ldb = 40 - 8 * w, ldd = 16 + 4 * w;"
         "wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> x;"
         "wmma::fragment<wmma::matrix_b, 16, 16, 16, __half, wmma::col_major> y;"
@@ -37,7 +37,7 @@ def test_each_warp_has_its_own_stride() -> None:
         left = np.array([[a[64 * w + r * lda + k] for k in range(16)] for r in range(16)], np.float64)
         right = np.array([[b[32 * w + c * ldb + k] for c in range(16)] for k in range(16)], np.float64)
         product = left @ right + 1
-        held = np.array([[found[512 * w + r * ldd + c] for c in range(16)] for r in range(16)])
+        held = np.array([[result[512 * w + r * ldd + c] for c in range(16)] for r in range(16)])
         assert np.array_equal(held, product), w
 
 
@@ -81,7 +81,7 @@ def test_products_of_every_type(case: Any, order_a: str, order_b: str, order_d: 
     held_c, shape = stored(c, order_d, 16), f"{m}, {n}, {k}"
     lengths = [(cols if order == "row" else rows) + pad
                for rows, cols, order, pad in ((m, k, order_a, 8), (k, n, order_b, 8), (m, n, order_d, 16))]  # fmt: skip
-    found = run(
+    result = run(
         f"wmma::fragment<wmma::matrix_a, {shape}, {kind}, wmma::{order_a}_major> x;"
         f"wmma::fragment<wmma::matrix_b, {shape}, {kind}, wmma::{order_b}_major> y;"
         f"wmma::fragment<wmma::accumulator, {shape}, {sums}> z;"
@@ -95,7 +95,7 @@ def test_products_of_every_type(case: Any, order_a: str, order_b: str, order_d: 
         args=("a", "b", "c", "d"),
         before="#include <mma.h>\n#include <cuda_bf16.h>\nusing namespace nvcuda;",
     ).outputs["d"]
-    tile = found.reshape(held_c.shape)[:, : n if order_d == "row" else m]
+    tile = result.reshape(held_c.shape)[:, : n if order_d == "row" else m]
     assert np.array_equal(tile if order_d == "row" else tile.T, 2 * (a @ b + c))
 
 
@@ -112,7 +112,7 @@ def test_products_of_few_bits(kind: str) -> None:
 
     name = f"wmma::experimental::precision::{kind}"
     of_bits = ", wmma::experimental::bmmaBitOpXOR, wmma::experimental::bmmaAccumulateOpPOPC" if kind == "b1" else ""
-    found = run(
+    result = run(
         f"wmma::fragment<wmma::matrix_a, 8, 8, {k}, {name}, wmma::row_major> x;"
         f"wmma::fragment<wmma::matrix_b, 8, 8, {k}, {name}, wmma::col_major> y;"
         f"wmma::fragment<wmma::accumulator, 8, 8, {k}, int> z;"
@@ -127,14 +127,14 @@ def test_products_of_few_bits(kind: str) -> None:
         before="#include <mma.h>\nusing namespace nvcuda;",
     ).outputs["d"]
     product = (a[:, None, :] != b[None, :, :]).sum(axis=2) if kind == "b1" else a @ b.T
-    assert np.array_equal(found.reshape(8, 8), product + c)
+    assert np.array_equal(result.reshape(8, 8), product + c)
 
 
 @pytest.mark.parametrize(
-    ("lda", "says"),
+    ("lda", "message"),
     [("16 + 8 * (threadIdx.x % 2)", "stride of a WMMA tile differs within a warp"), ("16", "")],
 )
-def test_a_stride_that_differs_within_a_warp_is_a_fault(lda: str, says: str) -> None:
+def test_a_stride_that_differs_within_a_warp_is_a_fault(lda: str, message: str) -> None:
     def one() -> None:
         run(
             f"int lda = {lda}; wmma::fragment<wmma::matrix_a, 16, 16, 16, __half, wmma::row_major> x;"
@@ -146,8 +146,8 @@ def test_a_stride_that_differs_within_a_warp_is_a_fault(lda: str, says: str) -> 
             before="#include <mma.h>\nusing namespace nvcuda;",
         )
 
-    if not says:
+    if not message:
         one()
         return
-    with pytest.raises(KernelFaultError, match=says):
+    with pytest.raises(KernelFaultError, match=message):
         one()

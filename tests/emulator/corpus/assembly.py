@@ -1,6 +1,6 @@
-"""PTX entries: an instruction on rows of operands, one thread per row, or a module written out.
+"""PTX entries: an instruction on rows of operands, one thread per row, or a complete module.
 
-What an instruction means is a function of Python's integers and floats, as the PTX ISA describes it.
+The meaning of an instruction is a function of Python's integers and floats, after the PTX ISA.
 """
 
 from __future__ import annotations
@@ -40,16 +40,23 @@ def pool(rng: Rng, kind: str) -> list[int]:
     bits = width(kind)
     mask = (1 << bits) - 1
     if kind in ("f32", "f64", "f16", "bf16"):
-        found = [encode(kind, v) for v in (*_FLOATS, float("inf"), -float("inf"), float("nan"))]
-        found += [encode(kind, float(v)) for v in rng.standard_normal(40) * 10.0 ** rng.integers(-4, 5, 40)]
-        least, most = 1, encode(kind, float("inf")) - 1
-        return [*found, least, least | 1 << (bits - 1), most, most | 1 << (bits - 1), encode(kind, float("inf")) >> 1]
-    found = [v & mask for v in _INTEGERS] + [-v & mask for v in _INTEGERS] + [mask >> 1, (mask >> 1) + 1]
-    return found + [int.from_bytes(rng.bytes(8), "little") & mask for _ in range(40)]
+        result = [encode(kind, v) for v in (*_FLOATS, float("inf"), -float("inf"), float("nan"))]
+        result += [encode(kind, float(v)) for v in rng.standard_normal(40) * 10.0 ** rng.integers(-4, 5, 40)]
+        least, limit = 1, encode(kind, float("inf")) - 1
+        return [
+            *result,
+            least,
+            least | 1 << (bits - 1),
+            limit,
+            limit | 1 << (bits - 1),
+            encode(kind, float("inf")) >> 1,
+        ]
+    result = [v & mask for v in _INTEGERS] + [-v & mask for v in _INTEGERS] + [mask >> 1, (mask >> 1) + 1]
+    return result + [int.from_bytes(rng.bytes(8), "little") & mask for _ in range(40)]
 
 
 def decode(kind: str, bits: int) -> Any:
-    """A bit pattern as what a meaning takes: an int, signed where the type is, or a float."""
+    """Decode a bit pattern to the argument of a meaning: an int, signed for signed types, or a float."""
     if kind == "f32":
         return struct.unpack("<f", struct.pack("<I", bits))[0]
     if kind == "f64":
@@ -94,12 +101,12 @@ def _round(kind: str, value: Any, mode: str = "rn") -> int:
     exponent = max(exponent, 1 - bias)
     scaled = size / Fraction(2) ** (exponent - fraction_bits)
     whole = scaled.numerator // scaled.denominator
-    rest = scaled - whole
+    remainder = scaled - whole
     up = {
-        "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole & 1),
+        "rn": remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and whole & 1),
         "rz": False,
-        "rm": negative and rest > 0,
-        "rp": not negative and rest > 0,
+        "rm": negative and remainder > 0,
+        "rp": not negative and remainder > 0,
     }[mode]
     whole += bool(up)
     bits = whole + ((exponent + bias - 1) << fraction_bits)
@@ -117,8 +124,8 @@ def rounded(kind: str, value: Any, mode: str = "rn") -> float:
 def _same(kinds: str, expected: NDArray[Any], rtol: float, atol: float) -> Callable[[NDArray[Any]], str]:
     """Equal bits, or both NaN, or within ``rtol`` or ``atol``."""
 
-    def check(found: NDArray[Any]) -> str:
-        for n, (a, b) in enumerate(zip(found.ravel().tolist(), expected.ravel().tolist(), strict=True)):
+    def check(result: NDArray[Any]) -> str:
+        for n, (a, b) in enumerate(zip(result.ravel().tolist(), expected.ravel().tolist(), strict=True)):
             if a == b:
                 continue
             if kinds in _FORMATS:
@@ -148,8 +155,8 @@ def ptx(
 ) -> Entry:
     """Declare an instruction.
 
-    body: PTX from %a, %b, %c (types ``ins``) to %d, %e, ... (types ``outs``). meaning: numbers of ``outs`` from numbers
-    of ``ins``; of a float it may return what is then rounded once. rows: bit patterns to try, in place of the pools'.
+    body: PTX from %a, %b, %c (types ``ins``) to %d, %e, ... (types ``outs``). meaning: computes ``outs`` from ``ins``;
+    float results are rounded once. rows: bit patterns to use instead of the pools'.
     """
     kinds_in, kinds_out = ins.split(), outs.split()
     letters_in, letters_out = "abcfgh"[: len(kinds_in)], "dexyz"[: len(kinds_out)]
@@ -204,7 +211,7 @@ def ptx(
 def module(
     source: str, grid: Extent = 1, block: Extent = 32, smem: int = 0, target: str = "sm_90a", refused: str = ""
 ) -> Callable[[Builder], Entry]:
-    """Declare a whole module, whose header is added; the function builds its parameters and gives it its name."""
+    """Declare a whole module and add its header; the decorated function builds its parameters and names it."""
 
     def add(build: Builder) -> Entry:
         text = HEADER.format(target=target) + source.lstrip("\n")

@@ -1,4 +1,4 @@
-"""Kernels with a bug each. A fault must say what is wrong and name one of the lines marked ``// <-``."""
+"""Kernels with one bug each. The fault must describe the bug and name one of the lines marked ``// <-``."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ extern "C" __global__ void k(int* count, int* order) {
 
 
 def _locked(threads: int) -> Args:
-    def every_thread_once(found: NDArray[Any]) -> str:
-        return "" if sorted(found.tolist()) == list(range(threads)) else "a thread's turn is lost"
+    def every_thread_once(result: NDArray[Any]) -> str:
+        return "" if sorted(result.tolist()) == list(range(threads)) else "a thread's turn is lost"
 
     order = Out(np.zeros(threads, I32), check=every_thread_once)
     return InOut(np.zeros(1, I32), Out(np.array([threads], I32))), order
@@ -63,8 +63,8 @@ extern "C" __global__ void k(int* sum, int* order) {
     block=64,
 )
 def ticket_lock(rng: Rng) -> Args:
-    def grows(found: NDArray[Any]) -> str:
-        return "" if sorted(np.diff([*found.tolist(), 9])) == [1, 1, 1, 2, 2, 2] and found[0] == 0 else f"{found}"
+    def grows(result: NDArray[Any]) -> str:
+        return "" if sorted(np.diff([*result.tolist(), 9])) == [1, 1, 1, 2, 2, 2] and result[0] == 0 else f"{result}"
 
     return InOut(np.zeros(1, I32), Out(np.array([9], I32))), Out(np.zeros(6, I32), check=grows)
 

@@ -211,16 +211,16 @@ extern "C" __global__ void k(int* y, int w, int h, int most) {
     block=(8, 8),
 )
 def mandelbrot(rng: Rng) -> Args:
-    h, w, most = 20, 30, 25
+    h, w, limit = 20, 30, 25
     expected = np.zeros((h, w), I32)
     for r in range(h):
         for c in range(w):
             cr, ci, a, b, n = -2.0 + 3.0 * c / w, -1.0 + 2.0 * r / h, 0.0, 0.0, 0
-            while n < most and a * a + b * b <= 4:
+            while n < limit and a * a + b * b <= 4:
                 a, b = a * a - b * b + cr, 2 * a * b + ci
                 n += 1
             expected[r, c] = n
-    return Out(expected), I32(w), I32(h), I32(most)
+    return Out(expected), I32(w), I32(h), I32(limit)
 
 
 @cuda(

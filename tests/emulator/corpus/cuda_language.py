@@ -1,4 +1,4 @@
-"""What the language offers: calls, recursion, tables of jumps, structs, kinds of memory, printf, registers."""
+"""Language features: calls, recursion, jump tables, structs, kinds of memory, printf, registers."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ extern "C" __global__ void k(Settings s, float* y, int n) {
 }"""
 )
 def struct_by_value_with_a_pointer(rng: Rng) -> Args:
-    # the pointer within a struct is not known before the launch: null, and n = 0 says not to follow it
+    # the pointer in the struct is unknown before the launch: it is null, and n = 0 disables its use
     kind = np.dtype(
         [("scale", F32), ("inner", [("a", np.int16), ("b", U8)], 2), ("offset", F64), ("step", I64), ("x", U64)],
         align=True,

@@ -11,9 +11,9 @@ from greenfast.emulator.instructions.convert import E4M3_VALUES, E5M2_VALUES
 from tests.emulator.corpus.entry import F16, F32, F64, I8, I32, U8, U16, U32, Args, Out, Rng, cuda
 
 
-def small(rng: Rng, *shape: int, most: int = 8) -> NDArray[np.float32]:
-    """Whole numbers, and quarters, whose sums of products are exact in float32 and in every format of 8 bits."""
-    return (rng.integers(-most, most + 1, shape) / 4).astype(F32)
+def small(rng: Rng, *shape: int, limit: int = 8) -> NDArray[np.float32]:
+    """Return integers and quarters with sums of products that are exact in float32 and in every 8-bit format."""
+    return (rng.integers(-limit, limit + 1, shape) / 4).astype(F32)
 
 
 def bf16(x: NDArray[Any]) -> NDArray[np.uint16]:
@@ -26,9 +26,9 @@ def coded(x: NDArray[Any], values: NDArray[np.float32]) -> NDArray[np.uint8]:
     finite = np.isfinite(values)
     codes = np.flatnonzero(finite)
     order = np.argsort(values[finite], kind="stable")
-    found = codes[order][np.searchsorted(values[finite][order], x)]
-    assert (values[found] == x).all()
-    return found.astype(U8)
+    result = codes[order][np.searchsorted(values[finite][order], x)]
+    assert (values[result] == x).all()
+    return result.astype(U8)
 
 
 @cuda(
@@ -133,8 +133,8 @@ extern "C" __global__ void k(const {into}* a, const {into}* b, {out}* y) {{
 
 def _wmma_args(a: Any, b: Any, convert: Any, out: Any = F32, turned: bool = False) -> Args:
     y = 2 * (a.astype(F64) @ b.astype(F64))
-    given = np.ascontiguousarray(b.T) if turned else b
-    return convert(a), convert(given), Out(y.astype(out))
+    supplied = np.ascontiguousarray(b.T) if turned else b
+    return convert(a), convert(supplied), Out(y.astype(out))
 
 
 @cuda(_wmma("half", "half", "float", 16, 16, 16), grid=(2, 2))
@@ -324,7 +324,7 @@ def mma_e4m3(rng: Rng) -> Args:
 
 @cuda(_mma("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32", "float", "f", 4, 2, 4, _ROW8))
 def mma_e5m2_e4m3(rng: Rng) -> Args:
-    a, b, c = small(rng, 16, 32, most=4), small(rng, 32, 8), small(rng, 16, 8)
+    a, b, c = small(rng, 16, 32, limit=4), small(rng, 32, 8), small(rng, 16, 8)
     words = [coded(a, E5M2_VALUES).view(U32), coded(np.ascontiguousarray(b.T), E4M3_VALUES).view(U32)]
     return (*words, c, Out(a @ b + c))
 

@@ -246,12 +246,12 @@ extern "C" __global__ void k(const float* x, float* y, int* count, int n) {
 )
 def compaction_by_ballot(rng: Rng) -> Args:
     x = rng.standard_normal(333).astype(F32)
-    kept = x[x > 0]
+    saved = x[x > 0]
 
-    def same(found: NDArray[Any]) -> str:
-        return "" if np.array_equal(np.sort(found[: len(kept)]), np.sort(kept)) else f"kept {found[: len(kept)]}"
+    def same(result: NDArray[Any]) -> str:
+        return "" if np.array_equal(np.sort(result[: len(saved)]), np.sort(saved)) else f"kept {result[: len(saved)]}"
 
-    count = InOut(np.zeros(1, I32), Out(np.array([len(kept)], I32)))
+    count = InOut(np.zeros(1, I32), Out(np.array([len(saved)], I32)))
     return x, InOut(np.zeros(333, F32), Out(np.zeros(333, F32), check=same)), count, I32(333)
 
 
@@ -471,8 +471,8 @@ def string_search(rng: Rng) -> Args:
     text = "".join("abc"[i] for i in rng.integers(0, 3, 240)) + "abca"
     hits = [i for i in range(len(text) - 3) if text[i : i + 4] == "abca"]
 
-    def same(found: NDArray[Any]) -> str:
-        return "" if sorted(found[: len(hits)].tolist()) == hits else f"{sorted(found.tolist())} in place of {hits}"
+    def same(result: NDArray[Any]) -> str:
+        return "" if sorted(result[: len(hits)].tolist()) == hits else f"{sorted(result.tolist())} in place of {hits}"
 
     count = InOut(np.zeros(1, I32), Out(np.array([len(hits)], I32)))
     out = InOut(np.zeros(244, I32), Out(np.zeros(244, I32), check=same))
@@ -523,8 +523,8 @@ extern "C" __global__ void k(const unsigned* keys, unsigned* table, unsigned* y,
 def hash_table(rng: Rng) -> Args:
     keys = rng.integers(0, 300, 160).astype(U32)
 
-    def same(found: NDArray[Any]) -> str:
-        left = sorted(found[found != 0xFFFFFFFF].tolist())
+    def same(result: NDArray[Any]) -> str:
+        left = sorted(result[result != 0xFFFFFFFF].tolist())
         return "" if left == sorted(set(keys.tolist())) else "the table holds other keys"
 
     table = InOut(np.full(256, 0xFFFFFFFF, U32), Out(np.zeros(256, U32), check=same))

@@ -1,13 +1,13 @@
-"""One entry of the corpus: a kernel, what it is launched on, and what must come of it.
+"""An entry of the corpus: a kernel, its launch, and its expected outcome.
 
-A kernel is called ``k``. Its parameters are given in order by what a builder returns for a seeded generator:
+A kernel is called ``k``. A builder returns its parameters in order, from a seeded generator:
 
-    an array            a buffer that it reads and must not change
-    Out(expected)       a buffer that it must write whole; ``expected`` comes from NumPy
-    InOut(start, ...)   a buffer that it finds filled and may change
-    Scratch(array)      the same, and what it leaves is not checked
+    an array            a read-only buffer
+    Out(expected)       a buffer that must be written completely; ``expected`` comes from NumPy
+    InOut(start, ...)   an initialised buffer that the kernel may change
+    Scratch(array)      the same, and its final contents are not checked
     a NumPy scalar      a number, or a struct by value (``numpy.void``)
-    Map(array, box)     a tensor map over an array that is among them too
+    Map(array, box)     a tensor map over an array that is a parameter too
     Beyond(...)         a buffer that is not a parameter
 """
 
@@ -27,7 +27,7 @@ from greenfast.spec.problem import OutputSpec
 Rng: TypeAlias = np.random.Generator
 Args: TypeAlias = "tuple[Any, ...]"
 Builder: TypeAlias = Callable[[Rng], Args]
-#: Returns what is wrong with an output; empty where nothing is.
+#: Returns the error in an output; empty for a correct output.
 Check: TypeAlias = Callable[[NDArray[Any]], str]
 Extent: TypeAlias = "int | tuple[int, ...]"
 
@@ -38,7 +38,7 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 @dataclass(frozen=True)
 class Out:
-    """An output and what it must be: equal, or within ``atol + rtol * |expected|`` of it, or what ``check`` accepts."""
+    """An expected output: equal, or within ``atol + rtol * |expected|`` of it, or accepted by ``check``."""
 
     expected: Any
     atol: Any = 0.0
@@ -81,10 +81,10 @@ class Beyond:
 class Entry:
     """A kernel of the corpus.
 
-    kind: cuda, ptx, triton or bug. faults: what the fault of a kernel with a bug must say, a regular expression; the
-    lines that it may name are marked ``// <-`` in the source, and belong to the functions in ``inside``. refused:
-    the name of the instruction that the emulator does not know, where that is how it stands. prints: a regular
-    expression for what it prints. kernel: its name in the PTX. limit: seconds, where the runner's are too few.
+    kind: cuda, ptx, triton or bug. faults: regular expression for the fault of a kernel with a bug. The lines that it
+    may name are marked ``// <-`` in the source, in the functions ``inside``. refused: the name of an unsupported
+    instruction, if the entry needs one. prints: regular expression for the printed output. kernel: its name in the PTX.
+    limit: seconds, if the runner's limit is too short.
     """
 
     name: str
@@ -106,13 +106,13 @@ class Entry:
     def lines(self) -> list[int]:
         """The lines that a fault may name, from 1: the marked ones, and within functions of the ``inside`` names."""
         inner = re.compile(rf"__device__.* ({self.inside})\(")
-        found, within = [], False
+        result, within = [], False
         for n, line in enumerate(self.source.splitlines(), 1):
             within |= bool(self.inside and inner.match(line))
             if within or "// <-" in line:
-                found.append(n)
+                result.append(n)
             within &= not line.endswith("}")
-        return found
+        return result
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Bound:
     expected: dict[str, Out] = field(default_factory=dict)
 
     def differences(self, outputs: dict[str, NDArray[Any]]) -> str:
-        """What is wrong with the outputs; empty where nothing is."""
+        """Describe wrong outputs; empty if all are right."""
         return "; ".join(
             f"{name}: {text}" for name, want in self.expected.items() if (text := _difference(outputs[name], want))
         )
@@ -141,10 +141,10 @@ def extent(value: Extent) -> tuple[int, int, int]:
 def bind(entry: Entry, seed: int = 0) -> Bound:
     """Build an entry's parameters."""
     bound = Bound()
-    given = entry.build(np.random.default_rng([seed, *entry.name.encode()]))
-    called = _names(entry, len(given))
+    supplied = entry.build(np.random.default_rng([seed, *entry.name.encode()]))
+    called = _names(entry, len(supplied))
     buffers: dict[int, str] = {}
-    for name, parameter in zip(called, given, strict=True):
+    for name, parameter in zip(called, supplied, strict=True):
         value = parameter.value if isinstance(parameter, Beyond) else parameter
         if isinstance(value, InOut | Scratch):
             bound.inputs[name] = np.asarray(value.start)
@@ -157,7 +157,7 @@ def bind(entry: Entry, seed: int = 0) -> Bound:
         if isinstance(value, InOut | Out | Scratch):
             array = np.asarray(value.expected if isinstance(value, Out) else value.start)
             bound.outputs[name] = OutputSpec(array.shape, array.dtype.str)
-    for name, value in zip(called, given, strict=True):
+    for name, value in zip(called, supplied, strict=True):
         if isinstance(value, Map):
             a = value.array
             bound.args.append(TensorMap(buffers[id(a)], a.dtype.str, a.shape, a.strides, value.box, value.swizzle))
@@ -176,28 +176,28 @@ def _is_struct(value: NDArray[Any]) -> bool:
 
 
 def _names(entry: Entry, count: int) -> Sequence[str]:
-    """The parameters' names in a CUDA kernel, which a fault then speaks of."""
+    """Return the parameters' names in a CUDA kernel, as used in fault messages."""
     match = re.search(r"__global__[^;{]*?\bk\(([^{]*?)\)\s*\{", entry.source, re.DOTALL)
-    found = [re.sub(r"\[.*", "", p).split()[-1].lstrip("*&") for p in match[1].split(",")] if match else []
-    return found if len(found) == count else [f"arg{n}" for n in range(count)]
+    result = [re.sub(r"\[.*", "", p).split()[-1].lstrip("*&") for p in match[1].split(",")] if match else []
+    return result if len(result) == count else [f"arg{n}" for n in range(count)]
 
 
-def _difference(found: NDArray[Any], want: Out) -> str:
+def _difference(result: NDArray[Any], want: Out) -> str:
     if want.check is not None:
-        return want.check(found)
+        return want.check(result)
     expected = np.asarray(want.expected)
     if expected.dtype.kind in "fc":
-        a, b = found.astype(np.float64), expected.astype(np.float64)
+        a, b = result.astype(np.float64), expected.astype(np.float64)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         with np.errstate(invalid="ignore"):
             same |= np.abs(a - b) <= want.atol + want.rtol * np.abs(b)
     else:
-        same = found == expected
+        same = result == expected
     if same.all():
         return ""
     where = np.unravel_index(int(np.flatnonzero(~same.ravel())[0]), same.shape)
-    at = tuple(int(i) for i in where)
-    return f"{int((~same).sum())} of {same.size} differ, first at {at}: {found[where]!r}, not {expected[where]!r}"
+    index = tuple(int(i) for i in where)
+    return f"{int((~same).sum())} of {same.size} differ, first at {index}: {result[where]!r}, not {expected[where]!r}"
 
 
 _ENTRIES: dict[str, Entry] = {}
@@ -248,7 +248,7 @@ def cuda(
 
 def bug(
     source: str,
-    says: str,
+    message: str,
     grid: Extent = 1,
     block: Extent = 32,
     smem: int = 0,
@@ -256,7 +256,7 @@ def bug(
     inside: str = "",
     limit: float = 0.0,
 ) -> Callable[[Builder], Entry]:
-    """Declare a CUDA kernel with a bug, and what is to be said of it."""
+    """Declare a CUDA kernel with a bug, and the expected fault."""
 
     def add(build: Builder) -> Entry:
         return declare(
@@ -269,7 +269,7 @@ def bug(
                 block=extent(block),
                 smem=smem,
                 target=target,
-                faults=says,
+                faults=message,
                 inside=inside,
                 limit=limit,
             )

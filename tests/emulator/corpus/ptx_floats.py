@@ -83,11 +83,11 @@ def root(v: float, kind: str = "f32", mode: str = "rn") -> float:
         return NAN
     if v == 0 or v == INF:
         return v
-    # some hundred bits of the root, and one more that says whether there is a rest
+    # some hundred bits of the root, and one more for a non-zero remainder
     value, scale = Fraction(v), 1 << 2400
     whole = math.isqrt(value.numerator * scale // value.denominator)
-    rest = Fraction(whole * whole, scale) != value
-    return rounded(kind, Fraction(2 * whole + rest, 2 << 1200), mode)
+    remainder = Fraction(whole * whole, scale) != value
+    return rounded(kind, Fraction(2 * whole + remainder, 2 << 1200), mode)
 
 
 for mode in ("rn", "rz", "rm", "rp"):
@@ -135,7 +135,7 @@ def halves(f: Any, kind: str = "f16") -> Any:
     return both
 
 
-# words of halves that are numbers, so that NaN need not be told apart
+# words of halves without NaN
 _ROWS = [
     tuple(encode("f16", v) | encode("f16", -v / 3) << 16 for v in (x, y, x - y))
     for x in (0.0, -0.0, 1.0, 65504.0, 6e-8, -2.5, 0.1, 300.0)
@@ -299,7 +299,7 @@ def whole(a: float, mode: str) -> int:
 
 
 def to_integer(a: float, mode: str, low: int, high: int) -> int:
-    """NaN gives 0; what is beyond gives the nearest end."""
+    """Convert to an integer: NaN gives 0, values out of range give the nearest limit."""
     if a != a:
         return 0
     return (low if a < 0 else high) if abs(a) == INF else min(max(whole(a, mode), low), high)

@@ -150,7 +150,7 @@ ptx(
 
 
 def bfind(a: int, bits: int = 32) -> int:
-    """Position of the highest bit that is not the sign's; -1 where there is none."""
+    """Return the position of the highest bit that differs from the sign bit, or -1."""
     return (a if a >= 0 else ~a).bit_length() - 1
 
 
@@ -166,20 +166,20 @@ def bfe(a: int, b: int, c: int, bits: int, is_signed: bool) -> int:
     sign = 0
     if is_signed and length:
         sign = a >> min(position + length - 1, top) & 1
-    found = 0
+    result = 0
     for i in range(bits):
         inside = i < length and position + i <= top
-        found |= ((a >> (position + i) & 1) if inside else sign) << i
-    return found
+        result |= ((a >> (position + i) & 1) if inside else sign) << i
+    return result
 
 
 def bfi(a: int, b: int, c: int, d: int, bits: int) -> int:
     position, length = c & 255, d & 255
-    found = b
+    result = b
     for i in range(length):
         if position + i < bits:
-            found = found & ~(1 << (position + i)) | (a >> i & 1) << (position + i)
-    return found
+            result = result & ~(1 << (position + i)) | (a >> i & 1) << (position + i)
+    return result
 
 
 ptx("bfe_u32", "bfe.u32 %d, %a, %b, %c;", "b32 u32 u32", "b32", lambda a, b, c: bfe(a, b, c, 32, False))
@@ -249,10 +249,10 @@ ptx("szext_wrap_u32", "szext.wrap.u32 %d, %a, %b;", "b32 u32", "b32", lambda a, 
 
 
 def table(a: int, b: int, c: int, lut: int, bits: int = 32) -> int:
-    found = 0
+    result = 0
     for i in range(bits):
-        found |= (lut >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i
-    return found
+        result |= (lut >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i
+    return result
 
 
 ptx("lop3_b32", "lop3.b32 %d, %a, %b, %c, 0xd2;", "b32 b32 b32", "b32", lambda a, b, c: table(a, b, c, 0xD2))
@@ -266,11 +266,11 @@ ptx(
 
 
 def prmt(a: int, b: int, selectors: list[int]) -> int:
-    both, found = a | b << 32, 0
+    both, result = a | b << 32, 0
     for j, s in enumerate(selectors):
         byte = both >> 8 * (s & 7) & 255
-        found |= (0xFF * (byte >> 7) if s & 8 else byte) << 8 * j
-    return found
+        result |= (0xFF * (byte >> 7) if s & 8 else byte) << 8 * j
+    return result
 
 
 def prmt_mode(mode: str, c: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""Run an entry of the corpus on the emulator and say what came of it.
+"""Run an entry of the corpus on the emulator and classify its outcome.
 
-right: every output is what it must be. refused: an instruction that the emulator does not know, by name. wrong: an
-output is not. accused: a fault in a kernel that has none. found: the fault of a kernel with a bug, with its line.
-missed: no fault, or another one, or another line. crashed: an error without a message to the user. slow: no end within
-LIMIT_S.
+right: every output is correct. refused: an unsupported instruction, by name. wrong: an output is wrong. accused: a
+fault in a correct kernel. found: the fault of a kernel with a bug, with its line. missed: no fault, another fault or
+another line. crashed: an error without a message to the user. slow: no end within LIMIT_S.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ GOOD = ("right", "found")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an entry, why, and the seconds that its runs took."""
+    """The outcome of an entry, the reason, and the seconds of its runs."""
 
     entry: Entry
     status: str
@@ -77,7 +76,7 @@ def ptx_of(entry: Entry) -> str:
 
 
 def classify(entry: Entry, orders: int = ORDERS, limit: float | None = None) -> Outcome:
-    """Run an entry in some orders of its warps, for ``limit`` seconds at most, or as the entry says."""
+    """Run an entry in some orders of its warps, for at most ``limit`` seconds, or the entry's limit."""
     limit = limit or entry.limit or LIMIT_S
     ptx = ptx_of(entry)
     start = time.perf_counter()
@@ -97,11 +96,11 @@ def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
         except KernelFaultError as fault:
             return _judged(entry, str(fault))
         except UnsupportedError as e:
-            # What the emulator did not foresee comes as a message too; it counts as a crash all the same.
+            # An unforeseen failure of the emulator has a message too; it counts as a crash.
             return ("crashed" if "a bug in the emulator" in str(e) else "refused"), str(e)
         except GreenfastError as e:  # a refusal for a reason other than an instruction
             return "refused", f"{type(e).__name__}: {e}"
-        except Exception as e:  # whatever it is, it is what the corpus looks for
+        except Exception as e:  # any error counts as a crash
             return "crashed", f"{type(e).__name__}: {e}"
         if wrong and not entry.faults:
             return "wrong", f"order {seed}: {wrong}"
@@ -109,7 +108,7 @@ def _run(entry: Entry, ptx: str, orders: int) -> tuple[str, str]:
 
 
 def run_once(entry: Entry, ptx: str, bound: Bound, seed: int) -> str:
-    """One run; returns what is wrong with its outputs."""
+    """Run once. Return the errors in the outputs."""
     plan = Launch(entry.grid, tuple(bound.args))
     result = run_grid(ptx, entry.kernel, entry.block, entry.smem, plan, bound.inputs, bound.outputs, seed=seed)
     if entry.faults:

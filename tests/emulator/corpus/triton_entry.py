@@ -33,7 +33,7 @@ _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 
 @dataclass(frozen=True)
 class Typed:
-    """A parameter whose elements NumPy has no type for: bf16, fp8e4nv (E4M3) or fp8e5 (E5M2), given as their bits."""
+    """A parameter of an element type that NumPy lacks: bf16, fp8e4nv (E4M3) or fp8e5 (E5M2), given as bits."""
 
     value: Any
     kind: str
@@ -50,10 +50,10 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """A kernel, how it is compiled and launched, and what must come of it.
+    """A kernel, its compilation and launch, and its expected outcome.
 
-    build: what the parameters are, in order; constexpr ones are ``constants``. An array that only a descriptor points
-    to is given as Beyond(...). refused: as of an Entry.
+    build: returns the parameters in order; constexpr ones are ``constants``. An array that only a descriptor points to
+    is given as Beyond(...). refused: as of an Entry.
     """
 
     name: str
@@ -81,7 +81,7 @@ def launched(
     refused: str = "",
     **constants: Any,
 ) -> Callable[[Callable[[Rng], Args]], Callable[[Rng], Args]]:
-    """Declare a launch of a Triton function; what is decorated builds its parameters and gives it its name."""
+    """Declare a launch of a Triton function; the decorated function builds its parameters and names it."""
 
     def add(build: Callable[[Rng], Args]) -> Callable[[Rng], Args]:
         name = f"triton_{build.__name__}_sm{capability}"
@@ -102,9 +102,9 @@ def compiled(kernel: TritonKernel) -> Entry:
         from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from triton.compiler import ASTSource  # type: ignore[import-not-found, import-untyped, unused-ignore]
     function = triton.jit(kernel.function) if not hasattr(kernel.function, "arg_names") else kernel.function
-    given = [v for v in kernel.build(np.random.default_rng(0)) if not isinstance(v, Beyond)]
+    supplied = [v for v in kernel.build(np.random.default_rng(0)) if not isinstance(v, Beyond)]
     names = [n for n in function.arg_names if n not in kernel.constants]
-    signature = dict(zip(names, map(_type, given), strict=True))
+    signature = dict(zip(names, map(_type, supplied), strict=True))
     signature = {n: signature.get(n, "constexpr") for n in function.arg_names}
     attributes = {
         (function.arg_names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")
@@ -153,18 +153,18 @@ def _type(value: Any) -> str:
     return "*" + (value.kind if isinstance(value, Typed) else _TYPES[_array(value).dtype.name])
 
 
-def _expanded(given: Args, metadata: Any, blocks: int) -> Args:
+def _expanded(supplied: Args, metadata: Any, blocks: int) -> Args:
     """The parameters as the compiled kernel takes them."""
-    found: list[Any] = []
+    result: list[Any] = []
     maps = iter(metadata.tensordesc_meta or ())
-    for value in given:
+    for value in supplied:
         if not isinstance(value, Descriptor):
-            found.append(_plain(value))
+            result.append(_plain(value))
             continue
         made, a = next(maps), np.asarray(value.array)
-        found.append(Map(value.array, tuple(made["block_size"]), _SWIZZLES[made["swizzle"]]))
-        found += [np.int32(n) for n in a.shape] + [np.int64(n // a.itemsize) for n in a.strides]
+        result.append(Map(value.array, tuple(made["block_size"]), _SWIZZLES[made["swizzle"]]))
+        result += [np.int32(n) for n in a.shape] + [np.int64(n // a.itemsize) for n in a.strides]
     last: list[Any] = []
     for size in (metadata.global_scratch_size, metadata.profile_scratch_size):
         last.append(Scratch(np.zeros(size * blocks, np.uint8)) if size else np.uint64(0))
-    return (*found, *last)
+    return (*result, *last)

@@ -180,16 +180,16 @@ def attention_forward(
     BN: tl.constexpr,
 ) -> None:
     head, start = tl.program_id(1), tl.program_id(0) * BM
-    at = head * S * D
+    index = head * S * D
     rows, d, keys = start + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, BN)
-    qs = tl.load(q + at + rows[:, None] * D + d[None, :], mask=rows[:, None] < S, other=0.0)
+    qs = tl.load(q + index + rows[:, None] * D + d[None, :], mask=rows[:, None] < S, other=0.0)
     m = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     end = tl.minimum(start + BM, S) if CAUSAL else S
     for n in range(0, end, BN):
         there = n + keys
-        ks = tl.load(k + at + there[None, :] * D + d[:, None], mask=there[None, :] < S, other=0.0)
+        ks = tl.load(k + index + there[None, :] * D + d[:, None], mask=there[None, :] < S, other=0.0)
         score = tl.dot(qs, ks) * (scale * 1.44269504)
         score = tl.where(there[None, :] < S, score, -float("inf"))
         if CAUSAL:
@@ -197,12 +197,14 @@ def attention_forward(
         to = tl.maximum(m, tl.max(score, 1))
         p = tl.math.exp2(score - to[:, None])
         alpha = tl.math.exp2(m - to)
-        vs = tl.load(v + at + there[:, None] * D + d[None, :], mask=there[:, None] < S, other=0.0)
+        vs = tl.load(v + index + there[:, None] * D + d[None, :], mask=there[:, None] < S, other=0.0)
         total = total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(vs.dtype), vs, acc * alpha[:, None])
         m = to
     tl.store(
-        o + at + rows[:, None] * D + d[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=rows[:, None] < S
+        o + index + rows[:, None] * D + d[None, :],
+        (acc / total[:, None]).to(o.dtype.element_ty),
+        mask=rows[:, None] < S,
     )
     tl.store(lse + head * S + rows, (m + tl.math.log2(total)) * 0.69314718, mask=rows < S)
 
@@ -255,8 +257,8 @@ def rms_norm_rope(x: tl.tensor, w: tl.tensor, table: tl.tensor, y: tl.tensor, D:
     token, head = tl.program_id(0), tl.program_id(1)
     half: tl.constexpr = D // 2
     i = tl.arange(0, half)
-    at = x + (token * tl.num_programs(1) + head) * D
-    a, b = tl.load(at + i).to(tl.float32), tl.load(at + half + i).to(tl.float32)
+    index = x + (token * tl.num_programs(1) + head) * D
+    a, b = tl.load(index + i).to(tl.float32), tl.load(index + half + i).to(tl.float32)
     r = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / D + 1e-6)
     a, b = a * r * tl.load(w + i), b * r * tl.load(w + half + i)
     c, s = tl.load(table + token * D + i), tl.load(table + token * D + half + i)
@@ -282,8 +284,8 @@ def one_of_several(x: tl.tensor, y: tl.tensor, offset: tl.tensor, size: tl.tenso
     row = tl.program_id(0)
     start, n = tl.load(offset + row), tl.load(size + row)
     total = 0.0
-    for at in range(0, n, B):
-        i = at + tl.arange(0, B)
+    for index in range(0, n, B):
+        i = index + tl.arange(0, B)
         total += tl.sum(tl.load(x + start + i, mask=i < n, other=0.0), axis=0)
     tl.store(y + row, total / tl.maximum(n, 1))
 
@@ -383,10 +385,10 @@ def atomics_of_all_kinds(rng: Rng) -> Args:
 
 def gather_scatter(x: tl.tensor, index: tl.tensor, y: tl.tensor, z: tl.tensor, n: tl.tensor, B: tl.constexpr) -> None:
     i = tl.arange(0, B)
-    at = tl.load(index + i, mask=i < n, other=0)
-    v = tl.load(x + at, mask=i < n)
+    position = tl.load(index + i, mask=i < n, other=0)
+    v = tl.load(x + position, mask=i < n)
     tl.store(y + i, v, mask=i < n)
-    tl.store(z + at, v * 2, mask=(i < n) & (at % 2 == 0))
+    tl.store(z + position, v * 2, mask=(i < n) & (position % 2 == 0))
 
 
 @launched(gather_scatter, grid=1, B=128)

@@ -1,4 +1,4 @@
-"""One instruction as a kernel: its text, the operands that it is tried on, what it means, and how results compare.
+"""A test case of one instruction: its text, operands, definition, and comparison of results.
 
 A thread reads its operands from ``x`` (32-bit words, one row per thread), executes the instruction and stores the
 results to its row of ``y``. The same source gives the PTX for the emulator and the machine code for a GPU.
@@ -43,8 +43,8 @@ class Case:
 
     body: C++ that sets d0, d1, ... from a0, a1, ... (unsigned of 16, 32 or 64 bits). inputs: pools of operands.
     outputs: PTX types. meaning: result patterns from operand patterns, of one thread; with ``of_warp`` from the 32 rows
-    of a warp to 32 rows. allowed: how far two results may lie apart where the PTX ISA does not fix the bits.
-    any_nan: the ISA does not fix which NaN. undefined: operands for which the ISA fixes nothing.
+    of a warp to 32 rows. allowed: distance of results if the PTX ISA does not fix the bits. any_nan: the ISA does not
+    fix the NaN. undefined: operands with undefined results.
     """
 
     name: str
@@ -74,25 +74,25 @@ class Case:
         ]
         if self.shared:
             lines.append(f"  __shared__ __align__(16) unsigned char s[{self.shared * BLOCK}];")
-        at = 0
+        index = 0
         for n, kind in enumerate(self.inputs):
             bits = width(kind)
-            value = f"x[{at}]" if bits < 64 else f"x[{at}] | (unsigned long long)x[{at + 1}] << 32"
+            value = f"x[{index}]" if bits < 64 else f"x[{index}] | (unsigned long long)x[{index + 1}] << 32"
             lines.append(f"  {_C_TYPES[bits]} a{n} = {value};")
-            at += max(1, bits // 32)
+            index += max(1, bits // 32)
         lines += [f"  {_C_TYPES[width(kind)]} d{n} = 0;" for n, kind in enumerate(self.outputs)]
         lines.append("  " + self.body)
-        at = 0
+        index = 0
         for n, kind in enumerate(self.outputs):
             if width(kind) < 64:
-                lines.append(f"  y[{at}] = d{n};")
-                at += 1
+                lines.append(f"  y[{index}] = d{n};")
+                index += 1
                 continue
-            # A plain (unsigned)d becomes st.u32 of a 64-bit register, which ptxas takes for a conversion where the
-            # register holds the result of a float64 instruction.
-            halves = f'"=r"(y[{at}]), "=r"(y[{at + 1}])'
+            # A plain (unsigned)d becomes st.u32 of a 64-bit register. ptxas takes this for a conversion if the register
+            # holds the result of a float64 instruction.
+            halves = f'"=r"(y[{index}]), "=r"(y[{index + 1}])'
             lines.append(f'  asm volatile("mov.b64 {{%0, %1}}, %2;" : {halves} : "l"(d{n}));')
-            at += 2
+            index += 2
         return "\n".join([*lines, "}"])
 
     def operands(self, count: int, seed: int = 0) -> list[NDArray[np.uint64]]:
@@ -111,22 +111,22 @@ class Case:
 
     def unpack(self, words: Words) -> list[NDArray[np.uint64]]:
         """A column of bit patterns per result from the rows of ``y``."""
-        found, at = [], 0
+        result, index = [], 0
         for kind in self.outputs:
-            column = words[:, at].astype(np.uint64)
-            at += 1
+            column = words[:, index].astype(np.uint64)
+            index += 1
             if width(kind) == 64:
-                column = column | words[:, at].astype(np.uint64) << np.uint64(32)
-                at += 1
-            found.append(column & np.uint64(2 ** width(kind) - 1))
-        return found
+                column = column | words[:, index].astype(np.uint64) << np.uint64(32)
+                index += 1
+            result.append(column & np.uint64(2 ** width(kind) - 1))
+        return result
 
     def words_out(self) -> int:
         """Words per row of ``y``."""
         return sum(max(1, width(kind) // 32) for kind in self.outputs)
 
     def expected(self, operands: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
-        """What the definition gives."""
+        """Compute the results by the definition."""
         rows = list(zip(*(map(int, column) for column in operands), strict=True))
         results: list[Any] = []
         if self.of_warp:
@@ -141,14 +141,14 @@ class Case:
 
 
 def assembly(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    """A statement that runs PTX text on d0, ... (%0, ...) and a0, ... (the numbers behind them)."""
+    """Return a statement that runs PTX text on d0, ... (%0, ...) and a0, ... (the following numbers)."""
     out = ", ".join(f'"=&{_CONSTRAINTS[width(k)]}"(d{n})' for n, k in enumerate(outputs))
-    given = ", ".join(f'"{_CONSTRAINTS[width(k)]}"(a{n})' for n, k in enumerate(inputs))
-    return f'asm volatile("{text}" : {out} : {given} : "memory");'
+    supplied = ", ".join(f'"{_CONSTRAINTS[width(k)]}"(a{n})' for n, k in enumerate(inputs))
+    return f'asm volatile("{text}" : {out} : {supplied} : "memory");'
 
 
 def instruction(name: str, inputs: str, outputs: str, meaning: Callable[..., Any], **options: Any) -> Case:
-    """A case of an instruction whose opcode is its name: results, then operands, in order."""
+    """Return a case of an instruction with the opcode ``name``: results, then operands, in order."""
     ins, outs = tuple(inputs.split()), tuple(outputs.split())
     numbers = ", ".join(f"%{n}" for n in range(len(ins) + len(outs)))
     return Case(name, assembly(f"{name} {numbers};", ins, outs), ins, outs, meaning, **options)
@@ -169,7 +169,7 @@ def kernel_source(cases: Sequence[Case]) -> KernelSource:
 
 
 def kernel_ptx(ptx: str, case: Case) -> str:
-    """The part of a module that one kernel needs, which is quicker to read than all of it."""
+    """Return the part of a module that one kernel needs, which is faster to parse than all of it."""
     header = ptx[: ptx.index(".visible .entry")]
     start = ptx.index(f".visible .entry {case.entry}(")
     ends = [ptx.find(mark, start + 1) for mark in (".visible .entry", "\n\t.section", "\n.section")]
@@ -182,7 +182,7 @@ def launch(rows: int) -> Launch:
 
 
 def emulate(case: Case, ptx: str, x: Words) -> Words:
-    """The rows of ``y`` that the emulator leaves."""
+    """Return the rows of ``y`` after emulation."""
     outputs = {"y": OutputSpec((len(x), case.words_out()), "uint32")}
     result = run_grid(kernel_ptx(ptx, case), case.entry, (BLOCK, 1, 1), 0, launch(len(x)), {"x": x}, outputs)
     return result.outputs["y"]

@@ -1,4 +1,4 @@
-"""Two columns of results compared: bits, and where the PTX ISA leaves them open what it bounds."""
+"""Comparison of two columns of results: bits, or the error bounds of the PTX ISA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _is_nan(patterns: Column, form: str) -> Mask:
 
 
 def _ordinals(patterns: Column, form: str) -> NDArray[np.float64]:
-    """Numbers counted from zero, which lie one apart where the patterns do."""
+    """Convert patterns to ordinals: neighbouring patterns differ by one."""
     exponent_bits, fraction, _ = FORMATS[form]
     top = np.uint64(1 << exponent_bits + fraction)
     size = (patterns & (top - np.uint64(1))).astype(np.float64)
@@ -56,16 +56,16 @@ def _value(patterns: Column, form: str) -> NDArray[np.float64]:
 
 def _numbers(columns: Sequence[Column], kinds: Sequence[str]) -> list[tuple[Column, str]]:
     """Columns of single numbers with their formats ("" for integers); packed halves become two columns."""
-    found = []
+    result = []
     for column, kind in zip(columns, kinds, strict=True):
         form = kind.removesuffix("x2")
         if form not in FORMATS:
-            found.append((column, ""))
+            result.append((column, ""))
         elif kind.endswith("x2"):
-            found += [(column & np.uint64(0xFFFF), form), (column >> np.uint64(16), form)]
+            result += [(column & np.uint64(0xFFFF), form), (column >> np.uint64(16), form)]
         else:
-            found.append((column, form))
-    return found
+            result.append((column, form))
+    return result
 
 
 def compare(case: Case, operands: Sequence[Column], first: Sequence[Column], second: Sequence[Column]) -> Comparison:

@@ -1,4 +1,4 @@
-"""cvt between all types that it knows."""
+"""cvt between all supported types."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def whole(number: Number, mode: str) -> int:
 
 
 def _integers() -> list[Case]:
-    found = []
+    result = []
     for to, source in itertools.product(INTEGERS, repeat=2):
         ins = source if source[1:] != "8" else "b16"  # a wider register's low bits count
 
         def plain(a: int, to: str = to, source: str = source) -> int:
             return value(value(a, source), to)
 
-        found.append(instruction(f"cvt.{to}.{source}", ins, _container(to), plain))
+        result.append(instruction(f"cvt.{to}.{source}", ins, _container(to), plain))
         limits = [
             value(v, source)
             for v in (0, (1 << int(source[1:])) - 1, 1 << int(source[1:]) - 1, (1 << int(source[1:]) - 1) - 1)
         ]
         if any(saturated(v, to) != v for v in limits):
-            found.append(
+            result.append(
                 instruction(
                     f"cvt.sat.{to}.{source}",
                     ins,
@@ -50,11 +50,11 @@ def _integers() -> list[Case]:
                     lambda a, to=to, source=source: saturated(value(a, source), to),
                 )
             )
-    return found
+    return result
 
 
 def _float_to_integer() -> list[Case]:
-    found = []
+    result = []
     pools = {"f32": "to_integer", "f64": "double_to_integer", "f16": "f16", "bf16": "bf16"}
     for to, source, mode in itertools.product(INTEGERS, pools, ("rni", "rzi", "rmi", "rpi")):
         if (source, to[1:]) == ("bf16", "8"):
@@ -70,17 +70,17 @@ def _float_to_integer() -> list[Case]:
                     return saturated(-(2**99) if number.negative else 2**99, to)
                 return saturated(whole(number, mode), to)
 
-            found.append(instruction(f"cvt.{mode}{ftz}.{to}.{source}", pools[source], _container(to), meaning))
-    return found
+            result.append(instruction(f"cvt.{mode}{ftz}.{to}.{source}", pools[source], _container(to), meaning))
+    return result
 
 
 def _integer_to_float() -> list[Case]:
-    found = []
+    result = []
     for to, source, mode in itertools.product(("f32", "f64", "f16", "bf16"), INTEGERS, ("rn", "rz", "rm", "rp")):
         if (to, source[1:]) == ("bf16", "8"):
             continue  # ptxas refuses it
         ins = source if source[1:] != "8" else "b16"
-        found.append(
+        result.append(
             instruction(
                 f"cvt.{mode}.{to}.{source}",
                 ins,
@@ -88,7 +88,7 @@ def _integer_to_float() -> list[Case]:
                 lambda a, to=to, source=source, mode=mode: encode(real(Fraction(value(a, source))), to, mode),
             )
         )
-    return found
+    return result
 
 
 def _kept_nan(a: int, to: str, source: str) -> int:
@@ -129,11 +129,11 @@ def converted(to: str, source: str, name: str) -> Callable[[int], int]:
 
 
 def _floats() -> list[Case]:
-    found = []
+    result = []
 
     def put(name: str, to: str, source: str, pool: str = "", **options: Any) -> None:
         out = "b32" if to == "tf32" else to
-        found.append(instruction(name, pool or source, out, converted(to, source, name), **options))
+        result.append(instruction(name, pool or source, out, converted(to, source, name), **options))
 
     narrowing = [
         ("f32", "f64"),
@@ -173,29 +173,29 @@ def _floats() -> list[Case]:
     for modifiers in ("rn", "rz", "rn.relu", "rz.relu"):
         put(f"cvt.{modifiers}.tf32.f32", "tf32", "f32")
     for modifiers in ("rna", "rna.satfinite"):
-        # ptxas forms it with integers, which cut a NaN like any number, and so make infinity of some.
+        # ptxas uses integers here, which truncate a NaN like any number, and so turn some into infinity.
         put(f"cvt.{modifiers}.tf32.f32", "tf32", "f32", undefined=lambda a: decode(a, "f32").kind == "nan")
-    return found
+    return result
 
 
 def _pairs() -> list[Case]:
     """Two numbers at once: the first operand goes to the upper half."""
-    found = []
+    result = []
     for to, mode, relu, finite in itertools.product(("f16", "bf16"), ("rn", "rz"), ("", ".relu"), ("", ".satfinite")):
         name = f"cvt.{mode}{relu}{finite}.{to}x2.f32"
         one = converted(to, "f32", name)
-        found.append(instruction(name, "f32 f32", f"{to}x2", lambda a, b, f=one: f(a) << 16 | f(b)))
+        result.append(instruction(name, "f32 f32", f"{to}x2", lambda a, b, f=one: f(a) << 16 | f(b)))
     for to, relu in itertools.product(("e4m3", "e5m2"), ("", ".relu")):
         name = f"cvt.rn.satfinite{relu}.{to}x2"
         one = converted(to, "f32", name)
-        found.append(instruction(f"{name}.f32", "to_eight to_eight", "b16", lambda a, b, f=one: f(a) << 8 | f(b)))
+        result.append(instruction(f"{name}.f32", "to_eight to_eight", "b16", lambda a, b, f=one: f(a) << 8 | f(b)))
         half = converted(to, "f16", name)
-        found.append(instruction(f"{name}.f16x2", "f16x2", "b16", lambda a, f=half: f(a >> 16) << 8 | f(a & 0xFFFF)))
+        result.append(instruction(f"{name}.f16x2", "f16x2", "b16", lambda a, f=half: f(a >> 16) << 8 | f(a & 0xFFFF)))
         back = converted("f16", to, f"cvt.rn{relu}")
-        found.append(
+        result.append(
             instruction(f"cvt.rn{relu}.f16x2.{to}x2", "b16", "f16x2", lambda a, f=back: f(a >> 8) << 16 | f(a & 0xFF))
         )
-    return found
+    return result
 
 
 def cases() -> list[Case]:

@@ -21,7 +21,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Number:
-    """A value that a pattern stands for. kind: nan, inf or real; negative: its sign, also for zero."""
+    """The value of a pattern. kind: nan, inf or real; negative: its sign, also for zero."""
 
     kind: str
     negative: bool
@@ -41,7 +41,7 @@ def infinity(negative: bool) -> Number:
 
 
 def decode(bits: int, form: str) -> Number:
-    """What a pattern stands for."""
+    """Decode a pattern."""
     exponent_bits, fraction, _ = FORMATS[form]
     negative = bool(bits >> (exponent_bits + fraction) & 1)
     exponent, low = bits >> fraction & (1 << exponent_bits) - 1, bits & (1 << fraction) - 1
@@ -67,13 +67,13 @@ def largest_pattern(form: str) -> int:
     return 0x7E if form == "e4m3" else (((1 << exponent_bits) - 1) << fraction) - 1
 
 
-def round_away(whole: int, rest: Fraction, negative: bool, mode: str) -> bool:
-    """Whether a magnitude of ``whole`` and a rest in [0, 1) is rounded up."""
+def round_away(whole: int, remainder: Fraction, negative: bool, mode: str) -> bool:
+    """Return whether a magnitude of ``whole`` and a rest in [0, 1) is rounded up."""
     if mode in ("rn", "rni"):
-        return rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole % 2 == 1)
+        return remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and whole % 2 == 1)
     if mode == "rna":
-        return rest >= Fraction(1, 2)
-    return rest > 0 and {"z": False, "m": negative, "p": not negative}[mode[1]]
+        return remainder >= Fraction(1, 2)
+    return remainder > 0 and {"z": False, "m": negative, "p": not negative}[mode[1]]
 
 
 def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) -> int:
@@ -110,9 +110,9 @@ def flush(number: Number, form: str) -> Number:
 
 
 def flush_rounded(number: Number, form: str, mode: str) -> Number:
-    """A result that is subnormal when rounded to all bits of the significand, whatever its exponent, as zero (.ftz).
+    """Flush a result to zero (.ftz) if it is subnormal after rounding to all bits of the significand.
 
-    The ISA only says that subnormal results are flushed; it is after rounding that H100 decides (2026-11-21).
+    The ISA only defines that subnormal results are flushed; an H100 decides after rounding (2026-11-21).
     """
     smallest = smallest_normal(form)
     if number.kind == "real" and 0 < abs(number.value) < smallest:
@@ -167,7 +167,7 @@ def divide(a: Number, b: Number) -> Number:
 
 
 def root(a: Number) -> Number:
-    """The square root; where it is irrational, a number so near that it rounds alike in every mode."""
+    """Return the square root; an irrational one as a close number that rounds equally in every mode."""
     if a.kind == "nan" or (a.negative and not (a.kind == "real" and a.value == 0)):
         return NAN
     if a.kind == "inf" or a.value == 0:

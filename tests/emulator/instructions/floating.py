@@ -55,15 +55,15 @@ def rounded(operation: Operation, form: str, name: str) -> Callable[..., int]:
 
 def _arithmetic() -> list[Case]:
     """add, sub, mul, fma of every type, rounding and modifier; div, sqrt and rcp."""
-    found = []
+    result = []
 
     def put(op: str, modifiers: str, kind: str, count: int, operation: Operation) -> None:
         name = f"{op}{modifiers}.{kind}"
         meaning = rounded(operation, kind.removesuffix("x2"), name)
         if kind.endswith("x2"):
             meaning = on_halves(meaning)
-        # The ISA does not say which NaN float64 arithmetic gives.
-        found.append(instruction(name, f"{kind} " * count, kind, meaning, any_nan=kind == "f64"))
+        # The ISA leaves the NaN of float64 arithmetic open.
+        result.append(instruction(name, f"{kind} " * count, kind, meaning, any_nan=kind == "f64"))
 
     for op, operation in _TWO.items():
         for mode, ftz, sat in itertools.product(MODES, ("", ".ftz"), ("", ".sat")):
@@ -91,18 +91,18 @@ def _arithmetic() -> list[Case]:
             put("div", f".{mode}{ftz}", kind, 2, lambda a, b, mode: exact.divide(a, b))
             put("sqrt", f".{mode}{ftz}", kind, 1, lambda a, mode: exact.root(a))
             put("rcp", f".{mode}{ftz}", kind, 1, lambda a, mode: exact.divide(real(Fraction(1)), a))
-    return found
+    return result
 
 
 def _order(number: Number) -> tuple[float | Fraction, bool]:
-    """A key by which numbers compare, -0 before +0."""
+    """Return a key that orders numbers, -0 before +0."""
     if number.kind == "inf":
         return (-math.inf if number.negative else math.inf, False)
     return (number.value, not number.negative)
 
 
 def _extremes() -> list[Case]:
-    found = []
+    result = []
     for op, choose in (("min", min), ("max", max)):
         for kind in ("f32", "f64", "f16", "f16x2", "bf16", "bf16x2"):
             modifiers = ["", ".NaN", ".ftz", ".ftz.NaN"] if kind in ("f32", "f16", "f16x2") else ["", ".NaN"]
@@ -119,15 +119,15 @@ def _extremes() -> list[Case]:
                     return encode(choose(good, key=_order), form)
 
                 function = on_halves(meaning) if kind.endswith("x2") else meaning
-                found.append(
+                result.append(
                     instruction(f"{op}{modifier}.{kind}", f"{kind} {kind}", kind, function, any_nan=kind == "f64")
                 )
-    return found
+    return result
 
 
 def _signs() -> list[Case]:
-    """neg, abs and copysign; of neg and abs the ISA leaves the NaN open."""
-    found = []
+    """Return cases of neg, abs and copysign; the ISA leaves the NaN of neg and abs open."""
+    result = []
     for kind in ("f32", "f64", "f16", "f16x2", "bf16", "bf16x2"):
         form = kind.removesuffix("x2")
         for op, ftz in itertools.product(("neg", "abs"), ("", ".ftz") if kind in ("f32", "f16", "f16x2") else ("",)):
@@ -140,17 +140,17 @@ def _signs() -> list[Case]:
                 return encode(number, form) ^ top if op == "neg" else encode(number, form) & ~top
 
             function = on_halves(meaning) if kind.endswith("x2") else meaning
-            found.append(instruction(f"{op}{ftz}.{kind}", kind, kind, function, any_nan=True))
+            result.append(instruction(f"{op}{ftz}.{kind}", kind, kind, function, any_nan=True))
     for kind in ("f32", "f64"):
         top = 1 << sum(FORMATS[kind][:2])
-        found.append(
+        result.append(
             instruction(f"copysign.{kind}", f"{kind} {kind}", kind, lambda a, b, top=top: (a & top) | (b & ~top))
         )
-    return found
+    return result
 
 
 def _tests() -> list[Case]:
-    found = []
+    result = []
     for kind in ("f32", "f64"):
         for name in ("finite", "infinite", "number", "notanumber", "normal", "subnormal"):
 
@@ -168,8 +168,8 @@ def _tests() -> list[Case]:
                     }[name]
                 )
 
-            found.append(predicate(f"testp.{name}.{kind}", kind, meaning))
-    return found
+            result.append(predicate(f"testp.{name}.{kind}", kind, meaning))
+    return result
 
 
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -189,7 +189,7 @@ def compare(a: Number, b: Number, name: str) -> bool:
 
 
 def _comparisons() -> list[Case]:
-    found = []
+    result = []
     names = [*COMPARE, *(f"{n}u" for n in COMPARE), "num", "nan"]
     for name in names:
         for kind, ftz in (("f32", ""), ("f32", ".ftz"), ("f64", ""), ("f16", ""), ("bf16", "")):
@@ -198,7 +198,7 @@ def _comparisons() -> list[Case]:
                 x, y = (flush(decode(p, kind), kind) if ftz else decode(p, kind) for p in (a, b))
                 return int(compare(x, y, name))
 
-            found.append(predicate(f"setp.{name}{ftz}.{kind}", f"{kind} {kind}", meaning))
+            result.append(predicate(f"setp.{name}{ftz}.{kind}", f"{kind} {kind}", meaning))
     for kind in ("f16x2", "bf16x2"):
         for name in ("lt", "neu"):
 
@@ -210,10 +210,10 @@ def _comparisons() -> list[Case]:
             text = f".reg .pred q; .reg .b32 t; setp.{name}.{kind} p|q, %1, %2; selp.u32 t, 2, 0, q;"
             case = predicate(f"setp.{name}.{kind}", f"{kind} {kind}", both, text)
             body = case.body.replace("selp.u32 %0, 1, 0, p;", "selp.u32 %0, 1, 0, p; or.b32 %0, %0, t;")
-            found.append(replace(case, body=body))
+            result.append(replace(case, body=body))
     for name, out in itertools.product(("lt", "geu", "nan"), ("u32", "f32")):
         yes = 0x3F80_0000 if out == "f32" else 2**32 - 1
-        found.append(
+        result.append(
             instruction(
                 f"set.{name}.{out}.f32",
                 "f32 f32",
@@ -227,16 +227,16 @@ def _comparisons() -> list[Case]:
         zero = number.kind == "real" and number.value == 0
         return a if number.kind != "nan" and (zero or not number.negative) else b
 
-    found.append(instruction("slct.u32.f32", "u32 u32 f32", "u32", slct))
-    found.append(instruction("slct.ftz.u32.f32", "u32 u32 f32", "u32", lambda a, b, c: slct(a, b, c, True)))
-    return found
+    result.append(instruction("slct.u32.f32", "u32 u32 f32", "u32", slct))
+    result.append(instruction("slct.ftz.u32.f32", "u32 u32 f32", "u32", lambda a, b, c: slct(a, b, c, True)))
+    return result
 
 
 # ---- special functions ----------------------------------------------------------------------------------------------
 
 
 def number_of(patterns: NDArray[np.uint64], form: str) -> NDArray[np.float64]:
-    """What patterns of up to 32 bits stand for, as float64."""
+    """Convert patterns of up to 32 bits to float64."""
     if form == "f16":
         return patterns.astype(np.uint16).view(np.float16).astype(np.float64)
     bits = patterns.astype(np.uint32) << np.uint32(16 if form == "bf16" else 0)
@@ -244,7 +244,7 @@ def number_of(patterns: NDArray[np.uint64], form: str) -> NDArray[np.float64]:
 
 
 def last_bit(values: NDArray[np.float64], form: str) -> NDArray[np.float64]:
-    """What the last bit of numbers is worth."""
+    """Return the value of the last bit of each number."""
     exponent_bits, fraction, _ = FORMATS[form]
     lowest = 2 - (1 << exponent_bits - 1)
     exponent = np.frexp(np.where(np.isfinite(values), values, 0))[1] - 1
@@ -319,7 +319,7 @@ def _special() -> list[Case]:
         ("sin", "wide_angle", math.sin, {"absolute": 2.0**-14.7}, "2^-14.7 absolute in [-100pi, 100pi]"),
         ("cos", "wide_angle", math.cos, {"absolute": 2.0**-14.7}, "2^-14.7 absolute in [-100pi, 100pi]"),
     ]  # fmt: skip
-    found = []
+    result = []
     for (op, pool, function, bound, words), ftz in itertools.product(cases, ("", ".ftz")):
         name = f"{op}.approx{ftz}.f32"
         case = instruction(
@@ -332,8 +332,8 @@ def _special() -> list[Case]:
         )
         if pool == "wide_angle":
             case = replace(case, name=f"{name} wide")
-        found.append(case)
-    found.append(
+        result.append(case)
+    result.append(
         instruction(
             "tanh.approx.f32",
             "f32",
@@ -353,14 +353,16 @@ def _special() -> list[Case]:
         ftz = "ftz" in op
         meaning = near(function, form, ftz)
         allowed = within(form, **bound, ftz=ftz)
-        found.append(instruction(f"{op}.{form}", pool, form, meaning, allowed=allowed, bound=words))
-        found.append(instruction(f"{op}.{form}x2", pair, f"{form}x2", on_halves(meaning), allowed=allowed, bound=words))
-    return found
+        result.append(instruction(f"{op}.{form}", pool, form, meaning, allowed=allowed, bound=words))
+        result.append(
+            instruction(f"{op}.{form}x2", pair, f"{form}x2", on_halves(meaning), allowed=allowed, bound=words)
+        )
+    return result
 
 
 def _divisions() -> list[Case]:
-    """div.full and div.approx, which is a * (1 / b) with separate limits for large b."""
-    found = []
+    """Return cases of div.full and div.approx, which is a * (1 / b) with separate limits for large b."""
+    result = []
     for ftz in ("", ".ftz"):
         full = rounded(lambda a, b, mode: exact.divide(a, b), "f32", f"div{ftz}")
 
@@ -371,8 +373,8 @@ def _divisions() -> list[Case]:
             return int(full(a, b))
 
         bound = within("f32", ulps=2, ftz=bool(ftz))
-        found.append(instruction(f"div.full{ftz}.f32", "f32 f32", "f32", full, allowed=bound, bound="2 ulp"))
-        found.append(
+        result.append(instruction(f"div.full{ftz}.f32", "f32 f32", "f32", full, allowed=bound, bound="2 ulp"))
+        result.append(
             instruction(
                 f"div.approx{ftz}.f32",
                 "f32 f32",
@@ -385,7 +387,7 @@ def _divisions() -> list[Case]:
                 ),
             )
         )
-    return found
+    return result
 
 
 def cases() -> list[Case]:

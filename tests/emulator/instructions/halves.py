@@ -1,4 +1,4 @@
-"""What set gives in and of halves, min and max with the sign of a product, and gross float64 reciprocals."""
+"""set in and of halves, min and max with the sign of a product, and approximate float64 reciprocals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ONES = {"f16": 0x3C00, "bf16": 0x3F80, "u16": 0xFFFF, "u32": 2**32 - 1, "s32": 
 
 
 def _sets() -> list[Case]:
-    found = []
+    result = []
     singles = [
         *(("f16", out) for out in ("f16", "bf16", "u16", "u32")), ("bf16", "bf16"), ("bf16", "u32"), ("f32", "f16"),
         ("f64", "bf16"),
@@ -31,7 +31,7 @@ def _sets() -> list[Case]:
             return _ONES[out] if compare(decode(a, kind), decode(b, kind), name) else 0
 
         width = "b16" if out in ("f16", "bf16", "u16") else "b32"
-        found.append(instruction(f"set.{name}.{out}.{kind}", f"{kind} {kind}", width, one))
+        result.append(instruction(f"set.{name}.{out}.{kind}", f"{kind} {kind}", width, one))
     for kind, name, mask in itertools.product(("f16x2", "bf16x2"), ("eq", "neu", "gt"), (False, True)):
         form = kind.removesuffix("x2")
         yes = 0xFFFF if mask else _ONES[form]
@@ -40,13 +40,13 @@ def _sets() -> list[Case]:
             return yes if compare(decode(a, form), decode(b, form), name) else 0
 
         out = "u32" if mask else kind
-        found.append(instruction(f"set.{name}.{out}.{kind}", f"{kind} {kind}", "b32", on_halves(half)))
+        result.append(instruction(f"set.{name}.{out}.{kind}", f"{kind} {kind}", "b32", on_halves(half)))
 
     def flushed(a: int, b: int) -> int:
         return 0x3C00 if compare(flush(decode(a, "f16"), "f16"), flush(decode(b, "f16"), "f16"), "eq") else 0
 
-    found.append(instruction("set.eq.ftz.f16x2.f16x2", "f16x2 f16x2", "b32", on_halves(flushed)))
-    return found
+    result.append(instruction("set.eq.ftz.f16x2.f16x2", "f16x2 f16x2", "b32", on_halves(flushed)))
+    return result
 
 
 def _is_nan(pattern: int, form: str) -> bool:
@@ -54,7 +54,7 @@ def _is_nan(pattern: int, form: str) -> bool:
 
 
 def _signed_extremes() -> list[Case]:
-    found = []
+    result = []
     for (op, pick), (kind, ftz) in itertools.product(
         (("min", min), ("max", max)), (("f32", ""), ("f32", ".ftz"), ("f16", ""), ("f16x2", ""), ("bf16x2", ""))
     ):
@@ -72,8 +72,8 @@ def _signed_extremes() -> list[Case]:
             )
 
         def nan_among(a: int, b: int, form: str = form, pair: bool = kind.endswith("x2")) -> bool:
-            if pair:  # what a NaN's sign does is not fixed
-                return any(_is_nan(p >> at & 0xFFFF, form) for p in (a, b) for at in (0, 16))
+            if pair:  # the ISA leaves the sign of a NaN open
+                return any(_is_nan(p >> index & 0xFFFF, form) for p in (a, b) for index in (0, 16))
             return _is_nan(a, form) or _is_nan(b, form)
 
         def meaning(a: int, b: int, f: Any = one, bad: Any = nan_among, pair: bool = kind.endswith("x2")) -> int:
@@ -82,17 +82,17 @@ def _signed_extremes() -> list[Case]:
             return on_halves(f)(a, b) if pair else int(f(a, b))
 
         name = f"{op}{ftz}.xorsign.abs.{kind}"
-        found.append(instruction(name, f"{kind} {kind}", kind, meaning, undefined=nan_among))
-    return found
+        result.append(instruction(name, f"{kind} {kind}", kind, meaning, undefined=nan_among))
+    return result
 
 
 def _upper(operands: list[NDArray[np.uint64]], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """20 bits of fraction, of which the last two may differ (not in the ISA)."""
+    """Return 20 bits of fraction; the last two may differ (not in the ISA)."""
     return np.abs(values) * 2.0**-18
 
 
 def _gross() -> list[Case]:
-    """Of the operand's upper 32 bits the result's; the ISA bounds neither."""
+    """Return cases that map the operand's upper 32 bits to the result's; the ISA bounds neither."""
 
     def reciprocal(a: int) -> int:
         number = flush(decode(a >> 32 << 32, "f64"), "f64")

@@ -17,7 +17,7 @@ def bits_of(kind: str) -> int:
 
 
 def value(pattern: int, kind: str) -> int:
-    """The integer that a pattern stands for."""
+    """Return the integer value of a pattern."""
     bits = bits_of(kind)
     pattern &= (1 << bits) - 1
     return pattern - (1 << bits) if kind[0] == "s" and pattern >> (bits - 1) else pattern
@@ -49,7 +49,7 @@ def _rest(a: int, b: int) -> int:
 
 
 def _arithmetic() -> list[Case]:
-    found = []
+    result = []
     for kind in KINDS:
         bits = bits_of(kind)
         two: dict[str, Callable[[int, int], int]] = {
@@ -61,16 +61,16 @@ def _arithmetic() -> list[Case]:
             "max": max,
         }
         for op, function in two.items():
-            found.append(instruction(f"{op}.{kind}", f"{kind} {kind}", kind, on_values(function, kind)))
+            result.append(instruction(f"{op}.{kind}", f"{kind} {kind}", kind, on_values(function, kind)))
         for op, function in (("div", _quotient), ("rem", _rest)):
-            # The ISA leaves a zero divisor open, and says nothing of a quotient that is too large.
-            found.append(
+            # The ISA leaves a zero divisor open, and does not define a quotient that is too large.
+            result.append(
                 instruction(
                     f"{op}.{kind}", f"{kind} {kind}", kind, on_values(function, kind), undefined=lambda a, b: b == 0
                 )
             )
         for op in ("lo", "hi"):
-            found.append(
+            result.append(
                 instruction(
                     f"mad.{op}.{kind}",
                     f"{kind} " * 3,
@@ -80,8 +80,8 @@ def _arithmetic() -> list[Case]:
             )
         if bits < 64:
             wide = f"{kind[0]}{2 * bits}"
-            found.append(instruction(f"mul.wide.{kind}", f"{kind} {kind}", wide, on_values(lambda a, b: a * b, kind)))
-            found.append(
+            result.append(instruction(f"mul.wide.{kind}", f"{kind} {kind}", wide, on_values(lambda a, b: a * b, kind)))
+            result.append(
                 instruction(
                     f"mad.wide.{kind}",
                     f"{kind} {kind} {wide}",
@@ -89,17 +89,17 @@ def _arithmetic() -> list[Case]:
                     lambda a, b, c, k=kind, w=wide: value(a, k) * value(b, k) + value(c, w),
                 )
             )
-        found.append(instruction(f"sad.{kind}", f"{kind} " * 3, kind, on_values(lambda a, b, c: c + abs(a - b), kind)))
+        result.append(instruction(f"sad.{kind}", f"{kind} " * 3, kind, on_values(lambda a, b, c: c + abs(a - b), kind)))
         if kind[0] == "s":
-            found.append(instruction(f"neg.{kind}", kind, kind, on_values(lambda a: -a, kind)))
-            found.append(instruction(f"abs.{kind}", kind, kind, on_values(abs, kind)))
+            result.append(instruction(f"neg.{kind}", kind, kind, on_values(lambda a: -a, kind)))
+            result.append(instruction(f"abs.{kind}", kind, kind, on_values(abs, kind)))
     for op, function in (("add", lambda a, b: a + b), ("sub", lambda a, b: a - b)):
-        found.append(
+        result.append(
             instruction(
                 f"{op}.sat.s32", "s32 s32", "s32", on_values(lambda a, b, f=function: saturated(f(a, b), "s32"), "s32")
             )
         )
-    found.append(
+    result.append(
         instruction(
             "mad.hi.sat.s32",
             "s32 s32 s32",
@@ -111,15 +111,15 @@ def _arithmetic() -> list[Case]:
         half = kind.removesuffix("x2")
         for op, pair in (("add", lambda a, b: a + b), ("min", min), ("max", max)):
             both = on_halves(lambda a, b, f=pair, k=half: value(f(value(a, k), value(b, k)), "u16"))
-            found.append(instruction(f"{op}.{kind}", f"{kind} {kind}", "b32", both))
+            result.append(instruction(f"{op}.{kind}", f"{kind} {kind}", "b32", both))
     for kind, op in itertools.product(("s32", "s16x2"), ("min", "max")):
         choose: Any = min if op == "min" else max
         half = kind.removesuffix("x2")
         clamped = lambda a, b, f=choose, k=half: max(0, f(value(a, k), value(b, k)))  # noqa: E731
-        found.append(
+        result.append(
             instruction(f"{op}.relu.{kind}", f"{kind} {kind}", "b32", on_halves(clamped) if "x2" in kind else clamped)
         )
-    return found
+    return result
 
 
 def _low24(a: int, kind: str) -> int:
@@ -133,19 +133,19 @@ def _part24(a: int, b: int, kind: str, part: str) -> int:
 
 
 def _products() -> list[Case]:
-    found = []
+    result = []
     for kind, part in itertools.product(("u32", "s32"), ("lo", "hi")):
-        found.append(
+        result.append(
             instruction(
                 f"mul24.{part}.{kind}", f"{kind} {kind}", kind, lambda a, b, k=kind, p=part: _part24(a, b, k, p)
             )
         )
-        found.append(
+        result.append(
             instruction(
                 f"mad24.{part}.{kind}", f"{kind} " * 3, kind, lambda a, b, c, k=kind, p=part: _part24(a, b, k, p) + c
             )
         )
-    found.append(
+    result.append(
         instruction(
             "mad24.hi.sat.s32",
             "s32 s32 s32",
@@ -155,10 +155,10 @@ def _products() -> list[Case]:
     )
 
     def pieces(word: int, kind: str, bits: int) -> list[int]:
-        return [value(word >> at, f"{kind[0]}{bits}") for at in range(0, 32, bits)]
+        return [value(word >> index, f"{kind[0]}{bits}") for index in range(0, 32, bits)]
 
     for left, right in itertools.product(("u32", "s32"), repeat=2):
-        found.append(
+        result.append(
             instruction(
                 f"dp4a.{left}.{right}",
                 "b32 b32 b32",
@@ -169,7 +169,7 @@ def _products() -> list[Case]:
             )
         )
         for part in ("lo", "hi"):
-            found.append(
+            result.append(
                 instruction(
                     f"dp2a.{part}.{left}.{right}",
                     "b32 b32 b32",
@@ -182,12 +182,12 @@ def _products() -> list[Case]:
                     ),
                 )
             )
-    return found
+    return result
 
 
 def _carries() -> list[Case]:
-    """Chains of two words, whose second result takes the carry of the first."""
-    found = []
+    """Return chains of two words; the second result uses the carry of the first."""
+    result = []
     for bits in (32, 64):
         kind = f"u{bits}"
         full = (1 << bits) - 1
@@ -211,7 +211,7 @@ def _carries() -> list[Case]:
 
             return Case(f"{first}.{kind} {second}", assembly(text, ins, (kind, kind)), ins, (kind, kind), both)
 
-        found += [
+        result += [
             chain("add.cc", "addc", 2, lambda a, b: a + b),
             chain("add.cc", "addc.cc", 2, lambda a, b: a + b),
             chain("sub.cc", "subc", 2, lambda a, b: a - b),
@@ -223,14 +223,14 @@ def _carries() -> list[Case]:
 
         text = f"mad.lo.cc.{kind} %0, %2, %3, %4; madc.hi.{kind} %1, %2, %3, %5;"
         ins = (kind,) * 4
-        found.append(Case(f"mad.lo.cc.{kind} madc.hi", assembly(text, ins, (kind, kind)), ins, (kind, kind), product))
+        result.append(Case(f"mad.lo.cc.{kind} madc.hi", assembly(text, ins, (kind, kind)), ins, (kind, kind), product))
 
         def carry_out(a: int, b: int, c: int, bits: int = bits, full: int = full) -> tuple[int, int]:
             total = (a * b >> bits) + c
             return total & full, total >> bits
 
         text = f"mad.hi.cc.{kind} %0, %2, %3, %4; addc.{kind} %1, 0, 0;"
-        found.append(
+        result.append(
             Case(f"mad.hi.cc.{kind} addc", assembly(text, ins[:3], (kind, kind)), ins[:3], (kind, kind), carry_out)
         )
         three = f"sub.cc.{kind} %0, %2, %3; subc.cc.{kind} %0, %0, %4; subc.{kind} %1, 0, 0;"
@@ -240,7 +240,7 @@ def _carries() -> list[Case]:
             second = (first & full) - c - (first < 0)
             return second & full, -(second < 0) & full
 
-        found.append(
+        result.append(
             Case(f"sub.cc.{kind} subc.cc subc", assembly(three, ins[:3], (kind, kind)), ins[:3], (kind, kind), borrows)
         )
 
@@ -255,10 +255,10 @@ def _carries() -> list[Case]:
                 return low & full, high & full
 
             text = f"{first}.{kind} %0, %2, %3; {second}.{kind} %1, %4, %5;"
-            found.append(
+            result.append(
                 Case(f"{first}.{kind} then {second}", assembly(text, ins, (kind, kind)), ins, (kind, kind), mixed)
             )
-    return found
+    return result
 
 
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
@@ -269,27 +269,27 @@ _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
 def _comparisons() -> list[Case]:
-    found = []
+    result = []
     for kind in KINDS:
         names = {n: n for n in _COMPARE} | (_UNSIGNED if kind[0] == "u" else {})
         for name, plain in names.items():
-            found.append(
+            result.append(
                 predicate(
                     f"setp.{name}.{kind}",
                     f"{kind} {kind}",
                     on_values(lambda a, b, f=_COMPARE[plain]: int(f(a, b)), kind),
                 )
             )
-        found.append(instruction(f"selp.{kind}", f"{kind} {kind} bit", kind, lambda a, b, c: a if c else b))
+        result.append(instruction(f"selp.{kind}", f"{kind} {kind} bit", kind, lambda a, b, c: a if c else b))
     for bits in (16, 32, 64):
         for name in ("eq", "ne"):
-            found.append(
+            result.append(
                 predicate(f"setp.{name}.b{bits}", f"b{bits} b{bits}", lambda a, b, f=_COMPARE[name]: int(f(a, b)))
             )
-    for n, case in enumerate(found):
+    for n, case in enumerate(result):
         if case.name.startswith("selp"):
             text = "{ .reg .pred p; setp.ne.u32 p, %3, 0; " + case.name + " %0, %1, %2, p; }"
-            found[n] = Case(
+            result[n] = Case(
                 case.name, assembly(text, case.inputs, case.outputs), case.inputs, case.outputs, case.meaning
             )
     logic: dict[str, Callable[[bool, bool], bool]] = {
@@ -310,11 +310,13 @@ def _comparisons() -> list[Case]:
 
         ins = ("s32", "s32", "bit")
         body = assembly(f"{{ .reg .pred p; {text} }}", ins, ("u32",))
-        found.append(Case(f"setp.lt.{name}.s32 p|q {not_third}c", body, ins, ("u32",), combined))
-    found.append(instruction("set.le.u32.s32", "s32 s32", "u32", lambda a, b: -int(value(a, "s32") <= value(b, "s32"))))
-    found.append(instruction("set.hi.f32.u32", "u32 u32", "b32", lambda a, b: 0x3F80_0000 if a > b else 0))
-    found.append(instruction("slct.u64.s32", "u64 u64 s32", "u64", lambda a, b, c: a if value(c, "s32") >= 0 else b))
-    return found
+        result.append(Case(f"setp.lt.{name}.s32 p|q {not_third}c", body, ins, ("u32",), combined))
+    result.append(
+        instruction("set.le.u32.s32", "s32 s32", "u32", lambda a, b: -int(value(a, "s32") <= value(b, "s32")))
+    )
+    result.append(instruction("set.hi.f32.u32", "u32 u32", "b32", lambda a, b: 0x3F80_0000 if a > b else 0))
+    result.append(instruction("slct.u64.s32", "u64 u64 s32", "u64", lambda a, b, c: a if value(c, "s32") >= 0 else b))
+    return result
 
 
 def _moves() -> list[Case]:
@@ -335,8 +337,8 @@ def _moves() -> list[Case]:
 
 
 def _packs() -> list[Case]:
-    """cvt.pack: two saturated integers below what a third one has."""
-    found = []
+    """Return cases of cvt.pack: two saturated integers below the bits of a third one."""
+    result = []
     for kind in ("u16", "s16", "u8", "s8"):
         bits = bits_of(kind)
 
@@ -346,8 +348,8 @@ def _packs() -> list[Case]:
 
         ins = "s32 s32" if bits == 16 else "s32 s32 b32"
         name = f"cvt.pack.sat.{kind}.s32" + ("" if bits == 16 else ".b32")
-        found.append(instruction(name, ins, "b32", packed))
-    return found
+        result.append(instruction(name, ins, "b32", packed))
+    return result
 
 
 def cases() -> list[Case]:

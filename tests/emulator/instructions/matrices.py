@@ -18,11 +18,11 @@ Number = Callable[[int], Any]
 
 @cache
 def _number(pattern: int, kind: str) -> float:
-    """What a pattern stands for, exactly."""
+    """Return the exact value of a pattern."""
     return float(decode(pattern, kind).value)
 
 
-#: Bits of an element and what it stands for.
+#: Bits of an element and its decoder.
 ELEMENTS: dict[str, tuple[int, Number]] = {
     "f16": (16, lambda p: _number(p, "f16")),
     "bf16": (16, lambda p: _number(p, "bf16")),
@@ -50,7 +50,7 @@ def _encoded(number: float, kind: str) -> int:
 
 def _elements(word: int, kind: str, of_register: int) -> list[Any]:
     bits, number = ELEMENTS[kind]
-    return [number(word >> at & (1 << bits) - 1) for at in range(0, of_register, bits)]
+    return [number(word >> index & (1 << bits) - 1) for index in range(0, of_register, bits)]
 
 
 def _left(rows: Rows, m: int, k: int, kind: str, start: int) -> list[list[Any]]:
@@ -77,8 +77,8 @@ def _right(rows: Rows, n: int, k: int, kind: str, start: int) -> list[list[Any]]
     per = width // ELEMENTS[kind][0]
     for lane, row in enumerate(rows):
         for r in range(n * k // (WARP * per)):
-            for at, x in enumerate(_elements(row[start + r], kind, width)):
-                b[lane // 4][lane % 4 * per + at + r * 4 * per] = x
+            for index, x in enumerate(_elements(row[start + r], kind, width)):
+                b[lane // 4][lane % 4 * per + index + r * 4 * per] = x
     return b
 
 
@@ -100,10 +100,10 @@ def _meaning(rows: Rows, shape: tuple[int, int, int], kinds: tuple[str, str, str
     (m, n, k), (left, right, out) = shape, kinds
     of_a, of_b = (s * k * ELEMENTS[x][0] // (WARP * (64 if x == "f64" else 32)) for s, x in ((m, left), (n, right)))
     a, b = _left(rows, m, k, left, 0), _right(rows, n, k, right, of_a)
-    found: Any = []
+    result: Any = []
     for lane, row in enumerate(rows):
         held = row[of_a + of_b :]
-        sums = [w >> at & 0xFFFF for w in held for at in (0, 16)] if out == "f16" else list(held)
+        sums = [w >> index & 0xFFFF for w in held for index in (0, 16)] if out == "f16" else list(held)
         results = []
         for e, pattern in enumerate(sums):
             r, c = lane // 4 + 8 * (e // 2), lane % 4 * 2 + e % 2
@@ -111,8 +111,8 @@ def _meaning(rows: Rows, shape: tuple[int, int, int], kinds: tuple[str, str, str
             results.append(_sum_pattern(old + _product(op, a[r], b[c]), out, saturates))
         if out == "f16":
             results = [low | high << 16 for low, high in zip(results[::2], results[1::2], strict=True)]
-        found.append(tuple(results))
-    return found
+        result.append(tuple(results))
+    return result
 
 
 def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool = False) -> Case:
@@ -124,11 +124,11 @@ def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool
     sums = m * n // WARP // (2 if out == "f16" else 1)
     ins = (_POOLS.get(left, "b32"),) * counts[0] + (_POOLS.get(right, "b32"),) * counts[1] + (_SUMS[out],) * sums
     outs = ({"f16": "b32", "s32": "b32"}.get(out, out),) * sums
-    at = 0
+    index = 0
     lists = []
     for count in (sums, *counts, sums):
-        lists.append("{" + ", ".join(f"%{at + x}" for x in range(count)) + "}")
-        at += count
+        lists.append("{" + ", ".join(f"%{index + x}" for x in range(count)) + "}")
+        index += count
     name = f"mma.sync.aligned.{shape}.row.col{'.satfinite' if saturates else ''}.{out}.{left}.{right}.{out}"
     name += f".{op}.popc" if op else ""
 
@@ -140,18 +140,18 @@ def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool
 
 def cases() -> list[Case]:
     """All of them."""
-    found = [_case(f"m16n8k{k}", (kind, kind, "f32")) for kind in ("f16", "bf16") for k in (8, 16)]
-    found += [_case(f"m16n8k{k}", ("f16", "f16", "f16")) for k in (8, 16)]
-    found += [_case(f"m16n8k{k}", ("tf32", "tf32", "f32")) for k in (4, 8)]
-    found += [_case(shape, ("f64", "f64", "f64")) for shape in ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")]
-    found += [_case("m16n8k32", (a, b, "f32")) for a, b in itertools.product(("e4m3", "e5m2"), repeat=2)]
+    result = [_case(f"m16n8k{k}", (kind, kind, "f32")) for kind in ("f16", "bf16") for k in (8, 16)]
+    result += [_case(f"m16n8k{k}", ("f16", "f16", "f16")) for k in (8, 16)]
+    result += [_case(f"m16n8k{k}", ("tf32", "tf32", "f32")) for k in (4, 8)]
+    result += [_case(shape, ("f64", "f64", "f64")) for shape in ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")]
+    result += [_case("m16n8k32", (a, b, "f32")) for a, b in itertools.product(("e4m3", "e5m2"), repeat=2)]
     for shapes, kinds in ((("m8n8k16", "m16n8k16", "m16n8k32"), ("s8", "u8")),
                           (("m8n8k32", "m16n8k32", "m16n8k64"), ("s4", "u4"))):  # fmt: skip
         for shape, (a, b) in itertools.product(shapes, itertools.product(kinds, repeat=2)):
-            found.append(_case(shape, (a, b, "s32"), saturates=a == b))
-    found += [
+            result.append(_case(shape, (a, b, "s32"), saturates=a == b))
+    result += [
         _case(shape, ("b1", "b1", "s32"), op)
         for shape in ("m8n8k128", "m16n8k128", "m16n8k256")
         for op in ("and", "xor")
     ]
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Instructions that touch memory: vectors of every width, atomics with what they return and leave, cp.async."""
+"""Memory instructions: vectors of every width, atomics with their results and memory, cp.async."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARED = "unsigned at = (unsigned)__cvta_generic_to_shared(s) + 16 * threadIdx.
 
 def _loads_and_stores() -> list[Case]:
     """16 bytes of shared memory per thread: written in words and read in elements, or the other way round."""
-    found = []
+    result = []
     ins = ("b32",) * 4
     fill = f"{_MINE} mine[0] = a0; mine[1] = a1; mine[2] = a2; mine[3] = a3; "
     for kind, count in [
@@ -43,7 +43,7 @@ def _loads_and_stores() -> list[Case]:
 
         results = ", ".join(f'"={constraint}"(d{n})' for n in range(count))
         load = f'asm volatile("ld.shared{vector}.{kind} {operand}, [%{count}];" : {results} : "r"(at) : "memory");'
-        found.append(
+        result.append(
             Case(f"ld.shared{vector}.{kind}", f"{fill}{_SHARED} {load}", ins, (out,) * count, loaded, shared=16)
         )
         if kind[0] == "s":
@@ -55,11 +55,11 @@ def _loads_and_stores() -> list[Case]:
 
         names = ", ".join(f"%{n + 1}" for n in range(count))
         operand = f"{{{names}}}" if count > 1 else names
-        given = ", ".join(f'"{constraint}"(a{n})' for n in range(count))
+        supplied = ", ".join(f'"{constraint}"(a{n})' for n in range(count))
         clear = f"{_MINE} mine[0] = mine[1] = mine[2] = mine[3] = 0; "
-        store = f'asm volatile("st.shared{vector}.{kind} [%0], {operand};" : : "r"(at), {given} : "memory"); '
+        store = f'asm volatile("st.shared{vector}.{kind} [%0], {operand};" : : "r"(at), {supplied} : "memory"); '
         read = "d0 = mine[0]; d1 = mine[1]; d2 = mine[2]; d3 = mine[3];"
-        found.append(
+        result.append(
             Case(f"st.shared{vector}.{kind}", f"{clear}{_SHARED} {store}{read}", (out,) * count, ins, stored, shared=16)
         )
     for kind, count in (("u32", 4), ("u64", 2), ("u16", 4), ("u8", 4)):
@@ -74,14 +74,14 @@ def _loads_and_stores() -> list[Case]:
             memory = sum(w << 32 * n for n, w in enumerate(words))
             return tuple(memory >> bits * n & (1 << bits) - 1 for n in range(count))
 
-        found.append(Case(f"ld.global.nc.v{count}.{kind}", load, ins, (f"b{max(16, bits)}",) * count, loaded_globally))
-    return found
+        result.append(Case(f"ld.global.nc.v{count}.{kind}", load, ins, (f"b{max(16, bits)}",) * count, loaded_globally))
+    return result
 
 
 def _global_loads() -> list[Case]:
     """ldu and red on global memory, each thread at a different place."""
     ldu = 'asm volatile("ldu.global.v2.u32 {%0, %1}, [%2];" : "=r"(d0), "=r"(d1) : "l"(x));'
-    found = [Case("ldu.global.v2.u32", ldu, ("b32", "b32"), ("b32", "b32"), lambda a, b: (a, b))]
+    result = [Case("ldu.global.v2.u32", ldu, ("b32", "b32"), ("b32", "b32"), lambda a, b: (a, b))]
     sums: dict[str, tuple[str, Callable[[int, int], int]]] = {
         "add.u32": ("u32", lambda a, b: a + b),
         "xor.b32": ("b32", lambda a, b: a ^ b),
@@ -92,8 +92,8 @@ def _global_loads() -> list[Case]:
     for name, (kind, function) in sums.items():
         statement = f'asm volatile("red.global.{name} [%0], %1;" : : "l"(y), "r"(a1) : "memory");'
         body = f"*y = a0; {statement} d0 = *(volatile unsigned*)y;"
-        found.append(Case(f"red.global.{name}", body, (kind, kind), (kind,), function))
-    return found
+        result.append(Case(f"red.global.{name}", body, (kind, kind), (kind,), function))
+    return result
 
 
 def _increment(old: int, limit: int) -> int:
@@ -116,8 +116,8 @@ def _float_sum(form: str, ftz: bool) -> Callable[[int, int], int]:
 
 
 def _atomics() -> list[Case]:
-    """Each thread has a separate place: what the instruction returns, and what it leaves."""
-    found = []
+    """Return cases with a separate place per thread: the instruction's result, and the place afterwards."""
+    result = []
     operations: dict[str, tuple[str, Callable[..., int]]] = {}
     for kind in ("u32", "s32", "u64", "s64"):
         if kind != "s64":
@@ -145,22 +145,22 @@ def _atomics() -> list[Case]:
                 function = on_halves(function)
         bits = width(kind)
         c_type, constraint = _REGISTER[bits]
-        place = f"({c_type}*)(s + 8 * threadIdx.x)" if space == "shared" else f"({c_type}*)y"
+        location = f"({c_type}*)(s + 8 * threadIdx.x)" if space == "shared" else f"({c_type}*)y"
         address = '"r"((unsigned)__cvta_generic_to_shared(at))' if space == "shared" else '"l"(at)'
-        given = ", ".join(f'"{constraint}"(a{n})' for n in range(1, arguments))
+        supplied = ", ".join(f'"{constraint}"(a{n})' for n in range(1, arguments))
         numbers = ", ".join(f"%{n}" for n in range(2, arguments + 1))
         body = (
-            f"{c_type}* at = {place}; *at = a0; "
+            f"{c_type}* at = {location}; *at = a0; "
             f'asm volatile("atom.{space}.{name} %0, [%1], {numbers};" '
-            f': "=&{constraint}"(d0) : {address}, {given} : "memory"); '
+            f': "=&{constraint}"(d0) : {address}, {supplied} : "memory"); '
             f"d1 = *(volatile {c_type}*)at;"
         )
         ins = (kind,) * arguments
 
-        def meaning(old: int, *given: int, f: Any = function) -> tuple[int, int]:
-            return old, f(old, *given)
+        def meaning(old: int, *supplied: int, f: Any = function) -> tuple[int, int]:
+            return old, f(old, *supplied)
 
-        found.append(
+        result.append(
             Case(
                 f"atom.{space}.{name}",
                 body,
@@ -177,11 +177,11 @@ def _atomics() -> list[Case]:
         lists = ["{" + ", ".join(f"%{count * g + n + (1 if g else 0)}" for n in range(count)) + "}" for g in range(2)]
         operation = kind.replace("noftz.", f"noftz.v{count}.") if "noftz" in kind else f"v{count}.{kind}"
         results = ", ".join(f'"=&r"(d{n})' for n in range(count))
-        given = ", ".join(f'"r"(a{count + n})' for n in range(count))
+        supplied = ", ".join(f'"r"(a{count + n})' for n in range(count))
         body = (
             f"unsigned* at = y; {' '.join(f'at[{n}] = a{n};' for n in range(count))} "
             f'asm volatile("atom.global.add.{operation} {lists[0]}, [%{count}], {lists[1]};" '
-            f': {results} : "l"(at), {given} : "memory"); '
+            f': {results} : "l"(at), {supplied} : "memory"); '
             + " ".join(f"d{count + n} = *(volatile unsigned*)(at + {n});" for n in range(count))
         )
 
@@ -189,11 +189,11 @@ def _atomics() -> list[Case]:
             one = _float_sum("f32", True) if form == "f32" else on_halves(_float_sum("f16", False))
             return (*words[:count], *(one(words[n], words[count + n]) for n in range(count)))
 
-        found.append(Case(f"atom.global.add.{operation}", body, ins, ins, each))
-    # All threads of a warp at one place that holds 0: the order is open, what is left is not.
+        result.append(Case(f"atom.global.add.{operation}", body, ins, ins, each))
+    # All threads of a warp update one place that holds 0: the order is open, the final value is not.
     sums: dict[str, Callable[[list[int]], int]] = {
         "add.u32": sum,
-        "max.s32": lambda given: max(0, *(value(x, "s32") for x in given)),
+        "max.s32": lambda supplied: max(0, *(value(x, "s32") for x in supplied)),
     }
     for name, left in sums.items():
         body = (
@@ -206,13 +206,13 @@ def _atomics() -> list[Case]:
         def common(rows: list[tuple[int]], left: Any = left) -> list[int]:
             return [left([row[0] for row in rows])] * 32
 
-        found.append(Case(f"red.shared.{name} of a warp", body, ("u32",), ("u32",), common, of_warp=True, shared=4))
-    return found
+        result.append(Case(f"red.shared.{name} of a warp", body, ("u32",), ("u32",), common, of_warp=True, shared=4))
+    return result
 
 
 def _copies() -> list[Case]:
     """cp.async of 4, 8 and 16 bytes, whole and in part, with the rest zero; sources of 16 bytes per thread."""
-    found = []
+    result = []
     for size, cache in ((4, "ca"), (8, "ca"), (16, "ca"), (16, "cg")):
         for form, hint in itertools.product(("whole", "src-size", "ignore-src"), ("", ".L2::cache_hint", ".L2::128B")):
             if hint and (form == "whole") != (size == 4):  # a policy is not a source size, whatever comes before it
@@ -242,15 +242,15 @@ def _copies() -> list[Case]:
                 data = source[:count].ljust(size, b"\0").ljust(16, b"\xab")
                 return tuple(int.from_bytes(data[n : n + 4], "little") for n in range(0, 16, 4))
 
-            found.append(
+            result.append(
                 Case(f"cp.async.{cache}.shared.global{hint} {size} {form}", body, ins, ins, meaning, shared=16)
             )
-    return found
+    return result
 
 
 def _addresses() -> list[Case]:
     """isspacep and cvta: of a thread's own shared, global or local memory."""
-    found = []
+    result = []
     for space in ("global", "shared", "local"):
         body = (
             "unsigned mine[2] = {a0, a0}; s[threadIdx.x] = 0; "
@@ -259,8 +259,8 @@ def _addresses() -> list[Case]:
             f'asm volatile("{{ .reg .pred p; isspacep.{space} p, %1; selp.u32 %0, 1, 0, p; }}" : "=r"(d0) : "l"(at));'
         )
         number = ("global", "shared", "local").index(space)
-        found.append(Case(f"isspacep.{space}", body, ("few",), ("u32",), lambda a, n=number: int(a == n), shared=1))
-    # There and back again: what was written through one address is read through the other.
+        result.append(Case(f"isspacep.{space}", body, ("few",), ("u32",), lambda a, n=number: int(a == n), shared=1))
+    # Round trip: data written through one address is read through the other.
     body = (
         "unsigned long long generic = (unsigned long long)(s + 4 * threadIdx.x); unsigned long long own, again; "
         'asm volatile("cvta.to.shared.u64 %0, %1;" : "=l"(own) : "l"(generic)); '
@@ -268,8 +268,8 @@ def _addresses() -> list[Case]:
         'asm volatile("cvta.shared.u64 %0, %1;" : "=l"(again) : "l"(own)); '
         'asm volatile("ld.u32 %0, [%1];" : "=r"(d0) : "l"(again) : "memory"); d1 = again == generic;'
     )
-    found.append(Case("cvta.shared", body, ("b32",), ("b32", "u32"), lambda a: (a, 1), shared=4))
-    return found
+    result.append(Case("cvta.shared", body, ("b32",), ("b32", "u32"), lambda a: (a, 1), shared=4))
+    return result
 
 
 def cases() -> list[Case]:

@@ -96,8 +96,8 @@ def _pair(kind: str) -> Pool:
 
 def _patterns(values: Any, dtype: type) -> Column:
     """The bit patterns of numbers in a NumPy type of 16, 32 or 64 bits."""
-    found: NDArray[Any] = np.asarray(values, np.float64).astype(dtype)
-    return found.view(f"u{found.dtype.itemsize}").astype(np.uint64)
+    result: NDArray[Any] = np.asarray(values, np.float64).astype(dtype)
+    return result.view(f"u{result.dtype.itemsize}").astype(np.uint64)
 
 
 def _bits_of(values: Sequence[float], dtype: type = np.float32) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _eighths(rng: np.random.Generator, count: int) -> Column:
 
 
 def _random_double_near_f32(rng: np.random.Generator, count: int) -> Column:
-    """float64 that lie close to float32 numbers, to the midpoints between them, and to integers."""
+    """Return float64 close to float32 numbers, to midpoints between them, and to integers."""
     base = rng.standard_normal(count) * 2.0 ** rng.integers(-150, 130, count)
     with np.errstate(over="ignore", invalid="ignore"):
         single = base.astype(np.float32).astype(np.float64)
@@ -139,7 +139,7 @@ def _random_double_near_f32(rng: np.random.Generator, count: int) -> Column:
 
 
 _AMOUNTS = (*range(34), 40, 47, 48, 62, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 1 << 31, 2**32 - 1)
-# Numbers on both sides of what each integer type can hold, and halves.
+# Numbers on both sides of the limits of each integer type, and halves.
 _LIMITS = [
     0.25, 0.49999997, 0.5, 0.75, 1.5, 2.5, 126.5, 127.5, 128.5, 255.5, 32767.5, 65535.5, 2**23 + 0.5, 2.0**31,
     2.0**31 - 128, 2.0**32, 2.0**32 - 256, 2.0**63, 2.0**63 - 2.0**39, 2.0**64, 2.0**64 - 2.0**40, 1e30,
@@ -147,7 +147,7 @@ _LIMITS = [
 _WIDE_LIMITS = [
     0.5, 1.5, 2.5, 127.5, 2.0**31 - 0.5, 2.0**31, 2.0**32 - 0.5, 2.0**32, 2.0**53 + 2, 2.0**63, 2.0**63 - 1024, 2.0**64,
     2.0**64 - 2048, 1e300, 2.0**-127, 2.0**-149, 2.0**-150, 2.0**128 - 2.0**103, 2.0**-126 - 2.0**-150,
-    2.0**-126 - 2.0**-151, 2.0**-126 - 2.0**-152,  # where rounding leaves the subnormal numbers of float32
+    2.0**-126 - 2.0**-151, 2.0**-126 - 2.0**-152,  # limits of float32's subnormal numbers under rounding
 ]  # fmt: skip
 # Around the smallest and the largest numbers of E4M3 and E5M2, and ties between their numbers.
 _EIGHT = [
@@ -157,7 +157,7 @@ _EIGHT = [
 _EXPONENTS = [126, 126.5, 149, 149.5, 150, 151, 127, 127.99999, 128]
 
 _SINGLE = _float_edges("f32")
-#: Angles as the ISA bounds the error for: specials and what is at most 2 pi.
+#: Angles with an error bound in the ISA: specials and angles up to 2 pi.
 _SMALL_ANGLES = tuple(b for b in _SINGLE if b & 0x7FFF_FFFF < 0x40C0_0000 or b & 0x7F80_0000 == 0x7F80_0000)
 
 POOLS: dict[str, Pool] = {
@@ -217,7 +217,7 @@ def _four_bytes(rng: np.random.Generator, count: int, sizes: Sequence[int]) -> C
 
 
 def _related(kinds: Sequence[str], rows: list[Column], rng: np.random.Generator) -> None:
-    """Make some of the last operands almost cancel, or be half of the last bit of, what the others give."""
+    """Make some of the last operands almost cancel, or be half of the last bit of, the result of the others."""
     kind = POOLS[kinds[-1]].kind
     if len(kinds) < 2 or kind not in LAYOUTS or any(POOLS[k].kind != kind for k in kinds):
         return
@@ -240,7 +240,7 @@ def columns(kinds: Sequence[str], count: int, rng: np.random.Generator) -> list[
     """Bit patterns of ``count`` rows: all combinations of edges as far as half of the rows hold them, then random."""
     pools = [POOLS[k] for k in kinds]
     rows = [p.draw(rng, count) for p in pools]
-    # Where there are too many combinations, some of them at random.
+    # Use a random subset if there are too many combinations.
     combinations = int(np.prod([len(p.edges) for p in pools], dtype=np.float64))
     used = min(count // 2, combinations)
     if combinations <= count // 2:

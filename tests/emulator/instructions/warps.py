@@ -19,24 +19,24 @@ _ALL = "0xffffffff"
 
 
 def _shuffle_lane(mode: str, lane: int, by: int, control: int) -> tuple[int, bool]:
-    """The lane that a lane reads from, and whether that lies in its segment (PTX ISA, "shfl.sync")."""
+    """Return the lane that a lane reads from, and whether it is in its segment (PTX ISA, "shfl.sync")."""
     by, clamp, segment = by & 31, control & 31, control >> 8 & 31
-    most = lane & segment | clamp & ~segment
+    limit = lane & segment | clamp & ~segment
     if mode == "up":
-        source, inside = lane - by, lane - by >= most
+        source, inside = lane - by, lane - by >= limit
     elif mode == "down":
-        source, inside = lane + by, lane + by <= most
+        source, inside = lane + by, lane + by <= limit
     elif mode == "bfly":
-        source, inside = lane ^ by, lane ^ by <= most
+        source, inside = lane ^ by, lane ^ by <= limit
     else:
         source = lane & segment | by & ~segment
-        inside = source <= most
+        inside = source <= limit
     return (source if inside else lane), inside
 
 
 def _shuffles() -> list[Case]:
     """Segments of 32, 16, 8 and 4 lanes, and a clamp in mid-segment; the lane or distance is each thread's own."""
-    found = []
+    result = []
     for mode in ("up", "down", "bfly", "idx"):
         for segment in (32, 16, 8, 4):
             mask = (32 - segment) << 8
@@ -52,7 +52,7 @@ def _shuffles() -> list[Case]:
                     lanes = [_shuffle_lane(mode, lane, row[1], control) for lane, row in enumerate(rows)]
                     return [(rows[source][0], int(inside)) for source, inside in lanes]
 
-                found.append(
+                result.append(
                     Case(
                         f"shfl.sync.{mode}.b32 {control:#x}",
                         assembly(text, ins, ("b32", "u32")),
@@ -62,11 +62,11 @@ def _shuffles() -> list[Case]:
                         of_warp=True,
                     )
                 )
-    return found
+    return result
 
 
 def _votes() -> list[Case]:
-    found = []
+    result = []
     votes: dict[str, Callable[[list[int]], int]] = {
         "all": lambda bits: int(all(bits)),
         "any": lambda bits: int(any(bits)),
@@ -80,7 +80,7 @@ def _votes() -> list[Case]:
             def meaning(rows: Rows, decide: Any = decide, negate: str = negate) -> list[int]:
                 return [decide([int(bool(row[0]) != bool(negate)) for row in rows])] * WARP
 
-            found.append(
+            result.append(
                 Case(
                     f"vote.sync.{name}.pred {negate}p",
                     assembly(text, ("votes",), ("u32",)),
@@ -91,7 +91,7 @@ def _votes() -> list[Case]:
                 )
             )
     text = f"{{ .reg .pred p; setp.ne.u32 p, %1, 0; vote.sync.ballot.b32 %0, p, {_ALL}; }}"
-    found.append(
+    result.append(
         Case(
             "vote.sync.ballot.b32",
             assembly(text, ("bit",), ("b32",)),
@@ -108,7 +108,7 @@ def _votes() -> list[Case]:
 
         ins: tuple[str, ...] = pools[:1]
         text = f"match.any.sync.{kind} %0, %1, {_ALL};"
-        found.append(Case(f"match.any.sync.{kind}", assembly(text, ins, ("b32",)), ins, ("b32",), same, of_warp=True))
+        result.append(Case(f"match.any.sync.{kind}", assembly(text, ins, ("b32",)), ins, ("b32",), same, of_warp=True))
 
         def unanimous(rows: Rows) -> list[tuple[int, int]]:
             yes = len(set(rows)) == 1
@@ -116,12 +116,12 @@ def _votes() -> list[Case]:
 
         text = f"{{ .reg .pred p; match.all.sync.{kind} %0|p, %2, {_ALL}; selp.u32 %1, 1, 0, p; }}"
         ins, outs = pools[1:], ("b32", "u32")
-        found.append(Case(f"match.all.sync.{kind}", assembly(text, ins, outs), ins, outs, unanimous, of_warp=True))
-    return found
+        result.append(Case(f"match.all.sync.{kind}", assembly(text, ins, outs), ins, outs, unanimous, of_warp=True))
+    return result
 
 
 def _reductions() -> list[Case]:
-    found = []
+    result = []
     functions: dict[str, Any] = {"add": lambda a, b: a + b, "min": min, "max": max, "and": lambda a, b: a & b,
                                  "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}  # fmt: skip
     for op, kind in [
@@ -137,7 +137,7 @@ def _reductions() -> list[Case]:
                 total = functions[op](total, value(row[0], kind))
             return [total] * WARP
 
-        found.append(
+        result.append(
             Case(
                 f"redux.sync.{op}.{kind}",
                 assembly(f"redux.sync.{op}.{kind} %0, %1, {_ALL};", (kind,), (kind,)),
@@ -148,7 +148,7 @@ def _reductions() -> list[Case]:
             )
         )
     text = assembly("activemask.b32 %0;", (), ("b32",))
-    found.append(
+    result.append(
         Case(
             "activemask.b32",
             f"if (a0) {text}",
@@ -158,7 +158,7 @@ def _reductions() -> list[Case]:
             of_warp=True,
         )
     )
-    return found
+    return result
 
 
 # ---- matrices -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _reductions() -> list[Case]:
 
 def _halves(words: Sequence[int]) -> list[float]:
     """The float16 numbers in some words, lower halves first."""
-    return [float(decode(w >> at & 0xFFFF, "f16").value) for w in words for at in (0, 16)]
+    return [float(decode(w >> index & 0xFFFF, "f16").value) for w in words for index in (0, 16)]
 
 
 def _mma_operands(rows: Rows) -> tuple[Any, Any, Any]:
@@ -224,7 +224,7 @@ def _mma() -> list[Case]:
 
 def _ldmatrix() -> list[Case]:
     """Each lane writes its four words to shared memory as one row of a tile, each at a different place."""
-    found = []
+    result = []
     ins, outs = ("b32",) * 4, ("b32",) * 4
     for count, transposed in itertools.product((1, 2, 4), (False, True)):
         trans = ".trans" if transposed else ""
@@ -241,8 +241,8 @@ def _ldmatrix() -> list[Case]:
         )
 
         def meaning(rows: Rows, count: int = count, transposed: bool = transposed) -> list[tuple[int, ...]]:
-            halves = [[w >> at & 0xFFFF for w in row[:4] for at in (0, 16)] for row in rows]
-            found = []
+            halves = [[w >> index & 0xFFFF for w in row[:4] for index in (0, 16)] for row in rows]
+            result = []
             for lane in range(WARP):
                 held = []
                 for n in range(4):
@@ -254,16 +254,16 @@ def _ldmatrix() -> list[Case]:
                         tile = [list(column) for column in zip(*tile, strict=True)]
                     low, high = tile[lane // 4][2 * (lane % 4)], tile[lane // 4][2 * (lane % 4) + 1]
                     held.append(low | high << 16)
-                found.append(tuple(held))
-            return found
+                result.append(tuple(held))
+            return result
 
-        found.append(Case(f"ldmatrix.m8n8.x{count}{trans}.b16", body, ins, outs, meaning, of_warp=True, shared=16))
-    return found
+        result.append(Case(f"ldmatrix.m8n8.x{count}{trans}.b16", body, ins, outs, meaning, of_warp=True, shared=16))
+    return result
 
 
 def _wmma() -> list[Case]:
     """Fragments are opaque, so that only whole products are compared: of a row-major A and both orders of B."""
-    found = []
+    result = []
     # A warp's shared memory: A and B as halves (16 x 16 each), C and then D as floats.
     for order, pool in itertools.product(("row", "col"), ("whole", "normal")):
         ins = (("small_halves",) * 8 + ("small",) * 8) if pool == "whole" else (("unit_halves",) * 8 + ("unit",) * 8)
@@ -299,7 +299,7 @@ def _wmma() -> list[Case]:
         bounded: dict[str, Any] = (
             {} if pool == "whole" else {"allowed": _mma_allowed, "bound": "17 terms cut at 24 bits (not in the ISA)"}
         )
-        found.append(
+        result.append(
             Case(
                 f"wmma.m16n16k16.row.{order}.f32 {pool} numbers",
                 body,
@@ -311,12 +311,12 @@ def _wmma() -> list[Case]:
                 **bounded,
             )
         )
-    return found
+    return result
 
 
 def _stmatrix() -> list[Case]:
     """Each lane fills its row with the complement of its words and reads it back after the store."""
-    found = []
+    result = []
     kinds = ("b32",) * 4
     for count, transposed in itertools.product((1, 2, 4), (False, True)):
         trans = ".trans" if transposed else ""
@@ -340,8 +340,8 @@ def _stmatrix() -> list[Case]:
                 left[(5 * (8 * n + r) + 3) % 32] = tuple(halves[c] | halves[c + 1] << 16 for c in range(0, 8, 2))
             return left
 
-        found.append(Case(f"stmatrix.m8n8.x{count}{trans}.b16", body, kinds, kinds, meaning, of_warp=True, shared=16))
-    return found
+        result.append(Case(f"stmatrix.m8n8.x{count}{trans}.b16", body, kinds, kinds, meaning, of_warp=True, shared=16))
+    return result
 
 
 def _movmatrix(rows: Rows) -> list[tuple[int, ...]]:
