@@ -239,7 +239,10 @@ extern "C" __global__ void k(float* y) { BODY }
         ("*y = count; if (blockIdx.x == 0) atomicExch(&count, 5);", ""),
         ("if (blockIdx.x == 0) { *y = table[2]; table[2] = 3; }", "differs in a later launch, by up to 3"),
         ("if (blockIdx.x == 0) { *y = count == 2; count = count + 1; }", "differs in a later launch, by up to 1"),
-        ("if (blockIdx.x == 0) { y[count] = 1; count = 100; }", "only in a later launch, which finds what the one"),
+        (
+            "if (blockIdx.x == 0) { y[count] = 1; count = 100; }",
+            "only in a later launch, with variables that an earlier launch changed",
+        ),
         # What is put back, or makes no difference, passes.
         ("int last = atomicAdd(&count, 1) == gridDim.x - 1; if (last) { *y = 1; count = 0; }", None),
         ("if (blockIdx.x == 0) { *y = 1; if (!count) table[0] = 7; count = 1; }", None),

@@ -102,9 +102,9 @@ def test_a_buffer_is_passed_again_by_its_name() -> None:
         ("in:x=f32[0]:ones", "[0] is not a shape"),
         ("in:x=f32[4,a]:ones", "[4,a] is not a shape"),
         ("in:x=f64[1000000000]:ones", "too large to emulate; a buffer may have up to 1 GiB"),
-        ("in:x=f32[4]", "say how it is filled: zeros, ones, arange, normal, uniform, uniform:LOW:HIGH or a number"),
-        ("in:x=f32[4]:random", "say how it is filled"),
-        ("in:x=f32[4]:uniform:1", "say how it is filled"),
+        ("in:x=f32[4]", "name the fill: zeros, ones, arange, normal, uniform, uniform:LOW:HIGH or a number"),
+        ("in:x=f32[4]:random", "name the fill"),
+        ("in:x=f32[4]:uniform:1", "name the fill"),
         ("in:x=i32[4]:normal", "normal makes no whole numbers, and uniform needs its limits for them"),
         ("in:x=i32[4]:uniform", "uniform needs its limits"),
         ("in:x=i32[4]:uniform:5:1", "5 is above 1"),
@@ -151,7 +151,7 @@ def test_tensor_maps_over_buffers() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("map:z[4]", "'z', which is not a buffer given before"),
+        ("map:z[4]", "'z': no earlier argument is this buffer"),
         ("map:x[4]", "a box of 1 dimensions, 'x' has 2"),
         ("map:x", r"give a tensor map as NAME\[BOX\]"),
         ("out:p=struct:map=x[1,4]", "a struct in global memory is an input; give in:p"),

@@ -87,7 +87,7 @@ def test_a_pointer_to_no_function_is_a_fault() -> None:
 
 
 def test_what_cannot_be_called_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="a call of malloc, which has no body and is not known"):
+    with pytest.raises(UnsupportedError, match="a call of malloc, unknown to the emulator and without a body"):
         run("y[0] = *(int*)malloc(n);", {}, {"y": (1, "int32")}, parameters="int* y, int n", args=("y", np.int32(1)))
 
 

@@ -223,7 +223,7 @@ def test_asynchronous_stores(seed: int) -> None:
             "__shared__ u32 s; s = 1; sync(); if (special(0) == 0) return; sync(); u32 v; "
             'asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(map(at(&s), 0))); y[0] = v;',
             2,
-            r"access to the shared memory of block \(0, 0, 0\), which has ended",
+            r"access to the shared memory of block \(0, 0, 0\) after its end",
         ),
         ('asm volatile("barrier.cluster.arrive;\\nbarrier.cluster.arrive;");', 2, "second arrival at the cluster"),
     ],

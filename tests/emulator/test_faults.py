@@ -73,7 +73,7 @@ def test_a_pointer_to_no_allocation_is_not_called_misaligned(space: str, pointer
         ),
         (
             "y[threadIdx.x] = *(const float*)0x1234;",
-            r"generic address 0x1234 lies in no memory \(.*: a null pointer with an offset\) at k\.cu:1",
+            r"generic address 0x1234 is in no memory \(.*: a null pointer with an offset\) at k\.cu:1",
         ),
         (
             "extern __shared__ float s[]; s[threadIdx.x] = x[threadIdx.x]; y[threadIdx.x] = s[threadIdx.x];",
@@ -104,7 +104,7 @@ def test_a_fault_is_named_with_its_place(body: str, message: str) -> None:
 
 def test_a_kernel_that_executes_too_much_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "INSTRUCTION_LIMIT", 2000)
-    with pytest.raises(UnsupportedError, match=r"no end after 2000 instructions, which is too long .*k\.cu:"):
+    with pytest.raises(UnsupportedError, match=r"no end after 2000 instructions: too long .*k\.cu:"):
         output('for (int i = 0; i < 4000; ++i) { asm volatile(""); y[0] = x[0]; }')
 
 
@@ -271,7 +271,7 @@ def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.Monkey
         (
             'if (threadIdx.x % 2)\nasm volatile("bar.sync 0; // 1");\n'
             'else asm volatile("bar.sync 0; // 2");\ny[0] = 1;',
-            r"a barrier of whole warps, which others of this warp come to at k\.cu:[23], at k\.cu:[23]",
+            r"a barrier of whole warps while others of this warp wait at k\.cu:[23], at k\.cu:[23]",
         ),
     ],
 )

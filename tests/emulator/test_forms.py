@@ -82,7 +82,7 @@ def test_a_program_refuses_by_name_and_line(name: str) -> None:
         '.version 8.0\n.target sm_90a\n.address_size 64\n.file 1 "some/k.cu"\n.visible .entry k()\n'
         f"{{\n.reg .b32 %r<9>;\n.loc 1 7 3\n{opcode} %r1, %r2, %r3;\n}}\n"
     )
-    with pytest.raises(UnsupportedError, match=r"frobnicate has \.frobnicate, which is not known .* at k\.cu:7: "):
+    with pytest.raises(UnsupportedError, match=r"frobnicate has \.frobnicate, unknown .* at k\.cu:7: "):
         program(ptx)
 
 
@@ -122,7 +122,7 @@ def test_what_is_refused_is_named(opcode: str, named: str) -> None:
     if named == "opcode":
         assert why == "is not known to the emulator"
     elif named:
-        assert f"has .{named}, which is not known to the emulator" in why
+        assert f"has .{named}, unknown to the emulator" in why
     else:
         assert why == "lacks a modifier or a type that the emulator needs to know"
 

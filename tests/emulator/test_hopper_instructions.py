@@ -182,7 +182,7 @@ def test_two_warpgroups_ping_pong(seed: int) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ('asm volatile("bar.sync 1, %0;" :: "r"(x[0] + 48));', r"64 threads at barrier 1, which expects 48"),
+        ('asm volatile("bar.sync 1, %0;" :: "r"(x[0] + 48));', r"64 threads at barrier 1; it expects 48"),
         (
             'if (threadIdx.x < 64) asm volatile("bar.sync 1, 128;"); else asm volatile("bar.sync 1, 96;");',
             r"barrier 1 with (96|128) threads, where others came with (96|128)",

@@ -113,7 +113,7 @@ def test_addresses_in_initial_values() -> None:
 
 
 def test_an_address_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="initial value of table names nowhere, which is not a variable"):
+    with pytest.raises(UsageError, match="initial value of table names nowhere, not a variable"):
         run("", 1, ".global .u64 table[1] = {nowhere};")
 
 

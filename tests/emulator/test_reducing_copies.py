@@ -116,8 +116,8 @@ def test_blocks_reduce_into_one_place() -> None:
     ("old", "new", "message"),
     [
         ("proxy_fence();", "", "with no fence.proxy.async since"),
-        ("128;", "120;", "a bulk copy of 120 bytes, which must be a multiple of 16"),
-        ('"l"(y)', '"l"(y + 1)', "a bulk copy at byte 4 of 'y' .*, which must be a multiple of 16"),
+        ("128;", "120;", "a bulk copy of 120 bytes, not a multiple of 16"),
+        ('"l"(y)', '"l"(y + 1)', "a bulk copy at byte 4 of 'y' .*, not a multiple of 16"),
         ('"l"(y)', '"l"(y + 4)', r"4-byte atomic access out of bounds: 0 bytes past the end of 'y'"),
         ("store_wait<0>();", "tile[0] = 1; store_wait<0>();", "write to where an asynchronous operation still reads"),
         ("store_wait<0>();", "", "ended while a bulk store may still read shared memory"),

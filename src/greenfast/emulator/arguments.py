@@ -146,7 +146,7 @@ def _tensor_map(arguments: Arguments, text: str, spec: str) -> TensorMap:
         raise UsageError(f"--arg {text!r}: give a tensor map as NAME[BOX] or NAME[BOX]:SWIZZLE, such as x[8,64]:128")
     name, box, swizzle = match[1], tuple(map(int, match[2].split(","))), int(match[3] or 0)
     if name not in arguments.inputs and name not in arguments.outputs:
-        raise UsageError(f"--arg {text!r}: a tensor map over {name!r}, which is not a buffer given before")
+        raise UsageError(f"--arg {text!r}: a tensor map over {name!r}: no earlier argument is this buffer")
     buffer = arguments.inputs[name] if name in arguments.inputs else arguments.outputs[name]
     shape, dtype = tuple(buffer.shape), np.dtype(buffer.dtype)
     strides = [math.prod(shape[n + 1 :]) * dtype.itemsize for n in range(len(shape))]
@@ -251,7 +251,7 @@ def _filled(text: str, name: str, spec: str, seed: int) -> Array:
     if _NUMBER.match(fill or ""):
         return np.full(shape, _number(text, fill or "", dtype))
     why = "; normal makes no whole numbers, and uniform needs its limits for them" if whole else ""
-    raise UsageError(f"--arg {text!r}: say how it is filled: {_FILLS}{why}")
+    raise UsageError(f"--arg {text!r}: name the fill: {_FILLS}{why}")
 
 
 def read_array(path: Path, where: str) -> Array:

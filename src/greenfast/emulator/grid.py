@@ -184,9 +184,7 @@ def run_chain(
                         result.later.append(chain.run(other, outputs, poison, ()))
                     except KernelFaultError as e:
                         if may_read_left:
-                            e.args = (
-                                f"{e}; only in a later launch, which finds what the one before left in variables",
-                            )
+                            e.args = (f"{e}; only in a later launch, with variables that an earlier launch changed",)
                         raise
                 result.findings = list((chain.findings or {}).values())
                 if isinstance(fill, UninitFill):

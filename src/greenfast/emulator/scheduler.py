@@ -340,7 +340,7 @@ class Scheduler:
             counts.exponentials += threads
         m.executed += 1
         if m.executed > INSTRUCTION_LIMIT:
-            reason = f"no end after {INSTRUCTION_LIMIT} instructions, which is too long to emulate"
+            reason = f"no end after {INSTRUCTION_LIMIT} instructions: too long to emulate"
             raise m.limit(reason, int(lane_indices(lanes)[0]))
 
     def _end(self, lanes: ThreadSet) -> None:

@@ -78,10 +78,10 @@ class EmulatorSession:
         Raises UnsupportedError for several launches, and for blocks that may wait for others.
         """
         if len(executable.steps) != 1 or executable.steps[0][1].cooperative:
-            raise UnsupportedError("only blocks of a single launch, which is not cooperative, can be run by themselves")
+            raise UnsupportedError("only blocks of a single, not cooperative launch can be run separately")
         ((image, plan),) = executable.steps
         if _program(image).polling:
-            raise UnsupportedError("blocks that may wait for others cannot be run by themselves")
+            raise UnsupportedError("blocks that may wait for others cannot be run separately")
         _run(executable, case, sample=blocks)
         return min(blocks, math.prod(plan.grid))
 

@@ -13,7 +13,7 @@ def initial_value(v: Variable, symbols: Mapping[str, int]) -> bytes:
     data = bytearray(v.data)
     for r in v.relocations:
         if r.symbol not in symbols:
-            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, which is not a variable in memory")
+            raise UsageError(f"PTX: the initial value of {v.name} names {r.symbol}, not a variable in memory")
         data[r.offset : r.offset + r.size] = r.value(symbols[r.symbol])
     return bytes(data)
 

@@ -223,7 +223,7 @@ _KINDS = {
     "deadlock": r"deadlock",
     "endless-loop": r"endless loop|no end of",
     "misaligned-access": r"misaligned",
-    "out-of-bounds": r"out of bounds|lies in no memory",
+    "out-of-bounds": r"out of bounds|is in no memory",
     "uninitialized-read": r"nothing has written",
     "state-of-a-launch": r"earlier launch left",
     "missing-proxy-fence": r"fence\.proxy\.async",
@@ -408,7 +408,7 @@ def _run(request: Emulate, ptx: str, entry: str, arguments: Arguments, orders: i
         known |= {(f.name, f.location) for f in other.findings}
     return first, [
         f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, a missing "
-        "fence, or atomics whose order rounds differently"
+        "fence, or atomics that round differently in another order"
         for name, data in first.outputs.items()
         if (differences := [_error(data, o.outputs[name]) for o in others if not _same(data, o.outputs[name])])
     ]
@@ -424,7 +424,7 @@ def _changes_in_later_launches(first: GridResult) -> list[str]:
             missing = max(later.unwritten[name] for later in first.later) - first.unwritten[name]
             change = f"has {missing} bytes more that are never written" if missing > 0 else "differs"
             by = f", by up to {_largest(errors):g}" if missing <= 0 else ""
-            result.append(f"{name!r} {change} in a later launch{by}, which finds what the one before left in {names}")
+            result.append(f"{name!r} {change} in a later launch{by}, with {names} changed by an earlier launch")
     return result
 
 

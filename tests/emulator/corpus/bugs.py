@@ -615,7 +615,7 @@ def assertion_that_fails(rng: Rng) -> Args:
 extern "C" __global__ void k(const float* const* rows, float* y) {
   y[threadIdx.x] = rows[threadIdx.x] ? *rows[threadIdx.x] : 0; // <-
 }""",
-    r"lies in no memory|out of bounds|no allocation",
+    r"is in no memory|out of bounds|no allocation",
 )
 def pointer_of_the_host(rng: Rng) -> Args:
     return np.full(32, 0x5555_1234_5670, np.uint64), Out(np.zeros(32, F32))

@@ -101,8 +101,8 @@ def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) 
             lost = next((n for n, a in enumerate(addresses) if window(int(a)) == "none"), -1)
             lane, pointer = int(lane_indices(lanes)[lost]), f"generic address {int(addresses[lost]):#x}"
             if lost >= 0:
-                raise m.fault(f"{pointer} lies in no memory{explain_pointer(int(addresses[lost]))}", lane)
-            raise m.limit(f"{pointer} lies in another memory than those of other threads, which is not emulated", lane)
+                raise m.fault(f"{pointer} is in no memory{explain_pointer(int(addresses[lost]))}", lane)
+            raise m.limit(f"{pointer} is in another memory than those of other threads (not emulated)", lane)
         space = spaces[0]
         addresses = addresses - (m.memory.base if space == "global" else BASES[space])
     elif space in ("global", "const"):  # constant variables are allocations like those in global memory
@@ -219,7 +219,7 @@ def _load_param(i: Instruction) -> Operation:
         for n, w in enumerate(write):
             start = offset + n * dtype.itemsize
             if not 0 <= start <= len(data) - dtype.itemsize:
-                reason = f"read of byte {start} of parameter {name}, which has {len(data)} bytes"
+                reason = f"read of byte {start} of parameter {name}: it has {len(data)} bytes"
                 raise m.fault(reason, int(lane_indices(lanes)[0]))
             w(m, lanes, np.frombuffer(data[start : start + dtype.itemsize], dtype)[0])
 

@@ -74,7 +74,7 @@ class NamedBarriers:
         if over.any():
             index = int(first[over][0])
             key = keys[index]
-            reason = f"{self.arrived[key]} threads at barrier {number[index]}, which expects {self.expected[key]}"
+            reason = f"{self.arrived[key]} threads at barrier {number[index]}; it expects {self.expected[key]}"
             raise m.fault(reason, int(indices[index]))
         if form.waits:
             self.waiting[indices] = keys
@@ -140,7 +140,7 @@ class NamedBarriers:
                 self.m.current = i
                 other = self.code[int(index[n + 1])].source
                 raise self.m.fault(
-                    f"a barrier of whole warps, which others of this warp come to at {other},", int(lanes[n])
+                    f"a barrier of whole warps while others of this warp wait at {other},", int(lanes[n])
                 )
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:

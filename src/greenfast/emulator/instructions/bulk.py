@@ -39,7 +39,7 @@ def _shared_start(m: ResidentBlocks, addresses: Offsets, lanes: ThreadSet, size:
     """
     indices = lane_indices(lanes)
     for index in np.flatnonzero(addresses % alignment):
-        reason = f"a bulk copy at byte {addresses[index]} of shared memory, which must be a multiple of {alignment}"
+        reason = f"a bulk copy at byte {addresses[index]} of shared memory, not a multiple of {alignment}"
         raise m.fault(reason, int(indices[index]))
     for index in np.flatnonzero((addresses < 0) | (addresses + size > m.shared_bytes)):
         reason = (
@@ -62,11 +62,11 @@ def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
     start = address - base if space != "none" else address
     states = memory.state[start : start + MAP_BYTES] if start >= 0 else memory.state[:0]
     if len(states) < MAP_BYTES or (states == OUTSIDE).any():
-        raise m.fault(f"no tensor map at address {address:#x}, which lies in no memory", lane)
+        raise m.fault(f"no tensor map at address {address:#x}: this address is in no memory", lane)
     if (states == UNWRITTEN).any():
-        raise m.fault(f"a tensor map at address {address:#x}, whose 128 bytes nothing has written", lane)
+        raise m.fault(f"a tensor map at address {address:#x}: nothing has written its 128 bytes", lane)
     if address % MAP_ALIGNMENT:
-        raise m.fault(f"a tensor map at address {address:#x}, which must be a multiple of {MAP_ALIGNMENT}", lane)
+        raise m.fault(f"a tensor map at address {address:#x}, not a multiple of {MAP_ALIGNMENT}", lane)
     tensor = decode(memory.data[start : start + MAP_BYTES].tobytes(), m.memory.base)
     if tensor is None:
         reason = f"a tensor map at address {address:#x}: the 128 bytes there are none of an argument (give it as a "
@@ -125,12 +125,12 @@ def read_tiles(
 def _plain_tile(m: ResidentBlocks, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> Tile:
     """Copies of ``length`` bytes."""
     if length % BULK_ALIGNMENT:
-        raise m.fault(f"a bulk copy of {length} bytes, which must be a multiple of 16", int(indices[0]))
+        raise m.fault(f"a bulk copy of {length} bytes, not a multiple of 16", int(indices[0]))
     start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)
     outward = outward - m.memory.base
     for index in np.flatnonzero(outward % BULK_ALIGNMENT):
         where = m.memory.describe(int(outward[index]))
-        raise m.fault(f"a bulk copy at {where}, which must be a multiple of 16", int(indices[index]))
+        raise m.fault(f"a bulk copy at {where}, not a multiple of 16", int(indices[index]))
     chunks = np.arange(0, length, CHUNK)
     return Tile(start[:, None] + chunks, outward[:, None] + chunks, CHUNK)
 

@@ -45,7 +45,7 @@ class MatrixDescriptor:
         address alone decides the position of a chunk.
         """
         if self.base:
-            raise DescriptorError("a matrix descriptor with a base offset, which is not known to the emulator")
+            raise DescriptorError("a matrix descriptor with a base offset, unknown to the emulator")
 
     def offsets(self, address: NDArray[np.int64], rows: int, width: int, transposed: bool) -> NDArray[np.int64]:
         """(matrices, a, b) offsets of 16-byte chunks in the block's shared memory; ``address``: where matrices start.

@@ -151,7 +151,7 @@ def wait(i: Instruction) -> Operation:
         wanted = _integers(phase(m, lanes), lanes)
         if parity and (wanted >> 1).any():
             index = int(np.flatnonzero(wanted >> 1)[0])
-            raise m.fault(f"a phase parity of {wanted[index]}, which must be 0 or 1", int(lane_indices(lanes)[index]))
+            raise m.fault(f"a phase parity of {wanted[index]}, neither 0 nor 1", int(lane_indices(lanes)[index]))
         done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
         if done.any():
             m.races.leave(rows[done], lane_indices(lanes)[done], relaxed)

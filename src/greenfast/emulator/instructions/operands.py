@@ -58,7 +58,7 @@ def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader
     if isinstance(operand, Register):
         name = operand.name
         if name == "_":
-            raise unsupported(instruction, "reads _, which only takes results,")
+            raise unsupported(instruction, "reads _ as a source; it only takes results,")
 
         def read(m: ResidentBlocks, lanes: ThreadSet) -> Values:
             if m.products is not None and name in m.products.guards:
@@ -114,7 +114,7 @@ def _special(name: str, dtype: Any, instruction: Instruction) -> Reader:
     def read(m: ResidentBlocks, lanes: ThreadSet) -> Values:
         result = m.specials.get(name)
         if result is None:
-            raise unsupported(instruction, f"reads {name}, which is not known to the emulator")
+            raise unsupported(instruction, f"reads {name}, unknown to the emulator")
         return result[lanes].astype(dtype, copy=False)
 
     return read

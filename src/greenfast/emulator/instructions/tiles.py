@@ -45,7 +45,7 @@ def _read_rows(
         result = where(m, lanes).reshape(-1, WARP)[:, : 8 * count].ravel()
         arena, offsets, actual = locate(m, space, result, rows)
         if actual != "shared":
-            raise m.fault(f"{i.name} of a matrix in {actual} memory, which must be shared", int(rows[0]))
+            raise m.fault(f"{i.name} of a matrix in {actual} memory, not in shared memory", int(rows[0]))
         return rows, arena, offsets, actual
 
     return run

@@ -55,7 +55,7 @@ def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[ResidentBloc
     register, selector = _split(operand)
     read = reader(register, "u32", i)
     if selector not in ("", *(f"b{n}" for n in range(4)), "h0", "h1"):
-        raise unsupported(i, f"has the selector .{selector}, which is not known to the emulator,")
+        raise unsupported(i, f"has the selector .{selector}, unknown to the emulator,")
     bits = {"": 32, "b": 8, "h": 16}[selector[:1]]
     index = bits * int(selector[1:] or 0)
     return lambda m, lanes: _signed(np.asarray(read(m, lanes)).astype(np.int64) >> index, bits, kind)
@@ -149,7 +149,7 @@ def _chosen(i: Instruction, selector: str, default: str, count: int) -> list[int
         or len(digits) != count
         or not all("0" <= d < str(2 * count) for d in digits)
     ):
-        raise unsupported(i, f"has the selector .{selector}, which is not known to the emulator,")
+        raise unsupported(i, f"has the selector .{selector}, unknown to the emulator,")
     return [int(d) for d in reversed(digits)]
 
 
@@ -167,7 +167,7 @@ def several(i: Instruction) -> Operation:
     letter = "h" if count == 2 else "b"
     digits = mask[1:] or "3210"[4 - count :]
     if (mask and mask[0] != letter) or not all("0" <= d < str(count) for d in digits):
-        raise unsupported(i, f"has the mask .{mask}, which is not known to the emulator,")
+        raise unsupported(i, f"has the mask .{mask}, unknown to the emulator,")
     saved = np.array([str(n) in digits for n in range(count)])
     pick_a = _chosen(i, of_a, "10" if count == 2 else "3210", count)
     pick_b = _chosen(i, of_b, "32" if count == 2 else "7654", count)

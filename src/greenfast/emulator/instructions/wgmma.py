@@ -252,7 +252,7 @@ def _check_fences(m: ResidentBlocks, form: _WgmmaForm, lanes: ThreadSet) -> None
     for name in (*form.d, *form.a_registers):
         touched = np.flatnonzero(p.guard(name).touched[lanes] > p.fences[lanes])
         if len(touched):
-            reason = f"a wgmma on {name}, which was written with no wgmma.fence since"
+            reason = f"a wgmma on {name}: written with no wgmma.fence since"
             raise m.fault(reason, int(lane_indices(lanes)[touched[0]]))
 
 

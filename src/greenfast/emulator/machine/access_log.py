@@ -148,7 +148,7 @@ class GlobalRecord:
                 by = self.accesses.instructions[int(result[row] >> np.uint64(32))]
                 assert by is not None
                 location = self.memory.describe(int(offsets[row]))
-                return row, f"a read by ld.global.nc of {location}, which was written in this launch at {by.source}"
+                return row, f"a read by ld.global.nc of {location} that was written in this launch at {by.source}"
         return None
 
     def readers(self, unit: int) -> tuple[Numbers, Numbers]:

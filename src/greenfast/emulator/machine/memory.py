@@ -121,7 +121,7 @@ class Arena:
         self.poisoned = True
 
     def watch_asynchronous_reads(self) -> None:
-        """Keep account of access asynchronous operations read."""
+        """Track reads by asynchronous operations."""
         self.readers = np.zeros(len(self.data) // CHUNK, np.uint16)
 
     def _rows(self, offsets: Addresses, size: int, access: str) -> NDArray[np.int64]:
@@ -151,7 +151,7 @@ class Arena:
         elif (worst == BARRIER).any():
             reason = f"{access} of an mbarrier"
         elif (worst == LEFT).any():
-            reason = f"{access} of access an earlier launch left"
+            reason = f"{access} of what an earlier launch left"
         else:
             reason = f"{access} {UNWRITTEN_READ}"
         raise BadAccessError(reason, i, int(offsets[i]))

@@ -79,7 +79,7 @@ class RedundantLoads:
         """After blocks have ended."""
 
     def read(self, m: BlockState, arena: Arena, offsets: _Numbers, size: int, access: str, lanes: ThreadSet) -> Bytes:
-        """Return access threads get from global memory."""
+        """Load values for threads from global memory, poisoned for all except the owners."""
         threads = np.arange(m.lanes)[lanes]
         places, numbers = m.blocks[m.block_of[threads]] * len(arena.data) + offsets, m.thread_of[threads]
         with m.accessing(threads, "global"):

@@ -168,10 +168,10 @@ class ResidentBlocks(BlockState):
         running[self.block_of[np.flatnonzero(~self.ended)]] = True
         for index in np.flatnonzero(~running[target]):
             gone = unflatten(int(self.blocks[target[index]]), self.geometry.grid)
-            raise self.fault(f"access to the shared memory of block {gone}, which has ended", int(indices[index]))
+            raise self.fault(f"access to the shared memory of block {gone} after its end", int(indices[index]))
         for index in np.flatnonzero((target != own) & ~self.cluster_met[own]):
             new = unflatten(int(self.blocks[target[index]]), self.geometry.grid)
-            why = "which may not have begun: no barrier.cluster.wait before it"
+            why = "no barrier.cluster.wait before it, so this block may not have begun"
             raise self.fault(f"access to the shared memory of block {new}, {why}", int(indices[index]))
         return np.where(named > 0, addresses & ((1 << RANK_BITS) - 1), addresses), target * self.shared_stride
 

@@ -59,7 +59,7 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
     Raises UsageError for a map that the driver would reject, and for a map that reaches beyond its buffer.
     """
     if layout.buffer not in memory.starts:
-        raise UsageError(f"tensor map over {layout.buffer!r}, which is not a buffer of the case")
+        raise UsageError(f"tensor map over {layout.buffer!r}: no buffer of the case")
     rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
     if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
         raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")

@@ -475,13 +475,13 @@ def refusal(name: str, parts: tuple[str, ...]) -> str:
         return "is not known to the emulator"
     unknown = next((part for part in parts if part not in _words(name)), None)
     if unknown is not None:
-        return f"has .{unknown.replace(':', '::')}, which is not known to the emulator,"
+        return f"has .{unknown.replace(':', '::')}, unknown to the emulator,"
     groups = [parse_groups(form) for form in forms]
     if any(fits(parts, g) for g in groups):
         return ""
     for n, part in enumerate(parts):  # the first that no form has together with those before it
         if not any(_begins(parts[: n + 1], g) for g in groups):
-            return f"has .{part.replace(':', '::')}, which is not known to the emulator together with the rest,"
+            return f"has .{part.replace(':', '::')}, unknown to the emulator together with the rest,"
     return "lacks a modifier or a type that the emulator needs to know"
 
 

@@ -121,7 +121,7 @@ class _Inliner:
             return
         if i.name == "bra" and len(i.operands) == 1 and isinstance(i.operands[0], Symbol):
             if i.operands[0].offset:
-                raise unsupported(i, "adds a number to a label, which is not known to the emulator,")
+                raise unsupported(i, "adds a number to a label, unknown to the emulator,")
             label = Symbol(i.operands[0].name + names.suffix)
             self.emit(replace(i, operands=(label,), guard=guard))
             return
@@ -259,16 +259,14 @@ class _Inliner:
         """Append a copy of a function with the caller's variables as parameters."""
         where = f"at {i.source or 'unknown line'}: {i.text}"
         if callee is None or not callee.code:
-            raise UnsupportedError(f"a call of {name}, which has no body and is not known to the emulator, {where}")
+            raise UnsupportedError(f"a call of {name}, unknown to the emulator and without a body, {where}")
         if not _fits(callee, results, arguments):
             raise UnsupportedError(f"a call of {name} with other arguments than it takes {where}")
         if name in self.recursive:
             self.enter(i, callee, results, arguments)
             return
         if name in callers:
-            raise UnsupportedError(
-                f"{name} calls itself through a pointer, which is not known to the emulator, {where}"
-            )
+            raise UnsupportedError(f"{name} calls itself through a pointer, unknown to the emulator, {where}")
         self.copies += 1
         names = _Names({}, f"~{self.copies}", called_from=i.source.stack if i.source else ())
         bound: dict[str, str] = {}
@@ -359,9 +357,7 @@ class _Inliner:
             # The variables that hold the parameters; the ones in registers are loaded from them.
             names.parameters = {f.name: f.name + suffix for f in (*callee.params, *callee.results) if f.space != "reg"}
             if any(f.space == "reg" for f in (*callee.params, *callee.results)):
-                raise UnsupportedError(
-                    f"{name} calls itself with registers as parameters, which is not known to the emulator"
-                )
+                raise UnsupportedError(f"{name} calls itself with registers as parameters, unknown to the emulator")
             self.current = name
             self.mark_new(f"~start{suffix}")
             self.add(callee, names, (entry.name, name))

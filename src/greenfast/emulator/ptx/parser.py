@@ -570,7 +570,7 @@ def _variables(statement: str) -> list[Variable] | None:
         elif not qualifier[0].startswith(".attribute"):
             raise UsageError(f"PTX: cannot read the variable {statement!r}")
     if align & (align - 1):
-        raise UsageError(f"PTX: an alignment of {align}, which is no power of two: {statement!r}")
+        raise UsageError(f"PTX: an alignment of {align}, not a power of two: {statement!r}")
     result = []
     for text in _split(statement[position:].strip()):
         match = _DECLARATOR.match(text)
@@ -578,7 +578,7 @@ def _variables(statement: str) -> list[Variable] | None:
             raise UsageError(f"PTX: cannot read the variable {statement!r}")
         size = SIZES.get(kind)
         if size is None or kind == "pred":
-            raise UsageError(f"PTX: {match['name']} is of the type .{kind}, which is not known to the emulator")
+            raise UsageError(f"PTX: {match['name']} is of the type .{kind}, unknown to the emulator")
         result.append(_variable(match, space[1], kind, size, vector, align))
     if not result:
         raise UsageError(f"PTX: cannot read the variable {statement!r}")

@@ -61,7 +61,7 @@ def build_frame(function: Function, start: int, end: int, name: str) -> CallFram
             taken = [o.name for o in i.operands if isinstance(o, Symbol) and o.name in frame.variables]
             if taken:
                 raise UnsupportedError(
-                    f"{name} calls itself and takes the address of its local variable {taken[0]}, which is not known "
+                    f"{name} calls itself and takes the address of its local variable {taken[0]}, unknown "
                     f"to the emulator, at {i.source or 'unknown line'}: {i.text}"
                 )
     frame.registers = sorted(registers - {"_"})
