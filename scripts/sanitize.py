@@ -116,10 +116,11 @@ def _parallel(head_dim: int) -> None:
     """What a rank computes: codes of its keys, attention to two parts of them, and the merge."""
     from greenfast.kernels.quantize.qkv import sample_places
     from greenfast.parallel import blocks
-    from greenfast.parallel.blocks import LseMerge, QuantizedKV
+    from greenfast.parallel.blocks import LseMerge
+    from greenfast.parallel.quantized_kv import QuantizedKV
 
     q, k, v = _randn(1, 4, 400, head_dim), _randn(1, 2, 400, head_dim), _randn(1, 2, 400, head_dim)
-    keys, merged = QuantizedKV.like(k, "fp8"), LseMerge(of=2)
+    keys, merged = QuantizedKV.allocate_like(k, "fp8"), LseMerge(count=2)
     blocks.quantize_keys(k, v, k[:, :, sample_places(400)].contiguous(), "fp8", keys)
     for first, count, causal in ((0, 400, 1), (200, 256, 0)):
         merged.add(*blocks.attend(q[:, :, first:], keys, count, "fp8", causal, 0.1, False), first)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Public names -> their modules, loaded when they are asked for: the command line needs no PyTorch to say its version.
+#: Public names -> their modules, imported on first use: the command line prints its version without PyTorch.
 _PUBLIC = {
     "Explanation": "greenfast.ops.routing",
     "PagedKVCache": "greenfast.serving.paged_cache",

@@ -13,8 +13,9 @@ import greenfast
 from greenfast.kernels.quantize.qkv import sample_places
 from greenfast.ops import torch_ops
 from greenfast.parallel import blocks, ulysses
-from greenfast.parallel.blocks import LseMerge, QuantizedKV
+from greenfast.parallel.blocks import LseMerge
 from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.quantized_kv import QuantizedKV
 from greenfast.parallel.ring import build_ring_steps
 from greenfast.parallel.ulysses import ExchangedTensor
 
@@ -49,12 +50,12 @@ def ring(
     shards = [[layout.shard(x, 2, rank) for x in tensors] for rank in range(layout.size)]
     codes, means = [], []
     for _, key, value in shards:
-        codes.append(QuantizedKV.like(key, precision))
+        codes.append(QuantizedKV.allocate_like(key, precision))
         means.append(blocks.quantize_keys(key, value, samples, precision, codes[-1]))
     scale, outs, sums = tensors[0].shape[3] ** -0.5, [], []
     for rank, (query, key, _) in enumerate(shards):
         plan = build_ring_steps(rank, layout, key.shape[2], causal)
-        merged = LseMerge(of=sum(turn is not None for turn in plan))
+        merged = LseMerge(count=sum(turn is not None for turn in plan))
         for number, turn in enumerate(plan):
             if turn is not None:
                 first, count, masked = turn
@@ -64,7 +65,7 @@ def ring(
         outs.append(merged.out)
         sums.append(merged.lse + torch_ops.MEAN_SCORES(query, means[rank], True) * scale)
     assert all(torch.equal(mean, means[0]) for mean in means)
-    return layout.whole(outs, 2), layout.whole(sums, 2)
+    return layout.unshard(outs, 2), layout.unshard(sums, 2)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
@@ -101,7 +102,7 @@ def test_the_turns_of_a_ring(
 def test_all_keys_give_the_bits_of_sdpa(head_dim: int, causal: int) -> None:
     """The sums that a merge needs are those that the output is divided by."""
     q, k, v = inputs(4, 2, 700, head_dim, bias=3.0)
-    keys = QuantizedKV.like(k, "fp8")
+    keys = QuantizedKV.allocate_like(k, "fp8")
     mean = blocks.quantize_keys(k, v, k[:, :, sample_places(700)].contiguous(), "fp8", keys)
     attend: Any = greenfast.sdpa
     wanted, sums = attend(q, k, v, is_causal=causal == 1, enable_gqa=True, return_lse=True)
@@ -121,7 +122,7 @@ def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
     samples = k[:, :, sample_places(k.shape[2])].contiguous()
     group: Any = SimpleNamespace(size=size)
     exchange = ulysses.HeadExchange(group, layout, share)
-    by_rank = []
+    split_heads = []
     for rank in range(size):
         query, key, value = (layout.shard(x, 2, rank) for x in (q, k, v))
         codes = blocks.quantize(query, key, value, samples, "fp8")
@@ -131,14 +132,16 @@ def test_heads_of_whole_sequences(heads: int, kv_heads: int, size: int) -> None:
             ExchangedTensor(codes.query_scale, 2, False),
             ExchangedTensor(codes.key_scale, 2, True), ExchangedTensor(codes.value_scale, 2, True),
         ]  # fmt: skip
-        by_rank.append([exchange.by_rank(field) for field in fields])
+        split_heads.append([exchange.split_heads(field) for field in fields])
     outs = []
     for rank in range(size):
-        received = [torch.stack([sent[i][:, rank] for sent in by_rank]) for i in range(6)]
-        whole = [exchange.gathered(x, field.rows) for x, field in zip(received, fields, strict=True)]
+        received = [torch.stack([sent[i][:, rank] for sent in split_heads]) for i in range(6)]
+        whole = [exchange.gather_sequence(x, field.rows) for x, field in zip(received, fields, strict=True)]
         outs.append(ulysses._attend(whole, "fp8", 128, torch.bfloat16, 1, 128**-0.5, False)[0])
-        mine = slice(rank * share.queries, (rank + 1) * share.queries)
-        keys = share.keys[rank * len(share.keys) // size : (rank + 1) * len(share.keys) // size]
+        mine = slice(rank * share.q_heads_per_rank, (rank + 1) * share.q_heads_per_rank)
+        keys = share.assigned_kv_heads[
+            rank * len(share.assigned_kv_heads) // size : (rank + 1) * len(share.assigned_kv_heads) // size
+        ]
         if mine.stop <= heads:
             alone = greenfast.sdpa(q[:, mine], k[:, keys], v[:, keys], is_causal=True, enable_gqa=True)
             assert torch.equal(outs[rank], alone)

@@ -81,7 +81,7 @@ def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu"
 
 def _share_a_gpu() -> None:
     """NCCL has one rank for each GPU. Gloo exchanges a GPU's tensors too, but a ring's blocks only through the host."""
-    exchanging = RankGroup.exchanging
+    exchanging = RankGroup.exchange
 
     @contextmanager
     def through_host(group: RankGroup, send: Tensor, receive: Tensor) -> Iterator[None]:
@@ -90,7 +90,7 @@ def _share_a_gpu() -> None:
             yield
         receive.copy_(there)
 
-    RankGroup.exchanging = through_host  # type: ignore[method-assign, assignment]
+    RankGroup.exchange = through_host  # type: ignore[method-assign, assignment]
 
 
 def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: str, pipe: Connection) -> None:

@@ -267,11 +267,11 @@ def test_ranks_that_are_out_of_step_compute_nothing(ranks: Ranks) -> None:
 
 
 def test_a_store_that_is_lost() -> None:
-    def lost(closed: bool) -> list[int]:
+    def find_lost(closed: bool) -> list[int]:
         raise RuntimeError("Broken pipe")
 
-    group: Any = SimpleNamespace(lost=lost, ranks=[4, 6], rank=1)
-    says = r"rank 6 of the ranks \[4, 6\] lost the store .* rank 0 or the launcher"
+    group: Any = SimpleNamespace(find_lost=find_lost, ranks=[4, 6], rank=1)
+    says = r"rank 6 of the ranks \[4, 6\] lost the store .* Rank 0 or the launcher"
     with pytest.raises(RuntimeError, match=says), _ErrorContext(group):
         raise RuntimeError("Connection reset")
 
@@ -284,7 +284,7 @@ def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
     group.store, group.ranks, group.rank, group.calls = torch._C._distributed_c10d.HashStore(), [7, 8, 9], 2, 5
     group.timeout, group.since = 0.1, time.monotonic()
     group.store.set("here/0", str(call))
-    assert group.lost(closed) == lost
+    assert group.find_lost(closed) == lost
 
 
 def test_the_store_outlives_its_readers() -> None:
@@ -295,7 +295,7 @@ def test_the_store_outlives_its_readers() -> None:
     reader = threading.Timer(0.3, lambda: store.set("read/0", "5"))
     reader.start()
     began = time.monotonic()
-    group.await_readers([8])
+    group.wait_for_readers([8])
     assert 0.2 < time.monotonic() - began < 2.0
     assert store.get("read/2") == b"5"
 
@@ -395,7 +395,7 @@ def test_a_mesh_of_one(ranks: Ranks) -> None:
 
 def test_explanations_and_order(ranks: Ranks) -> None:
     for ring, masked, left, order, functional in results(ranks("2", "other_calls")):
-        assert ring == "ring: ring was asked for"
+        assert ring == "ring: ring was requested"
         assert masked.startswith("torch: attn_mask:")
         assert left == "context_parallel: left, but not entered"
         assert order

@@ -73,4 +73,4 @@ def test_auto() -> None:
     assert grouped == "ring", "one head of K and V is less than Q and O"
     whole, reason = cost.choose_method(sizes(8, 16384))
     assert whole == "ulysses", "one exchange, where a ring would have seven"
-    assert "ms of exchanges that nothing hides" in reason
+    assert "ms of exposed exchanges" in reason

@@ -15,7 +15,7 @@ from greenfast.ops import reference
 from greenfast.ops.launch_plans import LaunchStep
 from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks, cuda
-from greenfast.parallel.blocks import QuantizedKV
+from greenfast.parallel.quantized_kv import QuantizedKV
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
@@ -80,7 +80,7 @@ def test_some_queries_over_the_first_of_kept_keys(
 ) -> None:
     q, k, v = inputs(rows, 300, head_dim)
     samples = k[:, :, sample_places(300)].contiguous()
-    keys, wanted = QuantizedKV.like(k, precision), QuantizedKV.like(k, precision)
+    keys, wanted = QuantizedKV.allocate_like(k, precision), QuantizedKV.allocate_like(k, precision)
     mean = cuda.quantize_keys(k, v, samples, precision, keys)
     expected = blocks.quantize_keys(k, v, samples, precision, wanted)
     assert torch.allclose(mean, expected, atol=1e-5)

@@ -226,7 +226,7 @@ def _checked(
     rows = case.rows // mesh.size()
     at = torch.linspace(0, rows - 1, _SAMPLED, device=out.device).long()
     chunk = rows // 2
-    first = torch.tensor(layout.chunks_of(rank), device=out.device) * chunk
+    first = torch.tensor(layout.get_chunks(rank), device=out.device) * chunk
     places = first[at // chunk] + at % chunk
     scores = shards.query[0, -1, at].double() @ key.T / math.sqrt(case.head_dim)
     if case.causal:
@@ -243,7 +243,7 @@ def _checked(
 def _gathered(x: Tensor, group: Any, layout: ShardLayout) -> Tensor:
     shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(layout.size)]
     dist.all_gather(shards, x.contiguous(), group=group)
-    return layout.whole(shards, 2)
+    return layout.unshard(shards, 2)
 
 
 def _seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:

@@ -134,7 +134,7 @@ def _fa3(mesh: DeviceMesh, shards: Shards) -> Call:
     def call() -> Tensor:
         here = torch.stack([k, v])
         there = torch.empty_like(here)
-        merged = LseMerge(of=size)
+        merged = LseMerge(count=size)
         for number, turn in enumerate(plan):
             works = []
             if number + 1 < size:

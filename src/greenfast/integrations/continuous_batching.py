@@ -1,7 +1,8 @@
 """Hugging Face transformers' continuous batching (``model.generate_batch``) on an FP8 cache.
 
-Transformers plans steps and hands out blocks; here are the cache's allocators, whose blocks hold our pages, and the
-attention, which appends a step's keys and values to these pages and attends to them over block tables.
+Transformers plans steps and allocates blocks. This module provides the cache allocators, with one page per layer in
+each block, and the attention. The attention appends a step's keys and values to these pages, and attends to them over
+block tables.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ PAGED = "greenfast_paged"
 _PUBLIC_NAME = f"paged|{NAME}"
 _REGISTER_LOCK = threading.Lock()
 _VERSIONS = "register_continuous_batching needs transformers 5.20 or later; 5.20 to 5.23 are known to fit"
-#: What a layer may ask of attention that neither a window, a softcap nor sinks are.
+#: Features of a layer's attention that are not supported.
 _UNSUPPORTED = ("position_bias", "indices", "block_indices")
-_DEFAULT_PAGE_SIZE = 256  # of transformers
+_DEFAULT_PAGE_SIZE = 256  # in transformers
 
 
 def register_continuous_batching() -> None:
-    """Make ``attn_implementation="paged|greenfast"`` known to transformers' continuous batching.
+    """Register ``attn_implementation="paged|greenfast"`` with transformers' continuous batching.
 
         greenfast.register_continuous_batching()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="paged|greenfast")
         outputs = model.generate_batch([[1, 5, 9], [1, 7]], GenerationConfig(max_new_tokens=32))
 
-    The cache that transformers allocates then holds E4M3 codes with a scale per token and head, in pages of
-    ``ContinuousBatchingConfig.page_size`` tokens: 16, 32, 64 or 128; transformers' default of 256 becomes 128. Layers
-    with a sliding window give pages back that have left it. Models whose layers support FlashAttention in transformers
-    fit, with windows, softcaps and sinks, of head dims 64, 128 and 256; others raise ValueError.
-    A model with ``attn_implementation="greenfast"`` generates batches in the same way.
+    The cache then holds E4M3 codes with a scale per token and head, in pages of ``ContinuousBatchingConfig.page_size``
+    tokens: 16, 32, 64 or 128; transformers' default of 256 becomes 128. Layers with a sliding window free the pages
+    that have left it. Supported models have layers that support FlashAttention in transformers, with windows, softcaps
+    and sinks, and head dims 64, 128 and 256; others raise ValueError. A model with ``attn_implementation="greenfast"``
+    generates batches in the same way.
 
-    Several functions of transformers' internals are wrapped; other implementations are as they were. Calling it again
-    changes nothing. Raises ImportError where transformers is missing or its internals are of another version.
+    Several internal functions of transformers are wrapped; other implementations are not changed. Further calls change
+    nothing. Raises ImportError if transformers is missing or its internals have another version.
     """
     try:
         library = importlib.import_module("transformers")
@@ -79,7 +80,7 @@ def register_continuous_batching() -> None:
 
 
 def _wrap(owner: Any, name: str, ours: Any) -> None:
-    """Replace a function by ``ours``, which gets the original as its first argument; once."""
+    """Replace a function by ``ours``, once. The original is its first argument."""
     original = getattr(owner, name)
     if not getattr(original, "is_greenfast_paged", False):
         wrapper = functools.wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
@@ -92,7 +93,7 @@ def _is_ours(config: Any) -> bool:
 
 
 def _check_implementation(original: Any, model: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-    """The implementation's name after transformers' checks, which would cut off ``paged|``."""
+    """Return the implementation's name after transformers' checks, without which ``paged|`` would be cut off."""
     if attn_implementation == _PUBLIC_NAME:
         attn_implementation = PAGED
     if attn_implementation == PAGED and not getattr(model, "_supports_flash_attn", False):
@@ -110,7 +111,7 @@ def _switch_implementation(original: Any, manager: Any, model: Any, *args: Any, 
         original(manager, model, *args, **kwargs)
     elif name == NAME:
         model.set_attn_implementation(PAGED)
-        manager._original_attn_impl = name  # which the manager sets again when it stops
+        manager._original_attn_impl = name  # the manager restores it when it stops
 
 
 def _resolve_config(original: Any, config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,18 +122,24 @@ def _resolve_config(original: Any, config: Any, cb_config: Any, *args: Any, **kw
 
 
 def _allow_block_tables(original: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Steps that only decode get block tables, which transformers allows FlashAttention alone."""
+    """Allow block tables in decode-only steps; transformers allows them for FlashAttention only."""
     if not _is_ours(config):
         original(config, *args, **kwargs)
 
 
 def _is_flash_like(original: Any, config: Any = None, *args: Any, **kwargs: Any) -> bool:
-    """No masks, so no memory for them, and CUDA graphs and asynchronous batching by default."""
+    """Return True for greenfast, for which transformers then makes no masks.
+
+    CUDA graphs and asynchronous batching become the default.
+    """
     return _is_ours(config) or bool(original(config, *args, **kwargs))
 
 
 class _AllocatorFactory:
-    """Makes our allocator for a model with our attention, else transformers' own, of which it has the attributes."""
+    """Builds our allocator for a model with our attention, else transformers' own.
+
+    It has the attributes of the latter.
+    """
 
     def __init__(self, original: Any, mixin: type, full: Any) -> None:
         self._original = original
@@ -147,7 +154,7 @@ class _AllocatorFactory:
 
 
 class _BatchStep(NamedTuple):
-    """What the layers of a group share in one forward pass."""
+    """The inputs that the layers of a group share in one forward pass."""
 
     slots: Tensor
     block_table: Tensor
@@ -159,10 +166,10 @@ class _BatchStep(NamedTuple):
 
 
 class _PageAllocator:
-    """An allocator whose blocks hold, for each layer of its group, one page of our cache.
+    """An allocator with blocks that hold one page of our cache for each layer of the group.
 
-    Mixed into transformers' ``FullAttentionCacheAllocator``. A block's number is its page's number in every layer. Read
-    indices are pages instead of tokens.
+    It is mixed into transformers' ``FullAttentionCacheAllocator``. The number of a block is the number of its page in
+    every layer. Read indices are pages instead of tokens.
     """
 
     base: Any
@@ -177,18 +184,18 @@ class _PageAllocator:
         ):
             if value not in allowed:
                 raise ValueError(f"{_PUBLIC_NAME}: {name} {value}; allowed are {', '.join(map(str, allowed))}")
-        self.block_physical_stride = self.tokens_per_page  # slots count tokens of a layer, whose pages are blocks
+        self.block_physical_stride = self.tokens_per_page  # slots count tokens of a layer; its pages are blocks
         self.step: _BatchStep | None = None
 
     @classmethod
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
-        """Bytes of the codes and scales of a page, of K and V of a layer."""
+        """Return the bytes of a page: codes and scales, of K and V of a layer."""
         return get_page_bytes(page_size, num_key_value_heads, head_dim)
 
     def register_cache_tensor(
         self: Any, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Any, pool: Any
     ) -> None:
-        """Take the memory, uint8 (bytes,), that all groups share: a block is the pages of the group's layers."""
+        """Split the memory of all groups, uint8 (bytes,), into blocks: the pages of the group's layers."""
         self.bytes_per_sector = bytes_per_sector
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
@@ -198,17 +205,17 @@ class _PageAllocator:
         self.pages: dict[int, KVPages] = {n: view_pages(blocks[:, i], *sizes) for i, n in enumerate(self.layer_indices)}
 
     def get_read_indices(self: Any, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """The pages of a request, in order."""
+        """Return the pages of a request, in order."""
         count = -(-(past_length + query_length) // self.tokens_per_page)
         pages: list[int] = self.block_table[request_id][:count]
         return pages
 
     def get_seqlen_k(self: Any, past_length: int, query_length: int) -> int:
-        """Keys of a request, those that have left the window included: keys are counted from the first token."""
+        """Return the keys of a request, counted from the first token, including those that have left the window."""
         return past_length + query_length
 
-    def step_of(self: Any, module: Any, q: Tensor, window: tuple[int, int], kwargs: dict[str, Any]) -> _BatchStep:
-        """The step of this forward pass; its first layer makes it, also where a CUDA graph captures it again."""
+    def get_step(self: Any, module: Any, q: Tensor, window: tuple[int, int], kwargs: dict[str, Any]) -> _BatchStep:
+        """Return the step of this forward pass. Its first layer builds it, also if a CUDA graph captures it again."""
         if self.step is None or module.layer_idx == self.layer_indices[0]:
             self.step = self._make_step(q, window, kwargs)
         step: _BatchStep = self.step
@@ -220,7 +227,7 @@ class _PageAllocator:
         used = (ends[1:] - ends[:-1]).int()
         longest = kwargs["max_length_k"][self.layer_type]
         table = kwargs.get("block_table")
-        if table is not None:  # a query for each sequence
+        if table is not None:  # one query per sequence
             table = table[self.index]
             tokens = torch.arange(q.shape[0], device=q.device)
             sequence_ids = find_sequences(starts, tokens)
@@ -239,9 +246,11 @@ class _PageAllocator:
 
 
 def _build_block_table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tensor, page: int, width: int) -> Tensor:
-    """Block tables, int32 (batch, width), from the pages of all sequences; entries behind their last pages are any.
+    """Build block tables, int32 (batch, width), from the pages of all sequences.
 
-    Without ``pages`` all keys are new, and their slots tell the pages.
+    Entries after their last pages are arbitrary.
+
+    Without ``pages`` all keys are new, and the pages follow from their slots.
     """
     columns = torch.arange(max(width, 1), device=slots.device)
     if pages.numel():
@@ -255,9 +264,9 @@ def _build_block_table(slots: Tensor, pages: Tensor, starts: Tensor, used: Tenso
 
 
 class _WindowPageAllocator(_PageAllocator):
-    """The same for layers with a sliding window: pages that no later query can see go back to the pool.
+    """The same for layers with a sliding window: pages that no later query can see are freed.
 
-    Their entries become page 0, which transformers keeps zero and gives to no request.
+    Their entries become page 0. Transformers keeps that page zero and gives it to no request.
     """
 
     layer_type = "sliding_attention"
@@ -268,7 +277,7 @@ class _WindowPageAllocator(_PageAllocator):
         self.sliding_window: int = config.sliding_window
 
     def allocate_cache_to_request(self: Any, request_id: str, past_length: int, query_length: int) -> None:
-        """Take back pages behind the window of the first new query, then give pages for the new tokens."""
+        """Free the pages before the window of the first new query, then allocate pages for the new tokens."""
         blocks = self.block_table.get(request_id, [])
         gone = min(max(past_length - self.sliding_window + 1, 0) // self.tokens_per_page, len(blocks))
         freed = [b for b in blocks[:gone] if b and self.ledger.release(b, True)]
@@ -277,7 +286,7 @@ class _WindowPageAllocator(_PageAllocator):
         self.base.allocate_cache_to_request(self, request_id, past_length, query_length)
 
     def free_blocks(self: Any, request_id: str, no_cache: bool = False) -> None:
-        """Take back all pages of a request."""
+        """Free all pages of a request."""
         if request_id in self.block_table:
             self.block_table[request_id] = [b for b in self.block_table[request_id] if b]
         self.base.free_blocks(self, request_id, no_cache)
@@ -288,7 +297,10 @@ def attend(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, cache: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of a step's tokens: query (1, H, T, D), key and value (1, HK, T, D): (1, T, H, D), and no weights."""
+    """Compute attention of a step's tokens: query (1, H, T, D), key and value (1, HK, T, D).
+
+    Returns (1, T, H, D), and None for the weights.
+    """
     allocator = None if cache is None else cache.layer_to_allocator[module.layer_idx]
     if not isinstance(allocator, _PageAllocator):
         raise ValueError(f'"{PAGED}" is for generate_batch; use attn_implementation="{NAME}" for other calls')
@@ -304,7 +316,7 @@ def attend(
         )
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    step = allocator.step_of(module, q, window, kwargs)
+    step = allocator.get_step(module, q, window, kwargs)
     pages = allocator.pages[module.layer_idx]
     append_kv(None, k, v, pages.k_cache, pages.v_cache, step.slots, k_scale=pages.k_scale, v_scale=pages.v_scale)
     out = flash_attn_varlen_func(

@@ -14,10 +14,10 @@ A decorated generator or coroutine has its own value of ``_ENTERED_HOOKS`` (``_B
 value, and with its hooks on the stack of the current thread. Each step ends with the caller's value. Hooks that the
 body entered and did not leave are part of its value, and stay active in the next step.
 
-torch.compile cannot read context variables. While it traces, the topmost hook decides whose ``active`` is set, and a
-``with`` block inside the compiled function only pushes and pops a hook. Where a graph breaks inside such a block,
-torch.compile runs that function as it is, and the hook is entered as usual: ``_run_uncompiled`` keeps torch.compile
-from compiling the functions of this module one by one.
+torch.compile cannot read context variables. While it traces, the topmost active hook decides, and a ``with`` block
+inside the compiled function only pushes and pops a hook. If a graph breaks inside such a block, torch.compile runs that
+function uncompiled, and the hook is entered as usual. ``_run_uncompiled`` keeps torch.compile from compiling the
+functions of this module one by one.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _run_uncompiled(function: _Function) -> _Function:
-    """Keep torch.compile from compiling calls of ``function``, and what it calls, where it is not part of a graph.
+    """Keep torch.compile from compiling calls of ``function`` and its callees outside a graph.
 
-    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one, and does not
-    import torch._dynamo, which takes two seconds.
+    Unlike torch.compiler.disable, this lets torch.compile trace the function as a part of another one. It does not
+    import torch._dynamo, which would take two seconds.
     """
     skip = _DYNAMO._FrameAction.SKIP
     _DYNAMO.set_code_exec_strategy(function.__code__, _DYNAMO._FrameExecStrategy(skip, skip))
@@ -62,28 +62,28 @@ def _run_uncompiled(function: _Function) -> _Function:
 
 
 class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use()
-    """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` where ``explain`` says so.
+    """Routes ``torch.nn.functional.scaled_dot_product_attention`` to ``greenfast.sdpa`` by the rules of ``explain``.
 
-    A context manager and a decorator; ``routed``, which it returns, counts the calls:
+    It is a context manager and a decorator. It returns ``routed``, the counts of calls:
 
         with greenfast.use() as routed:
             model(x)
         print(routed.taken, routed.fallen_back)
 
-    It routes PyTorch's function under any name it was imported by, also in ``torch.nn.MultiheadAttention``, and under
-    torch.compile, where ``with greenfast.use():`` may be around the compiled call or inside it.
-    It can be entered again; if nested, the innermost one decides. precision, min_length: see ``explain``; by default
-    calls are routed that are faster so. Inside a ``context_parallel`` of several ranks all are, and what that does
-    not compute raises its error: PyTorch's attention would be of one rank's rows.
+    It routes PyTorch's function under any imported name, also in ``torch.nn.MultiheadAttention``, and under
+    torch.compile, with ``with greenfast.use():`` around the compiled call or inside it. It can be entered again; if
+    nested, the innermost one decides. precision, min_length: see ``explain``; by default it routes calls that are
+    faster so. Inside a ``context_parallel`` of several ranks it routes all calls, and unsupported calls raise an error,
+    because PyTorch's attention would use the rows of one rank.
 
-    It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left; other
+    It applies to the thread and the asyncio task that entered it, and to tasks started inside, until it is left. Other
     threads and tasks do not see it. On a decorated generator or coroutine it applies while the body runs, not while it
-    is suspended. Activation checkpointing recomputes in the backward pass, outside of it: decorate the function that is
-    checkpointed, not the step around it.
+    is suspended. Activation checkpointing recomputes in the backward pass, outside of the context: decorate the
+    checkpointed function, not the step around it.
     """
 
     def __init__(self, precision: AutoPrecision = "fp8", min_length: int | None = None) -> None:
-        """Raises ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
+        """Raise ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
         check_choice("precision", precision, SDPA_PRECISIONS)
         if min_length is not None:
             check_length("min_length", min_length)
@@ -101,8 +101,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 
     @_run_uncompiled
     def __exit__(self, *raised: object) -> None:
-        """Raises RuntimeError if this thread has not entered it."""
-        if torch.compiler.is_dynamo_compiling():  # in a graph, blocks end in the order in which they began
+        """Raise RuntimeError if this thread has not entered it."""
+        if torch.compiler.is_dynamo_compiling():  # in a graph, blocks are properly nested
             torch._C._pop_torch_function_stack()
             return
         own = [hook for hook in _get_modes() if isinstance(hook, _Hook) and hook.settings is self and not hook.closed]
@@ -115,9 +115,11 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         hook.close()
 
     def __call__(self, func: _Function) -> _Function:
-        """``func``, routed whenever it runs; it may be a coroutine function or a generator function, async or not.
+        """Return ``func``, routed whenever it runs.
 
-        Raises TypeError for a class, of which only the construction would be routed.
+        It may be a coroutine function or a generator function, async or not.
+
+        Raises TypeError for a class, because only its construction would be routed.
         """
         if isinstance(func, type):
             raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate a method of it, such as forward")
@@ -172,7 +174,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         return functools.wraps(func)(routed)  # type: ignore[return-value]
 
     def _recreate_cm(self) -> use:
-        """The context that a call of a decorated function enters: torch.compile must see it constructed."""
+        """Return the context that a call of a decorated function enters: torch.compile must see its construction."""
         settings = use(self.precision, self.min_length)
         settings.routed = self.routed
         return settings
@@ -181,8 +183,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
 class _Hook(TorchFunctionMode):
     """One entry of ``use``.
 
-    active: whether a graph may use it: not while the decorated coroutine that it belongs to is suspended. closed:
-    whether it was left. A hook that was left in another thread stays on this one's stack until the next change there.
+    active: a graph may use the hook. It is False while the decorated coroutine with this hook is suspended. closed: it
+    was left. A hook that was left in another thread stays on this thread's stack until the next change there.
     """
 
     def __init__(self, settings: use) -> None:
@@ -204,12 +206,12 @@ class _Hook(TorchFunctionMode):
         if func is _TORCH_MHA and all(kind is Tensor for kind in overriding) and self._decides():
             if torch.compiler.is_compiling():
                 return _trace_multi_head_attention(*args, **kwargs)
-            with self:  # this function calls attention, for which the mode has to be on the stack again
+            with self:  # this function calls attention, so the mode must be on the stack again
                 return _MULTI_HEAD_ATTENTION(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _decides(self) -> bool:
-        """Whether this hook, which PyTorch calls from the top of the stack down, decides in this context."""
+        """Return whether this hook decides in this context. PyTorch calls hooks from the top of the stack down."""
         if torch.compiler.is_dynamo_compiling():
             return self.active
         return not self.closed and self in _ENTERED_HOOKS.get()
@@ -218,13 +220,11 @@ class _Hook(TorchFunctionMode):
         self, plain: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Compute the call here or in PyTorch. plain: whether no tensor is of a subclass with its own functions."""
+        """Compute the call here or in PyTorch. plain: no tensor is of a subclass with its own functions."""
         settings = self.settings
         dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
         scale = float(scale) if isinstance(scale, bool) else scale
-        if (
-            in_context_parallel()
-        ):  # nothing is left to PyTorch: what a context_parallel does not compute is an error there
+        if in_context_parallel():  # PyTorch must not compute it; unsupported calls raise an error
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision
             )
@@ -247,10 +247,10 @@ class _Hook(TorchFunctionMode):
 
 
 def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch's attention, seen by the modes of others that are below the calling hook, but by no other hook."""
+    """Call PyTorch's attention so that foreign modes below this hook see it, but no other hook does."""
     out: Tensor
     if torch.compiler.is_dynamo_compiling():
-        # Another hook may be below this one, or be called when the graph runs: neither sees the operator itself.
+        # Another hook below this one, or one that is active when the graph runs, does not see the operator.
         hooked = any(isinstance(mode, _Hook) for mode in _get_modes())
         out = (_ATEN_SDPA if plain and (hooked or not _has_other_modes()) else _TORCH_SDPA)(*args, **kwargs)
         return out
@@ -264,10 +264,10 @@ def _attend_in_torch(plain: bool, *args: Any, **kwargs: Any) -> Tensor:
 
 @functools.cache
 def build_multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> Callable[..., Any]:
-    """PyTorch's function, which asks no mode for another implementation before it computes.
+    """Build PyTorch's function without its check of modes for another implementation.
 
-    attention: called in place of scaled_dot_product_attention. PyTorch 2.13 has redispatch_function for that, with
-    which outer modes do not see the function either.
+    attention: called in place of scaled_dot_product_attention. PyTorch 2.13 has redispatch_function for this, but that
+    also hides the function from outer modes.
     """
     func: Any = _TORCH_MHA
     changes = {"has_torch_function": lambda tensors: False, "scaled_dot_product_attention": attention}
@@ -279,12 +279,15 @@ def build_multi_head_attention(attention: Callable[..., Any] = _TORCH_SDPA) -> C
 
 
 def _has_other_modes() -> bool:
-    """Whether modes of others are on the stack, which see what is left to PyTorch; a default device sees no call."""
+    """Return whether foreign modes are on the stack, except a default device.
+
+    They must see calls that PyTorch computes.
+    """
     return any(not isinstance(mode, _Hook | DeviceContext) for mode in _get_modes())
 
 
 def _trace_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Leave the call to PyTorch in a graph, also where the graph runs under a hook, as with backend="eager"."""
+    """Trace PyTorch's function in a graph. The graph may also run under a hook, as with backend="eager"."""
     if _has_other_modes():
         return _TORCH_MHA(*args, **kwargs)
     with torch._C.DisableTorchFunction():  # PyTorch 2.13 cannot trace Tensor.unflatten under a mode
@@ -294,17 +297,17 @@ def _trace_multi_head_attention(*args: Any, **kwargs: Any) -> Any:
 _MULTI_HEAD_ATTENTION = build_multi_head_attention()
 _MULTI_HEAD_ATTENTION_IN_GRAPH = build_multi_head_attention(_ATEN_SDPA)
 
-#: The hooks that were entered in a context, the innermost last. Tasks inherit it; some may have been left since.
+#: The hooks of a context, innermost last. Tasks inherit it. Some hooks may have been left since.
 _ENTERED_HOOKS: ContextVar[tuple[_Hook, ...]] = ContextVar("greenfast.use", default=())
 
 
 def _get_modes() -> list[Any]:
-    """PyTorch's stack of modes of this thread, the innermost last."""
+    """Return PyTorch's stack of modes of this thread, the innermost last."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
 def _set_modes(modes: Sequence[Any]) -> None:
-    """Replace this thread's stack of modes by ``wanted``, without the hooks that were left."""
+    """Replace this thread's stack of modes, without the hooks that were left."""
     modes = [mode for mode in modes if not (isinstance(mode, _Hook) and mode.closed)]
     stack = _get_modes()
     same = 0
@@ -352,7 +355,7 @@ class _BodyState:
 
     @_run_uncompiled
     def leave_thread(self) -> None:
-        """Take the hooks off this thread's stack until the next step."""
+        """Remove the hooks from this thread's stack until the next step."""
         stack = _get_modes()
         others = [mode for mode in stack if mode not in self.entered]
         for hook in self.entered:
@@ -363,7 +366,7 @@ class _BodyState:
 
     @_run_uncompiled
     def close(self) -> None:
-        """End the body. Hooks that it has entered and not left are the caller's now, as those of any function."""
+        """End the body. Hooks that it entered and did not leave now belong to the caller, as for any function."""
         self.own.close()
         open_hooks = [hook for hook in self.entered if not hook.closed]
         if open_hooks:
@@ -375,7 +378,7 @@ class _BodyState:
 
 
 def _run_steps(state: _BodyState, body: Any, leaves: bool) -> Generator[Any, Any, Any]:
-    """The generator or coroutine ``body``, step by step; with ``leaves`` nothing is on the stack between the steps."""
+    """Run the generator or coroutine ``body`` step by step. leaves: remove the hooks from the stack between steps."""
     step, value = body.send, None
     while True:
         state.resume()

@@ -1,4 +1,4 @@
-"""FP8 attention as one of Hugging Face transformers' attention implementations, which are chosen by name."""
+"""FP8 attention as an attention implementation of Hugging Face transformers, chosen by name."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from greenfast.spec.extras import install_command
 NAME = "greenfast"
 _REGISTER_LOCK = threading.Lock()
 
-#: What a layer may ask of attention besides scaled products and transformers' "sdpa" would silently leave out.
+#: Features of a layer's attention that transformers' "sdpa" would silently ignore.
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
-#: What transformers' own function computes and greenfast does not.
+#: Arguments that only transformers' own function supports.
 _FALLBACK_ONLY = ("position_bias", "cache")
-#: Attention that is meant to be without a causal mask although its attribute says otherwise; "sdpa" makes it causal.
+#: Attention without a causal mask, in spite of its ``is_causal`` attribute; "sdpa" makes it causal.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
-#: Code of a model that treats an implementation by name.
+#: Code of a model that compares the name of an implementation.
 _NAME_COMPARISON = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
 _EAGER_HINT = 'use attn_implementation="eager"'
 _USE_HINT = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
 
 def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: int | None = None) -> Routed:
-    """Make ``attn_implementation="greenfast"`` known to Hugging Face transformers; returns the counts of its calls.
+    """Register ``attn_implementation="greenfast"`` with Hugging Face transformers. Returns the counts of its calls.
 
         greenfast.register_with_transformers()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="greenfast")
 
-    A layer's attention is computed in FP8 where ``greenfast.explain`` says so with this ``min_length``, and otherwise
-    by transformers' own "sdpa": with a mask (padded batches, windows, chunks of a prompt after the first), with
-    dropout, and in decoding, which has few queries. Heads of K and V that queries share are not repeated.
-    Registering again replaces the settings, also for existing models.
+    A layer's attention is computed in FP8 by the rules of ``greenfast.explain`` with this ``min_length``. Otherwise
+    transformers' own "sdpa" computes it: with a mask (padded batches, windows, chunks of a prompt after the first),
+    with dropout, and in decoding with its few queries. Shared heads of K and V are not repeated. Registering again
+    replaces the settings, also for existing models.
 
-    Models, and parts of models, that do not support "sdpa" or treat it by name raise ValueError when they are made or
-    given the name, as their masks would be lost. A layer whose attention has more than scaled products (soft caps,
-    sinks, selected keys) raises ValueError when it runs.
+    Models, and parts of models, that do not support "sdpa" or compare its name raise ValueError when they are
+    constructed or given the name, because their masks would be lost. A layer with unsupported features of attention
+    (soft caps, sinks, selected keys) raises ValueError when it runs.
 
-    Raises ImportError where transformers is missing or too old, ValueError for an unknown precision, and TypeError or
+    Raises ImportError if transformers is missing or too old, ValueError for an unknown precision, and TypeError or
     ValueError for an invalid ``min_length``.
     """
     check_choice("precision", precision, SDPA_PRECISIONS)
@@ -66,25 +66,23 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
         ) from e
     with _REGISTER_LOCK:
         attention = _RegisteredAttention(precision, min_length, attentions()["sdpa"])
-        _install_model_check(
-            model
-        )  # before the name can be chosen; then masks before attention, which would run without them
+        _install_model_check(model)  # before the name can be chosen; masks come before attention
         masks.register(NAME, _MaskFunction(model, masks()["sdpa"]))
         attentions.register(NAME, attention.attend)
     return attention.routed
 
 
 def _install_model_check(model: Any) -> None:
-    """Add our check to transformers' check of whether a model may use an implementation.
+    """Add our check to transformers' check of a model's attention implementation.
 
-    Transformers does not check names that it does not know. Models with custom attention would then run without their
-    masks, because transformers makes masks, or leaves them out, by the name.
+    Transformers does not check unknown names. Models with custom attention would then run without their masks, because
+    transformers decides by the name whether to make masks.
     """
     chosen = getattr(model, "get_correct_attn_implementation", None)
     if chosen is None:
         raise ImportError(
             "register_with_transformers: this transformers has no PreTrainedModel.get_correct_attn_implementation, "
-            "in which models that do not support greenfast are refused; 4.56 to 5.23 have it"
+            "which refuses models without support for greenfast; 4.56 to 5.23 have it"
         )
     if getattr(chosen, "is_greenfast", False):
         return
@@ -109,7 +107,7 @@ def _check_model(model: Any) -> None:
 
 @functools.cache
 def _find_model_fault(model: Any) -> str | None:
-    """Why a class of models cannot use an implementation with a name other than transformers' own; None if it can."""
+    """Return why a class of models cannot use an implementation with a foreign name; None if it can."""
     if not getattr(model, "_supports_sdpa", False):
         return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER_HINT}'
     for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
@@ -154,7 +152,7 @@ class _MaskFunction:
 
 @functools.cache
 def _find_config_fault(model: Any, config: Any) -> str | None:
-    """Why no class of models with this configuration can use greenfast; None if one can, or if there is no class."""
+    """Return why no class of models with this config can use greenfast; None if one can, or if there is no class."""
     reasons, classes = [], [model]
     while classes:
         kind = classes.pop()
@@ -165,7 +163,7 @@ def _find_config_fault(model: Any, config: Any) -> str | None:
 
 
 class _RegisteredAttention:
-    """What is registered, with its settings and counts."""
+    """The registered attention function, with its settings and counts."""
 
     def __init__(self, precision: AutoPrecision, min_length: int | None, fallback: Any) -> None:
         self.precision: AutoPrecision = precision
@@ -177,17 +175,20 @@ class _RegisteredAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Attention of query (B, H, S, D), key and value (B, HK, KV, D): (B, S, H, D), and no weights."""
+        """Compute attention of query (B, H, S, D), key and value (B, HK, KV, D).
+
+        Returns (B, S, H, D), and None for the weights.
+        """
         _check_arguments(module, kwargs)
         causal, k, v = False, key, value
         if type(module).__name__ in _NOT_CAUSAL:
             is_causal = False
         if attention_mask is None and query.shape[2] > 1:
             causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if causal and key.shape[2] > query.shape[2]:  # a static cache that is only partly filled
+        if causal and key.shape[2] > query.shape[2]:  # a partly filled static cache
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
         if in_context_parallel():  # as in ``greenfast.use``
-            return self._sharded(query, k, v, attention_mask, dropout, causal, scaling, kwargs), None
+            return self._attend_sharded(query, k, v, attention_mask, dropout, causal, scaling, kwargs), None
         explanation = self._explain(query, k, v, attention_mask, dropout, causal, scaling, kwargs)
         self.routed.count(explanation)
         if explanation.taken:
@@ -201,11 +202,11 @@ class _RegisteredAttention:
         )
         return result
 
-    def _sharded(
+    def _attend_sharded(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None, kwargs: dict[str, Any],
     ) -> Tensor:  # fmt: skip
-        """(B, S, H, D). Raises NotImplementedError for what a ``context_parallel`` does not compute."""
+        """Compute (B, S, H, D) in a ``context_parallel``. Raises NotImplementedError for unsupported arguments."""
         for name in _FALLBACK_ONLY:
             if kwargs.get(name) is not None:
                 raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
@@ -226,7 +227,7 @@ class _RegisteredAttention:
 
 
 def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
+    """Raise ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(

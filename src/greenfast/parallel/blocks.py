@@ -1,82 +1,34 @@
-"""What a rank computes: codes of its keys, attention on some of its queries over some keys, and the merge of results.
+"""The computation of one rank: quantization of its keys, attention of its queries over some keys, and LSE merge.
 
-On the CPU the kernels' arithmetic in PyTorch; on a GPU the kernels, from ``greenfast.parallel.cuda``.
+On the CPU it is the kernels' arithmetic in PyTorch; on a GPU it is the kernels, from ``greenfast.parallel.cuda``.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention.config import KEY_GROUPS, QUERY_BLOCK, ROW_BLOCK, padded_keys
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, padded_keys
 from greenfast.ops import reference
-from greenfast.ops.quantized import FINE, QuantizedQKV, build_config, pad_head_dim_size
-
-_ALIGNMENT = 256  # bytes, of what lies in a buffer that travels
+from greenfast.ops.quantized import QuantizedQKV, build_config
+from greenfast.parallel.quantized_kv import QuantizedKV
 
 
 @cache
 def load_cuda() -> Any:
-    """``greenfast.parallel.cuda``, imported for the first CUDA tensor."""
+    """Import ``greenfast.parallel.cuda`` at the first CUDA tensor."""
     return importlib.import_module("greenfast.parallel.cuda")
 
 
-@dataclass(frozen=True)
-class QuantizedKV:
-    """Codes and scales of K and V of a rank, in one ``buffer``, uint8, which travels as it is.
-
-    key: uint8 (B, HK, KV, D); value: uint8 (B, HK, D, KV rounded up to 16); the scales: float32 (B, HK, blocks of 128
-    keys), those of K with precision "int8_fine" (B, HK, blocks, 4). D is the kernels' head dim.
-    """
-
-    buffer: Tensor
-    key: Tensor
-    value: Tensor
-    key_scale: Tensor
-    value_scale: Tensor
-
-    @staticmethod
-    def like(key: Tensor, precision: str) -> QuantizedKV:
-        """Memory for the codes of keys (B, HK, KV, D) and as many values."""
-        batch, heads, length, head_dim = key.shape
-        width, blocks = pad_head_dim_size(head_dim), -(-length // ROW_BLOCK)
-        value_scale_shape = (batch, heads, blocks)
-        key_scale_shape = (*value_scale_shape, KEY_GROUPS) if precision == FINE else value_scale_shape
-        codes = (batch, heads, length, width), (batch, heads, width, padded_keys(length))
-        shapes = (*codes, key_scale_shape, value_scale_shape)
-        dtypes = (torch.uint8, torch.uint8, torch.float32, torch.float32)
-        return QuantizedKV(*allocate_buffer(shapes, dtypes, key.device))
-
-
-def get_aligned_nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that a tensor takes in a buffer, up to where the next one begins."""
-    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def allocate_buffer(
-    shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: torch.device
-) -> tuple[Tensor, ...]:
-    """An uninitialized uint8 buffer, and tensors of these shapes and dtypes in it, each at a multiple of 256 bytes."""
-    specs = list(zip(shapes, dtypes, strict=True))
-    buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in specs), dtype=torch.uint8, device=device)
-    tensors, offset = [buffer], 0
-    for shape, dtype in specs:
-        tensors.append(buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        offset += get_aligned_nbytes(shape, dtype)
-    return tuple(tensors)
-
-
 def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
-    """Write the codes of a rank's keys and values; returns the mean that was subtracted, float32 (B, HK, D), rotated.
+    """Write the codes of a rank's keys and values. Return the rotated mean that was subtracted, float32 (B, HK, D).
 
-    samples: (B, HK, 32, head_dim), the keys of all ranks by which the mean is estimated.
+    samples: (B, HK, 32, head_dim), the keys of all ranks for the estimate of the mean.
     """
     if key.is_cuda:
         mean: Tensor = load_cuda().quantize_keys(key, value, samples, precision, into)
@@ -88,7 +40,7 @@ def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, i
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
-    """Codes of a rank's queries, keys and values, with the mean of ``samples`` subtracted from the keys."""
+    """Quantize a rank's queries, keys and values, with the mean of ``samples`` subtracted from the keys."""
     if query.is_cuda:
         quantized: QuantizedQKV = load_cuda().quantize(query, key, value, samples, precision)
         return quantized
@@ -99,11 +51,11 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 def attend(
     query: Tensor, keys: QuantizedKV, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries (B, H, S, D), of any strides, over the first ``count`` of the keys.
+    """Compute attention of queries (B, H, S, D), of any strides, over the first ``count`` keys.
 
-    Returns the output, contiguous and of the queries' dtype, and the natural log-sum-exp of the scores without the
-    mean of the keys, float32 (B, H, S). sum_unrounded_p: whether that sums P before its rounding; else
-    after it, like the divisor of the output, which a merge needs.
+    Returns the output, contiguous and of the queries' dtype, and the natural log-sum-exp of the scores without the mean
+    of the keys, float32 (B, H, S). sum_unrounded_p: sum the weights before rounding. Otherwise the sum is the divisor
+    of the output, as a merge needs it.
     """
     if query.is_cuda:
         result: tuple[Tensor, Tensor] = load_cuda().attend(
@@ -116,7 +68,7 @@ def attend(
 
 
 def slice_codes(queries: QuantizedQKV, keys: QuantizedKV, count: int) -> QuantizedQKV:
-    """The codes of some queries with those of the first ``count`` keys."""
+    """Combine quantized queries with the codes of the first ``count`` keys."""
     blocks = -(-count // ROW_BLOCK)
     return QuantizedQKV(
         query=queries.query,
@@ -134,29 +86,29 @@ def slice_codes(queries: QuantizedQKV, keys: QuantizedKV, count: int) -> Quantiz
 
 
 def can_send_quantized(chunk: int) -> bool:
-    """Whether codes of chunks of so many rows are those of the whole: no block with a scale lies in two of them."""
+    """Return whether quantized chunks of this many rows equal the quantized whole: no scale block spans two chunks."""
     return chunk % max(QUERY_BLOCK, ROW_BLOCK) == 0
 
 
 class LseMerge:
-    """Results of the same queries over different keys, added one by one and merged in float32.
+    """Merges results of the same queries over different keys, one after another, in float32.
 
-    of: how many are to come. The sum is held in the results' dtype while it is one of them and at the end, else in
-    float32; results of 16 bits are what the kernels write. ``out``: (B, H, S, D); ``lse``: float32 (B, H, S).
+    count: the number of results. The sum has the results' dtype for the first result and at the end, otherwise float32;
+    the kernels write 16-bit results. ``out``: (B, H, S, D); ``lse``: float32 (B, H, S).
     """
 
-    def __init__(self, of: int) -> None:
-        self._left = of
+    def __init__(self, count: int) -> None:
+        self._remaining = count
         self.out: Tensor
         self.lse: Tensor
 
     def add(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
-        """Add a result of the rows from ``first`` on; the first one has all rows."""
-        self._left -= 1
+        """Add a result of the rows from ``first`` on; the first result has all rows."""
+        self._remaining -= 1
         if not hasattr(self, "out"):
             self.out, self.lse = out, lse
             return
-        dtype = torch.float32 if self._left else out.dtype
+        dtype = torch.float32 if self._remaining else out.dtype
         into = self.out if self.out.dtype == dtype else torch.empty_like(self.out, dtype=dtype)
         if out.is_cuda:
             self.lse = load_cuda().merge(self.out, self.lse, out, lse, first, into)
@@ -166,7 +118,7 @@ class LseMerge:
 
 
 def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:
-    """The merge of ``kernels/merge/merge.cuh``; writes the output and returns the log-sum-exp."""
+    """Merge as ``kernels/merge/merge.cuh`` does: write the output and return the log-sum-exp."""
     lse = lse_a.clone()
     lse[..., first:] = torch.logaddexp(lse_a[..., first:], lse_b)
     if into is not a:

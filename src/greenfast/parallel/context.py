@@ -44,11 +44,11 @@ from greenfast.serving.plan import describe_tensor
 
 Method = Literal["auto", "ring", "ulysses"]
 _NAMES = ("query", "key", "value")
-_MAX_TIMEOUT = 1e9  # seconds; what PyTorch counts in nanoseconds has an end
+_MAX_TIMEOUT = 1e9  # seconds; PyTorch counts nanoseconds in 64 bits
 
 
 class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_parallel(mesh)
-    """Inside it, ``greenfast.sdpa`` and ``flash_attn_varlen_func`` take each rank's rows of longer sequences.
+    """Compute attention of longer sequences in ``greenfast.sdpa`` and ``flash_attn_varlen_func`` from each rank's rows.
 
         mesh = init_device_mesh("cuda", (size,))
         cp = greenfast.context_parallel(mesh)
@@ -57,22 +57,21 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             out = greenfast.sdpa(q, k, v, is_causal=True)  # this rank's rows of the output
         out = cp.unshard(out, dim=2)
 
-    mesh: a DeviceMesh of one dimension, such as ``mesh["cp"]``; all ranks of it make the same calls.
-    method: "ring" sends codes of K and V round, "ulysses" exchanges sequences for heads; "auto" decides for each call,
-    by its sizes (``explain``).
-    load_balance: whether rank r has chunks r and 2 * size - 1 - r of 2 * size, as in
-    torch.distributed.tensor.experimental.context_parallel, so that a causal mask leaves all ranks the same work; else
-    it has the r-th of ``size``. timeout: seconds after which a rank that does not come to a call is given up, 600 at
-    first.
+    mesh: a DeviceMesh of one dimension, such as ``mesh["cp"]``; all its ranks make the same calls. method: "ring"
+    passes codes of K and V around a ring, "ulysses" exchanges sequences for heads; "auto" chooses for each call, by its
+    sizes (``explain``). load_balance: rank r has chunks r and 2 * size - 1 - r of 2 * size, as in
+    torch.distributed.tensor.experimental.context_parallel, so that a causal mask gives all ranks the same work.
+    Otherwise rank r has the r-th of ``size`` chunks. timeout: seconds until a call fails if a rank does not make it,
+    600 at first.
 
-    It applies to the whole process until it is left, the backward pass of PyTorch's threads included: with activation
-    checkpointing, which computes attention again, the backward pass belongs inside. Results do not depend on which
-    rank is which place of the mesh.
+    It applies to the whole process until it is left, including the backward pass on PyTorch's threads. Activation
+    checkpointing recomputes attention, so the backward pass must then be inside too. Results do not depend on the order
+    of ranks in the mesh.
 
-    Calls raise what ``greenfast.sdpa`` raises; ValueError on all ranks, with the calls, where these differ;
-    RuntimeError with the rank's number where one is lost. Constructing it is a collective call of the mesh's ranks.
-    Raises TypeError for anything but a mesh of one dimension and numbers, ValueError for an unknown method, a timeout
-    that is not positive and a mesh without this rank.
+    Calls raise the errors of ``greenfast.sdpa``; ValueError on all ranks, with the calls, if these differ; RuntimeError
+    with the rank's number if a rank is lost. The constructor is a collective call of the mesh's ranks. It raises
+    TypeError for anything except a mesh of one dimension and numbers, ValueError for an unknown method, a timeout that
+    is not positive and a mesh without this rank.
     """
 
     def __init__(
@@ -97,61 +96,61 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Raises RuntimeError if it has not been entered."""
+        """Raise RuntimeError if the context was not entered."""
         index = len(ACTIVE) - 1
-        while (
-            index >= 0 and ACTIVE[index] is not self
-        ):  # one that was entered later may still be open, on another thread
+        while index >= 0 and ACTIVE[index] is not self:  # a later one may still be active on another thread
             index -= 1
         if index < 0:
             raise RuntimeError("context_parallel: left, but not entered")
         del ACTIVE[index]
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole tensor, a copy.
+        """Return this rank's part of a whole tensor, a copy.
 
-        Raises TypeError for a DTensor, and ValueError for a length that has no such parts.
+        Raises TypeError for a DTensor, and ValueError for a length that the layout does not divide.
         """
         _check_no_dtensor("tensor", tensor, "distribute_tensor() and redistribute() shard it")
         return ShardLayout(self.size, self.load_balance).shard(tensor, dim, self.group.rank)
 
     def unshard(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole tensor, on each rank, from this rank's part. No gradient flows through it.
+        """Return the whole tensor, on each rank, from this rank's part. No gradient flows through it.
 
-        Raises TypeError for a DTensor, and ValueError where the ranks' parts differ in shape or dtype.
+        Raises TypeError for a DTensor, and ValueError if the ranks' parts differ in shape or dtype.
         """
         _check_no_dtensor("tensor", tensor, "its full_tensor() is the whole")
         self.group.agree(f"unshard along {dim}, {tuple(tensor.shape)}, {tensor.dtype}")
         shards = self.group.gather(tensor.detach().contiguous())
-        return ShardLayout(self.size, self.load_balance).whole(shards, dim)
+        return ShardLayout(self.size, self.load_balance).unshard(shards, dim)
 
     def explain(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, enable_gqa: bool = False, *, precision: AutoPrecision = "fp8",
         causal_alignment: str = "upper_left", float32_as: torch.dtype | None = None,
     ) -> Explanation:  # fmt: skip
-        """Which method computes a call with these shards, and why; a ``kernel`` of "torch" where none does.
+        """Return the method of a call with these shards, and the reason. ``kernel`` is "torch" if the call is refused.
 
         Raises TypeError and ValueError for flags, numbers and choices, as ``greenfast.sdpa`` does.
         """
         fixed = _parse_precision(precision)
         tensors = (query, key, value)
-        _, form = self._read(tensors, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
+        _, form = self._canonicalize(tensors, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
         if isinstance(form, Refusal):
             return Explanation("torch", form.reason)
-        return Explanation(*self._method(form), fixed)
+        return Explanation(*self._select_method(form), fixed)
 
     def sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
         scale: float | None, enable_gqa: bool, precision: str, causal_alignment: str, return_lse: bool,
         float32_as: torch.dtype | None,
     ) -> Any:  # fmt: skip
-        """``greenfast.sdpa`` inside this context."""
+        """Compute ``greenfast.sdpa`` inside this context."""
         inputs = (query, key, value)
         try:
             precision = _parse_precision(precision)
             check_flag("return_lse", return_lse)
-            local, form = self._read(inputs, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as)
+            local, form = self._canonicalize(
+                inputs, attn_mask, dropout_p, is_causal, enable_gqa, causal_alignment, float32_as
+            )
             if isinstance(form, Refusal):
                 raise form.error(f"{form.reason} (in a context_parallel)")
             factor = parse_scale(scale, query.shape[-1])
@@ -169,29 +168,33 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         out = _match_placement(query, out.float() if widened else out, dims)
         return (out, _match_placement(query, lse.reshape(form.out[:-1]), dims)) if return_lse else out
 
-    def _read(
+    def _canonicalize(
         self, tensors: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
         enable_gqa: bool, causal_alignment: str, float32_as: torch.dtype | None,
     ) -> tuple[list[Any], CanonicalCall | Refusal]:  # fmt: skip
-        """This rank's rows, and the form of their attention or why it is refused."""
+        """Return this rank's rows, and the canonical form of their attention or its refusal."""
         causal = parse_causal(is_causal, causal_alignment)
         check_flag("enable_gqa", enable_gqa)
         check_cast_dtype(float32_as)
         dropout = parse_dropout(dropout_p)
-        fault = self._misplaced(tensors, enable_gqa)
+        fault = self._find_placement_fault(tensors, enable_gqa)
         if fault:
             return [], Refusal(ValueError, fault)
         local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
         query, key, value = local
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
-        fault = "" if isinstance(form, Refusal) else self._fault(form, any(isinstance(x, DTensor) for x in tensors))
+        fault = (
+            ""
+            if isinstance(form, Refusal)
+            else self._find_shape_fault(form, any(isinstance(x, DTensor) for x in tensors))
+        )
         return local, Refusal(ValueError, fault) if fault else form
 
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
         causal: bool, softcap: float, wants_lse: bool, out: Tensor | None, others: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """``flash_attn_varlen_func`` inside this context. others: arguments that it does not take, None by default."""
+        """Compute ``flash_attn_varlen_func`` inside this context. others: unsupported arguments, None by default."""
         try:
             for name, value in others.items():
                 if value is not None and (name != "window_size" or tuple(value) != (-1, -1)):
@@ -216,7 +219,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Any, Any], longest: tuple[Any, Any], scale: float | None,
         causal: bool, softcap: float,
     ) -> float:  # fmt: skip
-        """The scale. Raises TypeError and ValueError, naming the argument, for what does not fit."""
+        """Return the scale. Raises TypeError and ValueError, naming the argument, for arguments that do not fit."""
         check_flag("causal", causal)
         for name, x in (("q", q), ("k", k), ("v", v)):
             _check_no_dtensor(name, x, "pass its to_local()")
@@ -263,23 +266,26 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             out = torch_ops.SDPA(*tensors, precision, form.causal, scale)
             return out, out
         both: tuple[Tensor, Tensor] = CONTEXT_ATTENTION(
-            *tensors, precision, with_lse, int(form.causal > 0), scale, self.method, self._balanced(form), self.name
+            *tensors, precision, with_lse, int(form.causal > 0), scale, self.method, self._is_balanced(form), self.name
         )
         return both
 
-    def _balanced(self, form: CanonicalCall) -> bool:
-        """Without a mask the order of the keys changes nothing, and rows may be odd in number."""
+    def _is_balanced(self, form: CanonicalCall) -> bool:
+        """Return whether rows are balanced. Without a mask the order of keys changes nothing, and rows may be odd."""
         return self.load_balance and (form.causal > 0 or not (form.query[2] % 2 or form.key[2] % 2))
 
-    def _fault(self, form: CanonicalCall, in_order: bool) -> str:
-        """What is wrong with the shapes of shards, or nothing. in_order: whether their rows are, as a DTensor's."""
+    def _find_shape_fault(self, form: CanonicalCall, in_order: bool) -> str:
+        """Return the fault in the shapes of shards, or "".
+
+        in_order: their rows are in sequence order, as a DTensor's.
+        """
         rows, keys = form.query[2], form.key[2]
         if self.size == 1 or not form.causal:
             return ""
         if rows != keys:
             return f"is_causal: the shards have {rows} queries and {keys} keys; with a mask they must be as many"
         if self.load_balance and in_order:
-            return "query: a DTensor, whose rows are in order; with a mask the context needs load_balance=False"
+            return "query: a DTensor; its rows are in order, so with a mask the context needs load_balance=False"
         if self.load_balance and rows % 2:
             return (
                 f"query: a shard of {rows} rows; two chunks of the same length are needed (load_balance). Pad the "
@@ -287,20 +293,20 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             )
         return ""
 
-    def _method(self, form: CanonicalCall) -> tuple[str, str]:
-        """The method of a call, and why."""
+    def _select_method(self, form: CanonicalCall) -> tuple[str, str]:
+        """Return the method of a call, and the reason."""
         (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = form.query, form.key
         sizes = cost.CallSizes(self.size, batch, heads, kv_heads, rows, keys, head_dim, form.causal > 0)
         return cost.select_method(self.method, sizes)
 
-    def _misplaced(self, tensors: Sequence[Any], enable_gqa: bool) -> str:
-        """Why the DTensors of a call do not have this rank's rows of the same batches and heads; "" if they do.
+    def _find_placement_fault(self, tensors: Sequence[Any], enable_gqa: bool) -> str:
+        """Return why the DTensors of a call do not have this rank's rows of the same batches and heads; "" if they do.
 
-        The answer is the same on all ranks of their mesh: it depends on global shapes and placements alone.
+        The result is the same on all ranks of their mesh: it depends on global shapes and placements only.
         """
         placed = {name: x for name, x in zip(_NAMES, tensors, strict=True) if isinstance(x, DTensor)}
         for name, x in placed.items():
-            if not self._holds_rows(x):
+            if not self._has_local_rows(x):
                 return (
                     f"{name}: a DTensor placed {x.placements} on {x.device_mesh}; on the ranks of the context it must "
                     f"be Shard({x.dim() - 2}), sharded by rows, and on others replicated or sharded by batch or heads. "
@@ -322,8 +328,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                     return fault
         return ""
 
-    def _holds_rows(self, x: DTensor) -> bool:
-        """Whether a DTensor has this rank's rows of whole numbers, of some batches and heads."""
+    def _has_local_rows(self, x: DTensor) -> bool:
+        """Return whether a DTensor has this rank's rows of complete elements, of some batches and heads."""
         mesh = x.device_mesh
         dims = [i for i in range(mesh.ndim) if mesh.get_group(i) is self.group.process_group]
         if len(dims) != 1 or x.dim() < 2 or not all(map(_is_even_placement, x.placements)):
@@ -337,24 +343,24 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
 
 
 def _is_even_placement(placement: Any) -> bool:
-    """Whether it replicates, or shards in parts of consecutive rows."""
+    """Return whether a placement replicates, or shards in parts of consecutive rows."""
     return isinstance(placement, Shard | Replicate) and not isinstance(placement, _StridedShard)
 
 
 def get_sharded_dims(x: DTensor) -> list[int | None]:
-    """The dimension that each dimension of a DTensor's mesh shards, counted from the last one; None for Replicate.
+    """Return the dimension that each mesh dimension shards, counted from the last; None for Replicate.
 
-    The last dimensions are those that the tensors of a call share: they can differ in number.
+    Tensors of one call can differ in the number of dimensions, but share the last ones.
     """
     return [p.dim % x.dim() - x.dim() if isinstance(p, Shard) else None for p in x.placements]
 
 
 def _find_uneven_sharding(placed: dict[str, DTensor], dim: int, enable_gqa: bool) -> str:
-    """Why ranks have other batches or heads of one tensor than of another, along a sharded dimension; "" if not."""
+    """Return why ranks have different batches or heads of the tensors along a sharded dimension; "" if they do not."""
     if len(placed) < len(_NAMES):
         return (
-            f"{', '.join(placed)}: a DTensor sharded by batch or heads, beside a plain tensor, whose batches and heads "
-            "are not known. Pass query, key and value as DTensors"
+            f"{', '.join(placed)}: a DTensor sharded by batch or heads, beside a plain tensor with unknown batches and "
+            "heads. Pass query, key and value as DTensors"
         )
     sizes = {name: x.shape[dim] for name, x in placed.items()}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -386,9 +392,9 @@ def _format_range(part: tuple[int, int]) -> str:
 
 
 def _get_shard_ranges(x: DTensor, dim: int) -> list[tuple[int, int]]:
-    """The parts of a sharded dimension by their first and last + 1 index, of all places of the mesh that shard it.
+    """Return the parts of a sharded dimension as (first, last + 1), for all mesh positions that shard it.
 
-    As DTensors are sharded: by one dimension of the mesh after another, in parts as long as the first.
+    DTensors are sharded by one mesh dimension after another, in parts as long as the first.
     """
     parts = [(0, x.shape[dim])]
     for i, sharded in enumerate(get_sharded_dims(x)):
@@ -404,9 +410,9 @@ def _get_shard_ranges(x: DTensor, dim: int) -> list[tuple[int, int]]:
 
 
 def _match_placement(like: Any, x: Tensor, dims: int) -> Tensor:
-    """A result as a DTensor where the query is one, sharded along the same dimensions.
+    """Return a result as a DTensor if the query is one, sharded along the same dimensions.
 
-    dims: of the output; the result has these or, as the log-sum-exp, the first of them.
+    dims: of the output. The result has these or, as the log-sum-exp, the first of them.
     """
     if not isinstance(like, DTensor):
         return x
@@ -432,6 +438,6 @@ def _check_no_dtensor(name: str, x: Any, instead: str) -> None:
 
 
 def _parse_precision(precision: str) -> str:
-    """The one that is asked for; of "auto" the faster one, as PyTorch's own attention knows no shards."""
+    """Check the precision. "auto" becomes "fp8", because PyTorch's own attention does not support shards."""
     check_choice("precision", precision, PRECISIONS_AND_AUTO)
     return "fp8" if precision == "auto" else precision

@@ -1,8 +1,8 @@
-"""What attention on several GPUs takes: a model of its time, by which ``method="auto"`` chooses.
+"""Cost model of attention on several GPUs. ``method="auto"`` chooses the method by it.
 
 The figures of a link are of two H100 with NVLink (NCCL, point to point), measured at 16 and 128 MiB: 92 microseconds
-and 286 GB/s, which gives 1 MiB in 96 microseconds (measured: 119). Attention runs at the rate of the FP8 kernel on
-long sequences. docs/parallel.md compares the model with runs.
+and 286 GB/s, which gives 1 MiB in 96 microseconds (measured: 119). Attention runs at the rate of the FP8 kernel on long
+sequences. docs/parallel.md compares the model with runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Link:
     """Rates of a GPU and its links.
 
-    flops: of attention on one GPU, 1/s. memory: bytes/s of kernels that copy. link: bytes/s of a GPU to another of its
-    node, each way, after ``latency`` seconds. node: GPUs of a node. network: bytes/s of a GPU to other nodes.
+    flops: of attention on one GPU, 1/s. memory: bytes/s of kernels that copy. link: bytes/s from one GPU to another in
+    its node, each way, after ``latency`` seconds. node: GPUs of a node. network: bytes/s of a GPU to other nodes.
     """
 
     flops: float = 945e12
@@ -28,7 +28,10 @@ class Link:
 
 @dataclass(frozen=True)
 class CallSizes:
-    """An attention on one rank: (batch, heads, rows, head_dim) of Q, and heads and rows of K and V. size: ranks."""
+    """The sizes of attention on one rank: (batch, heads, rows, head_dim) of Q, and heads and rows of K and V.
+
+    size: number of ranks.
+    """
 
     size: int
     batch: int
@@ -41,14 +44,14 @@ class CallSizes:
 
     @property
     def flops(self) -> float:
-        """Of one rank, counted as 4 * B * H * S * S * D, half of it with a mask."""
+        """FLOPs of one rank, counted as 4 * B * H * S * S * D, half of it with a mask."""
         whole = 4.0 * self.batch * self.heads * self.rows * self.keys * self.size * self.head_dim
         return whole / 2 if self.causal else whole
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one forward pass: in all, of attention itself, and of exchanges that nothing hides."""
+    """Seconds of one forward pass: in total, of attention itself, and of exposed exchanges."""
 
     seconds: float
     computing: float
@@ -56,24 +59,27 @@ class Estimate:
 
 
 def estimate_ring(sizes: CallSizes, machine: Link = Link()) -> Estimate:
-    """K and V, a byte an element, to the next rank in each turn; beyond a node the slowest link sets the pace."""
+    """Estimate ring attention: codes of K and V go to the next rank in each step.
+
+    Beyond a node the slowest link determines the rate.
+    """
     codes = 2.0 * sizes.batch * sizes.kv_heads * sizes.keys * sizes.head_dim
     rate = machine.link if sizes.size <= machine.node else machine.network
     travel = machine.latency + codes / rate if sizes.size > 1 else 0.0
-    turn = sizes.flops / sizes.size / machine.flops
+    step = sizes.flops / sizes.size / machine.flops
     output = 2.0 * sizes.batch * sizes.heads * sizes.rows * sizes.head_dim
     # A merge reads two results and writes one; with more than two ranks the sum is float32.
     merge = output * (2.25 if sizes.size == 2 else 5) / machine.memory
-    later = max(0, sizes.size - 2)  # turns that end with a merge, and hide an exchange
-    exposed = max(0.0, travel - turn) + later * max(0.0, travel - turn - merge)
-    computing = turn * sizes.size + 3 * codes / machine.memory + (sizes.size - 1) * merge
-    first = machine.latency if sizes.size > 1 else 0.0  # the keys that the mean is of
+    later = max(0, sizes.size - 2)  # steps that end with a merge, and overlap an exchange
+    exposed = max(0.0, travel - step) + later * max(0.0, travel - step - merge)
+    computing = step * sizes.size + 3 * codes / machine.memory + (sizes.size - 1) * merge
+    first = machine.latency if sizes.size > 1 else 0.0  # the exchange of sampled keys
     return Estimate(computing + exposed + first, computing, exposed + first)
 
 
 def estimate_ulysses(sizes: CallSizes, machine: Link = Link()) -> Estimate:
-    """Codes of Q, K and V to the heads and 16-bit outputs back; a quarter of each is not hidden where heads allow."""
-    each = -(-sizes.heads // sizes.size)  # heads of a rank
+    """Estimate Ulysses: codes of Q, K and V to the heads and 16-bit outputs back, overlapped in up to four parts."""
+    each = -(-sizes.heads // sizes.size)  # heads per rank
     keys = max(1, min(each, -(-sizes.kv_heads // sizes.size)))
     parts = 4 if keys % 4 == 0 else 2 if keys % 2 == 0 else 1
     rows = sizes.batch * sizes.head_dim * sizes.size
@@ -96,16 +102,16 @@ def estimate_ulysses(sizes: CallSizes, machine: Link = Link()) -> Estimate:
 
 
 def select_method(requested: str, sizes: CallSizes) -> tuple[str, str]:
-    """The method of a call, and why. asked: its name, or "auto"."""
+    """Return the method of a call, and the reason. requested: a method or "auto"."""
     if sizes.size == 1:
         return "single", "a mesh of one rank: nothing is exchanged"
     if 0 in (sizes.batch, sizes.heads, sizes.rows, sizes.keys):
-        return "ring", "no rows, or no keys that they attend to: nothing is exchanged"
-    return choose_method(sizes) if requested == "auto" else (requested, f"{requested} was asked for")
+        return "ring", "no rows, or no keys: nothing is exchanged"
+    return choose_method(sizes) if requested == "auto" else (requested, f"{requested} was requested")
 
 
 def choose_method(sizes: CallSizes, machine: Link = Link()) -> tuple[str, str]:
-    """The method for these sizes, and why."""
+    """Return the faster method for these sizes, and the reason."""
     estimates = {"ring": estimate_ring(sizes, machine), "ulysses": estimate_ulysses(sizes, machine)}
     name = min(estimates, key=lambda method: estimates[method].seconds)
     other = "ring" if name == "ulysses" else "ulysses"
@@ -120,4 +126,4 @@ def choose_method(sizes: CallSizes, machine: Link = Link()) -> tuple[str, str]:
 
 
 def _format_estimate(estimate: Estimate) -> str:
-    return f"{estimate.seconds * 1e3:.3g} ms ({estimate.exposed * 1e3:.2g} ms of exchanges that nothing hides)"
+    return f"{estimate.seconds * 1e3:.3g} ms ({estimate.exposed * 1e3:.2g} ms of exposed exchanges)"

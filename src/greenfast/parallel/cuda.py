@@ -1,4 +1,4 @@
-"""``greenfast.parallel.blocks`` on a GPU: launches of the kernels that are prepared once per shape."""
+"""``greenfast.parallel.blocks`` on a GPU: launch plans of the kernels, one per shape."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from greenfast.ops.cuda import get_sizes
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, put_bounded
 from greenfast.ops.layout import make_tma_compatible
 from greenfast.ops.quantized import QuantizedQKV, build_config
-from greenfast.parallel.blocks import QuantizedKV
+from greenfast.parallel.quantized_kv import QuantizedKV
 from greenfast.spec.arch import Target
 
-#: Blocks of the attention kernel for each multiprocessor: NCCL's kernels hold some of these for a part of its time.
+#: CTAs of the attention kernel per SM. NCCL's kernels occupy some SMs for a part of the time.
 CTAS_PER_SM = 4
 _MAX_PLANS = 4096
 _PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
@@ -55,7 +55,7 @@ def _launch(device: int, key: tuple[Any, ...], step: Callable[[], LaunchStep], b
 
 
 def _launch_quantizer(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, buffers: dict[str, Tensor]) -> None:
-    """Launch the quantizer on tensors that it can read, with the buffers ``samples`` and what it writes."""
+    """Launch the quantizer on TMA-compatible tensors, with the buffer ``samples`` and the output buffers."""
     device = k.get_device()
     _get_target(device)
     inputs = {"q": q, "k": k, "v": v}
@@ -69,7 +69,7 @@ def _launch_quantizer(config: AttentionConfig, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, into: QuantizedKV) -> Tensor:
-    """``blocks.quantize_keys`` of CUDA tensors."""
+    """Compute ``blocks.quantize_keys`` of CUDA tensors."""
     key, value = make_tma_compatible(key), make_tma_compatible(value)
     config = replace(_build_config(key.shape[3], key.dtype, precision), fuse_q_quant=True)  # no Q here
     mean = into.key_scale.new_empty(*key.shape[:2], into.key.shape[3])
@@ -82,20 +82,20 @@ def quantize_keys(key: Tensor, value: Tensor, samples: Tensor, precision: str, i
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precision: str) -> QuantizedQKV:
-    """``blocks.quantize`` of CUDA tensors."""
+    """Compute ``blocks.quantize`` of CUDA tensors."""
     query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
     config = _build_config(query.shape[3], query.dtype, precision)
     shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
-    buffers_ = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
-    _launch_quantizer(config, query, key, value, {**buffers_, "samples": samples})
+    outputs = {name: query.new_empty(shape, dtype=cuda.get_buffer_dtype(name)) for name, shape in shapes.items()}
+    _launch_quantizer(config, query, key, value, {**outputs, "samples": samples})
     return QuantizedQKV(
-        query=buffers_["q_codes"],
-        key=buffers_["k_codes"],
-        value=buffers_["v_codes"],
-        query_scale=buffers_["q_scale"],
-        key_scale=buffers_["k_scale"],
-        value_scale=buffers_["v_scale"],
-        key_mean=buffers_["k_mean"],
+        query=outputs["q_codes"],
+        key=outputs["k_codes"],
+        value=outputs["v_codes"],
+        query_scale=outputs["q_scale"],
+        key_scale=outputs["k_scale"],
+        value_scale=outputs["v_scale"],
+        key_mean=outputs["k_mean"],
         precision=precision,
         head_dim=query.shape[3],
         key_length=key.shape[2],
@@ -106,7 +106,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, samples: Tensor, precisi
 def attend(
     query: Tensor, keys: QuantizedKV, count: int, precision: str, causal: int, scale: float, sum_unrounded_p: bool
 ) -> tuple[Tensor, Tensor]:
-    """``blocks.attend`` of CUDA tensors."""
+    """Compute ``blocks.attend`` of CUDA tensors."""
     batch, heads, length, head_dim = query.shape
     config = _build_config(head_dim, query.dtype, precision)
     config = replace(
@@ -131,7 +131,7 @@ def attend(
 
 
 def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """Attention on codes of Q too, as ``torch.ops.greenfast.attention``, while NCCL's kernels may run."""
+    """Compute attention on quantized Q, K and V, as ``torch.ops.greenfast.attention``, while NCCL's kernels may run."""
     config = _build_config(codes.head_dim, codes.dtype, codes.precision)
     config = replace(config, mask=Mask(causal), log_sum_exp=with_lse)
     batch, heads, length, _ = codes.query.shape
@@ -169,14 +169,14 @@ def _launch_attention(
             config, sizes, scale, Strides(query=query), size, kv_len_allocated=kv_len_allocated, ctas_per_sm=CTAS_PER_SM
         )
         names = {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"})
-        # What lies before it on the stream may be a wait for NCCL, not the quantizer.
+        # The preceding work on the stream may be a wait for NCCL instead of the quantizer.
         return LaunchStep(hopper.kernel(config, sizes, size), replace(launch, early=False), names)
 
     _launch(device, ("attend", config, sizes, scale, device, query, kv_len_allocated), step, buffers)
 
 
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, first: int, into: Tensor) -> Tensor:
-    """Merge ``b`` into ``a``: writes ``into`` and returns the log-sum-exp."""
+    """Merge ``b`` into ``a``: write ``into`` and return the log-sum-exp."""
     device, in_place = a.get_device(), into is a
     lse = torch.empty_like(lse_a)
     shape, strides = tuple(a.shape), tuple(x.stride()[:3] for x in (a, b, into))

@@ -1,6 +1,6 @@
-"""Ring attention: codes of K and V go round the ranks, the next ones while those that are here are attended to.
+"""Ring attention: ranks pass codes of K and V around a ring, and overlap each exchange with attention.
 
-After Liu et al., "Ring Attention with Blockwise Transformers" (2023); what travels is 8-bit codes and their scales.
+After Liu et al., "Ring Attention with Blockwise Transformers" (2023). The ranks exchange 8-bit codes and their scales.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from greenfast.kernels.quantize.qkv import MEAN_KEYS, sample_places
 from greenfast.ops import torch_ops
 from greenfast.ops.layout import synchronized
 from greenfast.parallel import blocks
-from greenfast.parallel.blocks import LseMerge, QuantizedKV
+from greenfast.parallel.blocks import LseMerge
 from greenfast.parallel.group import RankGroup
 from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.quantized_kv import QuantizedKV
 
 
 def gather_samples(group: RankGroup, layout: ShardLayout, key: Tensor) -> Tensor:
-    """The keys by which the mean of all keys is estimated, (B, HK, 32, D): those of one GPU, of all ranks."""
+    """Return the keys for the estimate of the mean, (B, HK, 32, D). All ranks get the samples of the whole sequence."""
     batch, heads, length, head_dim = key.shape
     samples = key.new_zeros(batch, heads, MEAN_KEYS, head_dim)
     indices, rows = _find_local_samples(layout, group.rank, length, key.device)
     if len(indices):
         samples.index_copy_(2, indices, key.index_select(2, rows))
-    return group.sum_of_bits(samples)
+    return group.all_reduce_bits(samples)
 
 
 @lru_cache(maxsize=256)
 def _find_local_samples(layout: ShardLayout, rank: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of the samples are a rank's, and where its rows are; kept, as copies to a GPU take longer than they do."""
-    owners = [layout.row_of(position, length) for position in sample_places(length * layout.size)]
+    """Return the indices of the samples on this rank, and their rows. Cached, because copies to a GPU are slow."""
+    owners = [layout.locate_row(position, length) for position in sample_places(length * layout.size)]
     mine = [(i, row) for i, (owner, row) in enumerate(owners) if owner == rank]
     indices, rows = synchronized(torch.tensor(mine, dtype=torch.long).view(-1, 2).T.contiguous().to(device))
     return indices, rows
 
 
 def build_ring_steps(rank: int, layout: ShardLayout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
-    """What a rank computes while it has the keys of rank ``rank - turn``: (first query row, count of keys, masked).
+    """Return the work of a rank for the keys of rank ``rank - step``: (first query row, count of keys, masked).
 
-    None where its queries attend to none of them. length: rows of each rank.
+    A step is None if its queries attend to none of these keys. length: rows of each rank.
     """
     steps: list[tuple[int, int, int] | None] = [(0, length, int(causal))]
-    for turn in range(1, layout.size):
-        later = turn > rank  # those keys are of a rank behind this one
+    for step in range(1, layout.size):
+        later = step > rank  # these keys follow this rank's rows
         if not causal:
             steps.append((0, length, 0))
         elif layout.balanced:
@@ -61,16 +62,16 @@ def forward(
     group: RankGroup, layout: ShardLayout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int,
     scale: float, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
+    """Return the output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
     samples = gather_samples(group, layout, key)
-    here, there = (QuantizedKV.like(key, precision) for _ in range(2))
+    here, there = (QuantizedKV.allocate_like(key, precision) for _ in range(2))
     mean = blocks.quantize_keys(key, value, samples, precision, here)
     plan = build_ring_steps(group.rank, layout, key.shape[2], bool(causal))
-    merged = LseMerge(of=sum(turn is not None for turn in plan))
-    for number, turn in enumerate(plan):
-        with group.exchanging(here.buffer, there.buffer) if number + 1 < group.size else nullcontext():
-            if turn is not None:
-                first, count, masked = turn
+    merged = LseMerge(count=sum(step is not None for step in plan))
+    for number, step in enumerate(plan):
+        with group.exchange(here.buffer, there.buffer) if number + 1 < group.size else nullcontext():
+            if step is not None:
+                first, count, masked = step
                 result = blocks.attend(query[:, :, first:], here, count, precision, masked, scale, with_lse)
                 merged.add(*result, first)
         here, there = there, here

@@ -1,6 +1,6 @@
-"""Attention on several GPUs as PyTorch knows it: ``torch.ops.greenfast.context_attention`` and its gradients.
+"""The registered operators of attention on several GPUs: ``torch.ops.greenfast.context_attention`` and its gradients.
 
-A graph of torch.compile holds one call of it, with the name of the process group; what is exchanged is inside.
+A graph of torch.compile contains one call, with the name of the process group. The exchanges are inside the operator.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _forward(
     ranks = find_group(group)
     (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
     sizes = cost.CallSizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
-    method, _ = cost.select_method(method, sizes)  # here, as a graph would depend on the lengths that it compares
+    method, _ = cost.select_method(method, sizes)  # not in the graph, which would specialize the lengths
     options = f", {precision}, return_lse {with_lse}"
     _agree(ranks, f"sdpa by {method}", (query, key, value), causal, scale, balanced, options)
     if _is_empty(query, key):
         out, lse = query.new_zeros(query.shape), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     else:
         layout = ShardLayout(ranks.size, balanced)
-        with ranks.computing():
+        with ranks.report_errors():
             out, lse = METHODS[method](ranks, layout, query, key, value, precision, causal, scale, with_lse)
     return out, lse if with_lse else lse.new_empty(0)
 
@@ -54,7 +54,7 @@ def _backward(
     _agree(ranks, "the gradient of sdpa", (query, key, value), causal, scale, balanced)
     if _is_empty(query, key):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    with ranks.computing():
+    with ranks.report_errors():
         return ulysses.backward(ranks, ShardLayout(ranks.size, balanced), grad, query, key, value, causal, scale)
 
 
@@ -67,7 +67,7 @@ def _agree(
     balanced: bool,
     options: str = "",
 ) -> None:
-    """Return once all ranks make this call."""
+    """Return after all ranks make this call."""
     shapes = ", ".join(
         f"{tensor_name} {tuple(x.shape)}" for tensor_name, x in zip(("query", "key", "value"), tensors, strict=True)
     )

@@ -1,8 +1,7 @@
-"""Attention by heads: all-to-all exchanges give each rank the whole sequence for its share of the heads, and back.
+"""Ulysses attention: all-to-all exchanges give each rank the whole sequence for its share of the heads, and back.
 
-After Jacobs et al., "DeepSpeed Ulysses" (2023). What travels to the heads is 8-bit codes and scales of Q, K and V, made
-of the rows that a rank has; what comes back is the output. Heads go in parts, so that a part is exchanged while the
-one before it is computed.
+After Jacobs et al., "DeepSpeed Ulysses" (2023). A rank quantizes its rows, and sends 8-bit codes and scales of Q, K and
+V; it receives the output. Heads are exchanged in parts, so that an exchange overlaps the attention of the part before.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from greenfast.ops.quantized import QuantizedQKV
 from greenfast.parallel import blocks
 from greenfast.parallel.group import RankGroup
 from greenfast.parallel.layout import ShardLayout
+from greenfast.parallel.quantized_kv import get_aligned_nbytes
 from greenfast.parallel.ring import gather_samples
 
-PendingExchange = tuple[tuple[Tensor, ...], object]  # what an exchange receives, and the work to wait for
+PendingExchange = tuple[tuple[Tensor, ...], object]  # the received tensors, and the work to wait for
 
 _PART_COUNTS = (4, 2)
-_MIN_PART_BYTES = 2 << 20  # bytes of a part for each rank: links are slow below
+_MIN_PART_BYTES = 2 << 20  # bytes of a part per rank; links are slow below
 
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """Which heads each rank computes: ``queries`` heads of Q, each ``share`` of which share one head of K and V.
+    """The heads of each rank: ``q_heads_per_rank`` heads of Q. Each ``group_size`` of these share one head of K and V.
 
-    Where the group does not divide the heads, the last ranks have heads that do not exist. Where there are fewer heads
-    of K and V than ranks, or their groups lie across ranks, ranks get copies.
+    If the ranks do not divide the heads, the last ranks have heads that do not exist. With fewer heads of K and V than
+    ranks, or with groups that span ranks, ranks get copies.
     """
 
     heads: int
@@ -40,76 +40,82 @@ class HeadSharding:
     size: int
 
     @property
-    def queries(self) -> int:
-        """Heads of Q of each rank."""
+    def q_heads_per_rank(self) -> int:
+        """Heads of Q per rank."""
         return -(-self.heads // self.size)
 
     @property
-    def share(self) -> int:
-        """Heads of Q that share one of K and V on a rank: the most that do so on every rank."""
-        kv_heads = self._key_of_each()
-        for share in range(self.queries, 0, -1):
-            runs = [kv_heads[start : start + share] for start in range(0, len(kv_heads), share)]
-            if self.queries % share == 0 and all(len(set(run)) == 1 for run in runs):
-                return share
+    def group_size(self) -> int:
+        """The largest number of heads of Q that share one of K and V on every rank."""
+        kv_heads = self._assign_kv_heads()
+        for size in range(self.q_heads_per_rank, 0, -1):
+            runs = [kv_heads[start : start + size] for start in range(0, len(kv_heads), size)]
+            if self.q_heads_per_rank % size == 0 and all(len(set(run)) == 1 for run in runs):
+                return size
         raise AssertionError
 
     @property
-    def keys(self) -> list[int]:
-        """The heads of K and V that the ranks have, one rank after another, as many for each."""
-        return self._key_of_each()[:: self.share]
+    def assigned_kv_heads(self) -> list[int]:
+        """The heads of K and V of all ranks, in rank order, as many for each."""
+        return self._assign_kv_heads()[:: self.group_size]
 
-    def _key_of_each(self) -> list[int]:
+    def _assign_kv_heads(self) -> list[int]:
         shared = self.heads // self.kv_heads
-        return [min(head // shared, self.kv_heads - 1) for head in range(self.queries * self.size)]
+        return [min(head // shared, self.kv_heads - 1) for head in range(self.q_heads_per_rank * self.size)]
 
 
 @dataclass(frozen=True)
 class ExchangedTensor:
-    """One of the tensors that travel: (B, heads, ...), with the rows of the sequence in dimension ``rows``.
+    """A tensor to exchange: (B, heads, ...), with the rows of the sequence in dimension ``rows``.
 
-    of_keys: whether its heads are K's and V's.
+    is_kv: its heads are those of K and V.
     """
 
     tensor: Tensor
     rows: int
-    of_keys: bool
+    is_kv: bool
 
 
 class HeadExchange:
-    """What a group exchanges for one attention."""
+    """The exchanges of a group for one attention."""
 
     def __init__(self, group: RankGroup, layout: ShardLayout, heads: HeadSharding) -> None:
         self.group, self.layout, self.heads = group, layout, heads
 
-    def by_rank(self, field: ExchangedTensor) -> Tensor:
-        """The field with its heads divided among the ranks: (B, size, heads of a rank, ...)."""
+    def split_heads(self, field: ExchangedTensor) -> Tensor:
+        """Split the heads of a tensor among the ranks: (B, size, heads per rank, ...)."""
         x, size = field.tensor, self.group.size
-        if field.of_keys:
-            if self.heads.keys != list(range(x.shape[1])):
-                x = x[:, self.heads.keys]
-        elif x.shape[1] != self.heads.queries * size:
-            missing = x.new_zeros(x.shape[0], self.heads.queries * size - x.shape[1], *x.shape[2:])
+        if field.is_kv:
+            if self.heads.assigned_kv_heads != list(range(x.shape[1])):
+                x = x[:, self.heads.assigned_kv_heads]
+        elif x.shape[1] != self.heads.q_heads_per_rank * size:
+            missing = x.new_zeros(x.shape[0], self.heads.q_heads_per_rank * size - x.shape[1], *x.shape[2:])
             x = torch.cat([x, missing], 1)
         return torch.unflatten(x, 1, (size, x.shape[1] // size))
 
     def send(self, fields: Sequence[Tensor]) -> PendingExchange:
-        """Exchange fields (B, size, heads, ...): the received ones, (size, B, heads, ...), and the work to wait for."""
+        """Exchange tensors (B, size, heads, ...).
+
+        Return the received ones, (size, B, heads, ...), and the work to wait for.
+        """
         shapes = [(x.shape[0], *x.shape[2:]) for x in fields]
         return self._exchange(fields, shapes, lambda x, into: into.copy_(x.transpose(0, 1)))
 
     def send_back(self, results: Sequence[Tensor]) -> PendingExchange:
-        """Exchange results of whole sequences, (B, heads, S, ...), as fields of each rank's rows of them."""
+        """Exchange results of whole sequences, (B, heads, S, ...), for each rank's rows of them."""
         shapes = [(*x.shape[:2], x.shape[2] // self.group.size, *x.shape[3:]) for x in results]
         return self._exchange(results, shapes, self.scatter)
 
     def _exchange(
         self, tensors: Sequence[Tensor], shapes: list[tuple[int, ...]], write: Callable[[Tensor, Tensor], object]
     ) -> PendingExchange:
-        """shapes: of each tensor for one rank. write(tensor, into): fills its place, (size, *shape)."""
+        """Exchange tensors in one buffer.
+
+        shapes: of each tensor for one rank. write(tensor, into): fills (size, *shape).
+        """
         dtypes = [x.dtype for x in tensors]
-        # All of them in one buffer for each rank, so that the exchange is one.
-        width = sum(blocks.get_aligned_nbytes(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        # One buffer for each rank, so that there is one exchange.
+        width = sum(get_aligned_nbytes(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
         sent = torch.empty(self.group.size, width, dtype=torch.uint8, device=tensors[0].device)
         for x, into in zip(tensors, _view_buffer(sent, shapes, dtypes), strict=True):
             write(x, into)
@@ -117,34 +123,34 @@ class HeadExchange:
         return _view_buffer(received, shapes, dtypes), work
 
     def wait(self, coming: PendingExchange) -> tuple[Tensor, ...]:
-        """What ``send`` receives, in the order of the ranks."""
+        """Wait for the tensors of ``send``, in the order of the ranks."""
         received, work = coming
         self.group.wait(received[0], work)
         positions = self.group.places
         return tuple(x[positions] for x in received) if positions else received
 
-    def gathered(self, x: Tensor, rows: int) -> Tensor:
-        """A received field (size, B, heads, ...) as (B, heads, ...) with the rows of the sequence in their order."""
+    def gather_sequence(self, x: Tensor, rows: int) -> Tensor:
+        """Reorder a received tensor (size, B, heads, ...) to (B, heads, ...), with the rows in sequence order."""
         parts, size = self.layout.parts, self.group.size
         chunk = x.shape[rows + 1] // parts
         chunks = torch.unflatten(x, rows + 1, (parts, chunk))
         shape = (*x.shape[1 : rows + 1], parts * size, chunk, *x.shape[rows + 2 :])
         out = x.new_empty(shape)
         into = out.movedim(rows, 0)
-        for position, chosen in self._places(chunks, rows + 1):
+        for position, chosen in self._pair_chunks(chunks, rows + 1):
             into[position].copy_(chosen)
         return out.flatten(rows, rows + 1)
 
     def scatter(self, x: Tensor, into: Tensor) -> None:
-        """The inverse: (B, heads, rows of the sequence, ...) into (size, B, heads, ...), each rank's in its order."""
+        """Do the inverse: (B, heads, rows of the sequence, ...) to (size, B, heads, ...), rows in each rank's order."""
         parts, size = self.layout.parts, self.group.size
         chunk = into.shape[3] // parts
         chunks = torch.unflatten(x, 2, (parts * size, chunk)).movedim(2, 0)
-        for position, chosen in self._places(torch.unflatten(into, 3, (parts, chunk)), 3):
+        for position, chosen in self._pair_chunks(torch.unflatten(into, 3, (parts, chunk)), 3):
             chosen.copy_(chunks[position])
 
-    def _places(self, chunks: Tensor, parts: int) -> list[tuple[slice | int, Tensor]]:
-        """Where chunks (size, ..., parts, ...) go in the sequence: as few pairs of places and views as there can be."""
+    def _pair_chunks(self, chunks: Tensor, parts: int) -> list[tuple[slice | int, Tensor]]:
+        """Pair positions in the sequence with views of chunks (size, ..., parts, ...), in as few pairs as possible."""
         size = self.group.size
         heads = (slice(0, size), chunks.select(parts, 0))
         if not self.layout.balanced:
@@ -154,19 +160,19 @@ class HeadExchange:
 
 
 def _view_buffer(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
-    """Tensors (size, *shape) in a buffer (size, bytes)."""
+    """View a buffer (size, bytes) as tensors (size, *shape)."""
     views, offset = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         size = torch.Size(shape).numel() * dtype.itemsize
         views.append(torch.unflatten(buffer[:, offset : offset + size].view(dtype), 1, shape))
-        offset += blocks.get_aligned_nbytes(shape, dtype)
+        offset += get_aligned_nbytes(shape, dtype)
     return tuple(views)
 
 
 def _view_as_int64(x: Tensor, together: int) -> Tensor:
-    """The same bytes as int64, which copies move faster than single codes; as they are where that cannot be.
+    """View x as int64, which copies faster than bytes, or return x if the layout does not allow it.
 
-    together: how many neighbours in the last dimension are never parted.
+    together: this many neighbours in the last dimension are never separated.
     """
     count = torch.int64.itemsize // x.dtype.itemsize
     *strides, last = x.stride()
@@ -176,7 +182,7 @@ def _view_as_int64(x: Tensor, together: int) -> Tensor:
 
 
 def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of a dense tensor as another dtype."""
+    """View a dense tensor as another dtype."""
     return x if x.dtype == dtype else x.view(dtype)
 
 
@@ -184,7 +190,7 @@ def forward(
     group: RankGroup, layout: ShardLayout, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int,
     scale: float, with_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
+    """Return the output of this rank's queries over all keys, contiguous, and their log-sum-exp, float32 (B, H, S)."""
     batch, count, length, head_dim = query.shape
     heads = HeadSharding(count, key.shape[1], group.size)
     exchange = HeadExchange(group, layout, heads)
@@ -207,23 +213,25 @@ def forward(
             ExchangedTensor(_view_as_int64(x, head_dim), 2, is_kv)
             for x, is_kv in ((query, False), (key, True), (value, True))
         ]
-    divided = [exchange.by_rank(field) for field in fields]
+    divided = [exchange.split_heads(field) for field in fields]
     parts = count_parts(divided, heads)
-    # Scales are small: those of all parts come with the first one.
-    coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.by_rank, scales)])
+    # Scales are small: the first exchange has those of all parts.
+    coming = exchange.send([*(x.tensor_split(parts, 2)[0] for x in divided), *map(exchange.split_heads, scales)])
     scale_parts: list[list[Tensor]] = []
     going = []
     result: tuple[Tensor, ...]
     for part in range(parts):
         pending = coming
-        if part + 1 < parts:  # the next part's way is hidden by this one's attention
+        if part + 1 < parts:  # overlap the next exchange with this part's attention
             coming = exchange.send([x.tensor_split(parts, 2)[part + 1] for x in divided])
         received = exchange.wait(pending)
         if part == 0:
-            all_scales = (exchange.gathered(x, field.rows) for x, field in zip(received[3:], scales, strict=True))
+            all_scales = (
+                exchange.gather_sequence(x, field.rows) for x, field in zip(received[3:], scales, strict=True)
+            )
             scale_parts = [[one.contiguous() for one in x.tensor_split(parts, 1)] for x in all_scales]
         whole = [
-            _view_as(exchange.gathered(x, field.rows), torch.uint8 if as_codes else query.dtype)
+            _view_as(exchange.gather_sequence(x, field.rows), torch.uint8 if as_codes else query.dtype)
             for x, field in zip(received[:3], fields, strict=True)
         ] + [x[part] for x in scale_parts]
         if as_codes:
@@ -233,7 +241,7 @@ def forward(
         else:
             result = (torch_ops.SDPA(*whole, precision, causal, scale),)
         going.append(exchange.send_back([_view_as_int64(result[0], head_dim), *result[1 : 1 + with_lse]]))
-    out = query.new_empty(batch, group.size, heads.queries, length, head_dim)
+    out = query.new_empty(batch, group.size, heads.q_heads_per_rank, length, head_dim)
     lse = query.new_empty(out.shape[:4] if with_lse else (0,), dtype=torch.float32)
     for part, pending in enumerate(going):
         for into, x in zip((out, lse), exchange.wait(pending), strict=False):
@@ -247,8 +255,8 @@ def forward(
 
 
 def count_parts(divided: list[Tensor], heads: HeadSharding) -> int:
-    """In how many parts the heads of a rank go: whole heads of K and V, and enough bytes of each."""
-    keys = heads.queries // heads.share
+    """Return the number of parts of the exchange: each has whole heads of K and V, and enough bytes."""
+    keys = heads.q_heads_per_rank // heads.group_size
     each = sum(x.nbytes for x in divided) // heads.size
     return next((n for n in _PART_COUNTS if keys % n == 0 and each >= n * _MIN_PART_BYTES), 1)
 
@@ -288,9 +296,9 @@ def backward(
     causal: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's queries, keys and values, by ``torch.ops.greenfast.sdpa_backward`` of whole heads.
+    """Return the gradients of this rank's queries, keys and values, by ``sdpa_backward`` of whole heads.
 
-    In 16 bits, whatever the precision of the forward pass is.
+    The exchange is in 16 bits for every precision of the forward pass.
     """
     heads = HeadSharding(query.shape[1], key.shape[1], group.size)
     exchange = HeadExchange(group, layout, heads)
@@ -300,8 +308,8 @@ def backward(
         ExchangedTensor(key, 2, True),
         ExchangedTensor(value, 2, True),
     ]
-    received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
-    whole = [exchange.gathered(x, 2) for x in received]
+    received = exchange.wait(exchange.send([exchange.split_heads(field) for field in fields]))
+    whole = [exchange.gather_sequence(x, 2) for x in received]
     grads = torch.ops.greenfast.sdpa_backward(*whole, causal, scale)
     received = exchange.wait(exchange.send_back(grads))
     by_query, by_key, by_value = (x.transpose(0, 1).flatten(1, 2) for x in received)
@@ -312,11 +320,11 @@ def backward(
 
 
 def _sum_copies(x: Tensor, heads: HeadSharding, like: Tensor) -> Tensor:
-    """The gradient of K or V from the gradients of its copies: (B, HK, KV, D) from (B, heads of all ranks, KV, D)."""
+    """Sum the gradients of copies of K or V: (B, heads of all ranks, KV, D) to (B, HK, KV, D)."""
     out = torch.empty_like(like)
-    if heads.keys == list(range(like.shape[1])):
+    if heads.assigned_kv_heads == list(range(like.shape[1])):
         return out.copy_(x)
     total = x.new_zeros(like.shape, dtype=torch.float32)
-    for copy, head in enumerate(heads.keys):  # one after another, so that the sum has one order
+    for copy, head in enumerate(heads.assigned_kv_heads):  # one after another, for a fixed order of the sum
         total[:, head] += x[:, copy]
     return out.copy_(total)

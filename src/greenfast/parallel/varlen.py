@@ -1,8 +1,7 @@
-"""Sequences of several lengths on several ranks: the same methods around attention over FP8 pages.
+"""Packed sequences on several ranks: ring and Ulysses around attention over FP8 pages.
 
-Each rank has its rows of every sequence, as many on all ranks; lengths stay on the device. In a ring the pages travel,
-codes and scales of each token; for an exchange by heads rows do, in 16 bits, since the tokens of a sequence lie
-elsewhere in its pages then.
+Each rank has its rows of every sequence, the same number on all ranks; lengths stay on the device. The ring exchanges
+pages: codes and scales of each token. Ulysses exchanges 16-bit rows, because the pages depend on the order of tokens.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class VarlenOptions(NamedTuple):
 
 
 class VarlenRows(NamedTuple):
-    """Sequences that lie one after another: where they begin, int32 (batch + 1,), and the longest one's length."""
+    """Packed sequences: their starts, int32 (batch + 1,), and the length of the longest one."""
 
     starts: Tensor
     longest: int
 
     @property
     def lengths(self) -> Tensor:
-        """Of the sequences, int32 (batch,)."""
+        """The lengths of the sequences, int32 (batch,)."""
         return self.starts[1:] - self.starts[:-1]
 
 
@@ -75,7 +74,7 @@ def _run(
     if not q.shape[0] or not k.shape[0]:
         return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
     run = _ring if method == "ring" else _ulysses
-    with ranks.computing():
+    with ranks.report_errors():
         return run(ranks, layout, q, k, v, queries, keys, options)
 
 
@@ -97,12 +96,12 @@ def _ring(
     cache = view_pages(here, PAGE, *k.shape[1:])
     serving_ops.append_kv(None, k, v, *cache[:2], slots, *cache[2:], *[None] * 5, 0.0, False)
     plan = build_ring_steps(group.rank, layout, 2, options.causal)  # in halves of a sequence
-    merged = LseMerge(of=sum(turn is not None for turn in plan))
+    merged = LseMerge(count=sum(step is not None for step in plan))
     tails, tail_rows = _find_tails(queries, q.shape[0]) if layout.balanced else (None, queries)
-    for number, turn in enumerate(plan):
-        with group.exchanging(here, there) if number + 1 < group.size else nullcontext():
-            if turn is not None:
-                first, count, masked = turn
+    for number, step in enumerate(plan):
+        with group.exchange(here, there) if number + 1 < group.size else nullcontext():
+            if step is not None:
+                first, count, masked = step
                 used = keys.lengths if count == 2 else keys.lengths // 2
                 step_options = options._replace(causal=bool(masked))
                 cache = view_pages(here, PAGE, *k.shape[1:])
@@ -126,21 +125,21 @@ def _attend(
 
 
 def _view_as_batch(out: Tensor) -> Tensor:
-    """(total, H, D) as (1, H, total, D), a view."""
+    """View (total, H, D) as (1, H, total, D)."""
     return out.transpose(0, 1).unsqueeze(0)
 
 
 def _find_tails(rows: VarlenRows, total: int) -> tuple[Tensor, VarlenRows]:
-    """The rows of the second half of each sequence, int64 (total / 2,), and how they lie one after another."""
+    """Return the rows of the second half of each sequence, int64 (total / 2,), and these halves as packed sequences."""
     halves = VarlenRows(rows.starts // 2, rows.longest // 2)
     indices = torch.arange(total // 2, dtype=torch.int64, device=rows.starts.device)
     sequence_ids = find_sequences(halves.starts, indices)
-    # Sequence s begins at twice the place where its tails begin, and its tails half its length behind that.
+    # Sequence s begins at twice the start of its tails. The tails begin half its length later.
     return indices + halves.starts[1:].long()[sequence_ids], halves
 
 
 def _scatter_rows(indices: Tensor, like: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Results of some rows as results of all, which have seen no key in the other rows."""
+    """Scatter results of some rows into results of all rows. The others have seen no key."""
     whole, sums = torch.zeros_like(like), lse.new_full((lse.shape[0], like.shape[0]), -math.inf)
     return whole.index_copy_(0, indices, out), sums.index_copy_(1, indices, lse)
 
@@ -158,7 +157,7 @@ def _ulysses(
     heads = HeadSharding(q.shape[1], k.shape[1], group.size)
     exchange = HeadExchange(group, layout, heads)
     fields = [ExchangedTensor(_view_as_batch(x), 2, key_order) for x, key_order in ((q, False), (k, True), (v, True))]
-    received = exchange.wait(exchange.send([exchange.by_rank(field) for field in fields]))
+    received = exchange.wait(exchange.send([exchange.split_heads(field) for field in fields]))
     query_order, key_order = (
         _get_sequence_order(layout, queries, q.shape[0]),
         _get_sequence_order(layout, keys, k.shape[0]),
@@ -184,7 +183,7 @@ def _ulysses(
 
 
 def _get_sequence_order(layout: ShardLayout, rows: VarlenRows, total: int) -> Tensor:
-    """Where each row of the whole sequences, one after another, lies in the ranks' rows: int64 (size * total,)."""
+    """Return the index in the ranks' rows of each row of the whole packed sequences: int64 (size * total,)."""
     device = rows.starts.device
     indices = torch.arange(total * layout.size, dtype=torch.int64, device=device)
     starts = rows.starts.long()
@@ -192,11 +191,11 @@ def _get_sequence_order(layout: ShardLayout, rows: VarlenRows, total: int) -> Te
     position = indices - starts[sequence_ids] * layout.size
     chunk = ((starts[1:] - starts[:-1])[sequence_ids] // layout.parts).clamp(min=1)
     number = (position // chunk).clamp(max=layout.parts * layout.size - 1)
-    slots = torch.tensor(layout.places(), dtype=torch.int64, device=device)[number]
+    slots = torch.tensor(layout.get_chunk_order(), dtype=torch.int64, device=device)[number]
     order = slots // layout.parts * total + starts[sequence_ids] + slots % layout.parts * chunk + position % chunk
-    # Rows behind all sequences come behind them again, those of one rank after those of the other.
-    behind, spare = indices - starts[-1] * layout.size, (total - starts[-1]).clamp(min=1)
-    return torch.where(behind < 0, order, behind // spare * total + starts[-1] + behind % spare)
+    # Rows after all sequences stay after them, in rank order.
+    excess, spare = indices - starts[-1] * layout.size, (total - starts[-1]).clamp(min=1)
+    return torch.where(excess < 0, order, excess // spare * total + starts[-1] + excess % spare)
 
 
 def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
