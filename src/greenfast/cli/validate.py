@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
 def arch_from_cached_record(
     request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str
 ) -> tuple[Request, str]:
-    """The request for the target of a kept record, for which every gate can decide without a GPU, and a line about it.
+    """Return the request for the target of a stored record, so that every gate can decide without a GPU, and a note.
 
-    The request as it is, and no line, where no record compares the two or where nothing can be run.
+    Return the unchanged request and an empty note if no record compares the two, or if kernels cannot run.
     """
     config = request.task.config
     if kept and request.cannot_run() is None:

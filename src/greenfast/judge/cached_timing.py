@@ -1,8 +1,8 @@
-"""PERFORMANCE of a machine without a GPU: the speedups of a kept record of the very same kernels, quoted.
+"""PERFORMANCE on a machine without a GPU: cached timings from an earlier record of the same kernels.
 
-A record is quoted only where nothing that decides a time differs: both sides' machine code and launches, compiler,
-target, format, shapes with their dimensions and inputs, the timing protocol; and where its own gates passed (its
-PERFORMANCE may have failed: then that is quoted). Its age does not matter; its date is shown.
+A record is reused only if everything that affects a time is equal: machine code and launches of both implementations,
+compiler, target, format, shapes with dimensions and inputs, and the timing protocol. Its gates must have passed, except
+PERFORMANCE: a failed PERFORMANCE is reused too. The age does not matter; the report shows the date.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Kind(msgspec.Struct):
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """A comparison that a GPU measured, with its file's path and SHA-256."""
+    """The record of a comparison on a GPU, with the path and the SHA-256 of its file."""
 
     path: str
     sha256: str
@@ -58,42 +58,45 @@ class StoredRecord:
 
 
 def find_evidence_folders(task_folder: Path) -> list[Path]:
-    """Where the records of a task are kept: its evidence folder, and the one next to the folder of tasks it lies in."""
-    folder = task_folder.resolve()
-    found = [folder / EVIDENCE]
-    if folder.parent.name == _TASKS:
-        found.append(folder.parent.parent / EVIDENCE)
-    return [path for path in found if path.is_dir()]
+    """Return the folders with stored records of a task.
 
-
-def load_records(folder: Path, skipped: Callable[[str], None] = lambda why: None) -> list[StoredRecord]:
-    """The measured comparisons below an evidence folder; what cannot be read there, or was edited, is skipped.
-
-    skipped: is told why.
+    These are ``evidence`` in the task's folder, and ``evidence`` next to the folder ``tasks`` with the task.
     """
-    found = []
+    folder = task_folder.resolve()
+    folders = [folder / EVIDENCE]
+    if folder.parent.name == _TASKS:
+        folders.append(folder.parent.parent / EVIDENCE)
+    return [path for path in folders if path.is_dir()]
+
+
+def load_records(folder: Path, skipped: Callable[[str], None] = lambda reason: None) -> list[StoredRecord]:
+    """Load the comparisons on a GPU below an evidence folder. Skip files that are unreadable or were edited.
+
+    skipped: receives the reason for each skipped file.
+    """
+    records = []
     for file in record_files(folder):
         try:
-            found += _kept(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
-        except UsageError as e:  # of another version, edited or damaged: it is not quoted
+            records += _load_comparison(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
+        except UsageError as e:  # Another version, or an edited or damaged file.
             skipped(f"not quoted: {e}")
-    return found
+    return records
 
 
 def load_required_records(path: Path) -> list[StoredRecord]:
-    """The measured comparisons of a file, of a run's folder, or of all runs below a folder.
+    """Load the comparisons on a GPU from a file, a run's folder, or all runs below a folder.
 
-    Raises UsageError where there is none, or one cannot be read.
+    Raises UsageError if there are none, or if a file cannot be read.
     """
     files = record_files(path) if path.is_dir() else [path]
-    found = [kept for file in files for kept in _kept(file, str(file))]
-    if not found:
+    records = [record for file in files for record in _load_comparison(file, str(file))]
+    if not records:
         raise UsageError(f"--quote {path}: no {RECORD} there holds a comparison measured on a GPU")
-    return found
+    return records
 
 
-def _kept(file: Path, shown: str) -> list[StoredRecord]:
-    if read_json(file, _Kind, "record").kind not in ("", "comparison"):  # of one variant, or a benchmark
+def _load_comparison(file: Path, shown: str) -> list[StoredRecord]:
+    if read_json(file, _Kind, "record").kind not in ("", "comparison"):  # One implementation alone, or a benchmark.
         return []
     record = read_record(file)
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
@@ -102,50 +105,51 @@ def _kept(file: Path, shown: str) -> list[StoredRecord]:
 
 
 def find_target(kept: Sequence[StoredRecord], task: str, fmt: str, baseline: str, candidate: str) -> str | None:
-    """The target of the newest record that compares these two variants, or None where no record does."""
-    found = [
+    """Return the target of the newest record that compares these two variants, or None if there is none."""
+    matching = [
         k.record
         for k in kept
         if (k.record.task, k.record.format) == (task, fmt)
         and (k.record.baseline.variant, k.record.candidate.variant) == (baseline, candidate)
     ]
-    return max(found, key=lambda record: record.created).arch if found else None
+    return max(matching, key=lambda record: record.created).arch if matching else None
 
 
 def reuse_cached_timing(
     run: GateRun, kept: Sequence[StoredRecord], required: float | None, reason: str
 ) -> tuple[GateResult, CachedTiming | None]:
-    """PERFORMANCE from the newest record that fits, else PENDING: why nothing was timed, and what the nearest lacks.
+    """Return PERFORMANCE from the newest matching record, else PENDING with the mismatches of the closest record.
 
-    run: has passed CORRECTNESS. required: the speedup that is asked for. reason: why nothing can be timed here.
+    run: a run that passed CORRECTNESS. required: the required speedup. reason: why this machine cannot time.
     """
     request = run.request
-    same = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
-    found = [(k, find_mismatches(k.record, run, required)) for k in same]
-    fresh = [k for k, differs in found if not differs]
-    if fresh:
-        return _quoted(max(fresh, key=lambda k: k.record.created), run, required)
-    wanted = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
-    near = [(k, d) for k, d in found if [k.record.baseline.variant, k.record.candidate.variant] == wanted]
-    if near:
-        newest_first = sorted(near, key=lambda pair: pair[0].record.created, reverse=True)
-        nearest, (first, *others) = min(newest_first, key=lambda pair: len(pair[1]))
+    same_task = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
+    checked = [(k, find_mismatches(k.record, run, required)) for k in same_task]
+    matching = [k for k, mismatches in checked if not mismatches]
+    if matching:
+        return _reuse(max(matching, key=lambda k: k.record.created), run, required)
+    names = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
+    same_names = [(k, m) for k, m in checked if [k.record.baseline.variant, k.record.candidate.variant] == names]
+    if same_names:
+        newest_first = sorted(same_names, key=lambda pair: pair[0].record.created, reverse=True)
+        closest, (first, *others) = min(newest_first, key=lambda pair: len(pair[1]))
         more = f" (and {len(others)} more)" if others else ""
-        where = nearest.path.removesuffix(f"/{RECORD}")
-        reason += f"; the record of {nearest.record.created[:10]} ({where}) {first}{more}"
+        path = closest.path.removesuffix(f"/{RECORD}")
+        reason += f"; the record of {closest.record.created[:10]} ({path}) {first}{more}"
     elif kept:
-        reason += f"; none of {len(kept)} kept records compares {wanted[0]} with {wanted[1]}"
+        reason += f"; none of {len(kept)} kept records compares {names[0]} with {names[1]}"
     return pending("PERFORMANCE", reason), None
 
 
 def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], request: Request) -> bool:
-    """Whether the quoted record stands for the rest of this run's exam.
+    """Return True if the cached record covers the cases of the full check plan that this run skips.
 
-    It had the whole exam with every check, all shapes and as many seeds as today's, and all its kernels are today's,
-    launched as they are today. Of a solution, which could hold answers, its timed inputs were secret too.
+    The record must have the full plan with every check, all shapes and at least as many seeds as the task has today.
+    Its kernels and launches must be today's. For a solution, its timed inputs must have been secret too, because a
+    solution could hold precomputed answers.
     """
-    record, exam = next(k.record for k in kept if k.sha256 == quoted.sha256), request.check_plan
-    if record.exam is None or not record.exam.complete or exam is None or not exam.secret:
+    record, plan = next(k.record for k in kept if k.sha256 == quoted.sha256), request.check_plan
+    if record.exam is None or not record.exam.complete or plan is None or not plan.secret:
         return False
     if any(gate.unchecked for gate in record.gates):
         return False
@@ -153,21 +157,23 @@ def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], req
     timed = {row.seed for row in record.candidate.timing}
     if record.candidate.solution is not None and record.exam.seed not in timed:
         return False
-    held: dict[str, set[int]] = {}
+    seeds_by_dims: dict[str, set[int]] = {}
     for row in record.candidate.correctness:
         if row.variant == NORMAL:
-            held.setdefault(str(sorted(row.dims.items())), set()).add(row.seed)
-    seeds = len(config.seeds)
-    whole = all(len(held.get(str(sorted(shape.dims.items())), ())) >= seeds for shape in exam.required_shapes)
-    return whole and check_freshness(record).status == CURRENT
+            seeds_by_dims.setdefault(str(sorted(row.dims.items())), set()).add(row.seed)
+    num_seeds = len(config.seeds)
+    is_full = all(
+        len(seeds_by_dims.get(str(sorted(shape.dims.items())), ())) >= num_seeds for shape in plan.required_shapes
+    )
+    return is_full and check_freshness(record).status == CURRENT
 
 
-def _quoted(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[GateResult, CachedTiming]:
+def _reuse(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[GateResult, CachedTiming]:
     record, request = kept.record, run.request
     assert record.device is not None
     gated = gated_shapes(request.shapes, request.timing)
     names = {shape.name for shape in request.shapes}
-    rows = [_rejudged(row, required, gated) for row in record.speedups if row.shape in names]
+    rows = [_judge_again(row, required, gated) for row in record.speedups if row.shape in names]
     quoted = CachedTiming(
         path=kept.path,
         sha256=kept.sha256,
@@ -180,120 +186,129 @@ def _quoted(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[G
     return build_cached_performance(quoted, required), quoted
 
 
-def _rejudged(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
-    """The row as this run's requirement sees it, by today's definition of the verdicts."""
-    asked = required or 0.0
-    said = verdict(Interval(row.speedup, row.ci_low, row.ci_high), noise_floor=row.noise_floor, required=asked)
-    return msgspec.structs.replace(row, required=asked, verdict=said, gated=row.shape in gated and row.cache == WARM)
+def _judge_again(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
+    """Return the row with this run's requirement and the verdict recomputed from its interval."""
+    ratio = required or 0.0
+    interval = Interval(row.speedup, row.ci_low, row.ci_high)
+    new_verdict = verdict(interval, noise_floor=row.noise_floor, required=ratio)
+    is_gated = row.shape in gated and row.cache == WARM
+    return msgspec.structs.replace(row, required=ratio, verdict=new_verdict, gated=is_gated)
 
 
 def find_mismatches(record: Record, run: GateRun, required: float | None) -> list[str]:
-    """Why a record cannot stand for this run, in words that follow its name; empty where it can."""
+    """Return the reasons why a record's timings do not hold for this run; empty if they do.
+
+    Each reason is a predicate that follows the record's name, such as "did not time b1_h8_s512_d64".
+    """
     request = run.request
-    found = []
+    mismatches = []
     if record.arch != request.target.name:
-        found.append(f"is of {record.arch}, not {request.target.name}")
+        mismatches.append(f"is of {record.arch}, not {request.target.name}")
     for role, side in ((BASELINE, record.baseline), (CANDIDATE, record.candidate)):
-        found += [text for text in _of_kernels(role, side, run) if text not in found]
-    # The gates that it lists: one that was added since does not make it useless.
+        mismatches += [text for text in _compare_kernels(role, side, run) if text not in mismatches]
+    # Only the gates that the record lists: a gate that was added later must not invalidate it.
     listed = dict.fromkeys([*FIRST_GATES, *(gate.gate for gate in record.gates)])
     failed = [gate for gate in listed if gate != "PERFORMANCE" and record.gate_status(gate) != "PASS"]
     if failed:
-        found.append(f"did not pass {', '.join(failed)}")
-    if not found:  # which is the slowest to find out
-        found += _of_inputs(record, run)
-    if not found:
-        found += _of_timing(record, run)
-        found += _of_verdicts(record, run, required)
-    return found
+        mismatches.append(f"did not pass {', '.join(failed)}")
+    if not mismatches:  # Inputs are compared last, because this is slow.
+        mismatches += _compare_inputs(record, run)
+    if not mismatches:
+        mismatches += _compare_timing(record, run)
+        mismatches += _compare_verdicts(record, run, required)
+    return mismatches
 
 
-def _of_kernels(role: str, side: Side, run: GateRun) -> list[str]:
+def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
     built = run.built(role)
     assert built is not None
     dims = {shape.name: shape.dims for shape in run.request.shapes}
     timed = {row.shape for row in side.timing}
-    found = []
+    mismatches = []
     launches = {
         name: launched
         for shape, program in built.programs.items()
-        if shape in timed  # the rows of the inputs say so where it is not
+        if shape in timed  # _compare_inputs reports the shapes that were not timed.
         for name, launched in program.facts(shape, dims[shape]).items()
     }
     for name, (kernel, facts) in launches.items():
-        then = _build_of(side, name)
-        if then is None:
-            found.append(f"does not say which of its {role} kernels {name} ran")
-        elif then.arch == kernel.target.name:
-            what = f"the {role} kernel at {name}"
-            answer = worst(
-                (of_build(what, then, kernel.source, kernel), of_launch(what, then.launches.get(name), facts))
+        build = _find_build(side, name)
+        if build is None:
+            mismatches.append(f"does not say which of its {role} kernels {name} ran")
+        elif build.arch == kernel.target.name:
+            label = f"the {role} kernel at {name}"
+            freshness = worst(
+                (of_build(label, build, kernel.source, kernel), of_launch(label, build.launches.get(name), facts))
             )
-            if answer.status != CURRENT:
-                found.append(f"{'is stale' if answer.status == STALE else 'cannot be compared'}: {answer.reasons[0]}")
-    return list(dict.fromkeys(found))
+            if freshness.status != CURRENT:
+                state = "is stale" if freshness.status == STALE else "cannot be compared"
+                mismatches.append(f"{state}: {freshness.reasons[0]}")
+    return list(dict.fromkeys(mismatches))
 
 
-def _build_of(side: Side, launch: str) -> Build | None:
-    """The kernel of a launch by its name; None where an older record does not say."""
+def _find_build(side: Side, launch: str) -> Build | None:
+    """Return the kernel of a launch by the launch's name; None if an older record does not list it."""
     if len(side.builds) == 1:
         return side.builds[0]
-    of_several = " launch " in launch
-    return next((b for b in side.builds if launch in (b.launches if of_several else b.shapes)), None)
+    has_number = " launch " in launch
+    return next((b for b in side.builds if launch in (b.launches if has_number else b.shapes)), None)
 
 
-def _of_inputs(record: Record, run: GateRun) -> list[str]:
-    """Compare what was timed with this run's shapes. The inputs of the record's seeds are made again and compared."""
-    found: dict[str, None] = {}
+def _compare_inputs(record: Record, run: GateRun) -> list[str]:
+    """Compare the timed shapes and inputs with this run's. The inputs are made again from the record's seeds."""
+    mismatches: dict[str, None] = {}
     request = run.request
-    asked: dict[tuple[str, int], str] = {}
+    digests: dict[tuple[str, int], str] = {}
     for side in (record.baseline, record.candidate):
-        then = {(row.shape, row.seed): row for row in side.correctness if row.variant == NORMAL}
+        recorded = {(row.shape, row.seed): row for row in side.correctness if row.variant == NORMAL}
         for shape in request.shapes:
             seeds = sorted({row.seed for row in side.timing if row.shape == shape.name})
-            rows = [then.get((shape.name, seed)) for seed in seeds]
+            rows = [recorded.get((shape.name, seed)) for seed in seeds]
             if not rows or None in rows:
-                found[f"did not time {shape.name}"] = None
+                mismatches[f"did not time {shape.name}"] = None
             for row in rows:
                 if row is None:
                     continue
                 key = shape.name, row.seed
-                if key not in asked and row.dims == shape.dims and not found:
-                    asked[key] = case_of(request.task.problem, shape.dims, row.seed, request.format).digest
-                if row.dims != shape.dims or asked.get(key, row.inputs_digest) != row.inputs_digest:
-                    found[f"had other inputs at {shape.name} seed {row.seed}"] = None
-    return list(found)
+                if key not in digests and row.dims == shape.dims and not mismatches:
+                    digests[key] = case_of(request.task.problem, shape.dims, row.seed, request.format).digest
+                if row.dims != shape.dims or digests.get(key, row.inputs_digest) != row.inputs_digest:
+                    mismatches[f"had other inputs at {shape.name} seed {row.seed}"] = None
+    return list(mismatches)
 
 
-def _of_timing(record: Record, run: GateRun) -> list[str]:
+def _compare_timing(record: Record, run: GateRun) -> list[str]:
     timing = run.request.timing
     names = {shape.name for shape in run.request.shapes}
     rows = [row for side in (record.baseline, record.candidate) for row in side.timing if row.shape in names]
     speedups = [row for row in record.speedups if row.shape in names]
-    as_asked: Callable[[TimingRow], bool] = lambda row: any(_timed_as(row, timing, times) for times in (1, 2))  # noqa: E731
-    if not all(map(as_asked, rows)) or any(row.confidence != timing.confidence for row in speedups):
+    has_protocol = all(any(_has_protocol(row, timing, repeats) for repeats in (1, 2)) for row in rows)
+    if not has_protocol or any(row.confidence != timing.confidence for row in speedups):
         return ["was timed otherwise (method, launches, processes, blocks or confidence)"]
     return []
 
 
-def _timed_as(row: TimingRow, timing: Timing, times: int) -> bool:
-    """Whether the protocol is this one; ``times``: 2 for what was measured once more because it was inconclusive."""
+def _has_protocol(row: TimingRow, timing: Timing, repeats: int) -> bool:
+    """Return True if the row has this protocol. repeats: 2 if an inconclusive measurement was repeated."""
     blocks = sum(len(process) for process in row.block_medians_us)
     return (
         (row.method, row.warmup_iters) == (METHOD, timing.warmup_iters)
-        and row.timed_iters + row.discarded_iters == times * timing.timed_iters
-        and len(row.block_medians_us) == times * timing.processes
-        and (blocks == times * timing.blocks or (row.discarded_iters > 0 and blocks < times * timing.blocks))
+        and row.timed_iters + row.discarded_iters == repeats * timing.timed_iters
+        and len(row.block_medians_us) == repeats * timing.processes
+        and (blocks == repeats * timing.blocks or (row.discarded_iters > 0 and blocks < repeats * timing.blocks))
     )
 
 
-def _of_verdicts(record: Record, run: GateRun, required: float | None) -> list[str]:
-    """Only what was gated there can decide here: any other verdict is one of many. Nor can an open one."""
-    found = []
+def _compare_verdicts(record: Record, run: GateRun, required: float | None) -> list[str]:
+    """Check that the shapes that decide here were gated in the record, and that no verdict is inconclusive.
+
+    Other verdicts were one of many in the record, so they have no valid confidence.
+    """
+    mismatches = []
     for shape in gated_shapes(run.request.shapes, run.request.timing):
         row = next((r for r in record.speedups if (r.shape, r.cache) == (shape, WARM)), None)
         if row is None or not row.gated:
-            found.append(f"did not gate {shape}")
-        elif row.required != (required or 0.0) and _rejudged(row, required, [shape]).verdict == "INCONCLUSIVE":
-            found.append(f"cannot tell whether {shape} reaches {required or 1:g}x")
-    return found
+            mismatches.append(f"did not gate {shape}")
+        elif row.required != (required or 0.0) and _judge_again(row, required, [shape]).verdict == "INCONCLUSIVE":
+            mismatches.append(f"cannot tell whether {shape} reaches {required or 1:g}x")
+    return mismatches

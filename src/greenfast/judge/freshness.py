@@ -1,4 +1,4 @@
-"""Whether what was measured would run the same today: the same machine code, launched in the same way."""
+"""Comparison of recorded kernels with today's: machine code and launches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_build(
 
 @lru_cache(maxsize=1024)  # records share kernels, and shapes of a record do
 def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
-    """text: the hash of all that the kernel is made from, headers included, which may change between two calls."""
+    """Compile a kernel. text: hash of its source with all headers, as a cache key, because headers may change."""
     return code_hash(compile_kernel(now, target, isolated=True))
 
 

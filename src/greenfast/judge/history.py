@@ -1,4 +1,4 @@
-"""Find the records of a folder, and the earlier ones that its git history holds."""
+"""Search for records in a folder and in its git history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record as one HTML file, with what its task and compiler of today can add to it."""
+"""The HTML page of a record, with data that today's task and compiler add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import least_work
 
-#: Why the page of a saved record has no machine code of a solution.
+#: Reason why the page of a saved record has no machine code for a solution.
 _NOT_BUILT = (
     "a solution's code does not run to show a saved record; the command under 'Repeat it' with --html FILE writes a "
     "page with the machine code"
@@ -46,7 +46,7 @@ def record_page(
 
 
 def digest(run: Path) -> str:
-    """SHA-256 of a record's file, given by its path or its folder."""
+    """Return the SHA-256 of a record's file. The argument is the file or its folder."""
     return hashlib.sha256((run / RECORD if run.is_dir() else run).read_bytes()).hexdigest()
 
 
@@ -61,7 +61,7 @@ def _task_of(record: Run) -> LoadedTask:
 
 
 def work_of(record: Run, task: LoadedTask | None) -> dict[str, Work]:
-    """By shape that was timed, what its problem needs at least: from the record, else from the task of today."""
+    """Return the problem's minimum work by timed shape, from the record, else from today's task."""
     dims = {row.shape: row.dims for _, side in record.sides() for row in side.timing}
     rows = [row for _, side in record.sides() for row in side.correctness]
     moved = {row.shape: row.case_bytes for row in rows if row.case_bytes}
@@ -75,7 +75,7 @@ def work_of(record: Run, task: LoadedTask | None) -> dict[str, Work]:
 
 
 def _has(task: LoadedTask, shape: str, dims: Mapping[str, int]) -> bool:
-    """Whether the task has this shape with these dimensions: a record must not choose what is computed here."""
+    """Return True if the task has this shape with these dimensions. A record must not cause other computations."""
     try:
         return task.config.shape(shape).dims == dims
     except UsageError:

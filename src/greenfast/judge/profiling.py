@@ -1,4 +1,4 @@
-"""Nsight Compute profiles, and the share of each phase of a kernel by in-kernel clocks."""
+"""Nsight Compute profiles, and the cycles of a kernel's phases by in-kernel clocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHILD = "import sys; *sys.path[:], job = sys.argv[1:]; from greenfast.judge.pro
 
 
 def ncu() -> str | None:
-    """The path of Nsight Compute's command line, or None."""
+    """Return the path of Nsight Compute's command line, or None if it is missing."""
     return shutil.which("ncu")
 
 
@@ -95,7 +95,7 @@ def take_profile(
 
 
 def profile_candidate(request: Request, implementation: Implementation, stamp: str) -> tuple[list[str], str]:
-    """Profile an implementation on the first gated shape for the EVIDENCE gate: the files, or why there is none."""
+    """Profile an implementation on the first gated shape. Return the files, and the reason if there are none."""
     gated = [s for s in request.shapes if s.name in request.task.config.timing.gate_shapes] or request.shapes
     try:
         path = take_profile(request, implementation, gated[0], request.seeds[0], stamp)
@@ -105,12 +105,12 @@ def profile_candidate(request: Request, implementation: Implementation, stamp: s
 
 
 def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tuple[PhaseRecord, Path]:
-    """Count the cycles of each phase of the instrumented build; returns the record and the folder that holds it.
+    """Count the cycles of each phase of the instrumented build. Return the record and its folder.
 
-    Thread 0 of each block counts; waiting at a barrier belongs to the phase that ends next. The counters cost time and
-    keep the compiler from moving work across phases, so shares are what to read, not the sum. On the emulator, which
-    has no cycles, what each phase executes is counted instead.
-    Raises UsageError for a family without an instrumented build, MachineError or WorkerError where it cannot run.
+    Thread 0 of each block counts. The wait at a barrier belongs to the phase that ends next. The counters cost time and
+    prevent code motion across phases, so only the shares are meaningful, not the sum. The emulator has no cycles and
+    counts executed instructions instead.
+    Raises UsageError for a family without an instrumented build, MachineError or WorkerError if it cannot run.
     """
     reason = request.cannot_run()
     if reason or request.device is None:

@@ -1,4 +1,4 @@
-"""Saved records: read them, and tell which measured kernels are no longer today's."""
+"""Reading of saved records, and detection of records whose kernels have changed since."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import Family, KernelSource, program_of
 
-#: Fields that hold a mapping whose keys are shapes.
+#: Names of fields that are mappings by shape.
 _BY_SHAPE = {"counts", "launches", "limits", "least_work", "phase_cycles", "phase_counts"}
 _SHOWN = 200
 _Named = TypeVar("_Named", bound=msgspec.Struct)
 
 
 def read_record(run: Path) -> AnyRecord:
-    """The record of a run: its folder, or its record's file; shapes under the names that the task gives them today.
+    """Read the record of a run from its folder or file. Shapes get the names that the task has today.
 
-    Raises UsageError for anything else, for a record of another version, and for one that was edited or damaged.
+    Raises UsageError for any other file, for another schema version, and for an edited or damaged record.
     """
     record: AnyRecord = read_run(run, Record | BenchRecord | PhaseRecord)
     return record
 
 
 def read_run(run: Path, kinds: Any) -> Any:
-    """The same of ``kinds``, a union of records; raises the same."""
+    """Read a record of one of the types in the union ``kinds``. Raises as ``read_record`` does."""
     path = run / RECORD if run.is_dir() else run
     content = read_json(path, Any, "record")
     version = content.get("schema_version") if isinstance(content, dict) else None
@@ -54,31 +54,31 @@ def read_run(run: Path, kinds: Any) -> Any:
 
 
 def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError unless the file's digest is right and the record's conclusions follow from what it measured."""
+    """Raise UsageError unless the digest matches and the record's conclusions follow from its measurements."""
     if record.schema_version < SCHEMA_VERSION:
         raise UsageError(
             f"{path}: a record of version {record.schema_version} has too little to check what it says by; measure "
             f"again: {record.command}"
         )
-    then, now = content.get(DIGEST, "missing"), compute_digest(content)
-    found = [Mismatch(DIGEST, then, now)] if then != now else []
-    # A conclusion says more than the digest, which any edit changes.
-    for field, stored, recomputed in [*itertools.islice(verify_record(record), 1), *found][:1]:
+    stored_digest, digest = content.get(DIGEST, "missing"), compute_digest(content)
+    digest_mismatch = [Mismatch(DIGEST, stored_digest, digest)] if stored_digest != digest else []
+    # Report a wrong conclusion first: it says more than the digest, which any edit changes.
+    for field, stored, recomputed in [*itertools.islice(verify_record(record), 1), *digest_mismatch][:1]:
         raise UsageError(
-            f"{path}: {field} says {_short(stored)}, but recomputed it is {_short(recomputed)}; the record was edited "
-            f"or damaged, so it says nothing"
+            f"{path}: {field} says {_shorten(stored)}, but recomputed it is {_shorten(recomputed)}; "
+            f"the record was edited or damaged, so it says nothing"
         )
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def resolve_aliases(data: _Named, task: str) -> _Named:
-    """``data``, read from a file of that task, with the names of shapes in place of aliases of them.
+    """Replace aliases of shapes in ``data`` by the names of the shapes.
 
-    The command stays as it was typed, and so does everything where the task is not known here.
+    The command is unchanged. All data are unchanged if the task is unknown on this machine.
     """
     try:
         names = find_task(task).config.shape_names
@@ -87,56 +87,58 @@ def resolve_aliases(data: _Named, task: str) -> _Named:
     if not names:
         return data
     quoted = "|".join(re.escape(alias) for alias in sorted(names, key=len, reverse=True))
-    # as gates write them: "long 1.5x", "long: 6 hmma", "stage2 (long) 96 registers", "long seed 0", "long, warm L2"
+    # Forms in gates' texts: "long 1.5x", "long: 6 hmma", "stage2 (long) 96 registers", "long seed 0", "long, warm L2".
     in_text = re.compile(rf"(?:^|(?<=\()|(?<=[;:,] )|(?<=emulated ))({quoted})(?=\)|: |, | \d| seed )")
-    return msgspec.convert(_renamed(msgspec.to_builtins(data), "", names, in_text), type(data))
+    return msgspec.convert(_rename_shapes(msgspec.to_builtins(data), "", names, in_text), type(data))
 
 
-def _renamed(value: object, field: str, names: Mapping[str, str], in_text: re.Pattern[str]) -> object:
+def _rename_shapes(value: object, field: str, names: Mapping[str, str], in_text: re.Pattern[str]) -> object:
     if isinstance(value, dict):
         keys = names if field in _BY_SHAPE else {}
-        return {keys.get(key, key): _renamed(item, key, names, in_text) for key, item in value.items()}
+        return {keys.get(key, key): _rename_shapes(item, key, names, in_text) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], float):  # most of a record: times
+        if value and isinstance(value[0], float):  # Times, the largest part of a record.
             return value
-        return [_renamed(item, field, names, in_text) for item in value]
+        return [_rename_shapes(item, field, names, in_text) for item in value]
     if isinstance(value, str):
         if field in ("shape", "shapes"):
             return names.get(value, value)
         if field in ("summary", "reasons", "checks"):
-            return in_text.sub(lambda found: names[found[1]], value)
+            return in_text.sub(lambda match: names[match[1]], value)
     return value
 
 
 def find_outdated(records: Sequence[tuple[str, Run]]) -> dict[str, Freshness]:
-    """By name, the answer for each record that is not current."""
-    found = {name: check_freshness(record) for name, record in records}
-    return {name: answer for name, answer in found.items() if answer.status != CURRENT}
+    """Return, by name, the freshness of each record that is not current."""
+    results = {name: check_freshness(record) for name, record in records}
+    return {name: result for name, result in results.items() if result.status != CURRENT}
 
 
 def check_freshness(record: Run) -> Freshness:
-    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell.
+    """Check that a record has today's kernels and launches, as far as this machine's compiler allows.
 
-    One that asked for less than its task asks today is stale: what it says of itself follows from what it asked.
+    A record with weaker requirements than its task has today is stale, because its conclusions depend on them.
     """
     sides = record.sides()
     kernels = (
-        answer for name, side in sides for answer in _of_side(record, side, f"{name} kernel" if sides[1:] else "kernel")
+        result
+        for name, side in sides
+        for result in _check_side(record, side, f"{name} kernel" if sides[1:] else "kernel")
     )
-    return worst(itertools.chain(kernels, _of_demands(record)))
+    return worst(itertools.chain(kernels, _compare_demands(record)))
 
 
 def check_demands(record: Run) -> Freshness:
-    """Whether a record asked for what its task asks today, or more. It takes no compiler."""
-    return worst(_of_demands(record))
+    """Check that a record's requirements are at least as strict as its task's today. This needs no compiler."""
+    return worst(_compare_demands(record))
 
 
-def _of_demands(record: Run) -> Iterator[Freshness]:
-    """The speedup, and of each side the limits on errors, against those of the task."""
+def _compare_demands(record: Run) -> Iterator[Freshness]:
+    """Compare the required speedup and the limits on errors with those of the task."""
     try:
         config = find_task(record.task).config
         gates = config.gates(record.format)
-    except UsageError:  # its kernels are stale for that
+    except UsageError:  # The check of the kernels reports a missing task.
         return
     rungs = {rung.name: rung for rung in config.rungs}
     for role, side in record.sides():
@@ -159,15 +161,15 @@ def _of_demands(record: Run) -> Iterator[Freshness]:
                 yield Freshness(STALE, (f"it asked for {asked or 1:g}x, the task asks for {today:g}x",))
 
 
-def _of_side(record: Run, side: Side, what: str) -> Iterator[Freshness]:
+def _check_side(record: Run, side: Side, label: str) -> Iterator[Freshness]:
     if not side.builds:
-        yield Freshness(STALE, (f"the record has no {what}",))
+        yield Freshness(STALE, (f"the record has no {label}",))
     for build in side.builds:
-        yield from _of_build(record, side, build, f"the {what}")
+        yield from _check_build(record, side, build, f"the {label}")
 
 
-def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
-    """Of the kernel, and of its launch for each shape."""
+def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
+    """Yield the freshness of a kernel, and of its launch for each shape."""
     if side.solution is not None:
         yield Freshness(CANNOT_TELL, (f"the {what} is a solution's; judge the solution again",))
         return
@@ -194,6 +196,6 @@ def _of_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Fres
 
 
 def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]:
-    """The kernel family of a record and a side's toggles. Raises UsageError where one of them is no more."""
+    """Return a record's kernel family and an implementation's toggles. Raises UsageError if one no longer exists."""
     task = find_task(record.task)
     return load_family(task), task.config.toggle_values(side.toggles)

@@ -1,4 +1,4 @@
-"""Write results whole or not at all, and read them back."""
+"""Atomic writes of results, and reading of JSON files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def to_json(value: object) -> str:
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Raise MachineError, which names the option, unless files can be made in ``folder`` (created where missing)."""
+    """Create ``folder`` if it is missing. Raise MachineError, with the option's name, if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -41,10 +41,10 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 @contextlib.contextmanager
 def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
-    """A folder to fill, and a function that publishes it as ``parent/<stamp>`` in one step.
+    """Yield a temporary folder, and a function that renames it to ``parent/<stamp>`` in one step.
 
-    A second run of the same second gets the suffix -2, and so on. Whatever is not published, because of an error or an
-    interrupt, is removed. Raises MachineError where the folder or a file in it cannot be written.
+    A second run in the same second gets the suffix -2, and so on. A folder that is not published, because of an error
+    or an interrupt, is removed. Raises MachineError if the folder or a file in it cannot be written.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
         for attempt in range(1, 1000):
             final = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
             try:
-                os.rename(work, final)  # fails on a folder that holds anything, and every published one does
+                os.rename(work, final)  # Fails if the folder exists, because published folders are not empty.
             except OSError:
                 if not final.exists():
                     raise
@@ -74,7 +74,7 @@ def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file by new content in one step. Raises MachineError where that cannot be done."""
+    """Replace the content of a file in one step. Raises MachineError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -102,7 +102,7 @@ def read_json(path: Path, kind: Any, name: str) -> Any:
 
 
 def convert_json(content: Any, kind: Any, path: Path, name: str) -> Any:
-    """What a file holds, as this kind of data; raises the same."""
+    """Convert decoded JSON to this type. Raises as ``read_json`` does."""
     try:
         return msgspec.convert(content, kind)
     except (ValueError, RecursionError) as e:  # msgspec's ValidationError is one

@@ -1,4 +1,4 @@
-"""JSON of files that others may have written: a name that stands twice in an object is an error.
+"""Strict decoding of JSON files: a duplicate name in an object is an error.
 
 Readers of JSON differ in which of the two they take, most without a word, so that a person and the judge could see
 different things in one file.
@@ -13,14 +13,14 @@ import msgspec
 
 
 def decode(text: bytes, kind: Any = Any) -> Any:
-    """A JSON text as this type. Raises msgspec.DecodeError, of which ValidationError is one, and RecursionError."""
+    """Decode a JSON text to this type. Raises msgspec.DecodeError (or its subclass ValidationError), RecursionError."""
     found = msgspec.json.decode(text)
     json.loads(text, object_pairs_hook=once, parse_int=str, parse_float=str)  # of any length
     return found if kind is Any else msgspec.json.decode(text, type=kind)
 
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """An object's pairs, as ``json`` hands them over. Raises msgspec.DecodeError, with the name that stands twice."""
+    """Convert an object's pairs to a dict. Raises msgspec.DecodeError with the duplicate name."""
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[Any] = set()

@@ -1,1 +1,1 @@
-"""Problems and solutions in the formats of others: FlashInfer-Trace, SOL-ExecBench and KernelBench."""
+"""Importers for problems and solutions of FlashInfer-Trace, SOL-ExecBench and KernelBench."""

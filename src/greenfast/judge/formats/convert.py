@@ -1,7 +1,7 @@
-"""Foreign problems and solutions as folders that the judge reads: what it was given, and two short files.
+"""Conversion of foreign problems and solutions to folders that the judge reads: the original files and two short ones.
 
-A converted problem is an ordinary task folder, so that records name it, freshness and quotes find it, and its author
-can take it from there (shapes, bounds, ranges).
+A converted problem is an ordinary task folder. So records refer to it, freshness checks and cached timings work, and
+its author can extend it (shapes, bounds, ranges).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from greenfast.judge.store import write_whole
 from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 
-#: The one format of such a problem: its tensors are not quantized here.
+#: The only format of such a problem. Its tensors are not quantized.
 FORMAT = "as_given"
 REFERENCE = "reference"
-#: A gate that never decides: only the tolerance does.
+#: A limit that never fails: only the tolerance decides.
 _OPEN = 1e300
 _NAME = re.compile(r"[^A-Za-z0-9_.+-]+")
 _PROBLEM = '''"""{name}: read from {definition}, by its own reference; only a tolerance is known of its errors."""
@@ -69,19 +69,19 @@ class DefinitionFiles:
 
 
 def is_definition(path: Path) -> bool:
-    """Whether a file holds a definition of FlashInfer-Trace or SOL-ExecBench."""
+    """Return True if a file is a definition of FlashInfer-Trace or SOL-ExecBench."""
     return _has(path, ("axes", "inputs", "outputs", "reference"))
 
 
 def is_foreign_solution(path: Path) -> bool:
-    """Whether a file holds a solution of theirs."""
+    """Return True if a file is a solution of FlashInfer-Trace or SOL-ExecBench."""
     return _has(path, ("definition", "spec", "sources"))
 
 
 def find_workloads(definition: Path, workloads: Path | None = None) -> DefinitionFiles:
-    """Where a definition's workloads are: next to it, or in the data set's folder of workloads.
+    """Find a definition's workloads next to it or in the data set's folder of workloads.
 
-    Raises UsageError naming the places where they were looked for.
+    Raises UsageError with the searched path.
     """
     if workloads is not None:
         return DefinitionFiles(definition, workloads, workloads.parent)
@@ -101,7 +101,7 @@ def find_workloads(definition: Path, workloads: Path | None = None) -> Definitio
 
 
 def convert_definition(files: DefinitionFiles, folder: Path) -> Path:
-    """Write the task folder of a definition, whose baseline is its reference; returns it.
+    """Write the task folder of a definition and return it. The baseline is the definition's reference.
 
     Raises UsageError for a definition or workloads that cannot be judged.
     """
@@ -121,7 +121,7 @@ def convert_definition(files: DefinitionFiles, folder: Path) -> Path:
 
 
 def convert_solution(path: Path, definition: Definition, workloads: Sequence[Workload], folder: Path) -> Path:
-    """Write the folder of a solution of a definition; returns it.
+    """Write the folder of a solution of a definition and return it.
 
     Raises UsageError for a solution of another definition, or in a language that is not judged.
     """
@@ -145,7 +145,7 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
 
 
 def _extension(path: Path, given: ForeignSolution, function: str, folder: Path) -> str:
-    """The Python file that builds a solution in C++ or CUDA; returns its name."""
+    """Write the Python file that builds a solution in C++ or CUDA. Return its name."""
     if given.spec.binding != "torch":
         raise UsageError(
             f"{path}: spec.binding: {given.spec.binding or 'tvm-ffi (the default)'}; extensions with binding torch are "
@@ -170,7 +170,7 @@ def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[
 
 
 def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]]) -> str:
-    """A task's config: all shapes, three seeds, and gates that leave the decision to the tolerance."""
+    """Return a task's config with all shapes, three seeds, and gates that only apply the tolerance."""
     error = {"max_abs_err": _OPEN, "mean_abs_err": _OPEN, "pct_bad": 100.0, "bad_abs_err": _OPEN}
     names = [shape["name"] for shape in shapes]
     return _json(
@@ -201,7 +201,7 @@ def _solution(
     writes: bool,
     author: str = "",
 ) -> str:
-    """solution.json of a callable. Raises UsageError where workloads give a scalar different values."""
+    """Return the solution.json of a callable. Raises UsageError if workloads have different values of a scalar."""
     args = []
     for key, tensor in definition.inputs.items():
         if tensor.shape is not None:
@@ -219,12 +219,12 @@ def _solution(
 
 
 def callable_config(name: str, file: str, author: str, launch: Mapping[str, Any]) -> str:
-    """solution.json of a Python function."""
+    """Return the solution.json of a Python function."""
     return _json({"name": name, "language": "callable", "file": file, "author": author, "launches": [launch]})
 
 
 def safe_name(text: str) -> str:
-    """A text as a name of tasks and solutions."""
+    """Convert a text to a valid name of a task or solution."""
     return _NAME.sub("_", text)[:200].strip("_.+-") or "unnamed"
 
 

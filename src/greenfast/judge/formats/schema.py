@@ -1,7 +1,7 @@
-"""The JSON of FlashInfer-Trace and of SOL-ExecBench, which extends it.
+"""The JSON schema of FlashInfer-Trace and of its extension SOL-ExecBench.
 
 Sources: flashinfer-bench, docs/flashinfer-trace (definition, workload, solution, trace); SOL-ExecBench, docs (the same
-pages). Keys that are not judged by (descriptions, tags) are read over.
+pages). Keys without influence on the judgement (descriptions, tags) are ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from greenfast.spec.files import read_file
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
 #: The dimension that tells workloads with equal axes apart: the workload's number, from 1.
 WORKLOAD = "workload"
-#: What they call their dtypes is what NumPy and ml_dtypes do; 4-bit formats have no array type here.
+#: The supported dtypes, with the names of NumPy and ml_dtypes. 4-bit formats have no array type.
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("int64", "int32", "int16", "int8", "bool"),
 )
-#: Of an axis; beyond it no array could be made.
+#: The size of an axis. Larger arrays could not be allocated.
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 _T = TypeVar("_T")
 
@@ -58,7 +58,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Definition(msgspec.Struct, frozen=True):
-    """What is to be computed. reference: Python source with a function ``run``."""
+    """A problem. reference: Python source with a function ``run``."""
 
     name: str
     axes: dict[str, ConstAxis | VarAxis | ExprAxis]
@@ -72,14 +72,14 @@ class Definition(msgspec.Struct, frozen=True):
 
     @property
     def is_sol(self) -> bool:
-        """Whether it is SOL-ExecBench's, whose tolerances are added and allow 1 % of outliers.
+        """True for a definition of SOL-ExecBench. Its tolerances are added and allow 1 % of outliers.
 
-        Its entries may lack op_type, which FlashInfer-Trace asks for, and may have a function that makes inputs.
+        Such a definition may lack op_type, which FlashInfer-Trace requires, and may have a function for inputs.
         """
         return self.custom_inputs_entrypoint is not msgspec.UNSET or self.op_type is None
 
     def sizes(self, axes: dict[str, int]) -> dict[str, int]:
-        """All axes of a workload by name. Raises UsageError for one that it lacks, or a constraint that fails."""
+        """Return the sizes of all axes of a workload. Raises UsageError for a missing axis or a violated constraint."""
         found: dict[str, int] = {}
         for name, axis in self.axes.items():
             if isinstance(axis, ConstAxis):
@@ -94,14 +94,14 @@ class Definition(msgspec.Struct, frozen=True):
             try:
                 held = evaluate(constraint, found)
             except UsageError:
-                continue  # over the content of inputs, which the reference itself checks
+                continue  # A constraint on the content of inputs: the reference itself checks it.
             if not held:
                 raise UsageError(f"{self.name}: {found} does not meet the constraint {constraint!r}")
         return found
 
 
 class RandomInput(msgspec.Struct, frozen=True, tag_field="type", tag="random"):
-    """Drawn from a distribution by dtype."""
+    """A random input. The distribution depends on the dtype."""
 
 
 class ScalarInput(msgspec.Struct, frozen=True, tag_field="type", tag="scalar"):
@@ -118,7 +118,7 @@ class FileInput(msgspec.Struct, frozen=True, tag_field="type", tag="safetensors"
 
 
 class CustomInput(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
-    """Made by the definition's ``custom_inputs_entrypoint``."""
+    """An input from the definition's ``custom_inputs_entrypoint``."""
 
 
 class Allowed(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def evaluate_dims(definition: Definition, workloads: Sequence[Workload], number: int) -> dict[str, int]:
-    """The dimensions of a workload by its number from 1: the axes, and the number."""
+    """Return the dimensions of the workload with this number (from 1): the axes and the number."""
     return {**definition.sizes(workloads[number - 1].axes), WORKLOAD: number}
 
 
@@ -175,7 +175,7 @@ class ForeignSolution(msgspec.Struct, frozen=True):
 
 
 class _TracedWorkload(msgspec.Struct, frozen=True):
-    """FlashInfer-Trace wraps workloads in a trace without a solution."""
+    """A workload in a trace without a solution, as FlashInfer-Trace stores workloads."""
 
     workload: Workload
 
@@ -200,7 +200,7 @@ def read_definition(path: Path) -> Definition:
 
 
 def read_workloads(path: Path) -> list[Workload]:
-    """The workloads of a JSONL file, plain or as FlashInfer-Trace wraps them. Raises UsageError naming the line."""
+    """Read the workloads of a JSONL file, plain or wrapped in traces. Raises UsageError with the line."""
     found = []
     for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():

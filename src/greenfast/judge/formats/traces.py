@@ -1,4 +1,4 @@
-"""A record as traces of FlashInfer-Trace: what greenfast found out, for those who read that format."""
+"""Conversion of a record to traces of FlashInfer-Trace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from greenfast.judge.timing.interleaved import COLD
 
 
 def build_traces(record: Record, definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
-    """One trace per workload of the record; a workload that was right but not timed has none: PASSED needs times.
+    """Return one trace per workload of the record. A correct workload without times has none: PASSED needs times.
 
-    Times are medians with a cold L2 cache, as FlashInfer-Bench takes them. ``correctness.extra`` and the log say what
-    this format has no place for: the decision, the interval of the speedup and its noise floor.
+    Times are medians with a cold L2 cache, as in FlashInfer-Bench. ``correctness.extra`` and the log contain the
+    decision, the interval of the speedup and its noise floor, because the format has no fields for them.
     """
     made = []
     for number, workload in enumerate(workloads, 1):
@@ -35,7 +35,7 @@ def build_traces(record: Record, definition: Definition, workloads: Sequence[Wor
 
 
 def _evaluation(record: Record, rows: Sequence[CorrectnessRow]) -> dict[str, Any] | None:
-    """The evaluation of a workload's rows, one per seed; None where they cannot tell."""
+    """Return the evaluation of a workload's rows, one row per seed; None if there is no verdict."""
     if record.gate_status("BUILD") == "FAIL":
         return _base(record, "COMPILE_ERROR")
     if not rows:

@@ -1,4 +1,4 @@
-"""From a solution without code (CUDA, PTX, cubin) and a shape's dimensions to its program."""
+"""Construction of programs from solutions in CUDA, PTX or as cubins, for a shape's dimensions."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ SCALARS = (
 )
 _SCALAR = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-#: A block's threads per dimension, and a grid's blocks.
-_MOST_THREADS = (1024, 1024, 64)
-_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+#: Limits on a block's threads and a grid's blocks per dimension.
+_MAX_BLOCK = (1024, 1024, 64)
+_MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_THREADS = 1024
 _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
 
 
 def build_declared_program(solution: ResolvedSolution, dims: Mapping[str, int]) -> Program:
-    """The program of a solution for a shape. Raises UsageError naming the file, the key and the reason."""
+    """Build the program of a solution for a shape. Raises UsageError with the file, the key and the reason."""
     names = evaluate_constants(solution, dims)
     steps = tuple(_step(solution, number, spec, names) for number, spec in enumerate(solution.config.launches))
     return Program(steps, build_workspaces(solution, names))
 
 
 def evaluate_constants(solution: ResolvedSolution, dims: Mapping[str, int]) -> dict[str, int]:
-    """The dimensions and the values of the solution's constants for them. Raises UsageError as above."""
+    """Return the dimensions and the values of the solution's constants. Raises UsageError as above."""
     names = dict(dims)
     for name, text in solution.config.constants.items():
         if name in dims:
@@ -54,38 +54,42 @@ def evaluate_constants(solution: ResolvedSolution, dims: Mapping[str, int]) -> d
 
 
 def build_workspaces(solution: ResolvedSolution, names: Mapping[str, int]) -> dict[str, Workspace]:
-    """The solution's scratch buffers for these dimensions and constants. Raises UsageError as above."""
-    made = {}
+    """Build the solution's scratch buffers for these dimensions and constants. Raises UsageError as above."""
+    spaces = {}
     for name, spec in solution.config.workspaces.items():
         key = f"workspaces.{name}.bytes"
         nbytes = _whole(solution, key, spec.bytes, names)
         if not 0 < nbytes <= _MAX_WORKSPACE:
             raise UsageError(f"{solution.path}: {key}: {nbytes}; from 1 byte to {_MAX_WORKSPACE >> 30} GiB are allowed")
-        made[name] = Workspace(nbytes, spec.zeros)
-    return made
+        spaces[name] = Workspace(nbytes, spec.zeros)
+    return spaces
 
 
 def evaluate_extents(
-    solution: ResolvedSolution, key: str, given: Sequence[Expression], names: Mapping[str, int], most: Sequence[int]
+    solution: ResolvedSolution,
+    key: str,
+    expressions: Sequence[Expression],
+    names: Mapping[str, int],
+    limits: Sequence[int],
 ) -> tuple[int, int, int]:
-    """Three extents, of which missing ones are 1. Raises UsageError for one below 1 or above ``most``."""
-    values = [_whole(solution, f"{key}[{n}]", text, names) for n, text in enumerate(given)]
+    """Evaluate up to three extents; missing ones are 1. Raises UsageError for a value below 1 or above ``limits``."""
+    values = [_whole(solution, f"{key}[{n}]", text, names) for n, text in enumerate(expressions)]
     x, y, z = (*values, 1, 1, 1)[:3]
-    for n, (value, limit) in enumerate(zip((x, y, z), most, strict=True)):
+    for n, (value, limit) in enumerate(zip((x, y, z), limits, strict=True)):
         if not 1 <= value <= limit:
             raise UsageError(f"{solution.path}: {key}[{n}]: {value}; from 1 to {limit} is allowed")
     return x, y, z
 
 
 def evaluate_grid(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
-    """The blocks of the launch with this number. Raises UsageError as above."""
+    """Evaluate the grid of the launch with this number. Raises UsageError as above."""
     return evaluate_extents(
-        solution, f"launches[{number}].grid", solution.config.launches[number].grid, names, _MOST_BLOCKS
+        solution, f"launches[{number}].grid", solution.config.launches[number].grid, names, _MAX_GRID
     )
 
 
 def build_arguments(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
-    """The arguments of the launch with this number. Raises UsageError as above."""
+    """Build the arguments of the launch with this number. Raises UsageError as above."""
     made: list[Argument] = []
     for n, given in enumerate(solution.config.launches[number].args):
         key = f"launches[{number}].args[{n}]"
@@ -99,9 +103,9 @@ def build_arguments(solution: ResolvedSolution, number: int, names: Mapping[str,
 
 
 def evaluate_block(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
-    """The threads per block of the launch with this number. Raises UsageError as above."""
+    """Evaluate the block of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].block"
-    block = evaluate_extents(solution, key, solution.config.launches[number].block or (), names, _MOST_THREADS)
+    block = evaluate_extents(solution, key, solution.config.launches[number].block or (), names, _MAX_BLOCK)
     threads = block[0] * block[1] * block[2]
     if threads > _MAX_THREADS:
         raise UsageError(f"{solution.path}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
@@ -109,7 +113,7 @@ def evaluate_block(solution: ResolvedSolution, number: int, names: Mapping[str, 
 
 
 def evaluate_shared(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> int:
-    """The bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
+    """Evaluate the bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
     key = f"launches[{number}].shared"
     shared = _whole(solution, key, solution.config.launches[number].shared, names)
     if not 0 <= shared <= _MAX_SHARED:
@@ -137,7 +141,7 @@ def _step(solution: ResolvedSolution, number: int, spec: LaunchSpec, names: Mapp
 
 
 def _source(solution: ResolvedSolution, names: Mapping[str, int]) -> str:
-    """The source's text, in CUDA after its constants as macros; lines keep their numbers."""
+    """Return the source's text. CUDA gets its constants as macros in front; line numbers are unchanged."""
     text = read_text(solution.file)
     if not solution.config.constants:
         return text
@@ -162,7 +166,7 @@ def _argument(solution: ResolvedSolution, key: str, text: str, names: Mapping[st
 
 
 def parse_scalar(text: str, names: Mapping[str, int]) -> np.generic:
-    """A typed scalar such as "int32(R)". Raises UsageError where its value does not fit the type."""
+    """Parse a typed scalar such as "int32(R)". Raises UsageError if its value does not fit the type."""
     typed = _SCALAR.fullmatch(text.strip())
     if typed is None:
         raise UsageError(f"{text!r} is neither a buffer's name nor a typed scalar such as int32(R)")

@@ -1,7 +1,7 @@
-"""The machine code that a process loads on its GPU, as CUPTI reports it: the only place that still has it.
+"""Recording of the machine code that a process loads on its GPU, through CUPTI.
 
-A CUDA graph knows the function that it launches, and the driver gives no image back for a function. CUPTI calls back
-for each module with its cubin (CUPTI documentation, "Resource Callbacks").
+A CUDA graph contains the launched functions, but the driver does not return a function's image. CUPTI calls back with
+the cubin of each loaded module (CUPTI documentation, "Resource Callbacks").
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from greenfast.spec.errors import MachineError
 
 _RESOURCE_DOMAIN, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
-#: Where the library is: with PyTorch's wheels, or with the toolkit.
+#: Locations of the library: PyTorch's wheels and the toolkit.
 _PATTERNS = ("nvidia/cu13/lib/libcupti.so*", "nvidia/cuda_cupti/lib/libcupti.so*")
 _TOOLKIT = "/usr/local/cuda/extras/CUPTI/lib64/libcupti.so"
 
@@ -38,14 +38,14 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_ui
 
 
 class LoadedCode:
-    """The cubins of all modules that are loaded from now on in this process.
+    """The cubins of all modules that this process loads from now on.
 
-    Raises MachineError where CUPTI is missing or refuses, as it does while another tool uses it.
+    Raises MachineError if CUPTI is missing or already in use by another tool.
     """
 
     def __init__(self) -> None:
         self.cubins: list[bytes] = []
-        self._callback = _CALLBACK(self._loaded)  # kept: CUPTI holds only its address
+        self._callback = _CALLBACK(self._loaded)  # Keep a reference: CUPTI has only the address.
         library = _library()
         subscriber = ctypes.c_void_p()
         for status in (
@@ -55,13 +55,13 @@ class LoadedCode:
             if status:
                 raise MachineError(f"CUPTI error {status}: is a profiler attached to this process?")
 
-    def _loaded(self, _: int, domain: int, what: int, data: int) -> None:
-        if (domain, what) == (_RESOURCE_DOMAIN, _MODULE_LOADED):
+    def _loaded(self, _: int, domain: int, callback: int, data: int) -> None:
+        if (domain, callback) == (_RESOURCE_DOMAIN, _MODULE_LOADED):
             module = ctypes.cast(data, ctypes.POINTER(_Resource)).contents.descriptor.contents
             self.cubins.append(ctypes.string_at(module.cubin, module.size))
 
     def with_kernel(self, name: str) -> bytes:
-        """The last cubin that was loaded with this kernel. Raises MachineError where there is none."""
+        """Return the last loaded cubin with this kernel. Raises MachineError if there is none."""
         section = b"\0.text." + name.encode() + b"\0"
         for cubin in reversed(self.cubins):
             if section in cubin:
@@ -70,8 +70,8 @@ class LoadedCode:
 
 
 def _library() -> ctypes.CDLL:
-    found = [file for folder in sys.path for pattern in _PATTERNS for file in sorted(Path(folder).glob(pattern))]
-    for name in (*map(str, found), _TOOLKIT, "libcupti.so.13", "libcupti.so"):
+    files = [file for folder in sys.path for pattern in _PATTERNS for file in sorted(Path(folder).glob(pattern))]
+    for name in (*map(str, files), _TOOLKIT, "libcupti.so.13", "libcupti.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:

@@ -1,4 +1,4 @@
-"""Expressions in a shape's dimensions, as solution.json has them: parsed by ``ast`` and never run as Python."""
+"""Evaluation of expressions in a shape's dimensions. ``ast`` parses them; they never run as Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from greenfast.spec.errors import UsageError
 
-#: The longest text, and the largest magnitude of a whole number at any step.
+#: Limits on the length of the text and on the magnitude of integers at any step.
 MAX_LENGTH = 500
 MAX_VALUE = 2**63 - 1
 
@@ -43,16 +43,16 @@ _WHOLE = "whole numbers, + - * // % **, comparisons, min, max, ceildiv, next_pow
 
 
 class NoValueError(UsageError):
-    """An expression that is one, and has no value for these names: it divides by zero, or becomes too large."""
+    """A valid expression without a value for these names: it divides by zero or overflows."""
 
 
 def find_names(text: str) -> set[str]:
-    """The names that an expression asks for. Raises UsageError for a text that is not an expression."""
+    """Return the names in an expression. Raises UsageError for an invalid expression."""
     return {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)} - set(_FUNCTIONS)
 
 
 def evaluate_whole(text: str | int, names: Mapping[str, int]) -> int:
-    """The value of an expression in whole numbers. Raises UsageError, which quotes it, for anything else."""
+    """Return the integer value of an expression. Raises UsageError with the expression for any other value."""
     value = evaluate(str(text), names)
     if not isinstance(value, int):
         raise UsageError(f"{text!r} is not a whole number; use // in place of /")
@@ -60,9 +60,9 @@ def evaluate_whole(text: str | int, names: Mapping[str, int]) -> int:
 
 
 def evaluate(text: str, names: Mapping[str, int]) -> Number:
-    """The value of an expression; / and sqrt give floats.
+    """Return the value of an expression. / and sqrt give floats.
 
-    Raises UsageError, which quotes the expression; NoValueError where other values of the names may do.
+    Raises UsageError with the expression, and NoValueError if other values of the names may be valid.
     """
     try:
         return _value(parse(text), names, text)
@@ -76,7 +76,7 @@ def evaluate(text: str, names: Mapping[str, int]) -> Number:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> ast.expr:
-    """The syntax tree of an expression. Raises UsageError for what is not one."""
+    """Return the syntax tree of an expression. Raises UsageError for an invalid expression."""
     if len(text) > MAX_LENGTH:
         raise UsageError(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are read")
     try:
@@ -86,33 +86,33 @@ def parse(text: str) -> ast.expr:
 
 
 def _value(node: ast.expr, names: Mapping[str, int], text: str) -> Number:
-    def of(inner: ast.expr) -> Number:
+    def evaluate_node(inner: ast.expr) -> Number:
         return _value(inner, names, text)
 
-    found: Number
+    result: Number
     match node:
         case ast.Constant(value=int() | float() as value):
-            found = value
+            result = value
         case ast.Name(id=name):
             if name not in names:
                 raise UsageError(f"{text!r}: {name} is not known; known are {', '.join(names) or 'no names'}")
-            found = names[name]
+            result = names[name]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            found = -of(inner)
+            result = -evaluate_node(inner)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            found = _power(of(left), of(right), text)
+            result = _power(evaluate_node(left), evaluate_node(right), text)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            found = _OPERATORS[type(op)](of(left), of(right))
+            result = _OPERATORS[type(op)](evaluate_node(left), evaluate_node(right))
         case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
-            values = [of(left), *map(of, others)]
-            found = all(_COMPARISONS[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
+            values = [evaluate_node(left), *map(evaluate_node, others)]
+            result = all(_COMPARISONS[type(op)](a, b) for op, a, b in zip(ops, values, values[1:], strict=False))
         case ast.IfExp(test=test, body=body, orelse=other):
-            found = of(body) if of(test) else of(other)
-        case ast.Call(func=ast.Name(id=name), args=[_, *_] as given, keywords=[]) if name in _FUNCTIONS:
-            found = _FUNCTIONS[name](*map(of, given))
+            result = evaluate_node(body) if evaluate_node(test) else evaluate_node(other)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if name in _FUNCTIONS:
+            result = _FUNCTIONS[name](*map(evaluate_node, arguments))
         case _:
             raise UsageError(f"{text!r}: {ast.unparse(node)!r} is not allowed; allowed are {_WHOLE}")
-    return _bounded(found, text)
+    return _check_magnitude(result, text)
 
 
 def _power(base: Number, exponent: Number, text: str) -> Number:
@@ -123,12 +123,12 @@ def _power(base: Number, exponent: Number, text: str) -> Number:
     return base**exponent
 
 
-def _bounded(value: Number, text: str) -> Number:
+def _check_magnitude(value: Number, text: str) -> Number:
     if isinstance(value, float):
         return value
     if abs(value) > MAX_VALUE:
         raise NoValueError(_too_large(text))
-    return int(value)  # a comparison is 0 or 1
+    return int(value)  # The value of a comparison is 0 or 1.
 
 
 def _too_large(text: str) -> str:
