@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.screen_recall import recall
-from greenfast.evolve.simulate import Cache, median_by_chance, needed
+from greenfast.evolve.screen_recall import measure_recall
+from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws
 from greenfast.evolve.t4 import read_t4
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
@@ -39,7 +39,7 @@ def compared(path: Path, seeds: int) -> dict[str, Any]:
     """The row of one cache."""
     results = read_t4(path)
     cache = Cache(results, path.stem)
-    chance = median_by_chance(cache, SHARE)
+    chance = median_of_random_draws(cache, SHARE)
     row: dict[str, Any] = {
         "cache": path.as_posix(),
         "settings": len(cache.evaluations),
@@ -49,11 +49,11 @@ def compared(path: Path, seeds: int) -> dict[str, Any]:
         "of_random": {},
     }
     for name, made in PROPOSERS.items():
-        found = needed(functools.partial(make_proposer, *made), cache, range(seeds), SHARE)
+        found = count_evaluations(functools.partial(make_proposer, *made), cache, range(seeds), SHARE)
         row["needed"][name] = found
         row["of_random"][name] = round(statistics.median(found) / chance, 3)
     try:
-        row["screen"] = {str(batch): msgspec.to_builtins(recall(results, batch=batch)) for batch in BATCHES}
+        row["screen"] = {str(batch): msgspec.to_builtins(measure_recall(results, batch=batch)) for batch in BATCHES}
     except UsageError:
         row["screen"] = None
     return row

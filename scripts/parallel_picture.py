@@ -73,7 +73,7 @@ def draw(rows: Sequence[CaseRow]) -> Figure:
     marks = {"ring": ("o", "#D55E00"), "ulysses": ("s", "#D55E00"), "fa3": ("^", "#0072B2"), "torch": ("v", "#444444")}
     names = {"ring": "ring", "ulysses": "ulysses", "fa3": "FA3 bf16, ring", "torch": "PyTorch bf16, ring"}
     for name, (mark, color) in marks.items():
-        own = [row for row in rows if row.contender == name and row.causal and row.dims["HK"] == HEADS]
+        own = [row for row in rows if row.backend == name and row.causal and row.dims["HK"] == HEADS]
         if own:
             points = [row.dims["S"] for row in own], [row.tflops for row in own]
             two.plot(*points, mark, color=color, label=f"measured, {names[name]}", markersize=6)
@@ -120,13 +120,13 @@ def measured_table() -> str:
         error = f"{row.error:.4f}" if row.error else "-"
         model = "-" if row.model_ms is None else f"{row.model_ms:.2f}"
         cells = [f"{row.median_ms:.2f}", f"{row.tflops:.0f}", error, *shares, f"{row.peak_bytes / 2**20:.0f}", model]
-        lines.append(f"| {row.case} | {BACKENDS[row.contender].label} | {' | '.join(cells)} |")
+        lines.append(f"| {row.case} | {BACKENDS[row.backend].label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def aims_table() -> str:
     """What the runs reached of what was aimed at, in Markdown: the faster of greenfast's methods in each case."""
-    rows = {(row.case, row.contender): row for row in records()}
+    rows = {(row.case, row.backend): row for row in records()}
     header = (
         "| case | TFLOP/s: aim | came | by | of PyTorch's best | of FA3's ring | of `alone` | exposed: aim | came |"
     )
@@ -140,7 +140,7 @@ def aims_table() -> str:
         ratios = [f"{x / best.median_ms:.2f}x" for x in (theirs, of["fa3"].median_ms, of["alone"].median_ms)]
         models = ", ".join(f"{(of[name].model_ms or 0) / of[name].median_ms:.0%}" for name in _METHODS)
         came = "-" if best.exposed is None else f"{best.exposed:.1%}"
-        cells = [rate or "-", f"{best.tflops:.0f}", best.contender, *ratios, f"{exposed:.0%}", came, models]
+        cells = [rate or "-", f"{best.tflops:.0f}", best.backend, *ratios, f"{exposed:.0%}", came, models]
         lines.append(f"| {case} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

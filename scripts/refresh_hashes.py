@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from greenfast.bench.comparison import Comparison
-from greenfast.bench.record_io import AnyRecord, comparison_of, freshness, read_record, timed_kernels
+from greenfast.bench.record_io import AnyRecord, find_comparison, freshness, read_record, timed_kernels
 from greenfast.bench.record_schema import Benchmark
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
@@ -90,7 +90,7 @@ def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[Ke
 def recorded_kernels(record: AnyRecord) -> Iterator[tuple[KernelSource, str]]:
     """Yield today's kernels of a record, with the names of its targets; a kernel may come several times."""
     if isinstance(record, Benchmark) and record.side is None:
-        comparison = comparison_of(record)
+        comparison = find_comparison(record)
         yield from ((source, comparison.arch) for source, _ in (comparison.kernels or dict)().values())
         return
     for name in ("baseline", "candidate") if isinstance(record, Record) else ("side",):
@@ -119,7 +119,7 @@ def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
 
 def _compared(record: Benchmark) -> Benchmark:
     """The same for the operator's record and serving's: different text with the same machine code."""
-    today = timed_kernels(comparison_of(record))
+    today = timed_kernels(find_comparison(record))
     kernels = {
         name: msgspec.structs.replace(then, kernel_hash=today[name].kernel_hash)
         if name in today and (today[name].code_hash, today[name].compiler) == (then.code_hash, then.compiler)

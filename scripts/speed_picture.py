@@ -56,8 +56,8 @@ def kernel_series(record: Benchmark) -> Series:
 def _series(record: Benchmark, labels: Mapping[str, str]) -> Series:
     found: Series = {label: {} for label in labels.values()}
     for row in record.rows:
-        if row.grid and row.tflops is not None and row.contender in labels and _shown(row.dims):
-            found[labels[row.contender]][row.dims["S"]] = row.tflops
+        if row.grid and row.tflops is not None and row.backend in labels and _shown(row.dims):
+            found[labels[row.backend]][row.dims["S"]] = row.tflops
     return found
 
 
@@ -114,7 +114,7 @@ def gains_table(record: Benchmark) -> str:
     """Per length and head dim, the least time of the bfloat16 libraries over the time of ``sdpa`` in FP8."""
     found: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
-    for shape, ratio in ratios(record.rows, SpeedupPair(own="sdpa_fp8", rivals=list(_BF16), title="")).items():
+    for shape, ratio in ratios(record.rows, SpeedupPair(own="sdpa_fp8", baselines=list(_BF16), title="")).items():
         at = dims[shape]
         found.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
     head_dims = sorted({head_dim for cells in found.values() for head_dim, _ in cells})

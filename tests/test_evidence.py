@@ -177,7 +177,7 @@ def test_the_readme_states_the_measured_errors() -> None:
     record = read_benchmark(ROOT / update_results.OPERATOR_RECORD)
     rows = [row for row in record.accuracy if row.inputs == "normal"]
     fp8, int8, bf16 = (
-        max(row.error or 0.0 for row in rows if row.contender == name)
+        max(row.error or 0.0 for row in rows if row.backend == name)
         for name in ("sdpa_fp8", "sdpa_int8", "torch_cudnn")
     )
     assert f'error of {fp8:.1%} ({int8:.1%} with `precision="int8"`), where bfloat16 has {bf16:.1%}.' == next(

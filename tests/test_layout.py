@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,10 @@ TORCH_MODULES = tuple(
     for name in ("formats.defined", "formats.models", "solution.capture", "solution.languages")
 )
 MAX_LINES = 1000
+#: Class names that still have several definitions. The list only shrinks.
+DUPLICATE_CLASSES = {"Finding", "Instruction", "Program", "_Strict"}
+#: Modules with a name of the standard library: `greenfast profile` is a verb of the command line.
+STANDARD_NAMES = {"cli/profile.py"}
 
 
 def room_of(module: str) -> str | None:
@@ -183,6 +189,31 @@ def _chain_to_torch(modules: dict[str, Module], start: str) -> tuple[str, ...]:
     return ()
 
 
+def find_duplicate_classes(package: Path) -> dict[str, list[str]]:
+    """Return the class names with several definitions in the package, with the files that define them."""
+    files = defaultdict(list)
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(file.relative_to(package).as_posix())
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def find_standard_names(package: Path) -> set[str]:
+    """Return the modules and packages with the name of a module of the standard library."""
+    paths = [path for path in package.rglob("*") if path.is_dir() or path.suffix == ".py"]
+    return {path.relative_to(package).as_posix() for path in paths if path.stem in sys.stdlib_module_names}
+
+
+def test_each_class_name_has_one_definition() -> None:
+    duplicates = find_duplicate_classes(PACKAGE)
+    assert set(duplicates) == DUPLICATE_CLASSES, duplicates
+
+
+def test_no_module_has_a_name_of_the_standard_library() -> None:
+    assert find_standard_names(PACKAGE) == STANDARD_NAMES
+
+
 def test_imports_go_down_in_the_open_and_files_are_short() -> None:
     assert layout_faults(PACKAGE) == []
 
@@ -227,6 +258,18 @@ def test_checker_finds_a_fault(tmp_path: Path, path: str, text: str, fault: str)
     assert len(faults) == 1
     assert faults[0].startswith(path)
     assert fault in faults[0]
+
+
+def test_checker_finds_names_with_two_meanings(tmp_path: Path) -> None:
+    tree = {
+        "spec/a.py": "class Case: ...",
+        "cli/b.py": "def f():\n    class Case: ...",
+        "cli/operator.py": "class Other: ...",
+        "queue/__init__.py": "",
+    }
+    _write(tmp_path, tree)
+    assert find_duplicate_classes(tmp_path) == {"Case": ["cli/b.py", "spec/a.py"]}
+    assert find_standard_names(tmp_path) == {"cli/operator.py", "queue"}
 
 
 def test_checker_finds_a_circle(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from greenfast.judge.record_schema import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts
 from tests.judge.report.records import build, record
 
-CONTENDERS = [
+BACKENDS = [
     BackendFacts(name=KERNEL, label="greenfast FP8", precision="fp8", version="greenfast 0.1.0"),
     BackendFacts(name="fa3", label="FA3 FP8", precision="fp8", version="fa3-fwd 0.0.3"),
     BackendFacts(name="cudnn", label="cuDNN FP8", precision="fp8", missing="no module cudnn"),
     BackendFacts(name="torch_flash", label="torch flash bf16", precision="bf16", version="torch 2.11.0"),
 ]
-VERSUS = SpeedupPair(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer")
+VERSUS = SpeedupPair(own=KERNEL, baselines=["fa3", "cudnn"], title="greenfast / better FP8 peer")
 GRID = {
     "d64_s1024": {"B": 16, "H": 32, "S": 1024, "D": 64},
     "d64_s1024_causal": {"B": 16, "H": 32, "S": 1024, "D": 64, "CAUSAL": 1},
@@ -25,16 +25,16 @@ GRID = {
 SMALL = {"mission": {"B": 1, "H": 8, "S": 512, "D": 64}}
 
 
-def row(shape: str, contender: str, us: float | None, **changes: Any) -> Row:
+def row(shape: str, backend: str, us: float | None, **changes: Any) -> Row:
     dims = {**GRID, **SMALL}[shape]
     fields: dict[str, Any] = {
         "shape": shape,
         "dims": dims,
         "grid": shape in GRID,
-        "contender": contender,
+        "backend": backend,
         "cache": "beyond L2" if shape in GRID else "warm",
         "error": 0.0531,
-        "kernel_error": 0.0212 if contender == KERNEL else None,
+        "kernel_error": 0.0212 if backend == KERNEL else None,
     }
     if us is not None:
         fields |= {"median_us": us, "p25_us": 0.98 * us, "p75_us": 1.03 * us, "rounds": 31, "calls": 13,
@@ -63,18 +63,18 @@ def rows() -> list[Row]:
 def accuracy() -> list[AccuracyRow]:
     found = []
     for n, kind in enumerate(("normal", "outliers")):
-        for m, contender in enumerate((KERNEL, "fa3")):
+        for m, backend in enumerate((KERNEL, "fa3")):
             found.append(
                 AccuracyRow(
-                    series="inputs", inputs=kind, dims={"B": 1, "H": 8, "S": 2048, "D": 128}, contender=contender,
+                    series="inputs", inputs=kind, dims={"B": 1, "H": 8, "S": 2048, "D": 128}, backend=backend,
                     sampled=2048, error=0.051 + 0.001 * n + 0.0003 * m, kernel_error=0.02,
                 )
             )  # fmt: skip
     for n, s in enumerate((2048, 131072)):
-        for m, contender in enumerate((KERNEL, "fa3")):
+        for m, backend in enumerate((KERNEL, "fa3")):
             found.append(
                 AccuracyRow(
-                    series="length", inputs="normal", dims={"B": 1, "H": 1, "S": s, "D": 128}, contender=contender,
+                    series="length", inputs="normal", dims={"B": 1, "H": 1, "S": s, "D": 128}, backend=backend,
                     sampled=512, error=0.05, kernel_error=0.021 + 0.003 * n + 0.01 * m,
                 )
             )  # fmt: skip
@@ -98,7 +98,7 @@ def peers_record(**changes: Any) -> Benchmark:
         "what": "fp8_attention: hopper",
         "own": [KERNEL],
         "versus": [VERSUS],
-        "contenders": CONTENDERS,
+        "backends": BACKENDS,
         "rows": rows(),
         "accuracy": accuracy(),
     }
@@ -124,29 +124,32 @@ OPERATOR_DIMS = {"B": 1, "H": 16, "S": 4096, "D": 128}
 
 
 def operator_record(**clocks: float) -> Benchmark:
-    rivals = ["torch_flash", "torch_cudnn"]
+    baselines = ["torch_flash", "torch_cudnn"]
     shapes = {"d128_s4096": OPERATOR_DIMS, "d128_s4096_causal": {**OPERATOR_DIMS, "CAUSAL": 1}}
     return peers_record(
         comparison="operator",
         what="greenfast.sdpa",
         command="greenfast bench operator",
         own=["sdpa_fp8", "sdpa_int8"],
-        versus=[SpeedupPair(own=f"sdpa_{x}", rivals=rivals, title=f"sdpa {x} / best bf16") for x in ("fp8", "int8")],
-        contenders=[
+        versus=[
+            SpeedupPair(own=f"sdpa_{x}", baselines=baselines, title=f"sdpa {x} / best bf16")
+            for x in ("fp8", "int8")
+        ],
+        backends=[
             BackendFacts(name=name, label=name.replace("_", " "), precision="fp8") for name in [*OPERATOR, "fa3"]
         ],
         rows=[
             Row(
-                shape=shape, dims=dims, grid=True, contender=name, cache="beyond L2", median_us=us, p25_us=us,
+                shape=shape, dims=dims, grid=True, backend=name, cache="beyond L2", median_us=us, p25_us=us,
                 p75_us=us, tflops=None if name in ("copy", "quantize_fp8") else 1e5 / us, rounds=9, calls=1,
             )
             for shape, dims in shapes.items()
             for name, us in OPERATOR.items()
         ],
-        host=[HostRow(contender="torch_flash", dims=OPERATOR_DIMS, median_us=16.0, least_us=15.0, batches=2, calls=3)],
+        host=[HostRow(backend="torch_flash", dims=OPERATOR_DIMS, median_us=16.0, least_us=15.0, batches=2, calls=3)],
         accuracy=[
             AccuracyRow(
-                series="inputs", inputs=kind, dims=OPERATOR_DIMS, contender="sdpa_fp8", sampled=4096, error=error
+                series="inputs", inputs=kind, dims=OPERATOR_DIMS, backend="sdpa_fp8", sampled=4096, error=error
             )
             for kind, error in (("normal", 0.05), ("tiny", 0.06))
         ],
@@ -174,16 +177,16 @@ def serving_record(**changes: Any) -> Benchmark:
         "command": "greenfast bench serving --quick",
         "own": [KERNEL, "append"],
         "versus": [
-            SpeedupPair(own=KERNEL, rivals=["vllm_fa3"], title=f"{g}: greenfast / FA3 FP8", group=f"{g}_")
+            SpeedupPair(own=KERNEL, baselines=["vllm_fa3"], title=f"{g}: greenfast / FA3 FP8", group=f"{g}_")
             for g in ("decode", "prefill")
         ],
-        "contenders": [
+        "backends": [
             BackendFacts(name=n, label=labels.get(n, n), precision="bf16" if n.endswith("bf16") else "fp8")
             for n in names
         ] + [BackendFacts(name="fa3", label="FA3 FP8", precision="fp8", missing="no fa3-fwd")],
         "rows": [
             Row(
-                shape=case.shape.name, dims=case.shape.dims, grid=case.group in ("decode", "prefill"), contender=name,
+                shape=case.shape.name, dims=case.shape.dims, grid=case.group in ("decode", "prefill"), backend=name,
                 cache="beyond L2", median_us=us, p25_us=us, p75_us=us, rounds=9, calls=3,
                 tflops=None if name in ("plan", "copy", "read_sum", "read_max")
                 else flops(case.shape.dims) / us / 1e6,
@@ -191,11 +194,11 @@ def serving_record(**changes: Any) -> Benchmark:
             for case in cases(quick=True) for name, us in of_group[case.group].items()
         ] + [
             Row(
-                shape="decode_32x8_d128_1x8192", dims=cases(quick=True)[0].shape.dims, grid=True, contender="fa3",
+                shape="decode_32x8_d128_1x8192", dims=cases(quick=True)[0].shape.dims, grid=True, backend="fa3",
                 cache="beyond L2", reason="no fa3-fwd",
             )
         ],
-        "host": [HostRow(contender="kvcache", dims={"B": 8}, median_us=14.5, least_us=13.0, batches=60, calls=50)],
+        "host": [HostRow(backend="kvcache", dims={"B": 8}, median_us=14.5, least_us=13.0, batches=60, calls=50)],
         "accuracy": [],
         "side": None,
     }  # fmt: skip

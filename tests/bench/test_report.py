@@ -14,7 +14,7 @@ from greenfast.bench.record_schema import AccuracyRow, BackendFacts, Benchmark
 from greenfast.bench.report import benchmark_report, console_table, reasons, section, summary
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
-from tests.bench.benchmarks import CONTENDERS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
+from tests.bench.benchmarks import BACKENDS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
 
 
 def table(text: str, first: str) -> list[list[str]]:
@@ -30,8 +30,8 @@ def test_a_ratio_is_the_better_fp8_peers_time_over_greenfasts() -> None:
     assert found == {"d64_s1024": 1.25, "d64_s1024_causal": 0.8, "mission": 2.0}  # bf16 counts nowhere
     with_cudnn = [*rows(), row("d64_s1024", "cudnn", 110.0)]
     assert ratios(with_cudnn, VERSUS)["d64_s1024"] == pytest.approx(1.1)
-    assert ratios([r for r in rows() if r.contender != "fa3"], VERSUS) == {}
-    assert ratios([r for r in rows() if r.contender != KERNEL], VERSUS) == {}
+    assert ratios([r for r in rows() if r.backend != "fa3"], VERSUS) == {}
+    assert ratios([r for r in rows() if r.backend != KERNEL], VERSUS) == {}
 
 
 def test_the_mean_is_geometric() -> None:
@@ -46,9 +46,9 @@ def test_the_headline_is_of_the_grid_and_names_the_worst() -> None:
     )
     small = [r for r in rows() if not r.grid]
     assert "over 1 shapes outside of the grid; worst mission 2.000x" in headline(small, [VERSUS])
-    lacking = [r for r in rows() if (r.shape, r.contender) != ("d64_s1024", "fa3")]
+    lacking = [r for r in rows() if (r.shape, r.backend) != ("d64_s1024", "fa3")]
     assert "over 1 of 2 shapes of the grid; worst d64_s1024_causal 0.800x" in headline(lacking, [VERSUS])
-    alone = [r for r in rows() if r.contender == KERNEL]
+    alone = [r for r in rows() if r.backend == KERNEL]
     assert headline(alone, [VERSUS]) == "speed of greenfast / better FP8 peer: not timed"
     both = operator_record()
     assert [part[:24] for part in headline(both.rows, both.versus).split("; speed of ")] == [
@@ -107,13 +107,11 @@ def test_errors_are_compared_with_those_of_others_in_fp8_and_in_int8() -> None:
         BackendFacts(name=name, label=name.upper(), precision=precision, version="1", missing="")  # type: ignore[arg-type]
         for name, precision in (("fa3", "fp8"), ("cudnn", "fp8"), ("sage", "int8"))
     ]
-    own = [c for c in record.contenders if c.name in record.own]
-    record = msgspec.structs.replace(record, contenders=[*own, *peers])
+    own = [c for c in record.backends if c.name in record.own]
+    record = msgspec.structs.replace(record, backends=[*own, *peers])
 
-    def of(kind: str, contender: str, error: float | None) -> AccuracyRow:
-        return AccuracyRow(
-            series="inputs", inputs=kind, dims=OPERATOR_DIMS, contender=contender, sampled=1, error=error
-        )
+    def of(kind: str, backend: str, error: float | None) -> AccuracyRow:
+        return AccuracyRow(series="inputs", inputs=kind, dims=OPERATOR_DIMS, backend=backend, sampled=1, error=error)
 
     names = ("sdpa_fp8", "sdpa_int8", "fa3", "cudnn", "sage")
     errors = {
@@ -148,7 +146,7 @@ def test_what_has_no_number_is_said_with_the_reason() -> None:
 
 def test_the_console_shows_both_units() -> None:
     header, lines = console_table(peers_record())
-    assert header == ["shape", *(c.label for c in CONTENDERS), VERSUS.title]
+    assert header == ["shape", *(c.label for c in BACKENDS), VERSUS.title]
     assert lines[0] == ["d64_s1024", "100.0 µs 1000", "125.0 µs 800", "-", "80.00 µs 1250", "1.250x"]
 
 

@@ -26,7 +26,7 @@ def record(gain: Gain) -> Benchmark:
             shape=s.name,
             dims=s.dims,
             grid=True,
-            contender=name,
+            backend=name,
             cache="beyond L2",
             median_us=us,
             p25_us=us,
@@ -58,7 +58,7 @@ def test_shapes_differ_and_cover_what_decides() -> None:
     assert {s.dims["H"] // s.dims["HK"] for s in found} == {1, 4, 8}
     assert min(s.dims["S"] for s in found) == 16
     assert max(s.dims["KV"] for s in found) == 32768
-    assert [c.contenders for c in routing.routing().timed] == [
+    assert [c.backends for c in routing.routing().timed] == [
         ("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "torch", "fa3_bf16")
     ] * len(found)
     few = [s for s in found if s.dims["S"] < s.dims["KV"]]
@@ -138,7 +138,7 @@ def test_flash_attention_3_is_a_rival_where_it_was_timed() -> None:
     first = record(from_2048_keys)
     second = record(lambda dims: {"int8": 0.9, "int8_fine": 1.4})
     flash = [
-        msgspec.structs.replace(r, contender="fa3_bf16", median_us=80.0) for r in second.rows if r.contender == "torch"
+        msgspec.structs.replace(r, backend="fa3_bf16", median_us=80.0) for r in second.rows if r.backend == "torch"
     ]
     second = msgspec.structs.replace(second, rows=[*second.rows, *flash[::2]])
     found = routing.rules([("first", first), ("second", second)])
@@ -155,7 +155,7 @@ def test_flash_attention_3_is_a_rival_where_it_was_timed() -> None:
 def test_shapes_without_a_time_are_left_out() -> None:
     whole = record(from_2048_keys)
     shape = routing.shapes()[0].name
-    rows = [r for r in whole.rows if (r.shape, r.contender) != (shape, "torch")]
+    rows = [r for r in whole.rows if (r.shape, r.backend) != (shape, "torch")]
     found = routing.points(peers_record(comparison="routing", rows=rows, versus=[], side=None), TORCH)
     assert sum(map(len, found.values())) == len(routing.shapes()) - 1
 

@@ -58,7 +58,7 @@ class Session:
         return Facts([described(name) for name in names], {"cuDNN": "91900"})
 
     def open(self, cell: BenchCell, kernel: Any) -> None:
-        if KERNEL in cell.contenders:
+        if KERNEL in cell.backends:
             image, plan = kernel
             assert image.entry == "fp8_attention"
             assert plan.grid[0] >= 1
@@ -82,8 +82,8 @@ class Session:
 
     def host(self, cell: BenchCell) -> list[HostRow]:
         return [
-            HostRow(contender=n, dims=cell.shape.dims, median_us=2.0, least_us=1.0, batches=1, calls=1)
-            for n in cell.contenders
+            HostRow(backend=n, dims=cell.shape.dims, median_us=2.0, least_us=1.0, batches=1, calls=1)
+            for n in cell.backends
         ]
 
 
@@ -144,9 +144,9 @@ def kept(folder: Path) -> list[str]:
 
 def test_a_row_holds_median_quartiles_and_tflops(session: Session, run: Run) -> None:
     record = run(rounds=5).record
-    by_name = {row.contender: row for row in record.rows}
+    by_name = {row.backend: row for row in record.rows}
     names = [KERNEL, "fa3", ABSENT, "torch_flash", "torch_cudnn", "fa3_bf16"]
-    assert list(by_name) == [c.name for c in record.contenders] == names
+    assert list(by_name) == [c.name for c in record.backends] == names
     fa3 = by_name["fa3"]
     assert (fa3.p25_us, fa3.median_us, fa3.p75_us) == pytest.approx((12.12, 12.24, 12.36))
     assert fa3.tflops == pytest.approx(4 * 8 * 512**2 * 64 / 12.24 / 1e6)
@@ -188,9 +188,9 @@ def test_without_shapes_all_are_timed_and_errors_compared(session: Session, run:
     assert {(row.dims["D"], row.inputs) for row in inputs} == {
         (d, kind) for d in (64, 128) for kind in ("normal", "outliers")
     }
-    assert {row.contender for row in inputs} == {c.name for c in record.contenders}
+    assert {row.backend for row in inputs} == {c.name for c in record.backends}
     length = [row for row in record.accuracy if row.series == "length"]
-    assert [(row.dims["S"], row.contender) for row in length] == [
+    assert [(row.dims["S"], row.backend) for row in length] == [
         (s, name) for s in (2048, 8192, 32768, 131072) for name in (KERNEL, "fa3")
     ]
     assert len(session.rounds) == 22  # errors alone are not timed
@@ -230,7 +230,7 @@ def test_a_wrong_kernel_stops_the_run_untimed(
 
 def test_a_kernel_that_is_wrong_while_timed_stops_the_run(session: Session, run: Run, tmp_path: Path) -> None:
     session.changed = [KERNEL]
-    with pytest.raises(WrongResultError, match="the timed launches left other bits"):
+    with pytest.raises(WrongResultError, match="the timed launches wrote other bits"):
         run()
     assert kept(tmp_path) == []
 
@@ -243,7 +243,7 @@ def test_a_kernel_that_cannot_be_launched_stops_the_run(session: Session, run: R
 
 def test_a_library_that_fails_on_a_shape_is_a_row_with_the_reason(session: Session, run: Run) -> None:
     session.checked["fa3"] = CheckResult(error=0.4, reason="its output is wrong: relative error 0.4")
-    rows = {row.contender: row for row in run().record.rows}
+    rows = {row.backend: row for row in run().record.rows}
     assert (rows["fa3"].median_us, rows["fa3"].error) == (None, 0.4)
     assert rows["fa3"].reason == "its output is wrong: relative error 0.4"
     assert rows[KERNEL].median_us
@@ -252,15 +252,15 @@ def test_a_library_that_fails_on_a_shape_is_a_row_with_the_reason(session: Sessi
 
 def test_a_library_whose_timed_launches_differ_has_no_time(session: Session, run: Run) -> None:
     session.changed = ["fa3"]
-    rows = {row.contender: row for row in run().record.rows}
+    rows = {row.backend: row for row in run().record.rows}
     assert rows["fa3"].median_us is None
-    assert "timed launches left another output" in rows["fa3"].reason
+    assert "timed launches wrote another output" in rows["fa3"].reason
     assert rows["torch_flash"].median_us
 
 
 def test_a_library_that_breaks_its_process_costs_that_shape_alone(session: Session, run: Run) -> None:
     session.crashes = {(512, "fa3")}
-    rows = {(row.shape, row.contender): row for row in run(["small", "mission", "long"]).record.rows}
+    rows = {(row.shape, row.backend): row for row in run(["small", "mission", "long"]).record.rows}
     assert rows["mission", "fa3"].reason == "crash: the process ended during add of fa3"
     assert all(rows[shape, "fa3"].median_us for shape in ("small", "long"))
     for shape in ("small", "mission", "long"):
@@ -270,7 +270,7 @@ def test_a_library_that_breaks_its_process_costs_that_shape_alone(session: Sessi
 
 def test_a_library_that_keeps_breaking_is_left_out(session: Session, run: Run) -> None:
     session.crashes = {(32, "fa3"), (512, "fa3"), (2048, "fa3")}
-    rows = {(row.shape, row.contender): row for row in run(["small", "mission", "long"]).record.rows}
+    rows = {(row.shape, row.backend): row for row in run(["small", "mission", "long"]).record.rows}
     assert rows["long", "fa3"].reason.startswith("left out after 2 crashes: crash: ")
     assert session.starts == 3
     assert rows["long", KERNEL].median_us
@@ -348,7 +348,7 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
         assert answer.status == "stale"
         assert re.fullmatch(said, answer.reasons[0])
     assert len({row.shape for row in record.rows}) == 30
-    by_name = {row.contender: row for row in record.rows if row.shape == "d128_s1024"}
+    by_name = {row.backend: row for row in record.rows if row.shape == "d128_s1024"}
     assert set(by_name) == {
         *("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "attention_fp8", "quantize_fp8", "copy"),
         *("torch_flash", "torch_cudnn", "fa3_bf16"),
@@ -356,8 +356,8 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
     assert by_name["copy"].tflops is None
     assert by_name["sdpa_fp8"].tflops == pytest.approx(4 * 16 * 16 * 1024**2 * 128 / 20.4 / 1e6)
     assert {row.inputs for row in record.accuracy} == set(record.inputs) == set(INPUTS)
-    assert [row.error for row in record.accuracy if row.contender == "fp8_plain"] == [0.3] * 33
-    assert [row.contender for row in record.host] == ["sdpa_fp8", "attention_fp8", "torch"]
+    assert [row.error for row in record.accuracy if row.backend == "fp8_plain"] == [0.3] * 33
+    assert [row.backend for row in record.host] == ["sdpa_fp8", "attention_fp8", "torch"]
     assert record.gate_status("CORRECTNESS") == "PASS"
     assert "error at most 0.05 on 30 shapes, 0.2 allowed" in record.gates[0].summary
     assert "sdpa fp8 / best bf16: 1.000x" in record.gates[1].summary

@@ -25,10 +25,10 @@ from greenfast.bench.serving_cases import (
     bytes_moved,
     cases,
     copies,
+    find_lengths,
     flops,
     host_case,
     kv_bytes,
-    lengths_of,
 )
 from greenfast.bench.serving_inputs import AppendInputs, PagedInputs, append_inputs, paged_inputs
 from greenfast.bench.serving_kernels import timed_launches
@@ -49,7 +49,7 @@ APPEND = {"TOKENS": 100, "H": 4, "HK": 2, "D": 64}
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shape], PagedInputs]:
-    monkeypatch.setattr(serving_inputs, "lengths_of", lambda name: LENGTHS)
+    monkeypatch.setattr(serving_inputs, "find_lengths", lambda name: LENGTHS)
     monkeypatch.setattr(serving_inputs, "copies", lambda dims: 1 if "SQUARES" in dims else 3)
     return lambda shape: paged_inputs(shape, 0, "cpu")
 
@@ -69,7 +69,7 @@ def test_the_cases_are_the_table() -> None:
     assert kv_bytes(dims) == 2 * 8 * 32768 * 8 * 256
     assert found["decode_32x8_d128_skewed"].shape.dims["KEYS"] == 131072 + 63 * 1024
     ragged = found["prefill_64x8_d64_ragged"]
-    assert (ragged.shape.dims["KEYS"], lengths_of(ragged.shape.name)) == (16384, ragged.lengths)
+    assert (ragged.shape.dims["KEYS"], find_lengths(ragged.shape.name)) == (16384, ragged.lengths)
     assert sum(case.token_scales for case in found.values()) == 7
     assert {case.group for case in cases(["append"])} == {"append", "read"}
     assert len(cases(quick=True)) < len(cases()) / 1.5
@@ -98,13 +98,13 @@ def test_the_comparison_names_its_groups_and_travels_to_a_process() -> None:
         "decode: greenfast / FA3 FP8", "decode: greenfast / best FA3"
     ]  # fmt: skip
     assert found.host is not None
-    assert found.host.contenders[:2] == ("kvcache", "kvcache_unplanned")
+    assert found.host.backends[:2] == ("kvcache", "kvcache_unplanned")
     session = pickle.loads(pickle.dumps(found.session))
     assert session.func is ServingSession
     assert session.keywords["fa3_library"] == "/some/library.so"
     assert len(session.keywords["cases"]) == len(found.timed) + 1
     whole = serving()
-    assert set(whole.contenders) == set(BACKENDS)
+    assert set(whole.backends) == set(BACKENDS)
     assert all(BACKENDS[name].own for name in whole.own)
     assert "copy" not in whole.own
     assert {cell.shape.name.split("_")[0] for cell in whole.timed if cell.grid} == {"decode", "prefill"}
@@ -206,7 +206,7 @@ def test_a_plan_is_made_anew() -> None:
     prepare = BACKENDS["plan"].prepare
     assert prepare is not None
     inputs = SimpleNamespace(
-        starts=torch.tensor([0, 1], dtype=torch.int32), used=torch.tensor([9], dtype=torch.int32), most_queries=1,
+        starts=torch.tensor([0, 1], dtype=torch.int32), used=torch.tensor([9], dtype=torch.int32), max_queries=1,
         heads=4, kv_heads=2, head_dim=64, q=torch.zeros(1, 4, 64),
     )  # fmt: skip
     ready = prepare(inputs)
@@ -326,7 +326,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> ServingSession:
 
 
 def test_kernels_are_compiled_first_and_a_missing_library_is_described(session: Any) -> None:
-    found = {c.name: c for c in session.facts([KERNEL, "vllm_fa3", "copy"]).contenders}
+    found = {c.name: c for c in session.facts([KERNEL, "vllm_fa3", "copy"]).backends}
     assert [kernel.entry for kernel in session.compiled] == ["plan_attention", "paged_attention"]
     assert found["vllm_fa3"].missing == "no library"
     assert found[KERNEL].missing == found["copy"].missing == ""
@@ -348,14 +348,14 @@ class Graph:
 def test_a_cell_is_drawn_checked_and_timed(
     session: Any, small: Callable[[Shape], PagedInputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def graph_of(call: Callable[[], Any], calls: int) -> tuple[Graph, Any]:
+    def capture_graph(call: Callable[[], Any], calls: int) -> tuple[Graph, Any]:
         held.append(calls)
         made = Graph(call, calls)
         return made, made.out
 
     held: list[int] = []
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
-    monkeypatch.setattr(graphs, "graph_of", graph_of)
+    monkeypatch.setattr(graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(graphs, "replay_us", lambda graph: 400.0)
     monkeypatch.setattr(graphs, "event", lambda: event)
     for name in ("synchronize", "empty_cache"):
@@ -390,7 +390,7 @@ def test_host_times_leave_out_who_is_missing(session: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(BenchSession, "host", host)
     session.host(BenchCell(host_case().shape, ("kvcache", "vllm_fa3")))
-    assert asked[0].contenders == ("kvcache",)
+    assert asked[0].backends == ("kvcache",)
 
 
 def test_kernels_of_all_cases_are_known_without_a_gpu() -> None:

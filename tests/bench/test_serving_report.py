@@ -57,7 +57,7 @@ def test_bandwidth_is_of_the_bytes_that_are_attended_to() -> None:
 
 def test_each_group_has_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     record = serving_record()
-    slow = [r for r in record.rows if not (r.contender == "vllm_fa3" and r.shape.startswith("prefill"))]
+    slow = [r for r in record.rows if not (r.backend == "vllm_fa3" and r.shape.startswith("prefill"))]
     assert headline(slow, record.versus) == (
         "speed of decode: greenfast / FA3 FP8: 1.500x, geometric mean over 14 shapes of the grid; worst "
         "decode_32x8_d128_1x8192 1.500x; speed of prefill: greenfast / FA3 FP8: not timed"
@@ -114,8 +114,8 @@ class Scripted:
 
     def host(self, cell: BenchCell) -> list[HostRow]:
         return [
-            HostRow(contender=n, dims=cell.shape.dims, median_us=9.0, least_us=8.0, batches=1, calls=1)
-            for n in cell.contenders
+            HostRow(backend=n, dims=cell.shape.dims, median_us=9.0, least_us=8.0, batches=1, calls=1)
+            for n in cell.backends
             if not n.startswith("fa3")
         ]
 
@@ -159,11 +159,11 @@ def test_a_run_leaves_a_record_a_report_and_a_figure(scripted: Scripted, tmp_pat
     record: Any = read_record(outcome.folder)
     assert record == outcome.record
     assert freshness(record) == Freshness()
-    rows = {(row.shape, row.contender): row for row in record.rows}
+    rows = {(row.shape, row.backend): row for row in record.rows}
     assert rows["decode_8x1_d128_1x8192", "greenfast"].cache == "beyond L2"
     assert rows["append_64", "append"].cache == "warm"
     assert rows["decode_8x1_d128_1x8192", "fa3"].reason == "no fa3-fwd"
-    names = [row.contender for row in record.host]
+    names = [row.backend for row in record.host]
     assert names[:3] == ["kvcache", "kvcache_unplanned", "kvcache_appending"]
     assert names[-1] == "vllm_fa3"  # the package is missing
     assert "# attention over a paged FP8 cache, compared with other libraries" in (
@@ -196,13 +196,13 @@ def test_greenfast_that_is_wrong_ends_the_run(scripted: Scripted, tmp_path: Path
 
 def test_times_of_changed_kernels_are_left_out_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     record = serving_record()
-    shape, kept = next((r.shape, r.contender) for r in record.rows if r.contender == "greenfast")
+    shape, kept = next((r.shape, r.backend) for r in record.rows if r.backend == "greenfast")
     answers = {f"attention, {shape}": Freshness(), f"append, {shape}": Freshness(STALE, ("its code differs",))}
     monkeypatch.setattr(record_io, "_of_kernels", lambda _: answers)
     current, gone = record_io.current_part(record)
     assert gone == ["append"]
-    assert kept in {row.contender for row in current.rows}
-    assert "append" in {row.contender for row in record.rows} - {row.contender for row in current.rows}
+    assert kept in {row.backend for row in current.rows}
+    assert "append" in {row.backend for row in record.rows} - {row.backend for row in current.rows}
     assert not current.host
     monkeypatch.setattr(record_io, "_of_kernels", lambda _: {f"attention, {shape}": Freshness()})
     assert record_io.current_part(record) == (record, [])

@@ -15,7 +15,7 @@ from torch import Tensor
 from greenfast.bench import attention, graphs
 from greenfast.bench import session as sessions
 from greenfast.bench.attention import flops, operator, peers
-from greenfast.bench.backends import BACKENDS, KERNEL, Backend, Ready
+from greenfast.bench.backends import BACKENDS, KERNEL, Backend, BoundCall
 from greenfast.bench.comparison import BenchCell
 from greenfast.bench.graphs import Captured, calls_for, order, rounds_for
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
@@ -48,8 +48,8 @@ def test_the_peers_are_timed_on_equal_tokens_and_hidden_sizes() -> None:
     assert {(d["D"], d["S"], d.get("CAUSAL", 0)) for d in grid} == set(
         itertools.product((64, 128, 256), (1024, 4096, 16384), (0, 1))
     )
-    assert found.contenders == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn", "fa3_bf16"]
-    assert [cell.contenders for cell in found.accuracy if cell.series == "length"] == [(KERNEL, "fa3")] * 4
+    assert found.backends == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn", "fa3_bf16"]
+    assert [cell.backends for cell in found.accuracy if cell.series == "length"] == [(KERNEL, "fa3")] * 4
     assert {cell.seed for cell in found.timed} == {0}
     assert {cell.seed for cell in found.accuracy} == {1}
 
@@ -63,10 +63,14 @@ def test_the_operator_is_checked_on_all_rows_and_on_every_kind_of_inputs() -> No
     assert {cell.inputs for cell in found.accuracy} == set(INPUTS)
     own = {"sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "attention_fp8", "fp8_channel", "fp8_plain", "int8_plain"}
     assert set(found.own) == own
-    assert {rival for versus in found.versus for rival in versus.rivals} == {"torch_flash", "torch_cudnn", "fa3_bf16"}
-    assert found.contenders[:7] == list(found.own)
+    assert {rival for versus in found.versus for rival in versus.baselines} == {
+        "torch_flash",
+        "torch_cudnn",
+        "fa3_bf16",
+    }
+    assert found.backends[:7] == list(found.own)
     assert found.host is not None
-    assert found.host.contenders == ("sdpa_fp8", "attention_fp8", "torch")
+    assert found.host.backends == ("sdpa_fp8", "attention_fp8", "torch")
     assert found.kernels is not None
     assert len(found.kernels()) == len(found.timed) * 3 * 3
 
@@ -203,7 +207,7 @@ def enter(
     out = right.clone()
     graph = Graph(clock, us, out, right * later, log, name)
     captured = Captured(graph, out, calls, us)
-    session._entries[name] = sessions._Entry(Ready(lambda: out), captured, right.float().flatten(0, 1))
+    session._entries[name] = sessions._Entry(BoundCall(lambda: out), captured, right.float().flatten(0, 1))
 
 
 def test_times_are_per_call_and_rounds_interleaved(session: BenchSession, clock: Clock) -> None:
@@ -250,9 +254,9 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
         out = call().clone()
         return Graph(clock, 100.0 * calls, out, right, [], "x"), out
 
-    monkeypatch.setattr(graphs, "graph_of", graph)
-    ready = Ready(lambda: right)
-    contend(monkeypatch, lambda _: Ready(lambda: right, copies=7))
+    monkeypatch.setattr(graphs, "capture_graph", graph)
+    ready = BoundCall(lambda: right)
+    contend(monkeypatch, lambda _: BoundCall(lambda: right, copies=7))
     assert session.add("x", True).reason == ""
     assert captured == [1, 21], "each of the copies is read as often"
     captured.clear()
@@ -266,7 +270,11 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
 
 
 def contend(
-    monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Inputs], Ready], package: str = "x", *, attention: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[Inputs], BoundCall],
+    package: str = "x",
+    *,
+    attention: bool = True,
 ) -> None:
     monkeypatch.setitem(BACKENDS, "x", Backend("x", "X", "fp8", "math", package, prepare, attention=attention))
 
@@ -275,21 +283,21 @@ def test_a_library_that_fails_or_is_wrong_is_a_reason(session: BenchSession, mon
     captured: list[object] = []
     monkeypatch.setattr(sessions, "capture", lambda call, turns: captured.append(call))
 
-    def refuses(_: Inputs) -> Ready:
+    def refuses(_: Inputs) -> BoundCall:
         raise RuntimeError("head dim 64 is not supported\nsome trace")
 
     contend(monkeypatch, refuses)
     assert session.add("x", True).reason == "RuntimeError: head dim 64 is not supported"
-    contend(monkeypatch, lambda inputs: Ready(lambda: inputs.by_batch(inputs.values["q"])))
+    contend(monkeypatch, lambda inputs: BoundCall(lambda: inputs.by_batch(inputs.values["q"])))
     wrong = session.add("x", True)
     assert wrong.reason.startswith("its output is wrong: relative error ")
     assert session.add("x", False) == replace(wrong, reason=""), "an error is what is asked for"
-    contend(monkeypatch, lambda inputs: Ready(lambda: inputs.by_batch(inputs.values["q"] * math.nan)))
+    contend(monkeypatch, lambda inputs: BoundCall(lambda: inputs.by_batch(inputs.values["q"] * math.nan)))
     assert session.add("x", True).reason == "its output is wrong: not every element is finite"
     assert captured == []
     assert session._reference is not None
     right = session._reference.exact.half().view(1, 2, 48, 64)
-    contend(monkeypatch, lambda inputs: Ready(lambda: right / 4, unit=4.0))
+    contend(monkeypatch, lambda inputs: BoundCall(lambda: right / 4, unit=4.0))
     assert session.add("x", False).reason == ""
     assert captured == []
     found = session.add("x", True)
@@ -297,7 +305,7 @@ def test_a_library_that_fails_or_is_wrong_is_a_reason(session: BenchSession, mon
 
 
 def test_a_broken_context_ends_the_session(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object = None) -> Ready:
+    def broken(_: object = None) -> BoundCall:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     contend(monkeypatch, broken)
@@ -310,7 +318,7 @@ def test_an_output_of_greenfast_that_is_wrong_is_left_to_the_judge(
     session: BenchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "capture", lambda call, turns: Captured(None, None, 1, 1.0))
-    contend(monkeypatch, lambda inputs: Ready(lambda: inputs.by_batch(inputs.values["q"] * math.nan)), "greenfast")
+    contend(monkeypatch, lambda inputs: BoundCall(lambda: inputs.by_batch(inputs.values["q"] * math.nan)), "greenfast")
     found = session.add("x", True)
     assert (found.reason, found.finite) == ("", False)
 
@@ -319,8 +327,8 @@ def test_what_is_no_attention_is_timed_unchecked(
     session: BenchSession, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = torch.zeros(3)
-    monkeypatch.setattr(graphs, "graph_of", lambda call, calls: (Graph(clock, 2000.0, out, out, [], "x"), call()))
-    contend(monkeypatch, lambda _: Ready(lambda: ("codes", "scales")), attention=False)
+    monkeypatch.setattr(graphs, "capture_graph", lambda call, calls: (Graph(clock, 2000.0, out, out, [], "x"), call()))
+    contend(monkeypatch, lambda _: BoundCall(lambda: ("codes", "scales")), attention=False)
     found = session.add("x", True)
     assert (found.reason, found.finite, found.error) == ("", True, None)
     timed = session.time(7)
@@ -330,15 +338,15 @@ def test_what_is_no_attention_is_timed_unchecked(
 def test_host_time_is_of_batches_of_eager_calls(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def contender(name: str) -> Backend:
-        return Backend(name, name, "bf16", "math", "x", lambda _: Ready(lambda: called.append(name)))
+    def backend(name: str) -> Backend:
+        return Backend(name, name, "bf16", "math", "x", lambda _: BoundCall(lambda: called.append(name)))
 
     monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for name in ("a", "b"):
-        monkeypatch.setitem(BACKENDS, name, contender(name))
+        monkeypatch.setitem(BACKENDS, name, backend(name))
     rows = session.host(BenchCell(Shape(name="tiny", dims=DIMS), ("a", "b"), sampled=1))
-    assert [(row.contender, row.dims, row.batches, row.calls) for row in rows] == [
+    assert [(row.backend, row.dims, row.batches, row.calls) for row in rows] == [
         ("a", DIMS, 60, 50), ("b", DIMS, 60, 50)
     ]  # fmt: skip
     assert all(0 < row.least_us <= row.median_us for row in rows)
@@ -354,20 +362,20 @@ def test_host_times_leave_out_a_library_that_refuses(session: BenchSession, monk
     monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def contender(name: str, package: str, call: Callable[[], Any]) -> Backend:
-        return Backend(name, name, "bf16", "math", package, lambda _: Ready(call))
+    def backend(name: str, package: str, call: Callable[[], Any]) -> Backend:
+        return Backend(name, name, "bf16", "math", package, lambda _: BoundCall(call))
 
     for name, package, call in (("own", "greenfast", tuple), ("a", "x", tuple), ("b", "x", refuse)):
-        monkeypatch.setitem(BACKENDS, name, contender(name, package, call))
+        monkeypatch.setitem(BACKENDS, name, backend(name, package, call))
     cell = BenchCell(Shape(name="tiny", dims=DIMS), ("own", "b", "a"), sampled=1)
-    assert [row.contender for row in session.host(cell)] == ["own", "a"]
-    monkeypatch.setitem(BACKENDS, "own", contender("own", "greenfast", refuse))
+    assert [row.backend for row in session.host(cell)] == ["own", "a"]
+    monkeypatch.setitem(BACKENDS, "own", backend("own", "greenfast", refuse))
     with pytest.raises(RuntimeError, match="no paged KV"):
         session.host(cell)
 
 
 def test_facts_name_versions_and_what_is_missing(session: BenchSession) -> None:
     found = session.facts(["sdpa_fp8", "torch"])
-    assert [c.name for c in found.contenders] == ["sdpa_fp8", "torch"]
-    assert found.contenders[1].version == f"torch {torch.__version__}"
+    assert [c.name for c in found.backends] == ["sdpa_fp8", "torch"]
+    assert found.backends[1].version == f"torch {torch.__version__}"
     assert set(found.versions) == {"torch CUDA", "cuDNN"}

@@ -89,7 +89,7 @@ def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
 
 def evaluated(folder: Path) -> list[Evaluation]:
     """What became of each candidate of a run, in order."""
-    data = [one for e in read_events(folder) if e.what == "evaluated" for one in e.data]
+    data = [one for e in read_events(folder) if e.kind == "evaluated" for one in e.data]
     return [msgspec.convert(one, Evaluation) for one in data]
 
 
@@ -97,7 +97,7 @@ def summary(problem: str, some: Sequence[Entry], run: Path) -> dict[str, Any]:
     """What a search over some entries came to. false_accepts: cheats that a validation said MERGE of."""
     cheats = {e.name for e in some if not e.honest}
     found = evaluated(run)
-    verdicts = [e.data for e in read_events(run) if e.what == "validated"]
+    verdicts = [e.data for e in read_events(run) if e.kind == "validated"]
     ranked = sorted(
         (e for e in found if e.valid and e.stage == "race" and e.fitness is not None), key=lambda e: e.fitness or 0.0
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.gpu_workers import GpuName, Ran
-from greenfast.evolve.halving import race
+from greenfast.evolve.gpu_workers import GpuName, TimedHalving
+from greenfast.evolve.halving import run_halving
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import StageResult
 from greenfast.spec.problem import Case
@@ -77,7 +77,7 @@ class FakeStages:
         return StageResult(stage="CORRECTNESS", valid=True), side, {("s", seed): "bits" for seed in range(3)}
 
 
-class FakeRacers:
+class FakeGpuWorkers:
     """Several fake devices in this process."""
 
     def __init__(self, devices: Sequence[FakeStages], dies: Callable[[int, list[str]], bool] | None = None) -> None:
@@ -87,16 +87,16 @@ class FakeRacers:
         self.started: list[tuple[int, list[str]]] = []
         self.at_once: list[int] = []
 
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
+    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], TimedHalving]:
         names = [str(*candidate.parameters.values()) for candidate in candidates]
         self.started.append((place, names))
         waited = len(self.started)
 
-        def answer() -> Ran:
+        def answer() -> TimedHalving:
             self.at_once.append(len(self.started) - waited + 1)
             if self._dies(place, names):
                 raise WorkerError(f"CUDA error on GPU {place}")
-            return race(self._devices[place], candidates, seed), 2.0  # type: ignore[arg-type]
+            return run_halving(self._devices[place], candidates, seed), 2.0  # type: ignore[arg-type]
 
         return answer
 

@@ -11,7 +11,7 @@ from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.sources import Sources
-from greenfast.evolve.stages import request_of
+from greenfast.evolve.stages import make_search_request
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import run_here
@@ -29,7 +29,7 @@ def candidates() -> list[Candidate]:
 def test_each_edit_is_of_a_region_and_changes_it(tmp_path: Path) -> None:
     space, where = find_space("edits", TASK)
     manifest = Manifest(created="", task=str(TASK), space=space, space_folder=str(where), proposer="scripted")
-    request = request_of(manifest, load(find_task("fp8_sdpa")), [], "none", tmp_path)
+    request = make_search_request(manifest, load(find_task("fp8_sdpa")), [], "none", tmp_path)
     sources = Sources(space, where, request, tmp_path)
     texts = sources.texts()
     for candidate in candidates():

@@ -14,7 +14,7 @@ import pytest
 
 from greenfast import __version__
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.run_folder import alone, of_another_version
+from greenfast.evolve.run_folder import describe_version_change, lock_run_folder
 from greenfast.evolve.space import Parameter, Space
 from greenfast.judge.environment import git_state
 from greenfast.spec.errors import MachineError, UsageError
@@ -22,8 +22,8 @@ from greenfast.spec.errors import MachineError, UsageError
 IN_IT = """
 import sys, time
 from pathlib import Path
-from greenfast.evolve.run_folder import alone
-with alone(Path(sys.argv[1])):
+from greenfast.evolve.run_folder import lock_run_folder
+with lock_run_folder(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
 """
@@ -63,24 +63,24 @@ def first_line(process: subprocess.Popen[str]) -> str:
 def test_a_second_search_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
     first = started(IN_IT, tmp_path)
     assert first_line(first) == "in"
-    with pytest.raises(UsageError, match=f"process {first.pid} is running it"), alone(tmp_path):
+    with pytest.raises(UsageError, match=f"process {first.pid} is running it"), lock_run_folder(tmp_path):
         pass
     first.kill()
     first.wait()
-    with alone(tmp_path):
+    with lock_run_folder(tmp_path):
         pass
 
 
 def test_a_file_of_a_search_that_was_killed_does_not_lock(tmp_path: Path) -> None:
     """Its number may be another process's now, as in a container that was started again."""
     (tmp_path / ".running").write_text(str(os.getppid()))
-    with alone(tmp_path):
+    with lock_run_folder(tmp_path):
         assert (tmp_path / ".running").read_text() == str(os.getpid())
     assert (tmp_path / ".running").read_text() == ""
 
 
 def test_a_folder_that_cannot_be_written() -> None:
-    with pytest.raises(MachineError, match="cannot be written"), alone(Path("/proc")):
+    with pytest.raises(MachineError, match="cannot be written"), lock_run_folder(Path("/proc")):
         pass
 
 
@@ -116,9 +116,9 @@ def test_a_run_of_another_version_says_so() -> None:
         created="", task="t", space=Space(name="s", parameters={"X": Parameter(values=(1,))}), space_folder="",
         proposer="random", package_version="0.0.1",
     )  # fmt: skip
-    assert "begun by greenfast 0.0.1, and goes on with " in of_another_version(here)
+    assert "begun by greenfast 0.0.1, and goes on with " in describe_version_change(here)
     same = msgspec.structs.replace(here, package_version=__version__, git=git_state())
-    assert of_another_version(same) == ""
+    assert describe_version_change(same) == ""
     assert same.git is not None
     other = msgspec.structs.replace(same, git=msgspec.structs.replace(same.git, sha="0123456789abcdef"))
-    assert "of commit 01234567, and goes on" in of_another_version(other)
+    assert "of commit 01234567, and goes on" in describe_version_change(other)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.halving import race
+from greenfast.evolve.halving import run_halving
 from greenfast.evolve.proposal import Candidate
 from tests.evolve.racing import BASELINE_US, FakeStages
 
@@ -15,7 +15,7 @@ from tests.evolve.racing import BASELINE_US, FakeStages
 def run(times: list[float], faults: dict[str, str] | None = None) -> tuple[Any, FakeStages]:
     stages = FakeStages(times, faults)
     candidates = [Candidate(parameters={"N": n}) for n in range(len(times))]
-    return race(stages, candidates, seed=1), stages  # type: ignore[arg-type]
+    return run_halving(stages, candidates, seed=1), stages  # type: ignore[arg-type]
 
 
 def test_the_fastest_runs_longest_and_its_speedup_is_right() -> None:

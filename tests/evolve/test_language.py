@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.evolve.language.answers import MOST_EDIT, MOST_TEXT, parse_answer
+from greenfast.evolve.language.answers import MAX_EDIT, MAX_TEXT, parse_answer
 from greenfast.evolve.language.file_transport import FileTransport, Recorder, Replay
 from greenfast.evolve.language.model import AnswerLimits, Model, ModelAnswer, prompt_digest
 from greenfast.evolve.language.openai_endpoint import KEY, HttpModel
@@ -349,7 +349,7 @@ def one(row: str) -> str:
         ("[" * 300_000, "no JSON object"),
         ('{"a":' * 100_000, "no JSON object"),
         ("9" * 10_000, "no JSON object"),
-        ("x" * (MOST_TEXT + 1), "characters; at most"),
+        ("x" * (MAX_TEXT + 1), "characters; at most"),
         ('{"candidates": []}', "the list of candidates is empty"),
         (one("3"), "candidate 1: 3 is no object"),
         (one("null"), "candidate 1: None is no object"),
@@ -363,7 +363,7 @@ def one(row: str) -> str:
         (one('{"edits": [{"region": ["loop"], "text": ""}]}'), "allowed: loop"),
         (one('{"edits": [{"region": "loop"}]}'), "an edit has the form"),
         (one('{"edits": [{"region": "loop", "text": "a"}, {"region": "loop", "text": "b"}]}'), "edited twice"),
-        (one(json.dumps({"edits": [{"region": "loop", "text": "x" * (MOST_EDIT + 1)}]})), "at most 200000"),
+        (one(json.dumps({"edits": [{"region": "loop", "text": "x" * (MAX_EDIT + 1)}]})), "at most 200000"),
     ],
 )
 def test_what_is_no_candidate_is_named_and_nothing_is_raised(text: str, said: str) -> None:

@@ -20,7 +20,7 @@ from greenfast.evolve.manifest import Manifest, SearchBudget
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, ProposerError
 from greenfast.evolve.space import Parameter, Space
 from greenfast.evolve.stages import StageResult
-from greenfast.evolve.workers import Here
+from greenfast.evolve.workers import InProcess
 from greenfast.spec.errors import MachineError, UsageError
 
 SPACE = Space(name="s", parameters={"X": Parameter(values=tuple(range(50)))})
@@ -92,7 +92,7 @@ def search(folder: Path, proposer: Any, stages: Any = None, **settings: Any) -> 
     stages = stages or Stages()
     given: dict[str, Any] = {"budget": SearchBudget(evaluations=10), "batch": 4, **settings}
     manifest = Manifest(created="", task="t", space=SPACE, space_folder="", proposer="test", **given)
-    return Search(folder, manifest, proposer, stages, Here(stages), Watcher())
+    return Search(folder, manifest, proposer, stages, InProcess(stages), Watcher())
 
 
 def test_the_budget_is_of_new_kernels_and_every_evaluation_is_observed(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, FitnessKind, Proposer, Stage
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.proposers.evolutionary import Archive, EvolutionaryProposer, cell_of
+from greenfast.evolve.proposers.evolutionary import Archive, EvolutionaryProposer, archive_cell
 from greenfast.evolve.proposers.tpe import TpeProposer
-from greenfast.evolve.simulate import Cache, median_by_chance, needed, search
+from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws, search
 from greenfast.evolve.space import Parameter, Space
 from greenfast.spec.errors import MachineError, UsageError
 from tests.evolve import caches
@@ -84,13 +84,13 @@ def test_exhaustive_goes_in_order(cache: Cache) -> None:
 
 @pytest.mark.parametrize(("name", "seeds"), [("tpe", 5), ("evolutionary", 60)])
 def test_a_learning_proposer_needs_less_than_two_thirds_of_chance(name: str, seeds: int, cache: Cache) -> None:
-    chance = median_by_chance(cache)
-    assert statistics.median(needed(lambda: make_proposer(name), cache, range(seeds))) < chance * 2 / 3
+    chance = median_of_random_draws(cache)
+    assert statistics.median(count_evaluations(lambda: make_proposer(name), cache, range(seeds))) < chance * 2 / 3
 
 
 def test_the_median_by_chance_is_that_of_random_draws(cache: Cache) -> None:
-    drawn = statistics.median(needed(lambda: make_proposer("random"), cache, range(100)))
-    assert drawn == pytest.approx(median_by_chance(cache), rel=0.25)
+    drawn = statistics.median(count_evaluations(lambda: make_proposer("random"), cache, range(100)))
+    assert drawn == pytest.approx(median_of_random_draws(cache), rel=0.25)
 
 
 def evaluation(fitness: float | None, kind: str = "seconds", **behaviour: Any) -> Evaluation:
@@ -125,7 +125,7 @@ def test_the_archive_keeps_the_best_of_each_behaviour_and_prefers_what_was_measu
     ],
 )
 def test_cells_are_pipe_shared_memory_and_registers(one: dict[str, int], other: dict[str, int], same: bool) -> None:
-    assert (cell_of(Descriptor(**one)) == cell_of(Descriptor(**other))) == same  # type: ignore[arg-type]
+    assert (archive_cell(Descriptor(**one)) == archive_cell(Descriptor(**other))) == same  # type: ignore[arg-type]
 
 
 def test_islands_take_turns_and_mix_only_by_migration(cache: Cache) -> None:

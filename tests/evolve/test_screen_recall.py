@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from greenfast.evolve import t4
-from greenfast.evolve.screen_recall import kept_of_best, recall, spearman
+from greenfast.evolve.screen_recall import count_best_kept, measure_recall, spearman
 from greenfast.spec.errors import UsageError
 
 
@@ -37,7 +37,7 @@ def results(pairs: list[tuple[float, float]]) -> t4.T4Results:
     ],
 )
 def test_the_best_that_are_in_the_better_half_are_kept(estimates: list[float], kept: int) -> None:
-    assert kept_of_best([(float(n), e) for n, e in enumerate(estimates)], best=5, share=0.5) == kept
+    assert count_best_kept([(float(n), e) for n, e in enumerate(estimates)], best=5, share=0.5) == kept
 
 
 @pytest.mark.parametrize("values", [1000, 5])
@@ -52,9 +52,9 @@ def test_spearman_is_scipys(values: int) -> None:
 def test_a_perfect_screen_is_enough_and_a_random_one_is_not() -> None:
     rng = random.Random(0)
     times = [rng.random() for _ in range(100)]
-    perfect = recall(results([(t, 3 * t) for t in times]))
+    perfect = measure_recall(results([(t, 3 * t) for t in times]))
     assert (perfect.kept, round(perfect.in_batches, 3), round(perfect.order, 9), perfect.enough) == (5, 1.0, 1.0, True)
-    noise = recall(results([(t, rng.random()) for t in times]))
+    noise = measure_recall(results([(t, rng.random()) for t in times]))
     assert noise.in_batches < 0.95
     assert not noise.enough
 
@@ -67,9 +67,9 @@ def test_the_chance_in_a_batch_is_that_of_draws(batch: int) -> None:
     for draw in range(20_000):
         drawn = [pairs[draw % 5], *rng.sample([p for p in pairs if p != pairs[draw % 5]], batch - 1)]
         kept += pairs[draw % 5] in sorted(drawn, key=lambda p: p[1])[: -(-batch // 2)]
-    assert recall(results(pairs), batch=batch).in_batches == pytest.approx(kept / 20_000, abs=0.015)
+    assert measure_recall(results(pairs), batch=batch).in_batches == pytest.approx(kept / 20_000, abs=0.015)
 
 
 def test_few_kernels_tell_nothing() -> None:
     with pytest.raises(UsageError, match="9 configurations have a time and an estimate; at least 10 are needed"):
-        recall(results([(1.0, 1.0)] * 9))
+        measure_recall(results([(1.0, 1.0)] * 9))

@@ -18,10 +18,10 @@ from greenfast.device.worker import Worker
 from greenfast.evolve.event_log import EVENTS, read_events
 from greenfast.evolve.finals import Verdict
 from greenfast.evolve.gpu_workers import GpuWorker, LocalGpuWorkers
-from greenfast.evolve.gpu_workers import Ran as RanRace
+from greenfast.evolve.gpu_workers import TimedHalving as RanRace
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
-from greenfast.evolve.revalidate import REVALIDATION, Revalidation, again
+from greenfast.evolve.revalidate import REVALIDATION, Revalidation, revalidate
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
 from greenfast.judge.check_plan import CasePlan
@@ -46,7 +46,7 @@ def folder_of(ran: Ran) -> Path:
 
 
 def evaluations(folder: Path) -> list[Evaluation]:
-    data = [e.data for e in read_events(folder) if e.what == "evaluated"]
+    data = [e.data for e in read_events(folder) if e.kind == "evaluated"]
     return [msgspec.convert(one, Evaluation) for batch in data for one in batch]
 
 
@@ -117,7 +117,7 @@ def test_what_takes_the_place_of_a_gpu_is_noted(
     assert "no speed is measured" in manifest.untimed
     assert read_manifest(tmp_path) == manifest
     assert manifest.digest == given.digest
-    monkeypatch.setattr("greenfast.evolve.run_folder.ended", lambda folder: True)
+    monkeypatch.setattr("greenfast.evolve.run_folder.has_ended", lambda folder: True)
     assert choose_gpus(tmp_path, given) == ([], given), "a search that has ended is only shown here"
 
 
@@ -208,7 +208,7 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert set(raced) == {64, 128}
     assert raced[64].fitness == pytest.approx(12e-6, rel=0.02)
     kept_evaluations = [json.loads(path.read_text()) for path in folder.glob("candidates/*/evaluation.json")]
-    ((n, _),) = [(e.n, e.what) for e in read_events(folder) if e.what == "raced"]
+    ((n, _),) = [(e.n, e.kind) for e in read_events(folder) if e.kind == "raced"]
     whole = json.loads((folder / "costs.jsonl").read_text().splitlines()[n])["gpu_seconds"]
     assert sum(e["gpu_seconds"] for e in kept_evaluations) == pytest.approx(whole, abs=0.01)  # they shared the race
     winner = json.loads((folder / "winner" / "winner.json").read_text())
@@ -221,13 +221,13 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert f"at tiny {where}" in ran.out
     assert f"by the whole validation {where}; of that machine and day" in (folder / "report.html").read_text()
     assert json.loads((folder / "winner" / "rung.json").read_text())["toggles"] == {"THREADS": 64}
-    found = again(folder, tmp_path / "again")
+    found = revalidate(folder, tmp_path / "again")
     assert found.in_words.count(f" {where}") == 2
     assert found.before.record_digest == verdict["record_digest"]
     assert found.after.decision == "MERGE"
     assert found.after.confidence == found.before.confidence
     kept = json.loads((tmp_path / "again" / REVALIDATION).read_text())
-    assert kept["inside"] is found.inside
+    assert kept["inside"] is found.within_ci
     assert (tmp_path / "again" / kept["after"]["record"] / "record.json").is_file()
 
     (folder / "report.html").unlink()
@@ -235,18 +235,18 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what a GPU measured can be read without one
     assert "MERGE" in (folder / "report.html").read_text()
     assert (folder / "winner" / "record.json").is_file()
-    assert len([e for e in read_events(folder) if e.what == "validated"]) == 2
+    assert len([e for e in read_events(folder) if e.kind == "validated"]) == 2
     assert "MERGE" in ran.out
     insights = [json.loads(line) for line in (folder / "insights.jsonl").read_text().splitlines()]
     assert len(insights) == 2
     assert all(i["record"] for i in insights)
 
 
-class RacersHere(LocalGpuWorkers):
+class GpuWorkersHere(LocalGpuWorkers):
     """The races of all GPUs on one fake device, in this process."""
 
     def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], RanRace]:
-        ran = GpuWorker(functools.partial(self._make, 0)).race(candidates, seed)
+        ran = GpuWorker(functools.partial(self._make, 0)).run_halving(candidates, seed)
         return lambda: ran
 
 
@@ -255,7 +255,7 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
 ) -> None:
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
     monkeypatch.setattr("greenfast.evolve.gpu_workers.device_info", lambda ordinal, timeout_s: L4)
-    monkeypatch.setattr("greenfast.evolve.gpu_workers.OnGpus", RacersHere)
+    monkeypatch.setattr("greenfast.evolve.gpu_workers.LocalGpuWorkers", GpuWorkersHere)
     stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64), candidate(0, 32)])
     ran = run_here(
         capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "10",
@@ -265,7 +265,7 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     folder = folder_of(ran)
     winner = json.loads((folder / "winner" / "winner.json").read_text())
     assert winner["candidate"]["parameters"] == {"KIND": 0, "THREADS": 64}
-    events = [(e.what, e.at) for e in read_events(folder)]
+    events = [(e.kind, e.key) for e in read_events(folder)]
     assert [at for what, at in events if what == "raced"] == [(0, 0, 0), (0, 0, 1)]
     assert ("final", (0,)) in events
     assert "Races were spread over GPU 0, 1, each an NVIDIA L4" in (folder / "report.html").read_text()
@@ -303,9 +303,9 @@ def test_a_winner_measured_again_is_inside_of_its_interval_or_is_not() -> None:
         after = Verdict(decision="MERGE", reasons=[], shape="s", speedup=speedup, low=1.4, high=1.8)
         found = Revalidation(run="r", first_created="2026-11-22T22:00:11Z", created="", before=before, after=after)
         assert f"{words} 1.600x [1.500, 1.700] of 2026-11-22" in found.in_words
-        assert found.inside is (words == "inside of")
+        assert found.within_ci is (words == "inside of")
 
 
 def test_a_folder_that_is_no_run_is_not_measured_again(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run of `greenfast evolve`"):
-        again(tmp_path, tmp_path / "out")
+        revalidate(tmp_path, tmp_path / "out")

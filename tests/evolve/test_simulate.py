@@ -14,8 +14,8 @@ import pytest
 from benchmarks.proposers import PROPOSERS
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.screen_recall import recall
-from greenfast.evolve.simulate import Cache, median_by_chance, needed, search
+from greenfast.evolve.screen_recall import measure_recall
+from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws, search
 from greenfast.evolve.t4 import read_t4
 from tests.evolve import caches
 
@@ -34,16 +34,16 @@ def cache_of(name: str) -> Cache:
 @EACH_CACHE
 def test_the_record_is_of_todays_caches_and_evolution(name: str) -> None:
     row, cache = ROWS[name], cache_of(name)
-    assert (row["settings"], row["random_median"]) == (len(cache.evaluations), median_by_chance(cache))
+    assert (row["settings"], row["random_median"]) == (len(cache.evaluations), median_of_random_draws(cache))
     for column in ("evolutionary", "four islands"):
         made = functools.partial(make_proposer, *PROPOSERS[column])
-        assert needed(made, cache, range(RECORD["seeds"])) == row["needed"][column]
+        assert count_evaluations(made, cache, range(RECORD["seeds"])) == row["needed"][column]
 
 
 def tpe_is_as_recorded(name: str, seeds: int) -> None:
     if importlib.metadata.version("optuna") != RECORD["optuna"]:
         pytest.skip(f"the record is of optuna {RECORD['optuna']}")
-    found = needed(lambda: make_proposer("tpe"), cache_of(name), range(seeds))
+    found = count_evaluations(lambda: make_proposer("tpe"), cache_of(name), range(seeds))
     assert found == ROWS[name]["needed"]["tpe"][:seeds]
 
 
@@ -70,7 +70,7 @@ def test_learning_takes_clearly_less_than_chance_with_100_seeds(name: str) -> No
 def test_the_record_of_the_screen_is_of_todays_estimates(name: str) -> None:
     screen = ROWS[name]["screen"]
     results = read_t4(ROOT / ROWS[name]["cache"])
-    assert {n: msgspec.to_builtins(recall(results, batch=int(n))) for n in screen} == screen
+    assert {n: msgspec.to_builtins(measure_recall(results, batch=int(n))) for n in screen} == screen
 
 
 def test_the_page_says_what_was_asked_and_what_came() -> None:

@@ -16,7 +16,7 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import Space, read_space
-from greenfast.evolve.stages import identity
+from greenfast.evolve.stages import hash_programs
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.request import Request
 from greenfast.judge.tasks import find_task, load
@@ -126,7 +126,7 @@ def test_a_candidate_outside_of_the_space(asked: Request, mine: Path, candidate:
             {"regions": {"r": {"file": "mine.cu", "begin": "nowhere", "end": "}"}}},
             "0 lines of mine.cu contain 'nowhere'",
         ),
-        ({"regions": {"r": {"file": "mine.cu", "begin": "// end", "end": "// begin"}}}, "behind its begin"),
+        ({"regions": {"r": {"file": "mine.cu", "begin": "// end", "end": "// begin"}}}, "after its begin"),
         ({"family": "os.path"}, "excludes"),
     ],
 )
@@ -289,7 +289,7 @@ def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request)
         implementation = sources.implementation(Candidate(parameters={}))
         shape = msgspec.structs.replace(asked.shapes[0], dims={"N": 1024})
         side = build_side("candidate", implementation.family, implementation.variant, "fp32", [shape], asked.target)
-        found.append(identity(side, {shape.name: shape.dims}))
+        found.append(hash_programs(side, {shape.name: shape.dims}))
     assert found[0] != found[1]
 
 

@@ -12,11 +12,11 @@ import pytest
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.space import read_space
 from greenfast.evolve.stages import StageResult, Stages
-from greenfast.evolve.workers import Here, Local, OnRay, job, make_workers
+from greenfast.evolve.workers import InProcess, LocalWorkers, RayWorkers, make_job, make_workers
 from tests.evolve.doubling import KINDS, candidate, write_search_task
 
 pytestmark = pytest.mark.slow  # each worker is a process that imports all of the judge
-JOBS = [job("built", candidate(kind)) for kind in KINDS]
+JOBS = [make_job("built", candidate(kind)) for kind in KINDS]
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def manifest(tmp_path: Path) -> Manifest:
 @pytest.fixture
 def expected(manifest: Manifest, tmp_path: Path) -> list[StageResult]:
     with Stages(manifest, tmp_path / "here") as stages:
-        found = list(Here(stages).results(JOBS))
+        found = list(InProcess(stages).results(JOBS))
     assert [f.valid for f in found] == [kind in (0, 1, 2, 4) for kind in KINDS]
     return found
 
@@ -40,7 +40,7 @@ def expected(manifest: Manifest, tmp_path: Path) -> list[StageResult]:
 def test_processes(manifest: Manifest, expected: list[StageResult], tmp_path: Path) -> None:
     with Stages(manifest, tmp_path) as stages:
         workers = make_workers("local:2", manifest, tmp_path, stages)
-        assert isinstance(workers, Local)
+        assert isinstance(workers, LocalWorkers)
         assert list(workers.results(JOBS)) == expected
         workers._pool.submit(os._exit, 3)  # a process ends, and takes the pool with it
         time.sleep(0.5)
@@ -52,7 +52,7 @@ def test_processes(manifest: Manifest, expected: list[StageResult], tmp_path: Pa
 def test_a_cluster_of_this_machine(manifest: Manifest, expected: list[StageResult], tmp_path: Path) -> None:
     with Stages(manifest, tmp_path) as stages:
         workers = make_workers("ray:local", manifest, tmp_path, stages)
-        assert isinstance(workers, OnRay)
+        assert isinstance(workers, RayWorkers)
         assert list(workers.results(JOBS)) == expected
         workers._ray.kill(workers._actors[0], no_restart=False)
         assert list(workers.results(JOBS)) == expected  # its jobs ran again

@@ -33,11 +33,11 @@ def test_a_run_has_times_of_all_that_is_installed(capsys: pytest.CaptureFixture[
     ran = run_here(capsys, "bench", "peers", "--shapes", "small,mission", "--out", tmp_path)
     assert ran.code == 0, ran.err
     record = cast(Benchmark, read_record(Path(ran.out.splitlines()[-1])))
-    missing = {c.name for c in record.contenders if c.missing}
+    missing = {c.name for c in record.backends if c.missing}
     assert not missing & {KERNEL, "torch_flash"}
     for row in record.rows:
         assert (row.median_us is None) == bool(row.reason), row
-        if row.contender not in missing:
+        if row.backend not in missing:
             assert not row.reason
         if row.median_us is not None:
             assert 1 < (row.p25_us or 0) <= row.median_us <= (row.p75_us or 0) < 200
@@ -84,12 +84,12 @@ def test_a_wrong_kernel_is_detected(session: BenchSession) -> None:
 def test_outliers_and_a_mask(session: BenchSession) -> None:
     dims = {"B": 2, "H": 2, "S": 1000, "D": 128, "CAUSAL": 1}
     image, plan = image_of(dims)
-    names = peers().contenders
+    names = peers().backends
     session.open(BenchCell(Shape(name="any", dims=dims), tuple(names), "outliers", seed=1, sampled=1000), (image, plan))
-    for contender in session.facts(names).contenders:
-        if not contender.missing:
-            found = session.add(contender.name, False)
-            assert found.reason == "", (contender, found)
+    for backend in session.facts(names).backends:
+        if not backend.missing:
+            found = session.add(backend.name, False)
+            assert found.reason == "", (backend, found)
             assert (found.error or 1) < 0.2
     session.close()
 
@@ -98,10 +98,10 @@ def test_the_operator_is_compared(capsys: pytest.CaptureFixture[str], tmp_path: 
     ran = run_here(capsys, "bench", "operator", "--shapes", "d64_s1024_causal", "--rounds", "7", "--out", tmp_path)
     assert ran.code == 0, ran.err
     record = cast(Benchmark, read_record(Path(ran.out.splitlines()[-1])))
-    missing = {c.name for c in record.contenders if c.missing}
+    missing = {c.name for c in record.backends if c.missing}
     assert not missing & {"sdpa_fp8", "torch_flash"}
     for row in record.rows:
-        if row.contender not in missing:
+        if row.backend not in missing:
             assert not row.reason
             assert row.median_us
             assert row.rounds == 7

@@ -1,4 +1,4 @@
-"""What attention is compared on: the Hopper kernel with libraries that compute the same, and the operator with them."""
+"""Comparisons of attention: the Hopper kernel and greenfast.sdpa with other libraries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 
 _TOKENS, _HIDDEN = 16384, 2048
-#: The operator is timed on Hopper GPUs alone.
+#: greenfast.sdpa is timed only on Hopper GPUs.
 _OPERATOR_ARCH = "sm_90a"
-#: An output of the operator that is further from exact attention is wrong, not rounded: no times of it are recorded.
+#: Largest relative error of greenfast.sdpa. A larger error is not rounding: no times are recorded.
 _OPERATOR_LIMIT = 0.2
 
 _BF16 = ("torch_flash", "torch_cudnn", "fa3_bf16")
@@ -35,12 +35,12 @@ _OPERATOR_ERRORS = (
     *("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "fp8_channel", "fp8_plain", "int8_plain"),
     *("fa3", "cudnn", "sage", *_BF16),
 )
-#: Keys whose sums need more bits than the tensor cores keep.
+#: A number of keys whose sums need more bits than the tensor cores have.
 _LONG = 131072
 
 
 def grid_shape(head_dim: int, length: int, causal: bool) -> Shape:
-    """16,384 tokens and a hidden size of 2048, as the FlashAttention papers measure."""
+    """Return a shape with 16,384 tokens and a hidden size of 2048, as in the FlashAttention papers."""
     dims = {"B": _TOKENS // length, "H": _HIDDEN // head_dim, "S": length, "D": head_dim}
     name = f"d{head_dim}_s{length}{'_causal' if causal else ''}"
     return Shape(name=name, dims={**dims, "CAUSAL": 1} if causal else dims)
@@ -55,36 +55,36 @@ def _shape(name: str, b: int, h: int, s: int, d: int) -> Shape:
 
 
 _MISSION = _shape("mission", 1, 8, 512, 64)
-#: Shapes that do not fill a GPU: the task's.
+#: The task's shapes, too small to fill a GPU.
 SMALL = (
     _shape("small", 1, 1, 32, 64), _MISSION, _shape("mission_b2", 2, 8, 256, 64), _shape("long", 1, 8, 2048, 64),
 )  # fmt: skip
 
 
-def _error_cells(contenders: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[BenchCell, ...]:
-    """Errors by kind of inputs and head dim."""
+def _error_cells(backends: tuple[str, ...], kinds: tuple[str, ...]) -> tuple[BenchCell, ...]:
+    """Return the cells for errors by kind of inputs and head dim."""
     cells = []
     for kind in kinds:
         for head_dim in (64, 128):
             shape = _shape(f"accuracy_d{head_dim}_{kind.replace(' ', '_')}", 1, 8, 2048, head_dim)
-            cells.append(BenchCell(shape, contenders, kind, seed=1, sampled=2048, series="inputs"))
+            cells.append(BenchCell(shape, backends, kind, seed=1, sampled=2048, series="inputs"))
     return tuple(cells)
 
 
-def _long_cell(contenders: tuple[str, ...]) -> BenchCell:
-    """Errors at many keys, of one head."""
-    return BenchCell(_shape(f"accuracy_s{_LONG}", 1, 1, _LONG, 128), contenders, seed=1, sampled=512, series="inputs")
+def _long_cell(backends: tuple[str, ...]) -> BenchCell:
+    """Return the cell for errors with many keys and one head."""
+    return BenchCell(_shape(f"accuracy_s{_LONG}", 1, 1, _LONG, 128), backends, seed=1, sampled=512, series="inputs")
 
 
 def flops(dims: Mapping[str, int]) -> float:
-    """Operations that a shape counts as: 4 B H S^2 D, half of it with a mask, as the FlashAttention papers count."""
+    """Return the operations of a shape: 4 B H S^2 D, half of it with a mask, as in the FlashAttention papers."""
     config, sizes = read_dims(dims, VALUE_FORMAT)
     full = 4.0 * sizes.batch * sizes.heads * sizes.q_len * sizes.kv_len * config.head_dim
     return full / 2 if config.causal else full
 
 
 def attention_bytes(dims: Mapping[str, int]) -> int:
-    """Bytes of Q, K, V and the output in 16 bits."""
+    """Return the bytes of Q, K, V and the output in 16 bits."""
     config, sizes = read_dims(dims, VALUE_FORMAT)
     rows = sizes.heads * sizes.q_len + sizes.kv_heads * sizes.kv_len
     return 4 * sizes.batch * rows * config.head_dim
@@ -96,7 +96,7 @@ def _elements(dims: Mapping[str, int]) -> int:
 
 
 def peers() -> Comparison:
-    """The Hopper kernel on E4M3 codes compared with FP8 attention of other libraries; torch's in bfloat16 is shown."""
+    """Compare the Hopper kernel on E4M3 codes with FP8 attention of other libraries, and show torch in bfloat16."""
     same_codes = tuple(name for name in _PEERS if BACKENDS[name].same_codes)
     lengths = tuple(
         BenchCell(_shape(f"accuracy_s{s}", 1, 1, s, 128), same_codes, seed=1, sampled=512, series="length")
@@ -106,7 +106,7 @@ def peers() -> Comparison:
         name="peers",
         what="",
         own=(KERNEL,),
-        versus=(SpeedupPair(own=KERNEL, rivals=["fa3", "cudnn"], title="greenfast / better FP8 peer"),),
+        versus=(SpeedupPair(own=KERNEL, baselines=["fa3", "cudnn"], title="greenfast / better FP8 peer"),),
         timed=(
             *(BenchCell(shape, _PEERS, grid=True) for shape in _grid(1024, 4096, 16384)),
             *(BenchCell(shape, _PEERS) for shape in SMALL),
@@ -120,14 +120,14 @@ def peers() -> Comparison:
 
 
 def operator() -> Comparison:
-    """greenfast.sdpa on bfloat16, quantization included, compared with bfloat16 attention of torch and others."""
+    """Compare greenfast.sdpa on bfloat16, including quantization, with bfloat16 attention of torch and others."""
     return Comparison(
         name="operator",
         what="greenfast.sdpa, quantization included",
         own=tuple(name for name in dict.fromkeys(_OPERATOR + _OPERATOR_ERRORS) if _is_own_attention(name)),
         versus=(
-            SpeedupPair(own="sdpa_fp8", rivals=list(_BF16), title="sdpa fp8 / best bf16"),
-            SpeedupPair(own="sdpa_int8", rivals=list(_BF16), title="sdpa int8 / best bf16"),
+            SpeedupPair(own="sdpa_fp8", baselines=list(_BF16), title="sdpa fp8 / best bf16"),
+            SpeedupPair(own="sdpa_int8", baselines=list(_BF16), title="sdpa int8 / best bf16"),
         ),
         timed=tuple(
             BenchCell(shape, _OPERATOR, sampled=shape.dims["S"], grid=True)
@@ -150,7 +150,7 @@ def _is_own_attention(name: str) -> bool:
 
 
 def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
-    """Every kernel that ``operator`` times with its launch, by its step and shape. Needs no GPU."""
+    """Return every kernel that ``operator`` times with its launch, by step and shape. Needs no GPU."""
     target = Target(_OPERATOR_ARCH)
     found: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for cell in operator().timed:
@@ -158,21 +158,21 @@ def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
         q, k = meta_tensors(dims)
         for precision in PRECISIONS:
             config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
-            kept = replace(config, fuse_q_quant=False)
+            unfused = replace(config, fuse_q_quant=False)
             steps = {
-                "quantize": cuda.build_quantize_step(q, k, k, kept),
-                "attention": cuda.build_attention_step(kept, cuda.get_sizes(q.shape, k.shape), 1.0, target),
+                "quantize": cuda.build_quantize_step(q, k, k, unfused),
+                "attention": cuda.build_attention_step(unfused, cuda.get_sizes(q.shape, k.shape), 1.0, target),
                 "sdpa": cuda.build_sdpa_steps(q, k, k, config, 1.0, target)[1],
             }
             found |= {
-                f"{step} {precision}, {spelled(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
+                f"{step} {precision}, {format_dims(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
                 for step, s in steps.items()
             }
     return found
 
 
 def sdpa_kernels(cells: Sequence[BenchCell]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
-    """The kernels of ``greenfast.sdpa`` on these cells, each with its launch on the first that takes it."""
+    """Return the kernels of ``greenfast.sdpa`` on these cells, each with its launch on the first cell that uses it."""
     target = Target(_OPERATOR_ARCH)
     found: dict[KernelSource, tuple[str, LaunchFacts]] = {}
     for cell in cells:
@@ -182,18 +182,18 @@ def sdpa_kernels(cells: Sequence[BenchCell]) -> dict[str, tuple[KernelSource, La
             config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
             for number, step in enumerate(cuda.build_sdpa_steps(q, k, k, config, 1.0, target), 1):
                 facts = launch_facts(step.source, step.launch, dims)
-                found.setdefault(step.source, (f"step {number} of {precision}, {spelled(dims)}", facts))
+                found.setdefault(step.source, (f"step {number} of {precision}, {format_dims(dims)}", facts))
     return {name: (source, facts) for source, (name, facts) in found.items()}
 
 
 def meta_tensors(dims: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-    """Q, and K or V, of a shape in bfloat16, without memory."""
-    of_keys = (dims["B"], dims.get("HK", dims["H"]), dims.get("KV", dims["S"]), dims["D"])
-    shapes = ((dims["B"], dims["H"], dims["S"], dims["D"]), of_keys)
+    """Return Q, and K or V, of a shape as bfloat16 meta tensors."""
+    key_shape = (dims["B"], dims.get("HK", dims["H"]), dims.get("KV", dims["S"]), dims["D"])
+    shapes = ((dims["B"], dims["H"], dims["S"], dims["D"]), key_shape)
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     return q, k
 
 
-def spelled(dims: Mapping[str, int]) -> str:
-    """A shape in words: B=1, H=8, ..."""
+def format_dims(dims: Mapping[str, int]) -> str:
+    """Format a shape: B=1, H=8, ..."""
     return ", ".join(f"{key}={value}" for key, value in dims.items())

@@ -1,8 +1,8 @@
-"""The contenders of comparisons: greenfast's kernels and operator, FlashAttention-3, cuDNN, and torch's own backends.
+"""The backends of comparisons: greenfast's kernels and sdpa, FlashAttention-3, cuDNN, and torch's own backends.
 
-All read the same draw of inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with their scale
-per head; cuDNN's FP8 attention takes one scale per tensor, so it quantizes the draw again; whatever else there is reads
-the draw as bfloat16. Of SageAttention 2++ there is the arithmetic alone (sage.py).
+All backends read the same random inputs. FlashAttention-3 (Shah et al., 2024) in FP8 reads greenfast's codes with one
+scale per head. cuDNN's FP8 attention has one scale per tensor, so the inputs are quantized again for it. The other
+backends read bfloat16. For SageAttention 2++ only its arithmetic is included (sage.py).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from greenfast.numerics.formats import quantize
 from greenfast.ops import sdpa as operator
 from greenfast.ops.quantized import Precision
 
-#: The contender that is a task's own kernel, built by the task's family.
+#: The backend for a task's own kernel, built by the task's family.
 KERNEL = "greenfast"
 FP8 = torch.float8_e4m3fn
-#: cuDNN multiplies the softmax's weights, at most 1, by this before it rounds them to E4M3, whose largest is 448.
+#: cuDNN's scale of the softmax weights (at most 1) before rounding to E4M3 (at most 448).
 _CUDNN_WEIGHT_SCALE = 256.0
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A contender bound to inputs.
+class BoundCall:
+    """A backend bound to inputs.
 
     call: queues one call on torch's current stream and returns its output; for attention a tensor (batch, heads,
-    length, head_dim). unit: what 1 in that output stands for. copies: calls after which the same memory is read again.
+    length, head_dim). unit: scale of the output. copies: number of calls after which the same memory is read again.
     """
 
     call: Callable[[], Any]
@@ -48,11 +48,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Backend:
-    """A library or kernel that is compared.
+    """A library or kernel to compare.
 
-    module: what is imported. package: the one whose version is recorded; "greenfast" marks our own. prepare: binds
-    it to inputs, and raises what the library raises where it cannot; None for a task's own kernel. same_codes: whether
-    it reads the codes of the draw. attention: whether its output is attention's, and is checked.
+    module: the module to import. package: the distribution with the recorded version; "greenfast" for greenfast's own.
+    prepare: binds it to inputs, with the library's own exceptions; None for a task's own kernel. same_codes: whether it
+    reads greenfast's codes of the inputs. attention: whether its output is attention and is checked.
     """
 
     name: str
@@ -60,24 +60,24 @@ class Backend:
     precision: Literal["fp8", "int8", "bf16", "none"]
     module: str
     package: str
-    prepare: Callable[[Any], Ready] | None
+    prepare: Callable[[Any], BoundCall] | None
     same_codes: bool = False
     attention: bool = True
 
     @property
     def own(self) -> bool:
-        """Whether it is greenfast's."""
+        """Whether it belongs to greenfast."""
         return self.package == "greenfast"
 
     def describe(self) -> BackendFacts:
-        """What a record says of it: its version, or why it is missing."""
+        """Return its facts for a record: the version, or the reason why it is missing."""
         version, missing = "", ""
         try:
             module = importlib.import_module(self.module)
             version = _version(self.package, module)
         except ModuleNotFoundError as e:
             missing = f"{self.package} is not installed (no module {e.name}): pip install {self.package}"
-        except Exception as e:  # whatever a library raises on import, such as for a library of CUDA that it lacks
+        except Exception as e:  # any import error, such as a missing CUDA library
             missing = f"{self.module} cannot be imported: {first_line(e)}"
         return BackendFacts(
             name=self.name, label=self.label, precision=self.precision, version=version, missing=missing
@@ -85,7 +85,7 @@ class Backend:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as one line that fits into a table."""
+    """Return the first line of an exception, short enough for a table."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:240]
 
@@ -98,10 +98,10 @@ def _version(package: str, module: Any) -> str:
     return f"{package} {version}"
 
 
-def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], Ready]:
-    """FlashAttention-3 of the fa3-fwd wheel, on E4M3 or bfloat16; its output is bfloat16 with both."""
+def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], BoundCall]:
+    """Return FlashAttention-3 of the fa3-fwd wheel on E4M3 or bfloat16; the output is bfloat16."""
 
-    def prepare(inputs: Inputs) -> Ready:
+    def prepare(inputs: Inputs) -> BoundCall:
         fa3 = importlib.import_module("fa3_fwd_interface")
         scales = {}
         if precision == "fp8":
@@ -111,14 +111,14 @@ def _flash_attention_3(precision: Literal["fp8", "bf16"]) -> Callable[[Inputs], 
             q, k, v = (inputs.length_first(inputs.values[name].bfloat16()) for name in "qkv")
         causal = bool(inputs.config.causal)
         if causal and inputs.sizes.q_len != inputs.sizes.kv_len:
-            raise ValueError("FlashAttention-3 aligns a causal mask at the last key, the others at the first")
+            raise ValueError("FlashAttention-3 aligns a causal mask at the last key, the other backends at the first")
 
         def call() -> Tensor:
-            found = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
-            out: Tensor = found[0] if isinstance(found, tuple) else found  # some releases give the log-sum-exp too
+            result = fa3.flash_attn_func(q, k, v, causal=causal, **scales)
+            out: Tensor = result[0] if isinstance(result, tuple) else result  # some releases return the LSE too
             return out.transpose(1, 2)
 
-        return Ready(call)
+        return BoundCall(call)
 
     return prepare
 
@@ -128,8 +128,8 @@ def _cudnn_handle() -> Any:
     return importlib.import_module("cudnn").create_handle()
 
 
-def _cudnn_fp8(inputs: Inputs) -> Ready:
-    """cuDNN's FP8 attention (sdpa_fp8 of its frontend), whose output on Hopper is E4M3 too."""
+def _cudnn_fp8(inputs: Inputs) -> BoundCall:
+    """Return cuDNN's FP8 attention (sdpa_fp8 of its frontend). Its output on Hopper is E4M3."""
     cudnn = importlib.import_module("cudnn")
     if inputs.grouped or inputs.sizes.q_len != inputs.sizes.kv_len:
         raise ValueError("cuDNN's graph is made for equal lengths and heads here")
@@ -137,7 +137,7 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     device = inputs.values["q"].device
     codes, scales = {}, {}
     for name in "qkv":
-        whole, scale = quantize(inputs.values[name].unsqueeze(0), "e4m3")  # the whole tensor as one head
+        whole, scale = quantize(inputs.values[name].unsqueeze(0), "e4m3")  # one scale for the whole tensor
         codes[name] = inputs.length_first(whole[0]).transpose(1, 2)
         scales[name] = scale.view(1, 1, 1, 1)
     out = torch.empty(
@@ -147,7 +147,7 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     def one(value: float) -> Tensor:
         return torch.full((1, 1, 1, 1), value, device=device)
 
-    # An output is a mean of rows of V, so half of V's own range holds it whatever the softmax's weights round to.
+    # An output is a mean of rows of V, so twice V's scale is enough for any rounding of the softmax weights.
     unit = 2.0 * float(scales["v"])
     graph = cudnn.pygraph(
         io_data_type=types.FP8_E4M3,
@@ -157,26 +157,26 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
     )
     feed: dict[Any, Tensor] = {}
 
-    def given(x: Tensor, kind: Any) -> Any:
-        described = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
-        feed[described] = x
-        return described
+    def add_input(x: Tensor, kind: Any) -> Any:
+        node = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
+        feed[node] = x
+        return node
 
-    found = graph.sdpa_fp8(
-        **{name: given(codes[name], types.FP8_E4M3) for name in "qkv"},
-        **{f"descale_{name}": given(scales[name], types.FLOAT) for name in "qkv"},
-        descale_s=given(one(1.0 / _CUDNN_WEIGHT_SCALE), types.FLOAT),
-        scale_s=given(one(_CUDNN_WEIGHT_SCALE), types.FLOAT),
-        scale_o=given(one(1.0 / unit), types.FLOAT),
+    nodes = graph.sdpa_fp8(
+        **{name: add_input(codes[name], types.FP8_E4M3) for name in "qkv"},
+        **{f"descale_{name}": add_input(scales[name], types.FLOAT) for name in "qkv"},
+        descale_s=add_input(one(1.0 / _CUDNN_WEIGHT_SCALE), types.FLOAT),
+        scale_s=add_input(one(_CUDNN_WEIGHT_SCALE), types.FLOAT),
+        scale_o=add_input(one(1.0 / unit), types.FLOAT),
         attn_scale=1.0 / math.sqrt(config.head_dim),
         is_inference=True,
         use_causal_mask=bool(config.causal),
     )
-    for described, x, kind in (
-        (found[0], out, types.FP8_E4M3), (found[2], one(0.0), types.FLOAT), (found[3], one(0.0), types.FLOAT)
+    for node, x, kind in (
+        (nodes[0], out, types.FP8_E4M3), (nodes[2], one(0.0), types.FLOAT), (nodes[3], one(0.0), types.FLOAT)
     ):  # fmt: skip
-        described.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
-        feed[described] = x
+        node.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
+        feed[node] = x
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -191,13 +191,13 @@ def _cudnn_fp8(inputs: Inputs) -> Ready:
         graph.execute(feed, workspace, handle=handle)
         return decoded
 
-    return Ready(call, unit)
+    return BoundCall(call, unit)
 
 
-def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
-    """torch's scaled_dot_product_attention on bfloat16, by that backend alone or by torch's choice."""
+def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], BoundCall]:
+    """Return torch's scaled_dot_product_attention on bfloat16, with this SDPBackend or with torch's choice."""
 
-    def prepare(inputs: Inputs) -> Ready:
+    def prepare(inputs: Inputs) -> BoundCall:
         q, k, v = inputs.bfloat16
         causal, attend = bool(inputs.config.causal), torch.nn.functional.scaled_dot_product_attention
         grouped = inputs.grouped
@@ -208,57 +208,57 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Inputs], Ready]:
             with sdpa_kernel(backend):
                 return attend(q, k, v, is_causal=causal, enable_gqa=grouped)
 
-        return Ready(call)
+        return BoundCall(call)
 
     return prepare
 
 
-def _sage(inputs: Inputs) -> Ready:
-    """The arithmetic of SageAttention 2++ on bfloat16."""
+def _sage(inputs: Inputs) -> BoundCall:
+    """Bind the arithmetic of SageAttention 2++ on bfloat16."""
     (q, k, v), causal = inputs.bfloat16, bool(inputs.config.causal)
-    return Ready(lambda: sage.attend(q, k, v, causal))
+    return BoundCall(lambda: sage.attend(q, k, v, causal))
 
 
-def _sdpa(precision: Precision) -> Callable[[Inputs], Ready]:
-    """greenfast.sdpa on bfloat16, quantization included."""
+def _sdpa(precision: Precision) -> Callable[[Inputs], BoundCall]:
+    """Return greenfast.sdpa on bfloat16, including quantization."""
 
-    def prepare(inputs: Inputs) -> Ready:
+    def prepare(inputs: Inputs) -> BoundCall:
         (q, k, v), causal, grouped = inputs.bfloat16, bool(inputs.config.causal), inputs.grouped
-        return Ready(lambda: operator.sdpa(q, k, v, is_causal=causal, enable_gqa=grouped, precision=precision))
+        return BoundCall(lambda: operator.sdpa(q, k, v, is_causal=causal, enable_gqa=grouped, precision=precision))
 
     return prepare
 
 
-def _on_codes(**choices: Any) -> Callable[[Inputs], Ready]:
-    """greenfast.attention on codes that are kept; choices: of greenfast.quantize."""
+def _on_codes(**choices: Any) -> Callable[[Inputs], BoundCall]:
+    """Return greenfast.attention on codes that are quantized once. choices: options of greenfast.quantize."""
 
-    def prepare(inputs: Inputs) -> Ready:
+    def prepare(inputs: Inputs) -> BoundCall:
         codes, causal = operator.quantize(*inputs.bfloat16, **choices), bool(inputs.config.causal)
-        return Ready(lambda: operator.attention(codes, is_causal=causal))
+        return BoundCall(lambda: operator.attention(codes, is_causal=causal))
 
     return prepare
 
 
-def _quantize(inputs: Inputs) -> Ready:
-    """greenfast.quantize alone."""
+def _quantize(inputs: Inputs) -> BoundCall:
+    """Bind greenfast.quantize alone."""
     q, k, v = inputs.bfloat16
-    return Ready(lambda: operator.quantize(q, k, v))
+    return BoundCall(lambda: operator.quantize(q, k, v))
 
 
-def _copy(inputs: Inputs) -> Ready:
-    """A copy that moves as many bytes as quantization must: two read and one written for each element."""
+def _copy(inputs: Inputs) -> BoundCall:
+    """Bind a copy of as many bytes as quantization moves: two read and one written per element."""
     moved = torch.empty(
         3 * sum(x.numel() for x in inputs.values.values()), dtype=torch.uint8, device=inputs.values["q"].device
     )
-    to, of = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
-    return Ready(lambda: to.copy_(of))
+    target, source = moved[: len(moved) // 2], moved[len(moved) - len(moved) // 2 :]
+    return BoundCall(lambda: target.copy_(source))
 
 
 _GREENFAST = ("greenfast", "greenfast")
 _FA3 = ("fa3_fwd_interface", "fa3-fwd")
 _TORCH = ("torch", "torch")
 _PLAIN = {"subtract_key_mean": False, "rotate": False}
-#: By name.
+#: All backends by name.
 BACKENDS = {
     c.name: c
     for c in (

@@ -1,4 +1,4 @@
-"""What a comparison of contenders is: the contenders, their inputs, what is correct; and what its session answers."""
+"""The definition of a comparison: its backends, inputs and error limits; and the results of its session."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from greenfast.spec.kernel import KernelSource
 
 @dataclass(frozen=True)
 class BenchCell:
-    """One draw of inputs, and the contenders that compute on it.
+    """One draw of inputs, and the backends that run on it.
 
-    sampled: query rows of each head that are compared with the references. series: what varies where errors alone are
-    measured, the ``inputs`` or the ``length``; empty where the contenders are timed. grid: whether a timed shape
-    counts for the mean.
+    sampled: query rows per head that are compared with the references. series: the varied property if only errors are
+    measured, ``inputs`` or ``length``; empty for a timed cell. grid: whether a timed shape counts for the mean.
     """
 
     shape: Shape
-    contenders: tuple[str, ...]
+    backends: tuple[str, ...]
     inputs: str = "normal"
     seed: int = 0
     sampled: int = 256
@@ -32,7 +31,7 @@ class BenchCell:
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The largest error, kernel_error and bound_ratio (as in Checked) of a right output; None where none is asked."""
+    """The limits of error, kernel_error and bound_ratio (as in CheckResult) for a correct output; None for no limit."""
 
     error: float | None = None
     kernel_error: float | None = None
@@ -41,13 +40,13 @@ class ErrorLimits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one command measures.
+    """The measurement of one command.
 
-    what: greenfast's part in it, in words; empty for "TASK: VARIANT". own: greenfast's contenders whose outputs must
-    be correct. versus: the ratios of times to report. host: the inputs and contenders whose host time is measured.
-    inputs: kind -> how it differs from N(0, 1). session: makes what measures in a process, as ``session.Session``
-    does. limits: what a correct output is; None takes the gate of the task's own kernel, which is built for every cell.
-    kernels: the kernels that are timed, with their launches, where the task's own kernel is not; arch: their target.
+    what: greenfast's part in words; empty for "TASK: VARIANT". own: greenfast's backends; their outputs must be
+    correct. versus: the time ratios to report. host: the inputs and backends for the host time.
+    inputs: kind -> difference from N(0, 1). session: creates the session in its process, as ``session.BenchSession``.
+    limits: of a correct output; None uses the gate of the task's own kernel, built for every cell. kernels: the timed
+    kernels with their launches, if they are not the task's own; arch: their target.
     """
 
     name: str
@@ -66,25 +65,26 @@ class Comparison:
     arch: str = ""
 
     @property
-    def contenders(self) -> list[str]:
-        """The names of all that take part, greenfast's first."""
+    def backends(self) -> list[str]:
+        """The names of all backends, greenfast's first."""
         cells = (*self.timed, *self.accuracy, *([self.host] if self.host else []))
-        return sorted(dict.fromkeys(n for cell in cells for n in cell.contenders), key=lambda n: n not in self.own)
+        return sorted(dict.fromkeys(n for cell in cells for n in cell.backends), key=lambda n: n not in self.own)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The contenders of a session with versions, and the versions of what else the times depend on."""
+    """The backends of a session with their versions, and other versions that affect the times."""
 
-    contenders: list[BackendFacts]
+    backends: list[BackendFacts]
     versions: dict[str, str]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a contender's first call left: errors as in ``record.Row``, and the worst element over its rounding bound.
+    """The check of a backend's first output: errors as in ``record_schema.Row``.
 
-    finite: whether every element of the output is. reason: why it is not timed; empty where it can be.
+    bound_ratio: largest ratio of an element's error to its rounding bound. finite: whether all elements are finite.
+    reason: why it is not timed; empty otherwise.
     """
 
     error: float | None = None
@@ -96,9 +96,9 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class TimingResult:
-    """Microseconds per call of each replay, and calls per replay, by contender.
+    """Microseconds per call of each replay, and calls per replay, by backend.
 
-    changed: contenders whose timed launches left an output that differs from the checked one.
+    changed: backends with a different output after the timed launches than in the check.
     """
 
     samples_us: dict[str, list[float]]

@@ -1,4 +1,4 @@
-"""Calls on torch's memory, captured in CUDA graphs and timed interleaved."""
+"""Capture calls in CUDA graphs and time them interleaved."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-#: What a replay of a graph should take, and the most calls that it holds.
+#: Target duration of a graph replay, and most calls in a graph.
 _REPLAY_US, _MOST_CALLS = 2000.0, 50
-#: For how long each graph is timed, and the least and most rounds for it.
+#: Time spent on each graph, and limits of its rounds.
 _TIMED_US, _LEAST_ROUNDS, _MOST_ROUNDS = 60_000.0, 7, 200
 
 Marks = dict[str, list[tuple[Any, Any]]]
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a round: each name comes first in some rounds, and every other round runs the other way around.
+    """Return the order of a round: the first name rotates, and every second round is reversed.
 
-    A plain rotation would run each after the same one throughout, with its caches and its heat.
+    With rotation alone, each name would always follow the same one, with its cache contents and its heat.
     """
     start = turn // 2 % len(names)
     rotated = [*names[start:], *names[:start]]
@@ -29,23 +29,23 @@ def order(names: Sequence[str], turn: int) -> list[str]:
 
 
 def rounds_for(replay_us: Sequence[float]) -> int:
-    """How many rounds give each graph about its time; replay_us: the microseconds of one replay of each."""
+    """Return the number of rounds that gives each graph about its time. replay_us: one replay of each graph."""
     return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, math.ceil(_TIMED_US / median(replay_us))))
 
 
 def calls_for(one_us: float) -> int:
-    """How many calls of that duration a graph holds."""
+    """Return the number of calls in a graph for calls of this duration."""
     return max(1, min(_MOST_CALLS, round(_REPLAY_US / one_us)))
 
 
 def event() -> Any:
-    """A CUDA event that takes the time."""
+    """Create a CUDA event with timing."""
     made: Any = torch.cuda.Event
     return made(enable_timing=True)
 
 
-def graph_of(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
-    """A graph of N calls, and what the last one returned."""
+def capture_graph(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
+    """Capture a graph of N calls; return it with the result of the last call."""
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -54,7 +54,7 @@ def graph_of(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
 
 
 def replay_us(graph: Any) -> float:
-    """Microseconds of one replay, the third."""
+    """Measure the microseconds of the third replay."""
     start, end = event(), event()
     graph.replay()
     graph.replay()
@@ -67,7 +67,7 @@ def replay_us(graph: Any) -> float:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of ``calls`` calls, what the last one returns, and how long a replay takes."""
+    """A graph of ``calls`` calls, the result of its last call, and the microseconds of a replay."""
 
     graph: Any
     out: Any
@@ -76,18 +76,18 @@ class Captured:
 
 
 def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
-    """A graph that holds as many calls as a replay should, a multiple of ``turns``, after which calls repeat."""
-    graph, out = graph_of(call, 1)
+    """Capture a graph of suitable length. turns: calls after which the memory repeats; the length is a multiple."""
+    graph, out = capture_graph(call, 1)
     calls = -(-calls_for(replay_us(graph)) // turns) * turns
     if calls > 1:
-        graph, out = graph_of(call, calls)
+        graph, out = capture_graph(call, calls)
     return Captured(graph, out, calls, replay_us(graph))
 
 
 def queue_interleaved(graphs: Mapping[str, Any], rounds: int) -> Marks:
-    """Queue a replay of every graph once per round, after a warm-up; returns the events around each.
+    """Queue a replay of every graph once per round, after a warm-up; return the events around each replay.
 
-    All of it is queued before the GPU gets there, so that no time of the host lies between the events.
+    The host runs ahead of the GPU, so the events include no host time.
     """
     names = list(graphs)
     for turn in range(max(2, rounds // 4)):
@@ -105,5 +105,5 @@ def queue_interleaved(graphs: Mapping[str, Any], rounds: int) -> Marks:
 
 
 def call_us(marks: Marks, calls: Mapping[str, int]) -> dict[str, list[float]]:
-    """Microseconds per call of each replay, once the GPU has finished them all."""
+    """Return the microseconds per call of each replay, after the GPU has finished."""
     return {name: [1e3 * a.elapsed_time(b) / calls[name] for a, b in pairs] for name, pairs in marks.items()}

@@ -1,4 +1,4 @@
-"""The inputs of a comparison: one draw of Q, K and V that all contenders read, of one of several distributions."""
+"""The inputs of a comparison: Q, K and V from one of several distributions, shared by all backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from greenfast.spec.errors import UsageError
 
 #: Outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) * Bernoulli(0.001).
 _OUTLIER_SIGMA, _OUTLIER_SHARE = 10.0, 0.001
-#: Realistic inputs: their rank, and what signal, noise and the bias of a share of channels are multiplied by.
+#: Realistic inputs: rank, and the factors of signal and noise; share of biased channels, and the factor of their bias.
 _RANK, _SIGNAL, _NOISE = 16, 0.8, 0.3
 _BIASED_SHARE, _BIAS = 0.05, {"q": 8.0, "k": 8.0, "v": 2.0}
 _TINY = 1e-20
@@ -39,16 +39,16 @@ class Inputs:
     scales: dict[str, Tensor]
 
     def by_batch(self, x: Tensor) -> Tensor:
-        """(batch * heads, ...) as (batch, heads, ...)."""
+        """Reshape (batch * heads, ...) to (batch, heads, ...)."""
         return x.view(self.sizes.batch, -1, *x.shape[1:])
 
     def length_first(self, x: Tensor) -> Tensor:
-        """(batch * heads, length, head_dim) as contiguous (batch, length, heads, head_dim)."""
+        """Reshape (batch * heads, length, head_dim) to contiguous (batch, length, heads, head_dim)."""
         return self.by_batch(x).transpose(1, 2).contiguous()
 
     @property
     def grouped(self) -> bool:
-        """Whether heads of K and V are shared by several of Q."""
+        """Whether several heads of Q share a head of K and V."""
         return self.sizes.kv_heads != self.sizes.heads
 
     @cached_property
@@ -93,7 +93,7 @@ def _logits(deviation: float) -> _Change:
 
 
 def _rotary(x: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021) of each row's place, in halves, of base 10,000."""
+    """Apply rotary position embedding (Su et al., 2021) by halves, with base 10,000."""
     _, length, head_dim = x.shape
     half = head_dim // 2
     place = torch.arange(length, device=x.device, dtype=torch.float64).unsqueeze(1)
@@ -103,7 +103,7 @@ def _rotary(x: Tensor) -> Tensor:
 
 
 def _rotary_bias(slow: bool) -> _Change:
-    """Q and K with rotary embedding, and before it a bias of the quarter of K that turns slowest, or fastest."""
+    """Bias the slowest or fastest quarter of K's channels, then apply rotary embedding to Q and K."""
 
     def change(x: Tensor, name: str, draw: Generator) -> Tensor:
         if name == "v":
@@ -118,7 +118,7 @@ def _rotary_bias(slow: bool) -> _Change:
 
 
 def _sink(share: float) -> _Change:
-    """The first key takes that share of each row's weight, but for the spread of the other scores; its value is 0."""
+    """Give the first key about this share of each row's weight, and a value of 0."""
 
     def change(x: Tensor, name: str, _: Generator) -> Tensor:
         length, head_dim = x.shape[1:]
@@ -137,7 +137,7 @@ def _sink(share: float) -> _Change:
 
 
 _Change: TypeAlias = Callable[[Tensor, str, Generator], Tensor]
-#: Kind -> how it differs from N(0, 1), and what makes it of q, k or v drawn from N(0, 1).
+#: Kind -> its difference from N(0, 1), and the function that changes q, k or v.
 _KINDS: dict[str, tuple[str, _Change]] = {
     "normal": ("N(0, 1)", lambda x, name, draw: x),
     "uniform": ("all of Q, K and V from 0 to 1", _uniform),
@@ -162,19 +162,19 @@ _KINDS: dict[str, tuple[str, _Change]] = {
         lambda x, name, draw: x * (1 / _TINY if name == "q" else _TINY),
     ),
 }
-#: Kind -> how it differs from N(0, 1).
+#: Kind -> its difference from N(0, 1).
 INPUTS = {kind: text for kind, (text, _) in _KINDS.items()}
 
 
 def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> Inputs:
-    """Draw on the device from N(0, 1), changed as ``kind``, a key of INPUTS, says there.
+    """Draw q, k and v from N(0, 1) on the device and change them. kind: a key of INPUTS.
 
-    Raises UsageError for a mask aligned at the last key. A torch.Generator of the device with the seed draws q, then k,
-    then v.
+    A torch.Generator of the device with the seed draws q, then k, then v. Raises UsageError for a mask aligned at the
+    last key.
     """
     config, sizes = read_dims(dims, VALUE_FORMAT)
     if config.mask == Mask.LOWER_RIGHT:
-        raise UsageError(f"contenders are compared with CAUSAL 0 or 1; got {dict(dims)}")
+        raise UsageError(f"backends are compared with CAUSAL 0 or 1; got {dict(dims)}")
     draw = torch.Generator(device).manual_seed(seed)
     values, codes, scales = {}, {}, {}
     for name in "qkv":

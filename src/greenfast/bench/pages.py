@@ -1,4 +1,4 @@
-"""A comparison of contenders as one HTML file."""
+"""Render a comparison as one HTML file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from greenfast.judge.report.webpage.run import details, gates, identity, repeat
 
 
 def benchmark_page(record: Benchmark, sha256: str = "") -> str:
-    """The page of a record. sha256: of its file."""
+    """Render the page of a record. sha256: of its file."""
     (_, summary), *others = sections(record)
     picture = drawing(
-        "throughput and times of all contenders",
+        "throughput and times of all backends",
         plot_height(record),
-        lambda one: draw_benchmark(one, record),
+        lambda figure: draw_benchmark(figure, record),
         width=PLOT_WIDTH,
     )
     missing = reasons(record)

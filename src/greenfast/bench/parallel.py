@@ -1,7 +1,7 @@
 """Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m greenfast bench parallel``.
 
-PyTorch's ring, FlashAttention-3 in a ring written by hand, and greenfast's ring and exchange by heads are interleaved
-in one run; each is compared with float64 before it is timed. docs/parallel.md says how.
+PyTorch's ring, FlashAttention-3 in a hand-written ring, and greenfast's ring and Ulysses are interleaved in one run.
+Each is compared with float64 before it is timed (docs/parallel.md).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from greenfast.bench.backends import first_line
 from greenfast.bench.parallel_backends import BACKENDS, LIMITS, ParallelBackend, Shards
 from greenfast.bench.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
-from greenfast.bench.parallel_trace import Trace, trace_of
+from greenfast.bench.parallel_trace import Trace, trace_calls
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
 from greenfast.parallel.layout import ShardLayout
 from greenfast.spec.errors import MachineError
 
-_SAMPLED = 64  # query rows of a rank, of one head, that are compared with float64
-_ROUND_SECONDS = 0.05  # of the calls of a contender between two events
+_SAMPLED = 64  # query rows per rank, of one head, that are compared with float64
+_ROUND_SECONDS = 0.05  # duration of a backend's calls between two events
 _LINKS = (1 << 20, 16 << 20, 128 << 20)
 
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """An attention of the whole group: ``rows`` of the sequence, before it is sharded."""
+    """One attention over the whole group. rows: length of the sequence before sharding."""
 
     name: str
     rows: int
@@ -56,12 +56,12 @@ class ParallelCase:
         return whole / 2 if self.causal else whole
 
     def on(self, size: int) -> ParallelCase:
-        """The case with rows that ``size`` ranks can share: in chunks of 128, whose codes can travel, or fewer."""
+        """Round the rows down so that ``size`` ranks can share them, in blocks of 128 rows if there are enough."""
         each = 2 * size * (ROW_BLOCK if self.rows >= 2 * size * ROW_BLOCK else 1)
         return replace(self, rows=max(self.rows // each, 1) * each)
 
     def sizes(self, size: int) -> cost.CallSizes:
-        """Of the model, on one of ``size`` ranks."""
+        """Return the sizes on one of ``size`` ranks, for the cost model."""
         rows = self.rows // size
         return cost.CallSizes(size, self.batch, self.heads, self.kv_heads, rows, rows, self.head_dim, self.causal)
 
@@ -73,18 +73,18 @@ CASES = (
     ParallelCase("131k_full", 131072, False),
     ParallelCase("32k_causal_gqa8", 32768, True, kv_heads=8),
 )
-#: For the kernels' arithmetic in PyTorch, on machines without a GPU: whether it works, not how fast.
+#: Cases for machines without a GPU: they test the arithmetic in PyTorch, not the speed.
 CPU_CASES = (ParallelCase("1k_causal", 1024, True, 4, 2, 64), ParallelCase("1k_full", 1024, False, 4, 2, 64))
 
 
 def run(
-    folder: Path, *, cases: Sequence[ParallelCase] = (), rounds: int = 7, contenders: Sequence[str] = tuple(BACKENDS)
+    folder: Path, *, cases: Sequence[ParallelCase] = (), rounds: int = 7, backends: Sequence[str] = tuple(BACKENDS)
 ) -> ParallelRecord:
-    """Measure in a process that torchrun has started, on its GPU, or with gloo on the CPU where there is none.
+    """Measure in a process started by torchrun, on its GPU, or with gloo on the CPU without a GPU.
 
     cases: by default CASES, on the CPU CPU_CASES.
     Returns the record on every rank; rank 0 prints each row and writes ``folder``/parallel.json. Raises MachineError
-    for a process that torchrun has not started, and ValueError for a wrong result.
+    for a process that was not started by torchrun, and ValueError for a wrong result.
     """
     if "LOCAL_RANK" not in os.environ:
         raise MachineError(
@@ -99,7 +99,7 @@ def run(
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
     try:
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-        for record in measure(mesh, cases or (CASES if on_gpu else CPU_CASES), rounds, contenders):
+        for record in measure(mesh, cases or (CASES if on_gpu else CPU_CASES), rounds, backends):
             if dist.get_rank() == 0:
                 write_record(folder, record)
         return record
@@ -109,11 +109,11 @@ def run(
 
 
 def measure(
-    mesh: DeviceMesh, cases: Sequence[ParallelCase], rounds: int, contenders: Sequence[str]
+    mesh: DeviceMesh, cases: Sequence[ParallelCase], rounds: int, backends: Sequence[str]
 ) -> Iterator[ParallelRecord]:
-    """The record on the ranks of a mesh after each of these cases; the same on all of them."""
+    """Yield the record after each case; it is the same on all ranks of the mesh."""
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    missing = {name: BACKENDS[name].missing(mesh.device_type) for name in contenders}
+    missing = {name: BACKENDS[name].missing(mesh.device_type) for name in backends}
     record = ParallelRecord(
         device=device,
         ranks=mesh.size(),
@@ -128,7 +128,7 @@ def measure(
         missing={name: why for name, why in missing.items() if why},
     )
     for case in cases:
-        rows, refused = _case(mesh, case.on(mesh.size()), rounds, [name for name in contenders if not missing[name]])
+        rows, refused = _case(mesh, case.on(mesh.size()), rounds, [name for name in backends if not missing[name]])
         record = msgspec.structs.replace(record, rows=[*record.rows, *rows], missing={**record.missing, **refused})
         yield record
 
@@ -136,17 +136,17 @@ def measure(
 def _case(
     mesh: DeviceMesh, case: ParallelCase, rounds: int, names: Sequence[str]
 ) -> tuple[list[CaseRow], dict[str, str]]:
-    """The rows of a case, and why other libraries do not compute it."""
+    """Measure a case; return its rows, and the reasons of libraries that do not support it."""
     shards, refused = _shards(mesh, case), {}
     ready: dict[str, Callable[[], Tensor]] = {}
     errors, peaks, calls = {}, {}, {}
     for name in names:
-        contender = BACKENDS[name]
+        backend = BACKENDS[name]
         try:
-            call = contender.prepare(mesh, shards)
-            errors[name] = _checked(mesh, case, shards, contender, call)
+            call = backend.prepare(mesh, shards)
+            errors[name] = _checked(mesh, case, shards, backend, call)
         except Exception as error:
-            if contender.precision == "fp8":
+            if backend.precision == "fp8":
                 raise
             refused[f"{case.name}: {name}"] = first_line(error)
             continue
@@ -159,7 +159,7 @@ def _case(
             times[name].append(_worst(mesh, _seconds(mesh, call, calls[name])))
     found = []
     for name, call in ready.items():
-        trace = trace_of(mesh, call)
+        trace = trace_calls(mesh, call)
         found.append(_row(mesh, case, name, times[name], errors[name], peaks[name], calls[name], trace))
         if dist.get_rank() == 0:
             print(found[-1].line(), flush=True)
@@ -181,7 +181,7 @@ def _row(
     model = models[name](case.sizes(mesh.size())).seconds if name in models else None
     return CaseRow(
         case=case.name,
-        contender=name,
+        backend=name,
         dims={"B": case.batch, "H": case.heads, "HK": case.kv_heads, "S": case.rows, "D": case.head_dim},
         causal=case.causal,
         median_ms=median * 1e3,
@@ -199,14 +199,14 @@ def _row(
 
 
 def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
-    """This rank's rows of N(0, 1) in bfloat16; keys of each head have a common part, as those of models have."""
+    """Draw this rank's rows of Q, K and V from N(0, 1) in bfloat16."""
     generator = torch.Generator(mesh.device_type).manual_seed(1000 + mesh.get_local_rank())
     rows = case.rows // mesh.size()
 
     def normal(heads: int) -> Tensor:
         shape = (case.batch, heads, rows, case.head_dim)
         found = torch.empty(shape, dtype=torch.bfloat16, device=mesh.device_type)
-        for i in range(heads):  # float32 of all heads would take twice their memory
+        for i in range(heads):  # drawing all heads in float32 would double the memory
             found[:, i].normal_(generator=generator)
         return found
 
@@ -214,11 +214,11 @@ def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
 
 
 def _checked(
-    mesh: DeviceMesh, case: ParallelCase, shards: Shards, contender: ParallelBackend, call: Callable[[], Tensor]
+    mesh: DeviceMesh, case: ParallelCase, shards: Shards, backend: ParallelBackend, call: Callable[[], Tensor]
 ) -> float:
-    """The largest relative error of a rank's sampled rows of its last head. Raises ValueError for a wrong result."""
+    """Return the largest relative error of any rank's sampled rows of its last head. Raises ValueError if too large."""
     out = call()
-    if not contender.whole:
+    if not backend.whole:
         return 0.0
     layout = ShardLayout(mesh.size(), True)
     rank, group = mesh.get_local_rank(), mesh.get_group()
@@ -235,8 +235,8 @@ def _checked(
     wanted = scores.softmax(-1) @ value
     found = out[0, -1, at].double()
     error = _worst(mesh, float((found - wanted).norm() / wanted.norm()))
-    if not error < LIMITS[contender.precision]:
-        raise ValueError(f"{case.name}, {contender.name}: relative error {error:.3g} against float64")
+    if not error < LIMITS[backend.precision]:
+        raise ValueError(f"{case.name}, {backend.name}: relative error {error:.3g} against float64")
     return error
 
 
@@ -247,7 +247,7 @@ def _gathered(x: Tensor, group: Any, layout: ShardLayout) -> Tensor:
 
 
 def _seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
-    """Of one of ``count`` calls, after all ranks have come here."""
+    """Measure the seconds per call over ``count`` calls, after a barrier of all ranks."""
     dist.barrier(mesh.get_group())
     if mesh.device_type == "cpu":
         began = time.perf_counter()
@@ -265,14 +265,14 @@ def _seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
 
 
 def _worst(mesh: DeviceMesh, number: float) -> float:
-    """The largest of a number of the ranks."""
+    """Return the maximum of a number over the ranks."""
     x = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group())
     return float(x)
 
 
 def _peak(mesh: DeviceMesh, call: Callable[[], Tensor]) -> int:
-    """The most bytes that a call allocates on a GPU, its output included."""
+    """Return the peak bytes that a call allocates on a GPU, including its output."""
     if mesh.device_type == "cpu":
         return 0
     torch.cuda.synchronize()
@@ -284,7 +284,7 @@ def _peak(mesh: DeviceMesh, call: Callable[[], Tensor]) -> int:
 
 
 def _links(mesh: DeviceMesh) -> list[LinkRow]:
-    """Bytes/s that a rank sends to the next while it receives from the one before, and in an all-to-all."""
+    """Measure the bytes/s of a ring step and of an all-to-all."""
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
     ranks = dist.get_process_group_ranks(group)
     found = []

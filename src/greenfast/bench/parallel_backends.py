@@ -1,4 +1,4 @@
-"""Who takes part in ``greenfast bench parallel``: how each computes a rank's rows of one attention."""
+"""The backends of ``greenfast bench parallel``: each computes a rank's rows of one attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from greenfast.parallel.context import Method, context_parallel
 from greenfast.parallel.layout import ShardLayout
 from greenfast.parallel.ring import build_ring_steps
 
-#: An output that is further from exact attention is wrong.
+#: Largest relative error of a correct output, by precision.
 LIMITS = {"fp8": 0.1, "bf16": 0.02}
 _FA3 = "fa3_fwd_interface"
 Call = Callable[[], Tensor]
@@ -30,7 +30,7 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Shards:
-    """A rank's rows, (B, H, S, D) in bfloat16, balanced for a mask, of a sequence of ``whole`` rows."""
+    """A rank's rows, (B, H, S, D) in bfloat16, balanced for a causal mask. whole: length of the sequence."""
 
     query: Tensor
     key: Tensor
@@ -41,7 +41,10 @@ class Shards:
 
 @dataclass(frozen=True)
 class ParallelBackend:
-    """prepare: what calls it for a rank. whole: whether its output is the one of the whole sequence."""
+    """A backend.
+
+    prepare: binds it to a rank's shards. whole: whether its output is attention over the whole sequence.
+    """
 
     name: str
     label: str
@@ -51,7 +54,7 @@ class ParallelBackend:
     whole: bool = True
 
     def missing(self, device: str) -> str:
-        """Why it cannot be measured here; empty where it can."""
+        """Return why it cannot be measured here, or an empty text."""
         if self.precision == "bf16" and device == "cpu":
             return "it is measured on GPUs only"
         if self.needs and importlib.util.find_spec(self.needs) is None:
@@ -73,7 +76,7 @@ def _greenfast(method: Method) -> Callable[[DeviceMesh, Shards], Call]:
 
 
 def _alone(mesh: DeviceMesh, shards: Shards) -> Call:
-    """This rank's share of the heads on the whole sequence, without any exchange: as fast as an exchange can get."""
+    """Bind this rank's share of the heads over the whole sequence, without communication: the fastest possible."""
     size = mesh.size()
     q, k, v = (
         torch.cat([x[:, : max(1, x.shape[1] // size)]] * size, 2) for x in (shards.query, shards.key, shards.value)
@@ -82,7 +85,7 @@ def _alone(mesh: DeviceMesh, shards: Shards) -> Call:
 
 
 def _torch(rotate: str) -> Callable[[DeviceMesh, Shards], Call]:
-    """PyTorch's context_parallel with cuDNN's attention, on shards that are there already."""
+    """Return PyTorch's context_parallel with cuDNN's attention, on existing shards."""
 
     def prepare(mesh: DeviceMesh, shards: Shards) -> Call:
         experimental: Any = importlib.import_module("torch.distributed.tensor.experimental")

@@ -1,4 +1,4 @@
-"""The record of ``greenfast bench parallel``, a JSON file of its own."""
+"""The record of ``greenfast bench parallel``, a separate JSON file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One contender on one case: the slowest rank's time of one call, over rounds.
+    """One backend on one case: the slowest rank's time of one call, over rounds.
 
-    tflops: of each GPU. error: relative, against float64; 0 where the result is of a part alone, which is not compared.
-    peak_bytes: that a call allocates in addition to its inputs. exposed: the share of a call in which a GPU only
-    exchanges; idle: in which it does nothing; nccl: in which it exchanges at all; the largest of the ranks, from a
-    trace. model_ms: what ``parallel/cost.py`` predicts.
+    tflops: per GPU. error: relative to float64; 0 if the output is not attention over the whole sequence. peak_bytes:
+    allocated by a call in addition to its inputs. exposed, idle, nccl: shares of a call, from a trace, maximum over the
+    ranks: communication without computation, neither, and communication in total. model_ms: prediction of
+    ``parallel/cost.py``.
     """
 
     case: str
-    contender: str
+    backend: str = msgspec.field(name="contender")
     dims: dict[str, int]
     causal: bool
     median_ms: float
@@ -46,18 +46,18 @@ class CaseRow(msgspec.Struct, frozen=True, kw_only=True):
     model_ms: float | None
 
     def line(self) -> str:
-        """The row for a terminal."""
+        """Format the row for a terminal."""
         shares = "" if self.exposed is None else f", exposed {self.exposed:.1%}, idle {self.idle:.1%}"
         model = "" if self.model_ms is None else f", model {self.model_ms:.3f} ms"
         error = f", error {self.error:.4f}" if self.error else ""
         return (
-            f"{self.case:16} {self.contender:16} {self.median_ms:9.3f} ms {self.tflops:7.1f} TFLOP/s per GPU{error}, "
+            f"{self.case:16} {self.backend:16} {self.median_ms:9.3f} ms {self.tflops:7.1f} TFLOP/s per GPU{error}, "
             f"{self.peak_bytes / 2**20:.0f} MiB{shares}{model}"
         )
 
 
 class ParallelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A run on ``ranks`` GPUs of one kind. missing: contenders that were not measured, and why."""
+    """A run on ``ranks`` GPUs of one model. missing: backends that were not measured, with the reasons."""
 
     device: str
     ranks: int
@@ -81,6 +81,6 @@ def write_record(folder: Path, record: ParallelRecord) -> Path:
 
 
 def read_parallel(path: Path) -> ParallelRecord:
-    """The record in a file. Raises msgspec.DecodeError for any other."""
-    found: ParallelRecord = decode(path.read_bytes(), ParallelRecord)
-    return found
+    """Read a record. Raises msgspec.DecodeError for any other file."""
+    record: ParallelRecord = decode(path.read_bytes(), ParallelRecord)
+    return record

@@ -1,4 +1,4 @@
-"""How much of a call's time a GPU only exchanges, from a trace of its kernels."""
+"""Measure the share of exposed communication in a call, from a trace of its kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Trace:
-    """Shares of the time from the first kernel of some calls to the last one's end; None where there is no trace."""
+    """Shares of the time between the first kernel's start and the last kernel's end; None without a trace."""
 
     exposed: float | None
     idle: float | None
     exchanging: float | None
 
 
-def trace_of(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
-    """The largest shares of the ranks, of calls that are traced one after another."""
+def trace_calls(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
+    """Trace some calls; return the maximum of each share over the ranks."""
     if mesh.device_type == "cpu":
         return Trace(None, None, None)
     call()
@@ -40,17 +40,17 @@ def trace_of(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
         torch.cuda.synchronize()
     for event in profiler.events():
         if event.device_type.name == "CUDA":
-            kept = exchanges if "nccl" in event.name.lower() else others
-            kept.append((event.time_range.start, event.time_range.end))
-    found = shares(exchanges, others) if others else (math.inf,) * 3  # a machine may forbid traces
-    x = torch.tensor(found, dtype=torch.float64, device="cuda")
+            intervals = exchanges if "nccl" in event.name.lower() else others
+            intervals.append((event.time_range.start, event.time_range.end))
+    local = shares(exchanges, others) if others else (math.inf,) * 3  # a machine may forbid traces
+    x = torch.tensor(local, dtype=torch.float64, device="cuda")
     dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group())
     exposed, idle, exchanging = x.tolist()
     return Trace(None, None, None) if exposed == math.inf else Trace(exposed, idle, exchanging)
 
 
 def shares(exchanges: Sequence[Interval], others: Sequence[Interval]) -> tuple[float, float, float]:
-    """Of the time from the first interval to the last one's end: exchanges alone, nothing, and exchanges at all."""
+    """Return the shares of the total span: communication alone, idle, and communication in total."""
     both = [*exchanges, *others]
     if not both:
         return 0.0, 0.0, 0.0
@@ -60,7 +60,7 @@ def shares(exchanges: Sequence[Interval], others: Sequence[Interval]) -> tuple[f
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """The length of what intervals cover together."""
+    """Return the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))

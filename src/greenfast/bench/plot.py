@@ -1,4 +1,4 @@
-"""A comparison of contenders as one figure: throughput on the grid, time on the small shapes, rates of serving."""
+"""Draw a comparison as one figure: throughput on the grid, time on the small shapes, rates of serving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from greenfast.bench.serving_report import rate, short_name
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.plots import clean
 
-# Okabe and Ito's colours: greenfast's stand out, other libraries of a precision are near each other.
+# Okabe and Ito's colours: distinct ones for greenfast, similar ones for other libraries of one precision.
 _OWN = ("#D55E00", "#E69F00", "#CC79A7")
 _OTHERS = {"fp8": ("#0072B2", "#56B4E9"), "bf16": ("#777777", "#AAAAAA", "#CCCCCC")}
 #: Inches of the figure.
@@ -27,8 +27,8 @@ _WIDTH = 0.8  # of a shape's bars together
 def save_benchmark_plot(record: Benchmark, path: Path) -> None:
     """Write the figure as PNG or SVG, by the path's suffix: a panel per head dim of the grid, and one of small shapes.
 
-    Of serving a panel per heads. Above each shape's bars stands the first ratio of its group. Raises ValueError for
-    another suffix, OSError where the file cannot be written.
+    Serving has a panel per number of heads. The first ratio of a shape's group is written above its bars. Raises
+    ValueError for another suffix, OSError if the file cannot be written.
     """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"a plot is .png or .svg, got {path.name!r}")
@@ -39,20 +39,20 @@ def save_benchmark_plot(record: Benchmark, path: Path) -> None:
 
 
 def plot_height(record: Benchmark) -> float:
-    """Inches."""
+    """Return the height of the figure in inches."""
     return max(2.5, 1.0 + 2.7 * len(_panels(record)))
 
 
 def draw_benchmark(figure: Figure, record: Benchmark) -> None:
     """Draw the panels into an empty figure."""
     panels = _panels(record)
-    where = f"{facts.device(record)}, commit {facts.commit(record)}"
-    figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{where}", fontsize=12)
-    colors = _colors(record, {row.contender for _, rows, _ in panels for row in rows})
+    provenance = f"{facts.device(record)}, commit {facts.commit(record)}"
+    figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{provenance}", fontsize=12)
+    colors = _colors(record, {row.backend for _, rows, _ in panels for row in rows})
     first = {v.group: v for v in reversed(record.versus)}
     found = {shape: ratio for v in first.values() for shape, ratio in ratios(record.rows, v).items()}
     for i, (title, rows, value) in enumerate(panels):
-        names = {row.contender for row in rows}
+        names = {row.backend for row in rows}
         shown = [pair for pair in colors if pair[0].name in names]
         _draw(figure.add_subplot(len(panels), 1, i + 1), title, rows, shown, value, found)
     if panels:
@@ -71,7 +71,7 @@ Value = Callable[[Row], float | None]
 
 
 def _panels(record: Benchmark) -> list[tuple[str, list[Row], Value]]:
-    """Of each panel its title, its rows and what of them it shows."""
+    """Return for each panel its title, its rows and the value to draw."""
     if record.comparison == "serving":
         return [(title, rows, lambda row: rate(record, row)) for title, rows in serving_panels(record)]
     timed = [row for row in record.rows if row.tflops is not None]
@@ -93,11 +93,11 @@ def _micros(row: Row) -> float | None:
 
 
 def _colors(record: Benchmark, names: set[str]) -> list[tuple[BackendFacts, str]]:
-    """The contenders that were timed, each with its colour."""
+    """Return the timed backends with their colours."""
     own, others = iter(_OWN), {precision: iter(colors) for precision, colors in _OTHERS.items()}
     return [
         (c, next(own if c.name in record.own else others.get(c.precision, iter(())), "#000000"))
-        for c in record.contenders
+        for c in record.backends
         if c.name in names
     ]
 
@@ -109,10 +109,10 @@ def _draw(
     shapes = list(dict.fromkeys(row.shape for row in rows))
     width = _WIDTH / len(colors)
     tallest = dict.fromkeys(shapes, 0.0)
-    for n, (contender, color) in enumerate(colors):
-        heights = {row.shape: value(row) or 0.0 for row in rows if row.contender == contender.name}
+    for n, (backend, color) in enumerate(colors):
+        heights = {row.shape: value(row) or 0.0 for row in rows if row.backend == backend.name}
         at = [i + (n + 0.5) * width - _WIDTH / 2 for i, shape in enumerate(shapes) if shape in heights]
-        axes.bar(at, [heights[s] for s in shapes if s in heights], width * 0.95, color=color, label=contender.label)
+        axes.bar(at, [heights[s] for s in shapes if s in heights], width * 0.95, color=color, label=backend.label)
         for shape, height in heights.items():
             tallest[shape] = max(tallest[shape], height)
     for i, shape in enumerate(shapes):

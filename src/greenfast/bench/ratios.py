@@ -1,4 +1,4 @@
-"""Ratios of the times of contenders, by shape and as one number."""
+"""Compute the time ratios of backends, by shape and as one number."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from greenfast.judge.report import formatting
 
 
 def ratios(rows: Sequence[Row], versus: SpeedupPair) -> dict[str, float]:
-    """By shape, the time of the fastest rival divided by the time of own: above 1 own is faster.
+    """Return by shape the fastest baseline's time divided by the time of ``own``; above 1 ``own`` is faster.
 
-    Without the shapes where own or every rival has no time, and those of other groups.
+    Shapes of other groups, and shapes without a time of ``own`` or of any baseline, are left out.
     """
     found = {}
-    for shape, cells in by_shape(of_group(rows, versus.group)).items():
+    for shape, cells in by_shape(select_group(rows, versus.group)).items():
         times = {name: row.median_us for name, row in cells.items() if row.median_us is not None}
-        rivals = [us for name, us in times.items() if name in versus.rivals]
-        if versus.own in times and rivals:
-            found[shape] = min(rivals) / times[versus.own]
+        baselines = [us for name, us in times.items() if name in versus.baselines]
+        if versus.own in times and baselines:
+            found[shape] = min(baselines) / times[versus.own]
     return found
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
+    """Return the geometric mean."""
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def headline(rows: Sequence[Row], versus: Iterable[SpeedupPair]) -> str:
-    """For each ratio the geometric mean over the grid, or over what was measured of it, and the worst shape."""
+    """Describe each ratio: its geometric mean over the measured shapes of the grid, and the worst shape."""
     return "; ".join(_headline(rows, one) for one in versus)
 
 
 def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
-    rows = of_group(rows, versus.group)
+    rows = select_group(rows, versus.group)
     found = ratios(rows, versus)
     if not found:
         return f"speed of {versus.title}: not timed"
@@ -50,13 +50,13 @@ def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
 
 
 def by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """By shape, the rows of its contenders by name."""
+    """Group rows by shape, then by backend."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(row.shape, {})[row.contender] = row
+        found.setdefault(row.shape, {})[row.backend] = row
     return found
 
 
-def of_group(rows: Sequence[Row], group: str) -> list[Row]:
-    """The rows whose shapes' names begin so."""
+def select_group(rows: Sequence[Row], group: str) -> list[Row]:
+    """Return the rows with a shape name that starts with ``group``."""
     return [row for row in rows if row.shape.startswith(group)]

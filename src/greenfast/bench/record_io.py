@@ -1,4 +1,4 @@
-"""Saved comparisons of contenders: read them, and tell which measured kernels are no longer today's."""
+"""Read records, and check whether their kernels equal today's."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | Benchmark"
 
 
 def read_record(run: Path) -> AnyRecord:
-    """The record of any run: its folder, or its record's file; shapes under the names that the task gives them today.
+    """Read the record of a run from its folder or file. Shapes get the task's current names.
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other path.
     """
     record: AnyRecord = judged.read_run(run, Record | BenchRecord | PhaseRecord | Benchmark)
     return record
 
 
 def record_schema() -> dict[str, Any]:
-    """The JSON Schema of a record's file, of every kind, as today's greenfast writes it."""
+    """Return the JSON Schema of record files of all kinds."""
     schema: dict[str, Any] = msgspec.json.schema(Record | BenchRecord | PhaseRecord | Benchmark)
     for kind in get_args(Record | BenchRecord | PhaseRecord | Benchmark):
-        one = schema["$defs"][kind.__name__]
-        one["properties"] |= {
+        definition = schema["$defs"][kind.__name__]
+        definition["properties"] |= {
             "schema_version": {"const": SCHEMA_VERSION},
             DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "of all other fields, by SHA-256"},
         }
-        one["required"] = sorted({*one["required"], "schema_version", DIGEST})
+        definition["required"] = sorted({*definition["required"], "schema_version", DIGEST})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A record of greenfast", **schema}
 
 
 def read_benchmark(run: Path) -> Benchmark:
-    """The record of a comparison of contenders, as ``read_record`` reads it; raises UsageError for any other."""
+    """Read the record of a comparison. Raises UsageError for any other record."""
     record = read_record(run)
     if not isinstance(record, Benchmark):
         raise UsageError(f"{run}: not a record of greenfast bench peers, operator, serving or routing")
@@ -57,41 +57,44 @@ def read_benchmark(run: Path) -> Benchmark:
 
 
 def operator_comparison() -> Comparison:
-    """What ``greenfast bench operator`` measures."""
-    # By its name, as kernel families are loaded: what only reads records needs no PyTorch.
-    found: Comparison = importlib.import_module("greenfast.bench.attention").operator()
-    return found
+    """Return the comparison of ``greenfast bench operator``."""
+    # Imported by name: reading records needs no PyTorch.
+    comparison: Comparison = importlib.import_module("greenfast.bench.attention").operator()
+    return comparison
 
 
 def routing_comparison() -> Comparison:
-    """What ``greenfast bench routing`` measures."""
-    found: Comparison = importlib.import_module("greenfast.bench.routing").routing()
-    return found
+    """Return the comparison of ``greenfast bench routing``."""
+    comparison: Comparison = importlib.import_module("greenfast.bench.routing").routing()
+    return comparison
 
 
 def serving_comparison(
     groups: Sequence[str] | None = None, *, quick: bool = False, fa3_library: str = ""
 ) -> Comparison:
-    """What ``greenfast bench serving`` measures of these groups, all by default. Raises UsageError for unknown ones."""
+    """Return the comparison of ``greenfast bench serving`` for some groups, by default all.
+
+    Raises UsageError for unknown groups.
+    """
     module = importlib.import_module("greenfast.bench.serving")
-    found: Comparison = module.serving(groups or GROUPS, quick=quick, fa3_library=fa3_library)
-    return found
+    comparison: Comparison = module.serving(groups or GROUPS, quick=quick, fa3_library=fa3_library)
+    return comparison
 
 
-def comparison_of(record: Benchmark) -> Comparison:
-    """What made a record that is not of a task's own kernel, as it is today."""
-    made = {"serving": serving_comparison, "routing": routing_comparison}.get(record.comparison, operator_comparison)
-    return made()
+def find_comparison(record: Benchmark) -> Comparison:
+    """Return today's comparison for a record without a task's own kernel."""
+    make = {"serving": serving_comparison, "routing": routing_comparison}.get(record.comparison, operator_comparison)
+    return make()
 
 
 def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
-    """The kernels of a comparison that times another one than a task's own, by what each is for; compiles them.
+    """Compile the kernels of a comparison that does not time a task's own kernel. Needs no GPU.
 
-    Needs no GPU.
+    Return them by step and shape.
     """
-    wanted = comparison.kernels() if comparison.kernels else {}
+    kernels = comparison.kernels() if comparison.kernels else {}
     facts: dict[KernelSource, dict[str, Any]] = {}
-    for source in dict.fromkeys(source for source, _ in wanted.values()):  # many shapes share one
+    for source in dict.fromkeys(source for source, _ in kernels.values()):  # many shapes share a kernel
         compiled = compile_kernel(source, Target(comparison.arch))
         facts[source] = {
             "arch": compiled.target.name,
@@ -100,20 +103,20 @@ def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
             "kernel_hash": compiled.kernel_hash,
             "code_hash": code_hash(compiled),
         }
-    return {name: TimedKernel(**facts[source], launch=launch) for name, (source, launch) in wanted.items()}
+    return {name: TimedKernel(**facts[source], launch=launch) for name, (source, launch) in kernels.items()}
 
 
 def freshness(record: AnyRecord) -> Freshness:
-    """Whether a record is of today's kernels and launches, as far as this machine's compiler can tell."""
+    """Return whether a record's kernels and launches equal today's, as built by this machine's compiler."""
     if not isinstance(record, Benchmark) or record.side is not None:
         return judged.check_freshness(record)
-    return worst(_of_kernels(record).values())
+    return worst(_check_kernels(record).values())
 
 
-def _of_kernels(record: Benchmark) -> dict[str, Freshness]:
-    kernels = comparison_of(record).kernels
+def _check_kernels(record: Benchmark) -> dict[str, Freshness]:
+    kernels = find_comparison(record).kernels
     today = kernels() if kernels else {}
-    if record.comparison == "serving":  # a run of some groups has the kernels of these
+    if record.comparison == "serving":  # a run of some groups has only their kernels
         shapes = {row.shape for row in record.rows}
         today = {n: k for n, k in today.items() if n in record.kernels or n.rpartition(", ")[2] in shapes}
     answers = {
@@ -128,14 +131,14 @@ def _of_kernels(record: Benchmark) -> dict[str, Freshness]:
 
 
 def current_part(record: Benchmark) -> tuple[Benchmark, list[str]]:
-    """A serving comparison without the times of contenders one of whose kernels has changed, and those contenders.
+    """Remove the backends with changed kernels from a serving record; return the record and the removed labels.
 
-    Where there are any, what the host takes is left out too: it is of the code around the kernels.
+    If any is removed, the host times are removed too: they measure the code around the kernels.
     """
     steps: dict[str, tuple[str, ...]] = importlib.import_module("greenfast.bench.serving_kernels").STEPS
-    changed = {n.rpartition(", ")[0] for n, answer in _of_kernels(record).items() if answer.status == STALE}
-    gone = [name for name, of in steps.items() if changed.intersection(of)]
+    changed = {n.rpartition(", ")[0] for n, answer in _check_kernels(record).items() if answer.status == STALE}
+    gone = [name for name, kernel_steps in steps.items() if changed.intersection(kernel_steps)]
     if not gone:
         return record, []
-    rows = [row for row in record.rows if row.contender not in gone]
-    return msgspec.structs.replace(record, rows=rows, host=[]), [c.label for c in record.contenders if c.name in gone]
+    rows = [row for row in record.rows if row.backend not in gone]
+    return msgspec.structs.replace(record, rows=rows, host=[]), [c.label for c in record.backends if c.name in gone]

@@ -1,4 +1,4 @@
-"""The record of a comparison of contenders: ``greenfast bench peers``, ``operator`` and ``serving``."""
+"""The record of a comparison: ``greenfast bench peers``, ``operator``, ``serving`` and ``routing``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class _RecordPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendFacts(_RecordPart, frozen=True, kw_only=True):
-    """A library or kernel that takes part; ``missing`` says why it could not, and is empty where it could.
+    """A compared library or kernel.
 
-    precision: of its products; "none" where it computes none.
+    precision: of its matrix products; "none" without any. missing: why it was not measured; empty otherwise.
     """
 
     name: str
@@ -27,31 +27,31 @@ class BackendFacts(_RecordPart, frozen=True, kw_only=True):
 
 
 class SpeedupPair(_RecordPart, frozen=True, kw_only=True):
-    """A ratio to report: the time of the fastest of ``rivals`` over the time of ``own``; above 1 own is faster.
+    """A ratio to report: the fastest time of ``baselines`` / the time of ``own``; above 1 ``own`` is faster.
 
-    group: what the names of its shapes begin with; empty for all.
+    group: prefix of the names of its shapes; empty for all shapes.
     """
 
     own: str
-    rivals: list[str]
+    baselines: list[str] = msgspec.field(name="rivals")
     title: str
     group: str = ""
 
 
 class Row(_RecordPart, frozen=True, kw_only=True):
-    """One contender on one shape; ``reason`` stands where there is no time.
+    """One backend on one shape. reason: why there is no time; empty otherwise.
 
-    grid: whether the shape counts for the mean. cache: "warm" where a call's data fit into L2, else "beyond L2".
-    median_us, p25_us, p75_us: of ``rounds`` replays of a graph of ``calls`` calls, per call. tflops: None for what is
-    no whole attention. error: relative (Frobenius) against float64 attention on the inputs before any rounding;
-    kernel_error: against exact arithmetic on the codes, for contenders that read the task's codes. clocks: while the
-    shape was timed.
+    grid: whether the shape counts for the mean. cache: "warm" if a call's data fit into L2, else "beyond L2".
+    median_us, p25_us, p75_us: of ``rounds`` replays of a graph of ``calls`` calls, per call. tflops: None for a backend
+    that does not compute a whole attention. error: relative (Frobenius) to float64 attention on the unrounded inputs.
+    kernel_error: relative to exact arithmetic on the codes, for backends that read the task's codes. clocks: during the
+    timing of the shape.
     """
 
     shape: str
     dims: dict[str, int]
     grid: bool
-    contender: str
+    backend: str = msgspec.field(name="contender")
     inputs: str = "normal"
     method: str = "graph"
     cache: str
@@ -68,9 +68,9 @@ class Row(_RecordPart, frozen=True, kw_only=True):
 
 
 class HostRow(_RecordPart, frozen=True, kw_only=True):
-    """Host time of one eager call in microseconds: median and least of ``batches`` batches of ``calls`` calls."""
+    """Host time of one eager call in microseconds: median and minimum of ``batches`` batches of ``calls`` calls."""
 
-    contender: str
+    backend: str = msgspec.field(name="contender")
     dims: dict[str, int]
     median_us: float
     least_us: float
@@ -79,15 +79,15 @@ class HostRow(_RecordPart, frozen=True, kw_only=True):
 
 
 class AccuracyRow(_RecordPart, frozen=True, kw_only=True):
-    """Errors of one contender, as in Row. series: what varies, the ``inputs`` or the ``length``.
+    """The errors of one backend, as in Row. series: the varied property, ``inputs`` or ``length``.
 
-    sampled: query rows of each head that were compared.
+    sampled: query rows per head that were compared.
     """
 
     series: Literal["inputs", "length"]
     inputs: str
     dims: dict[str, int]
-    contender: str
+    backend: str = msgspec.field(name="contender")
     sampled: int
     error: float | None = None
     kernel_error: float | None = None
@@ -95,20 +95,20 @@ class AccuracyRow(_RecordPart, frozen=True, kw_only=True):
 
 
 class Benchmark(Run, frozen=True, kw_only=True, tag_field="kind", tag="benchmark"):
-    """Contenders compared in one run on one GPU.
+    """The comparison of several backends in one run on one GPU.
 
-    comparison: "peers", "operator" or "serving". what: greenfast's part in it, in words. own: greenfast's contenders.
-    inputs: kind -> how it differs from N(0, 1). side: the task's own kernel, where it is a contender, with its builds.
-    kernels: else each kernel that was timed, by its step and shape.
+    comparison: "peers", "operator", "serving" or "routing". what: greenfast's part in words. own: greenfast's backends.
+    inputs: kind -> difference from N(0, 1). side: the task's own kernel with its builds, if it is a backend. kernels:
+    otherwise each timed kernel, by step and shape.
 
-    Raises ValueError as Record does, and for a time of the task's own kernel without its error on that shape.
+    Raises ValueError as Record, and for a time of the task's own kernel without its error on that shape.
     """
 
     comparison: str
     what: str
     own: list[str]
     versus: list[SpeedupPair]
-    contenders: list[BackendFacts]
+    backends: list[BackendFacts] = msgspec.field(name="contenders")
     rows: list[Row]
     host: list[HostRow] = msgspec.field(default_factory=list)
     accuracy: list[AccuracyRow] = msgspec.field(default_factory=list)
@@ -119,10 +119,10 @@ class Benchmark(Run, frozen=True, kw_only=True, tag_field="kind", tag="benchmark
     def __post_init__(self) -> None:
         timed = [row for row in self.rows if row.median_us is not None]
         self._require_correct(bool(timed))
-        unchecked = [row for row in timed if self.side and row.contender in self.own and row.kernel_error is None]
+        unchecked = [row for row in timed if self.side and row.backend in self.own and row.kernel_error is None]
         if unchecked:
-            raise ValueError(f"{unchecked[0].shape}: a time of {unchecked[0].contender} without its error")
+            raise ValueError(f"{unchecked[0].shape}: a time of {unchecked[0].backend} without its error")
 
     def sides(self) -> list[tuple[str, Side]]:
-        """The task's own kernel, by its variant's name."""
+        """Return the task's own kernel with its variant's name."""
         return [(self.side.variant, self.side)] if self.side else []

@@ -1,4 +1,4 @@
-"""What attention is on a draw of inputs, in float64, and how far a contender's output is from it."""
+"""Compute attention in float64, and the error of a backend's output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from greenfast.numerics.formats import dequantize
 
 @dataclass(frozen=True)
 class Reference:
-    """Some query rows of every head, and what attention is there; float64 (heads, rows, head_dim).
+    """Attention for some query rows of every head; float64 (heads, rows, head_dim).
 
-    rows: (heads, rows). full: on the unquantized values. exact: on what the codes stand for. bound: how far roundings
-    can take a kernel with weights in E4M3 from ``exact``. Both are empty where no contender reads the codes.
+    rows: indices, (heads, rows). full: on the unquantized values. exact: on the dequantized codes. bound: largest
+    rounding error of a kernel with E4M3 weights relative to ``exact``. The last two are empty if no backend reads
+    codes.
     """
 
     rows: Tensor
@@ -28,18 +29,19 @@ class Reference:
     bound: Tensor
 
     def check(self, out: Tensor, same_codes: bool) -> CheckResult:
-        """Errors of a whole output, float32 (heads, length, head_dim); same_codes: whether it is of the codes."""
+        """Measure the errors of an output, float32 (heads, length, head_dim). same_codes: computed from the codes."""
         heads = torch.arange(len(self.rows), device=out.device).unsqueeze(1)
-        found = out[heads, self.rows].double()
-        error, finite = float((found - self.full).norm() / self.full.norm()), bool(torch.isfinite(out).all())
+        sampled = out[heads, self.rows].double()
+        error, finite = float((sampled - self.full).norm() / self.full.norm()), bool(torch.isfinite(out).all())
         if not same_codes:
             return CheckResult(error, finite=finite)
-        off = (found - self.exact).abs()
-        return CheckResult(error, float(off.norm() / self.exact.norm()), float((off / self.bound).max()), finite)
+        deviation = (sampled - self.exact).abs()
+        kernel_error = float(deviation.norm() / self.exact.norm())
+        return CheckResult(error, kernel_error, float((deviation / self.bound).max()), finite)
 
 
 def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
-    """References for up to ``count`` rows of each head, other ones in each; the first and the last are among them."""
+    """Compute references for up to ``count`` random rows per head, including the first and the last row."""
     config, sizes = inputs.config, inputs.sizes
     scale, device = 1.0 / math.sqrt(config.head_dim), inputs.values["q"].device
     generator = torch.Generator().manual_seed(sizes.q_len)
@@ -54,14 +56,14 @@ def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
             drawn = torch.arange(sizes.q_len)
         chosen = drawn.to(device)
         mask = keys <= chosen.unsqueeze(1) if config.causal else None
-        place = {"q": head, "k": head // group, "v": head // group}
-        q, k, v = (inputs.values[name][place[name]].unsqueeze(0) for name in "qkv")
+        index = {"q": head, "k": head // group, "v": head // group}
+        q, k, v = (inputs.values[name][index[name]].unsqueeze(0) for name in "qkv")
         full.append(attention(q[:, chosen], k, v, scale, mask))
         rows.append(chosen)
         if codes:
             q, k, v = (
                 dequantize(inputs.codes[name][i : i + 1], inputs.scales[name][i : i + 1], "e4m3")
-                for name, i in place.items()
+                for name, i in index.items()
             )
             exact.append(attention(q[:, chosen], k, v, scale, mask))
             bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS))

@@ -1,4 +1,4 @@
-"""A comparison of contenders as tables: for its report, the pages and the console."""
+"""Format a comparison as tables for its report, the pages and the console."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
 
-#: Up to this many names are listed one by one.
+#: Most names to list one by one.
 _FEW = 4
-#: Bytes that quantization must move for each element: two read, one written.
+#: Bytes that quantization moves per element: two read, one written.
 _QUANTIZE_BYTES = 3
 
 
 def reasons(record: Benchmark) -> list[str]:
-    """Why contenders have no numbers: what is missing, and on which shapes the others failed."""
+    """Return the reasons of missing numbers: missing libraries, and failures with their shapes."""
     found: dict[tuple[str, str], list[str]] = {}
-    everywhere = [(row.contender, row.reason, row.shape) for row in record.rows]
+    everywhere = [(row.backend, row.reason, row.shape) for row in record.rows]
     everywhere += [
-        (row.contender, row.reason, f"accuracy at {formatting.dims(row.dims)}, {row.inputs}") for row in record.accuracy
+        (row.backend, row.reason, f"accuracy at {formatting.dims(row.dims)}, {row.inputs}") for row in record.accuracy
     ]
-    for contender, reason, where in everywhere:
+    for backend, reason, where in everywhere:
         if reason:
-            found.setdefault((_label(record, contender), reason), []).append(where)
-    missing = {(c.label, c.missing) for c in record.contenders}
+            found.setdefault((_label(record, backend), reason), []).append(where)
+    missing = {(c.label, c.missing) for c in record.backends}
     return [
         f"{label}: {reason}"
         if (label, reason) in missing
@@ -38,12 +38,12 @@ def reasons(record: Benchmark) -> list[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """A few names, or how many there are and where they begin and end."""
+    """List a few names, or the number of names with the first and the last."""
     return ", ".join(names) if len(names) <= _FEW else f"{len(names)} shapes, {names[0]} to {names[-1]}"
 
 
 def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): per shape each contender's microseconds and TFLOP/s, and the ratios."""
+    """Return (header, rows): for each shape the microseconds and TFLOP/s of each backend, and the ratios."""
     shown = _columns(record, record.rows)
     found = [ratios(record.rows, versus) for versus in record.versus]
     lines = [
@@ -60,18 +60,18 @@ def _console_cell(row: Row | None) -> str:
 
 
 def summary(record: Benchmark) -> str:
-    """The headline, all tables, and the reasons where numbers are missing."""
+    """Format the headline, all tables, and the reasons of missing numbers."""
     if record.comparison == "serving":
         return _serving_summary(record)
     grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
     by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))
-    said = reasons(record)
+    missing = reasons(record)
     parts = (
         f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
         _lengths_table(record, grid),
         _times_table(record, grid, _rate, "TFLOP/s, counted as 4·B·H·S²·D, half of it with a mask"),
         _times_table(
-            record, small, _micros, "Small shapes, µs per call; warm: all data of a call lie in L2 from the call before"
+            record, small, _micros, "Small shapes, µs per call; warm: a call's data are in L2 from the call before"
         ),
         _quantize_table(record),
         _host_table(record),
@@ -87,7 +87,7 @@ def summary(record: Benchmark) -> str:
             "Error of the kernel alone, against exact arithmetic on the same codes, by length "
             + (f"(D={by_length[0].dims['D']}, one head, {by_length[0].sampled} of its query rows)" if by_length else "")
         ),
-        formatting.bullets(said),
+        formatting.bullets(missing),
     )  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -103,11 +103,11 @@ def _serving_summary(record: Benchmark) -> str:
 
 
 def section(record: Benchmark, path: str, answer: Freshness | None = None) -> str:
-    """What a page says: provenance and summary, or for a record whose kernels are not today's, no number."""
+    """Format provenance and summary for a page. A record of changed kernels gives no numbers."""
     if answer and answer.status == STALE:
         return f"The measurement in [{path}]({path}) is {answer}."
     own = f"greenfast {record.package_version}"
-    versions = dict.fromkeys(c.version for c in record.contenders if c.version not in ("", own))
+    versions = dict.fromkeys(c.version for c in record.backends if c.version not in ("", own))
     return (
         f"Measured: {record.what}, compared with other libraries, interleaved in one run on {facts.device(record)}; "
         f"{record.created[:10]}; commit {facts.commit(record)}; {', '.join(versions)}; "
@@ -116,19 +116,19 @@ def section(record: Benchmark, path: str, answer: Freshness | None = None) -> st
 
 
 def benchmark_report(record: Benchmark, *, plot: str | None = None) -> str:
-    """The whole report. ``plot`` is the path of a figure of this record, relative to where the report will stand."""
+    """Format the whole report. plot: path of a figure of this record, relative to the report."""
     (name, text), *others = sections(record)
-    picture = f"![throughput and times of all contenders]({plot})\n\n" if plot else ""
+    picture = f"![throughput and times of all backends]({plot})\n\n" if plot else ""
     return document(title(record), [(name, picture + text), *others])
 
 
 def title(record: Benchmark) -> str:
-    """What the report calls itself."""
+    """Return the title of the report."""
     return f"{record.what}, compared with other libraries"
 
 
 def sections(record: Benchmark) -> list[tuple[str, str]]:
-    """The sections of the report by their names, the summary first."""
+    """Return the sections of the report with their names, the summary first."""
     return [
         ("Summary", summary(record)),
         ("Gates", gates(record)),
@@ -139,7 +139,7 @@ def sections(record: Benchmark) -> list[tuple[str, str]]:
 
 
 def clocks_line(record: Benchmark) -> str:
-    """The range of clocks and temperatures, where the driver tells them: a hot board is a slow one."""
+    """Format the range of clocks and temperatures, if the driver reports them: a hot board is slower."""
     ranges = [
         f"{name} {record.clocks[f'{key}_min']:.0f} to {record.clocks[f'{key}_max']:.0f} {unit}"
         for key, name, unit in (("sm_mhz", "SM clock", "MHz"), ("temperature_c", "temperature", "°C"))
@@ -149,12 +149,12 @@ def clocks_line(record: Benchmark) -> str:
 
 
 def _samples_table(record: Benchmark) -> str:
-    """Every contender on every shape, with the spread of its rounds and the clocks."""
+    """Format every backend on every shape, with the spread of its rounds and the clocks."""
     numbers = ("median µs", "p25 µs", "p75 µs", "TFLOP/s", "error", "kernel error")
     lines = [
         (
             row.shape,
-            _label(record, row.contender),
+            _label(record, row.backend),
             *(
                 formatting.NONE if us is None else formatting.micros(us)
                 for us in (row.median_us, row.p25_us, row.p75_us)
@@ -172,21 +172,21 @@ def _samples_table(record: Benchmark) -> str:
     header = ("shape", "contender", *numbers, "rounds x calls", "L2", "clocks", "reason")
     return (
         f"{formatting.table(header, lines, right=numbers)}\n\nA time is for one replay of a captured CUDA graph of N "
-        "calls, divided by N; a round replays each contender's graph once, in an order that moves on. Inputs are drawn "
-        "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes that a contender reads, and bfloat16, are "
+        "calls, divided by N; a round replays each backend's graph once, in a rotating order. Inputs are drawn "
+        "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes and bfloat16 values are "
         "made of them before the timing. error: relative (Frobenius), against attention in float64 on the draw, over "
-        "rows of every head; kernel error: against exact arithmetic on the codes, for contenders that read them."
+        "rows of every head; kernel error: against exact arithmetic on the codes, for backends that read them."
     )
 
 
 def _label(record: Benchmark, name: str) -> str:
-    return next((c.label for c in record.contenders if c.name == name), name)
+    return next((c.label for c in record.backends if c.name == name), name)
 
 
 def _columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
-    """The contenders of these rows that compute a whole attention, or have a reason why they do not."""
-    names = {row.contender for row in rows if row.tflops is not None or row.reason}
-    return [c for c in record.contenders if c.name in names]
+    """Return the backends of these rows with a whole attention or a reason."""
+    names = {row.backend for row in rows if row.tflops is not None or row.reason}
+    return [c for c in record.backends if c.name in names]
 
 
 def _capitalized(text: str) -> str:
@@ -210,7 +210,7 @@ def _micros(row: Row | None) -> str:
 
 
 def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | None], str], text: str) -> str:
-    """A row per shape with a value per contender and the ratios; empty without rows."""
+    """Format a row per shape with a value per backend and the ratios; empty without rows."""
     if not rows:
         return ""
     shown, found = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
@@ -227,7 +227,7 @@ def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | 
 
 
 def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
-    """The ratios by length and mask, geometric means over head dims."""
+    """Format the ratios by length and mask, as geometric means over head dims."""
     if not rows:
         return ""
     of = {row.shape: (row.dims["S"], row.dims.get("CAUSAL", 0)) for row in rows}
@@ -250,7 +250,7 @@ def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
 
 
 def _quantize_table(record: Benchmark) -> str:
-    """Bandwidth of the quantization, its three bytes for each element counted, and of a copy of as many bytes."""
+    """Format the bandwidth of quantization, at three bytes per element, and of a copy of as many bytes."""
     lines = []
     for cells in by_shape(record.rows).values():
         row, copy = cells.get("quantize_fp8"), cells.get("copy")
@@ -272,7 +272,7 @@ def _host_table(record: Benchmark) -> str:
     if not record.host:
         return ""
     header = ("contender", "median µs", "least µs")
-    lines = [(_label(record, r.contender), f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
+    lines = [(_label(record, r.backend), f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
     return (
         f"Host time of an eager call at {formatting.dims(record.host[0].dims)}:\n\n"
         f"{formatting.table(header, lines, right=header[1:])}"
@@ -283,27 +283,27 @@ def _error_table(
     record: Benchmark, rows: Sequence[AccuracyRow], key: Callable[[AccuracyRow], tuple[str, ...]],
     value: Callable[[AccuracyRow], float | None], header: tuple[str, ...], text: str,
 ) -> str:  # fmt: skip
-    """Errors with a column per contender; empty without rows."""
+    """Format errors with a column per backend; empty without rows."""
     if not rows:
         return ""
-    found = {(key(row), row.contender): value(row) for row in rows}
-    shown = [c for c in record.contenders if c.name in {row.contender for row in rows}]
+    found = {(key(row), row.backend): value(row) for row in rows}
+    shown = [c for c in record.backends if c.name in {row.backend for row in rows}]
     lines = [(*at, *(formatting.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
     labels = [c.label for c in shown]
     return f"{text}:\n\n{formatting.table((*header, *labels), lines, right=labels)}"
 
 
 def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str:
-    """Where greenfast.sdpa errs more than others in 8 bits, by what they multiply; empty where none has errors."""
+    """Compare the errors of greenfast.sdpa with other 8-bit backends, by precision; empty without errors."""
     errors: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.error is not None:
-            errors.setdefault(f"{row.inputs} at {_sizes(row.dims)}", {})[row.contender] = row.error
+            errors.setdefault(f"{row.inputs} at {_sizes(row.dims)}", {})[row.backend] = row.error
     lines = []
     for name in (name for name in record.own if name.startswith("sdpa")):
         for precision in ("fp8", "int8"):
             peers = [
-                c for c in record.contenders
+                c for c in record.backends
                 if c.precision == precision and c.name not in record.own and any(c.name in of for of in errors.values())
             ]  # fmt: skip
             times = {

@@ -1,4 +1,4 @@
-"""Which calls of attention are faster in 8 bits than in 16: the shapes to measure, and the rules found."""
+"""Derive routing rules: which calls of attention are faster in 8 bits than in 16 bits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from greenfast.ops.quantized import PRECISIONS
 from greenfast.ops.routing_rules import FA3, TORCH
 
 _TORCH = ("torch", "torch_flash", "torch_cudnn")
-#: What a call is otherwise computed by, and the contenders of which the fastest stands for that.
-RIVALS = {TORCH: _TORCH, FA3: (*_TORCH, "fa3_bf16")}
+#: The alternative of a call -> the backends that represent it; the fastest one counts.
+BASELINES = {TORCH: _TORCH, FA3: (*_TORCH, "fa3_bf16")}
 _OWN = tuple(f"sdpa_{p}" for p in PRECISIONS)
 _CONTENDERS = (*_OWN, "torch", "fa3_bf16")
 _TOKENS, _HIDDEN = 16384, 2048
-#: An output that is further from exact attention is wrong, not rounded.
+#: Largest relative error of a correct output.
 _LIMIT = 0.2
-#: Rows of Q in a tile of attention, and the tiles that fill a GPU: two for each of 132 multiprocessors.
+#: Rows of Q per tile, and tiles that fill a GPU: two for each of 132 multiprocessors.
 _TILE, _FULL = 128, 264
 
 _Floats = npt.NDArray[np.float64]
@@ -36,9 +36,9 @@ _Flags = npt.NDArray[np.bool_]
 
 
 def shapes() -> tuple[Shape, ...]:
-    """The shapes: by head dim, mask, heads that share K and V, and length, each at one sequence and at a full GPU.
+    """Return the shapes to measure: head dim x mask x group size x length, each for one sequence and for a full GPU.
 
-    Powers of two; lengths between them at a full GPU; and few queries on many keys.
+    Lengths are powers of two; with a full GPU also lengths between them. Some shapes have few queries and many keys.
     """
     found = []
     for d, group, causal in product((64, 128, 256), (1, 4), (0, 1)):
@@ -57,20 +57,20 @@ def shapes() -> tuple[Shape, ...]:
 def _shape(d: int, group: int, b: int, s: int, kv: int, causal: int) -> Shape:
     heads = _HIDDEN // d
     dims = {"B": b, "H": heads, "HK": heads // group, "S": s, "KV": kv, "D": d, "CAUSAL": causal}
-    of_keys = "" if kv == s else f"_kv{kv}"
-    return Shape(name=f"d{d}_g{group}_b{b}_s{s}{of_keys}{'_causal' if causal else ''}", dims=dims)
+    kv_part = "" if kv == s else f"_kv{kv}"
+    return Shape(name=f"d{d}_g{group}_b{b}_s{s}{kv_part}{'_causal' if causal else ''}", dims=dims)
 
 
 def routing() -> Comparison:
-    """greenfast.sdpa, PyTorch's attention as it is called by default and FlashAttention-3, on many shapes."""
+    """Compare greenfast.sdpa, PyTorch's default attention and FlashAttention-3 on many shapes."""
     cells = tuple(BenchCell(shape, _CONTENDERS, sampled=16, grid=True) for shape in shapes())
     return Comparison(
         name="routing",
         what="greenfast.sdpa and PyTorch's attention, by shape",
         own=_OWN,
         versus=tuple(
-            SpeedupPair(own=f"sdpa_{p}", rivals=list(rivals), title=f"sdpa {p} / {name}")
-            for name, rivals in (("torch", ["torch"]), ("best bf16", ["torch", "fa3_bf16"]))
+            SpeedupPair(own=f"sdpa_{p}", baselines=list(baselines), title=f"sdpa {p} / {name}")
+            for name, baselines in (("torch", ["torch"]), ("best bf16", ["torch", "fa3_bf16"]))
             for p in PRECISIONS
         ),
         timed=cells,
@@ -87,10 +87,10 @@ def routing() -> Comparison:
 
 @dataclass(frozen=True)
 class RoutingPoint:
-    """A measured shape as the rules see it, and the times of 16-bit attention over greenfast's by precision.
+    """A measured shape with the inputs of a rule.
 
-    reuse: queries that read one key, all heads of a group counted. work: billions of operations. full: whether its
-    tiles fill a GPU; with fewer, 16-bit kernels leave multiprocessors idle, which a larger batch would not.
+    reuse: queries per key, over all heads of a group. work: billions of operations. full: whether its tiles fill a GPU;
+    with fewer tiles, 16-bit kernels leave multiprocessors idle. gains: 16-bit time / greenfast's time, by precision.
     """
 
     shape: str
@@ -102,17 +102,17 @@ class RoutingPoint:
 
 
 def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[RoutingPoint]]:
-    """The measured shapes by head dim and whether there is a causal mask; those without a time are left out.
+    """Return the measured shapes by (head dim, causal). Shapes without a time are left out.
 
-    against: one of RIVALS; for FA3 only shapes on which FlashAttention-3 was timed.
+    against: one of BASELINES; for FA3 only shapes with a time of FlashAttention-3.
     """
     found: dict[tuple[int, bool], list[RoutingPoint]] = {}
     for shape, rows in by_shape(record.rows).items():
         times = {name: row.median_us for name, row in rows.items() if row.median_us is not None}
-        rivals = [times[name] for name in RIVALS[against] if name in times]
-        if not rivals or (against == FA3 and "fa3_bf16" not in times):
+        baselines = [times[name] for name in BASELINES[against] if name in times]
+        if not baselines or (against == FA3 and "fa3_bf16" not in times):
             continue
-        gains = {p: min(rivals) / times[f"sdpa_{p}"] for p in PRECISIONS if f"sdpa_{p}" in times}
+        gains = {p: min(baselines) / times[f"sdpa_{p}"] for p in PRECISIONS if f"sdpa_{p}" in times}
         dims = next(iter(rows.values())).dims
         reuse, keys = dims["S"] * dims["H"] // dims.get("HK", dims["H"]), dims.get("KV", dims["S"])
         full = dims["B"] * dims["H"] * -(-dims["S"] // _TILE) >= _FULL
@@ -122,64 +122,72 @@ def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Routi
 
 
 def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
-    """Rules by rival, precision, head dim and mask, as ``greenfast.ops.routing_rules`` reads them.
+    """Derive the rules by baseline, precision, head dim and mask, in the format of ``greenfast.ops.routing_rules``.
 
-    records: with their paths; a rule is of the first that has times for it. least: None where no rule was found.
+    records: (path, record); a rule comes from the first record with times for it. A rule has least=None if no threshold
+    is safe.
     """
     found = []
-    for against, precision in product(RIVALS, PRECISIONS):
+    for against, precision in product(BASELINES, PRECISIONS):
         for path, record in records:
             timed = {
-                key: [p for p in of if precision in p.gains] for key, of in sorted(points(record, against).items())
+                key: [p for p in group if precision in p.gains]
+                for key, group in sorted(points(record, against).items())
             }
             if any(timed.values()):
                 source = {"against": against, "record": path, "device": record.device.name if record.device else ""}
                 found += [
-                    {**source, "head_dim": head_dim, "causal": causal, "precision": precision, **_rule(of, precision)}
-                    for (head_dim, causal), of in timed.items()
+                    {
+                        **source,
+                        "head_dim": head_dim,
+                        "causal": causal,
+                        "precision": precision,
+                        **_rule(group, precision),
+                    }
+                    for (head_dim, causal), group in timed.items()
                 ]
                 break
     return found
 
 
-def _rule(of: Sequence[RoutingPoint], precision: str) -> dict[str, Any]:
-    """The least reuse, keys and work of calls to take, and what they gain.
+def _rule(group: Sequence[RoutingPoint], precision: str) -> dict[str, Any]:
+    """Derive one rule: the thresholds of reuse, keys and work, and the gains of the shapes above them.
 
-    held_out: the least gain of shapes that the rule made without them takes; None where there are none.
+    held_out: smallest gain of a shape that a rule derived without it accepts (leave-one-out); None if there is none.
     """
-    sizes = np.array([(p.reuse, p.keys, p.work) for p in of], np.float64)
-    gains = np.array([p.gains[precision] for p in of])
-    full = np.array([p.full for p in of])
-    least = _least(sizes, gains, full)
+    sizes = np.array([(p.reuse, p.keys, p.work) for p in group], np.float64)
+    gains = np.array([p.gains[precision] for p in group])
+    full = np.array([p.full for p in group])
+    least = _find_thresholds(sizes, gains, full)
     if least is None:
-        return {"least": None, "shapes": 0, "of": len(of)}
-    taken = gains[_reach(sizes, least)]
+        return {"least": None, "shapes": 0, "of": len(group)}
+    taken = gains[_exceed(sizes, least)]
     held_out = []
-    for i in range(len(of)):
-        others = np.arange(len(of)) != i
-        without = _least(sizes[others], gains[others], full[others])
-        if without is not None and _reach(sizes[i], without):
+    for i in range(len(group)):
+        others = np.arange(len(group)) != i
+        without = _find_thresholds(sizes[others], gains[others], full[others])
+        if without is not None and _exceed(sizes[i], without):
             held_out.append(float(gains[i]))
     return {
-        "least": [int(least[0]), int(least[1]), float(least[2])], "shapes": len(taken), "of": len(of),
+        "least": [int(least[0]), int(least[1]), float(least[2])], "shapes": len(taken), "of": len(group),
         "slowest": round(float(taken.min()), 3), "mean": round(geometric_mean(list(taken)), 3),
         "fastest": round(float(taken.max()), 3), "held_out": round(min(held_out), 3) if held_out else None,
     }  # fmt: skip
 
 
-def _least(sizes: _Floats, gains: _Floats, full: _Flags) -> _Floats | None:
-    """The thresholds (reuse, keys, work) that gain most, which is the largest sum of logarithms; None for none.
+def _find_thresholds(sizes: _Floats, gains: _Floats, full: _Flags) -> _Floats | None:
+    """Return the safe thresholds (reuse, keys, work) with the largest sum of log gains; None if there are none.
 
-    Greenfast must be slower on no shape that has at least half of each threshold: so a border lies between shapes that
-    gain, and what is taken lies behind it. Reuse and keys must be those of shapes that fill a GPU. Of thresholds that
-    take the same shapes, the highest reuse and keys, and the lowest work. sizes: (shapes, 3).
+    Thresholds are safe if greenfast is slower on no shape with at least half of each threshold. Reuse and keys must be
+    values of shapes that fill a GPU. Among thresholds that accept the same shapes, take the highest reuse and keys and
+    the lowest work. sizes: (shapes, 3).
     """
     if not full.any():
         return None
     values = (np.unique(sizes[full, 0]), np.unique(sizes[full, 1]), np.unique(sizes[:, 2]))
     thresholds = np.array(list(product(*values)))
-    taken = _reach(sizes, thresholds[:, None])
-    safe = np.where(_reach(sizes, thresholds[:, None] / 2), gains, np.inf).min(axis=1) >= 1.0
+    taken = _exceed(sizes, thresholds[:, None])
+    safe = np.where(_exceed(sizes, thresholds[:, None] / 2), gains, np.inf).min(axis=1) >= 1.0
     total = np.where(safe, np.where(taken, np.log(gains), 0.0).sum(axis=1), 0.0)
     best = total == total.max()
     if total.max() <= 0:
@@ -189,12 +197,12 @@ def _least(sizes: _Floats, gains: _Floats, full: _Flags) -> _Floats | None:
     return np.asarray(least)
 
 
-def _reach(sizes: _Floats, least: _Floats) -> _Flags:
+def _exceed(sizes: _Floats, least: _Floats) -> _Flags:
     return np.asarray((sizes >= least).all(axis=-1))
 
 
 def rules_table(found: Sequence[Mapping[str, Any]], against: str) -> str:
-    """The rules against a rival as a table of Markdown for a page in docs/, and the records that they are from."""
+    """Format the rules against a baseline as a Markdown table for docs/, with their records."""
     lines = [
         "| head dim, mask | precision | queries to a key, keys, GFLOP at least | shapes taken | slowest, mean, fastest "
         "of these | slowest of those held out |",

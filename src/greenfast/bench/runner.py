@@ -1,4 +1,4 @@
-"""A comparison of contenders: checked first, then timed interleaved in one process; its record and report."""
+"""Run a comparison: check each backend, time all of them interleaved in one process, write record and report."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown
 
-#: Seconds that one call of the session may take: the first one loads every library.
+#: Time limit of one session call in seconds: the first call loads every library.
 _TIMEOUT_S = 180.0
-#: A contender that broke its process on this many shapes is left out of the others.
+#: A backend is left out after it crashed its process on this many shapes.
 _MOST_CRASHES = 2
 
 
@@ -39,7 +39,7 @@ class BenchListener(ProgressListener, Protocol):
     """Callbacks that follow a comparison's progress."""
 
     def cell(self, rows: Sequence[Row]) -> None:
-        """A shape has been timed."""
+        """Report a timed shape."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BenchResult:
 
 
 class _WorkerSession:
-    """A session in a worker that is replaced when a contender breaks it, and the contenders left out since."""
+    """A session in a worker process, which is replaced after a crash; counts the crashes of each backend."""
 
     def __init__(
         self, comparison: Comparison, start: Callable[[], Worker], limits: ErrorLimits, side: BuiltSide | None
@@ -59,17 +59,17 @@ class _WorkerSession:
         self._comparison, self._start, self.limits, self._side = comparison, start, limits, side
         self._crashes: dict[str, list[str]] = {}
         self._worker = start()
-        facts: Facts = self._worker.call("facts", comparison.contenders)
-        self.contenders, self.versions = facts.contenders, facts.versions
-        self._missing = {c.name: c.missing for c in facts.contenders}
+        facts: Facts = self._worker.call("facts", comparison.backends)
+        self.backends, self.versions = facts.backends, facts.versions
+        self._missing = {c.name: c.missing for c in facts.backends}
 
     def close(self) -> None:
         self._worker.close()
 
     def checked(self, cell: BenchCell) -> dict[str, CheckResult]:
-        """Open a cell, add its contenders and judge greenfast's; one that ends the process is left out with the reason.
+        """Open a cell, add its backends and check greenfast's. A backend that crashes gets the reason of its crash.
 
-        Raises WrongResultError where an output of greenfast's is not finite or, before a timing, not right.
+        Raises WrongResultError if an output of greenfast is not finite or, for a timed cell, beyond the error limits.
         """
         name = cell.shape.name
         kernel = self._side.executable(name).steps[0] if self._side else None
@@ -77,10 +77,10 @@ class _WorkerSession:
         while True:
             self._worker.call("open", cell, kernel)
             try:
-                found = {name: broken.get(name) or self._add(name, cell) for name in cell.contenders}
+                found = {name: broken.get(name) or self._add(name, cell) for name in cell.backends}
             except _BrokenError as e:
-                broken[e.contender] = CheckResult(reason=e.reason)
-                self._crashes.setdefault(e.contender, []).append(e.reason)
+                broken[e.backend] = CheckResult(reason=e.reason)
+                self._crashes.setdefault(e.backend, []).append(e.reason)
                 self._worker.close()
                 self._worker = self._start()
                 continue
@@ -118,37 +118,38 @@ class _WorkerSession:
                 raise WrongResultError(f"{where}: {what} {value}, at most {limit} is right; nothing was timed")
 
     def timed(self, cell: BenchCell, rounds: int | None) -> TimingResult:
-        """Time what was added. Raises WrongResultError where greenfast's timed launches left other bits."""
+        """Time the added backends. Raises WrongResultError if greenfast's timed launches wrote other bits."""
         found: TimingResult = self._worker.call("time", rounds)
         changed = [name for name in found.changed if name in self._comparison.own]
         if changed:
             raise WrongResultError(
-                f"{changed[0]} on {cell.shape.name}: the timed launches left other bits than those that were checked"
+                f"{changed[0]} on {cell.shape.name}: the timed launches wrote other bits than the checked call"
             )
         return found
 
     def host(self, cell: BenchCell) -> list[HostRow]:
-        """Host time of eager calls."""
+        """Measure the host time of eager calls."""
         found: list[HostRow] = self._worker.call("host", cell)
         return found
 
 
 class _BrokenError(Exception):
-    """A contender that ended its process."""
+    """A backend ended its process."""
 
-    def __init__(self, contender: str, reason: str) -> None:
-        self.contender, self.reason = contender, reason
+    def __init__(self, backend: str, reason: str) -> None:
+        self.backend, self.reason = backend, reason
 
 
 def compare(
     comparison: Comparison, request: Request, variant: Variant | None, watcher: BenchListener, *,
     shapes: Sequence[str] | None = None, grid: bool = False, rounds: int | None = None,
 ) -> BenchResult:  # fmt: skip
-    """Measure, and write record and report.
+    """Measure a comparison; write record and report.
 
-    variant: the task's own kernel, where it takes part. shapes: by name; grid: its shapes; else all, and errors
-    and host times too. rounds: of a shape (default: by time). Raises UsageError for unknown shapes, MachineError
-    without a GPU or where the libraries cannot use it, and WrongResultError where greenfast computes something wrong.
+    variant: the task's own kernel, if it is a backend. shapes: names of the shapes to time. grid: time the grid only.
+    Without both, all shapes are timed, and errors and host times are measured. rounds: per shape (default: by time).
+    Raises UsageError for unknown shapes, MachineError without a GPU that the libraries can use, and WrongResultError
+    for a wrong result of greenfast.
     """
     cells = _cells(comparison, shapes, grid)
     everything = not (shapes or grid)
@@ -195,7 +196,7 @@ def compare(
 
 
 def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> list[BenchCell]:
-    """The timed cells that are asked for. Raises UsageError for unknown ones."""
+    """Select the timed cells. Raises UsageError for unknown names."""
     known = {cell.shape.name: cell for cell in comparison.timed}
     if names is None:
         return [cell for cell in known.values() if cell.grid or not grid]
@@ -208,14 +209,14 @@ def _cells(comparison: Comparison, names: Sequence[str] | None, grid: bool) -> l
 
 
 def _kernel_limits(request: Request, variant: Variant) -> ErrorLimits:
-    """The gate of the task's own kernel."""
+    """Return the error limits of the task's own kernel."""
     config = request.task.config
     gate = find_rung(config, variant).kernel_error or config.gates(request.format).kernel_error
     return ErrorLimits(kernel_error=gate.relative_error, bound_ratio=gate.bound_factor)
 
 
 def _built(run: GateRun) -> BuiltSide:
-    """The own kernel for every shape. Raises CompileError where it does not compile."""
+    """Build the task's own kernel for every shape. Raises CompileError if it does not compile."""
     request = run.request
     result, run.sides = build.check(run.implementations, request.format, request.shapes, request.target)
     if run.add(result).status == "FAIL":
@@ -226,7 +227,7 @@ def _built(run: GateRun) -> BuiltSide:
 def _measure(
     contest: _WorkerSession, comparison: Comparison, cell: BenchCell, rounds: int | None, request: Request
 ) -> list[Row]:  # fmt: skip
-    """A row per contender. Raises WrongResultError unless greenfast is right, before the timing and after it."""
+    """Return a row per backend. Raises WrongResultError for a wrong result of greenfast before or after the timing."""
     checked = contest.checked(cell)
     timed = contest.timed(cell, rounds)
     l2_bytes = request.device.l2_bytes if request.device else 0
@@ -237,7 +238,7 @@ def _measure(
             shape=cell.shape.name,
             dims=dict(dims),
             grid=cell.grid,
-            contender=name,
+            backend=name,
             inputs=cell.inputs,
             cache="warm" if comparison.bytes_moved(dims) <= l2_bytes else "beyond L2",
             error=found.error,
@@ -245,7 +246,7 @@ def _measure(
             reason=found.reason,
         )
         if name in timed.changed:
-            reason = "its timed launches left another output than the one that was checked"
+            reason = "its timed launches wrote another output than the checked call"
             row = msgspec.structs.replace(row, reason=reason)
         elif not found.reason:
             samples = timed.samples_us[name]
@@ -264,7 +265,7 @@ def _accuracy_row(cell: BenchCell, name: str, found: CheckResult) -> AccuracyRow
         series=cell.series,
         inputs=cell.inputs,
         dims=dict(cell.shape.dims),
-        contender=name,
+        backend=name,
         sampled=min(cell.sampled, cell.shape.dims["S"]),
         error=found.error,
         kernel_error=found.kernel_error,
@@ -273,8 +274,8 @@ def _accuracy_row(cell: BenchCell, name: str, found: CheckResult) -> AccuracyRow
 
 
 def _correct(comparison: Comparison, rows: Sequence[Row], limits: ErrorLimits) -> GateResult:
-    """The gate that a run passes which gets to its end, with the largest error of greenfast's."""
-    own = [row for row in rows if row.contender in comparison.own]
+    """Return the CORRECTNESS gate of a finished run, with greenfast's largest error."""
+    own = [row for row in rows if row.backend in comparison.own]
     if limits.kernel_error is None:
         what, values, limit = "error", [row.error for row in own], limits.error
     else:
@@ -290,7 +291,7 @@ def _record(
     accuracy: list[AccuracyRow],
 ) -> Benchmark:  # fmt: skip
     facts, side = run.facts(), run.side(CANDIDATE, []) if run.sides else None
-    facts["environment"] |= contest.versions | {c.name: c.version for c in contest.contenders if c.version}
+    facts["environment"] |= contest.versions | {c.name: c.version for c in contest.backends if c.version}
     kinds = {"normal", *(row.inputs for row in accuracy)}
     return Benchmark(
         **facts,
@@ -299,7 +300,7 @@ def _record(
         what=comparison.what or f"{run.request.task.config.name}: {side.variant if side else ''}",
         own=list(comparison.own),
         versus=list(comparison.versus),
-        contenders=contest.contenders,
+        backends=contest.backends,
         rows=rows,
         host=host,
         accuracy=accuracy,
@@ -310,6 +311,6 @@ def _record(
 
 
 def _extremes(clocks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The least and the largest of each clock over the shapes."""
-    found = {name: [c[name] for c in clocks if name in c] for name in sorted({n for c in clocks for n in c})}
-    return {f"{name}_{end.__name__}": end(values) for name, values in found.items() for end in (min, max)}
+    """Return the minimum and maximum of each clock over the shapes."""
+    by_name = {name: [c[name] for c in clocks if name in c] for name in sorted({n for c in clocks for n in c})}
+    return {f"{name}_{end.__name__}": end(values) for name, values in by_name.items() for end in (min, max)}

@@ -1,10 +1,10 @@
-"""The arithmetic of SageAttention 2++ in PyTorch, to compare errors with where the library itself does not run.
+"""The arithmetic of SageAttention 2++ in PyTorch, to compare errors on machines without the library.
 
 Q K^T in int8, a scale for each 4 rows of Q and 16 rows of K that one thread holds, and the mean of K subtracted
 (SageAttention2, Zhang et al., 2024, arXiv:2411.10958); P V in E4M3 with ranges so narrow that the products of 64 keys
 can be summed in half precision (SageAttention2++, Zhang et al., 2025, arXiv:2505.21136, and in its library
-``sageattn_qk_int8_pv_fp8_cuda`` with ``pv_accum_dtype="fp32+fp16"``). The tensor cores' own rounding of a sum is left
-out. It says nothing of speed.
+``sageattn_qk_int8_pv_fp8_cuda`` with ``pv_accum_dtype="fp32+fp16"``). The tensor cores' own rounding of sums is not
+modelled. It is not a model of the speed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn.functional import pad
 
 from greenfast.numerics.formats import CODE_MAX
 
-#: Rows of Q of a warp, keys of a tile, and the rows after which a thread's rows repeat.
+#: Rows of Q per warp, keys per tile, and the period of a thread's rows.
 _WARP_ROWS, _TILE, _REPEAT = 32, 64, 8
-#: The largest weight, and the largest code of a channel of V: 64 products of them fit into half precision.
+#: Largest code of a weight and of a channel of V; a sum of 64 products fits into half precision.
 _WEIGHTS, _VALUES = 448.0, 2.25
-_ROWS = 256  # query rows at a time, so that the sums of their tiles stay small
+_ROWS = 256  # query rows at a time, to limit memory
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) V as SageAttention 2++ rounds it, in q's dtype.
+    """Compute softmax(Q K^T / sqrt(D)) V with the roundings of SageAttention 2++, in q's dtype.
 
     q: (B, H, S, D), k and v: (B, HK, KV, D), where HK divides H. causal: query i attends to keys 0 .. i.
     """
@@ -55,16 +55,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _codes(x: Tensor, grouped: Tensor, within: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """int8 codes of rows, as floats, and a scale for each row: of the largest magnitude over dims of ``grouped``."""
+    """Quantize to int8 codes (as floats) with a scale per row: the largest magnitude over some dims of ``grouped``."""
     scale = grouped.abs().amax(dim=within, keepdim=True) / CODE_MAX["int8"]
-    of_rows = scale.masked_fill(scale == 0, 1.0).expand(*grouped.shape[:-1], 1).reshape(*x.shape[:3], 1)
-    return (x / of_rows).round(), of_rows
+    row_scale = scale.masked_fill(scale == 0, 1.0).expand(*grouped.shape[:-1], 1).reshape(*x.shape[:3], 1)
+    return (x / row_scale).round(), row_scale
 
 
 def _weighted(scores: Tensor, values: Tensor) -> Tensor:
-    """Rows of O from base-2 scores (B, H, rows, tiles, keys) and the codes of V (B, H, tiles, keys, D)."""
+    """Compute rows of O from base-2 scores (B, H, rows, tiles, keys) and the codes of V (B, H, tiles, keys, D)."""
     largest = scores.amax(dim=4).cummax(dim=3).values
-    base = largest.masked_fill(largest == -math.inf, 0.0)  # before a tile's rows have a key, weights are 0
+    base = largest.masked_fill(largest == -math.inf, 0.0)  # rows without a key so far have weights of 0
     weights = torch.exp2(scores - base.unsqueeze(4))
     codes = (weights * _WEIGHTS).to(torch.float8_e4m3fn).float()
     sums = torch.einsum("bhrtk,bhtkd->bhrtd", codes, values).half().float() / _WEIGHTS

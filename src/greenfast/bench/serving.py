@@ -1,4 +1,4 @@
-"""What serving is compared on: attention over a paged FP8 cache and appending to it, with FlashAttention-3."""
+"""The serving comparison: attention over a paged FP8 cache and appending to it, with FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from greenfast.bench.serving_cases import GROUPS, ServingCase, bytes_moved, case
 from greenfast.bench.serving_kernels import timed_launches
 from greenfast.bench.serving_session import ServingSession
 
-#: An output of greenfast's that is further from exact attention is wrong: rounding Q, K, V and P explains 0.06.
+#: Largest relative error of a correct output of greenfast; rounding Q, K, V and P explains 0.06.
 _LIMIT = 0.1
 _FP8, _BF16 = ("vllm_fa3", "fa3"), ("vllm_fa3_bf16", "fa3_bf16")
 _CONTENDERS = {
@@ -28,7 +28,7 @@ _CONTENDERS = {
 
 
 def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library: str = "") -> Comparison:
-    """The comparison of these groups of cases. fa3_library: vLLM's FlashAttention-3, a file.
+    """Return the comparison of these groups of cases. fa3_library: file of vLLM's FlashAttention-3.
 
     Raises UsageError for unknown groups.
     """
@@ -40,10 +40,10 @@ def serving(groups: Sequence[str] = GROUPS, *, quick: bool = False, fa3_library:
         what="attention over a paged FP8 cache",
         own=tuple(name for name, c in BACKENDS.items() if c.own and c.attention),
         versus=tuple(
-            SpeedupPair(own=KERNEL, rivals=list(rivals), title=f"{group}: greenfast / {label}", group=f"{group}_")
+            SpeedupPair(own=KERNEL, baselines=list(baselines), title=f"{group}: greenfast / {label}", group=f"{group}_")
             for group in ("decode", "prefill")
             if group in groups
-            for rivals, label in ((_FP8, "FA3 FP8"), (_FP8 + _BF16, "best FA3"))
+            for baselines, label in ((_FP8, "FA3 FP8"), (_FP8 + _BF16, "best FA3"))
         ),
         timed=tuple(_cell(case) for case in chosen),
         accuracy=(),

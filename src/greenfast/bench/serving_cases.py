@@ -1,4 +1,4 @@
-"""What serving is compared on: decode and prefill over paged caches, appending to them, and the host's time of a call.
+"""The cases of the serving comparison: decode and prefill over paged caches, append, and the host time of a call.
 
 Needs no PyTorch.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from greenfast.judge.task import Shape
 from greenfast.spec.errors import unknown
 
-#: Tokens of a page.
+#: Tokens per page.
 PAGE = 64
 GROUPS = ("decode", "prefill", "append", "host")
-#: Copies of a cache are read in turn, as many as have this many bytes of K and V in FP8: five times an H200's L2, of
-#: which less than a hundredth is then still there, even if lines are replaced at random.
+#: Total bytes of the cache copies that are read in rotation: five times an H200's L2, so that less than 1 % of a copy
+#: is still in L2 when it is read again, even with random replacement.
 _BEYOND_L2 = 300_000_000
-#: Query heads, heads of K and V, head dim; and the batches that are decoded with them, sequences and keys of each.
+#: (Query heads, heads of K and V, head dim) -> decode batches as (sequences, keys of each).
 _DECODE: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {
     (32, 8, 128): ((1, 8192), (1, 131072), (8, 32768), (32, 4096), (128, 2048), (256, 1024)),
     (8, 1, 128): ((1, 8192), (1, 131072), (8, 32768), (32, 4096), (256, 1024)),
@@ -26,7 +26,7 @@ _DECODE: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {
     (16, 8, 256): ((1, 131072), (8, 32768), (256, 1024)),
     (32, 32, 128): ((8, 32768), (256, 1024)),
 }
-#: Batches in which a scale for each token and head is compared with scales of heads, and those of a quick run.
+#: Batches with scales per token and head in the comparison, and those of a quick run.
 _TOKEN_SCALES = ((8, 32768), (256, 1024))
 _QUICK = ((1, 8192), (8, 32768), (256, 1024))
 _SKEWED = (131072, *[1024] * 63)
@@ -44,7 +44,7 @@ _APPEND_HEADS = (32, 8, 128)
 
 @dataclass(frozen=True)
 class ServingCase:
-    """A shape with the keys of each of its sequences; ``token_scales``: whether these are compared too."""
+    """A shape with the number of keys of each sequence. token_scales: whether scales per token are compared too."""
 
     shape: Shape
     lengths: tuple[int, ...] = ()
@@ -52,12 +52,12 @@ class ServingCase:
 
     @property
     def group(self) -> str:
-        """Which part of the comparison it belongs to."""
+        """The part of the comparison that it belongs to."""
         return self.shape.name.split("_")[0]
 
 
 def _dims(heads: tuple[int, int, int], lengths: Sequence[int], queries: str) -> dict[str, int]:
-    """H, HK, D: heads of Q, of K and V, and their size. B sequences of up to S keys, KEYS in all."""
+    """Return the dims. H, HK, D: heads of Q, heads of K and V, head dim. B sequences of up to S keys; KEYS in total."""
     h, hk, d = heads
     dims = {"B": len(lengths), "H": h, "HK": hk, "D": d, "S": max(lengths), "KEYS": sum(lengths)}
     return dims | ({"SQUARES": sum(n * n for n in lengths)} if queries == "all" else {})
@@ -69,7 +69,7 @@ def _named(group: str, heads: tuple[int, int, int], what: str) -> str:
 
 
 def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[ServingCase]:
-    """The cases of these groups, without the host's. quick: a third of them.
+    """Return the cases of these groups, without the host case. quick: a third of them.
 
     Raises UsageError for unknown groups.
     """
@@ -104,43 +104,43 @@ def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[Servin
 
 
 def host_case() -> ServingCase:
-    """A batch whose eager calls cost the host more than the GPU."""
+    """Return a batch with eager calls that take more host time than GPU time."""
     lengths = (1024,) * 8
     return ServingCase(Shape(name="host", dims=_dims(_APPEND_HEADS, lengths, "one")), lengths)
 
 
-def lengths_of(name: str) -> tuple[int, ...]:
-    """Keys of each sequence of a shape, by its name."""
+def find_lengths(name: str) -> tuple[int, ...]:
+    """Return the number of keys of each sequence of a named shape."""
     return next(case.lengths for case in (*cases(), host_case()) if case.shape.name == name)
 
 
 def kv_bytes(dims: Mapping[str, int], item: int = 1) -> int:
-    """Bytes of the K and V that are attended to; item: bytes of a number."""
+    """Return the bytes of K and V that attention reads. item: bytes per element."""
     return 2 * dims["KEYS"] * dims["HK"] * dims["D"] * item
 
 
 def append_bytes(dims: Mapping[str, int]) -> int:
-    """Bytes that an append must move: Q, K, V of 16 bits in, Q of 16 bits, codes and scales out."""
+    """Return the bytes that an append moves: Q, K, V in 16 bits in; Q in 16 bits, codes and scales out."""
     q, kv = dims["H"] * dims["D"], 2 * dims["HK"] * dims["D"]
     return dims["TOKENS"] * (2 * (q + kv) + 2 * q + kv + 4 * 2 * dims["HK"])
 
 
 def copies(dims: Mapping[str, int]) -> int:
-    """How many copies of a decoded cache are read in turn, so that K and V come from memory; else 1."""
+    """Return the number of cache copies that decode reads in rotation, so that K and V come from memory; else 1."""
     if "KEYS" not in dims or "SQUARES" in dims:
         return 1
     return math.ceil(_BEYOND_L2 / kv_bytes(dims))
 
 
 def bytes_moved(dims: Mapping[str, int]) -> int:
-    """Bytes that a round of calls touches, which decides whether they can lie in L2."""
+    """Return the bytes that a round of calls accesses: they decide whether the data fit into L2."""
     if "BYTES" in dims:
         return dims["BYTES"]
     return append_bytes(dims) if "TOKENS" in dims else copies(dims) * kv_bytes(dims)
 
 
 def flops(dims: Mapping[str, int]) -> float:
-    """Operations of attention, of a causal prefill half of the squares; 0 where there is none."""
+    """Return the operations of attention, half of the square for a causal prefill; 0 for other cases."""
     if "SQUARES" in dims:
         return 2.0 * dims["SQUARES"] * dims["H"] * dims["D"]
     return 4.0 * dims.get("KEYS", 0) * dims["H"] * dims["D"] if "KEYS" in dims else 0.0

@@ -1,4 +1,4 @@
-"""Inputs of the serving comparison on one device, and what is right for them, in float64."""
+"""The inputs of the serving comparison on one device, and their references in float64."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from greenfast.bench.comparison import CheckResult
-from greenfast.bench.serving_cases import PAGE, copies, lengths_of
+from greenfast.bench.serving_cases import PAGE, copies, find_lengths
 from greenfast.judge.task import Shape
 from greenfast.numerics.serving import grouped_values, quantize_rows, rows_of_pages
 from greenfast.serving.pages import KVPages, allocate_pages
 
 FP8 = torch.float8_e4m3fn
-#: Rows that are compared with the reference: sequences, heads of K and V of each, and queries of each.
+#: Rows to compare with the reference: sequences, heads of K and V per sequence, and queries per sequence.
 _SEQUENCES, _HEADS, _QUERIES = 4, 2, 64
 _ROPE_BASE = 500_000.0
 ROPE_POSITIONS = 8192
@@ -29,9 +29,9 @@ EPS = 1e-6
 class PagedInputs:
     """A batch over a paged cache: N(0, 1) in bfloat16, and codes of it with scales of 1.
 
-    q: (tokens, heads, head_dim). k, v: pages (copies * pages, PAGE, kv_heads, head_dim), in which the same pages lie
-    ``copies`` times over. tables: for each copy, int32 (sequences, max_pages) of pages in random order. used: int32,
-    keys of each sequence. starts: int32 (sequences + 1,), where its queries and, in a prefill, its keys begin.
+    q: (tokens, heads, head_dim). k, v: pages (copies * pages, PAGE, kv_heads, head_dim); each page exists ``copies``
+    times. tables: for each copy, int32 (sequences, max_pages) of pages in random order. used: int32, keys of each
+    sequence. starts: int32 (sequences + 1,), offsets of its queries and, in a prefill, of its keys.
     """
 
     lengths: tuple[int, ...]
@@ -46,27 +46,27 @@ class PagedInputs:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of K and V."""
+        """Number of heads of K and V."""
         return self.k.shape[2]
 
     @property
     def head_dim(self) -> int:
-        """Columns of a head."""
+        """Elements per head."""
         return self.k.shape[3]
 
     @property
     def longest(self) -> int:
-        """Keys of the longest sequence."""
+        """Number of keys of the longest sequence."""
         return max(self.lengths)
 
     @property
-    def most_queries(self) -> int:
-        """Queries of the sequence that has most."""
+    def max_queries(self) -> int:
+        """Number of queries of the longest sequence."""
         return self.longest if self.prefill else 1
 
     @cached_property
     def scale(self) -> Tensor:
-        """Scales as FlashAttention takes them, float32 (sequences, kv_heads)."""
+        """Scales in FlashAttention's layout, float32 (sequences, kv_heads)."""
         return torch.ones(len(self.lengths), self.kv_heads, device=self.q.device)
 
     @cached_property
@@ -81,45 +81,45 @@ class PagedInputs:
 
     @cached_property
     def v_codes(self) -> Tensor:
-        """V in rows, as caches of others are."""
+        """V in rows, as in the caches of other libraries."""
         return self.v.to(FP8)
 
     @cached_property
     def v_groups(self) -> Tensor:
-        """V as greenfast's kernel reads it."""
+        """V in the layout of greenfast's kernel."""
         return grouped_values(self.v_codes)
 
     @cached_property
-    def of_tokens(self) -> KVPages:
+    def token_scaled(self) -> KVPages:
         """The cache with a scale for each token and head."""
         (k, k_scale), (v, v_scale) = quantize_rows(self.k), quantize_rows(self.v)
         return KVPages(k, grouped_values(v), k_scale.transpose(1, 2).contiguous(), v_scale.transpose(1, 2).contiguous())
 
     def keys(self, b: int, pages: Tensor) -> Tensor:
-        """The rows of a sequence in pages of the draw, (length, kv_heads, head_dim)."""
+        """Return the rows of a sequence from unquantized pages, (length, kv_heads, head_dim)."""
         return pages[self.tables[0][b].long()].flatten(0, 1)[: self.lengths[b]]
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """K and V of all sequences one after another, (tokens, kv_heads, head_dim)."""
+        """K and V of all sequences, concatenated: (tokens, kv_heads, head_dim)."""
         k, v = (torch.cat([self.keys(b, x) for b in range(len(self.lengths))]) for x in (self.k, self.v))
         return k, v
 
     @cached_property
     def row_codes(self) -> tuple[Tensor, Tensor]:
-        """These in E4M3."""
+        """``rows`` in E4M3."""
         k, v = (x.to(FP8) for x in self.rows)
         return k, v
 
     @cached_property
     def reference(self) -> PagedReference:
-        """What an output is checked against."""
-        return PagedReference.of(self)
+        """The reference of an output."""
+        return PagedReference.compute(self)
 
 
 def paged_inputs(shape: Shape, seed: int, device: str) -> PagedInputs:
-    """Draw a case of decode or prefill."""
-    dims, lengths = shape.dims, lengths_of(shape.name)
+    """Draw the inputs of a decode or prefill case."""
+    dims, lengths = shape.dims, find_lengths(shape.name)
     prefill, count = "SQUARES" in dims, copies(dims)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -144,14 +144,14 @@ def paged_inputs(shape: Shape, seed: int, device: str) -> PagedInputs:
 
 @dataclass(frozen=True)
 class PagedReference:
-    """Some rows of an output, indices into (tokens * heads), and what attention on the draw is there, in float64."""
+    """The reference of some rows of an output. rows: indices into (tokens * heads). right: attention in float64."""
 
     rows: Tensor
     right: Tensor
 
     @classmethod
-    def of(cls, inputs: PagedInputs) -> PagedReference:
-        """The first, the last and some other sequences, the first and last query and some others of a prefill."""
+    def compute(cls, inputs: PagedInputs) -> PagedReference:
+        """Compute the reference for the first, the last and some other sequences and queries."""
         generator = torch.Generator().manual_seed(len(inputs.lengths))
         group, device = inputs.heads // inputs.kv_heads, inputs.q.device
         rows, right = [], []
@@ -171,12 +171,12 @@ class PagedReference:
         return cls(torch.cat(rows), torch.cat(right))
 
     def check(self, out: Tensor, same_codes: bool) -> CheckResult:
-        """Errors of a whole output, float32 (tokens * heads, head_dim)."""
+        """Measure the errors of an output, float32 (tokens * heads, head_dim)."""
         return _checked(out[self.rows].double(), self.right, bool(torch.isfinite(out).all()))
 
 
 def _some(count: int, most: int, generator: torch.Generator) -> list[int]:
-    """At most ``most`` of range(count), the first and the last among them."""
+    """Draw at most ``most`` indices from range(count), including the first and the last."""
     drawn = torch.randperm(count, generator=generator)[:most].tolist()
     return sorted({0, count - 1, *drawn[: max(0, most - 2)]})
 
@@ -206,7 +206,7 @@ class AppendInputs:
     rows: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def right(self) -> Tensor:
-        """Q, K and V as they are to be kept, of some tokens, one after another, in float64."""
+        """Return the correct Q, K and V of the sampled tokens, concatenated, in float64."""
         parts = []
         for x, n in ((self.q, 0), (self.k, 1)):
             value = x[self.rows].double()
@@ -219,7 +219,7 @@ class AppendInputs:
         return torch.cat([part.flatten() for part in (*parts, self.v[self.rows].double())])
 
     def kept(self, out: Tensor) -> Tensor:
-        """The same as an append left them; out: its Q, float32 (tokens * heads, head_dim)."""
+        """Return Q, K and V of the sampled tokens after an append. out: its Q, float32 (tokens * heads, head_dim)."""
         found = [out.view(self.q.shape)[self.rows].double()]
         k_cache, v_cache, k_scale, v_scale = self.pages
         pages, places = self.slots[self.rows] // PAGE, self.slots[self.rows] % PAGE
@@ -231,24 +231,24 @@ class AppendInputs:
 
     @cached_property
     def reference(self) -> AppendReference:
-        """What an append is checked against."""
+        """The reference of an append."""
         return AppendReference(self)
 
 
 @dataclass(frozen=True)
 class AppendReference:
-    """Checks an append by some of its tokens: Q, and what the pages hold."""
+    """Checks an append on some tokens: its Q, and the content of the pages."""
 
     inputs: AppendInputs
 
     def check(self, out: Tensor, same_codes: bool) -> CheckResult:
-        """out: float32 (tokens * heads, head_dim), right after the append."""
+        """Measure the errors after an append. out: float32 (tokens * heads, head_dim)."""
         found = self.inputs.kept(out)
         return _checked(found, self.inputs.right(), bool(torch.isfinite(found).all() & torch.isfinite(out).all()))
 
 
 def append_inputs(shape: Shape, seed: int, device: str, bytes_moved: int) -> AppendInputs:
-    """Draw a case of append: tokens at random positions, the pages they fill in random order."""
+    """Draw the inputs of an append case: tokens at random positions, and their pages in random order."""
     dims: Mapping[str, int] = shape.dims
     tokens, d = dims["TOKENS"], dims["D"]
     generator = torch.Generator(device).manual_seed(seed)

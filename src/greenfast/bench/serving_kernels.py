@@ -1,4 +1,4 @@
-"""The launches of greenfast's that the serving comparison times, known from shapes alone."""
+"""The launches of greenfast in the serving comparison, derived from shapes alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource
 
 _META = torch.device("meta")
-#: The steps that a contender's times are of.
+#: Backend -> the timed steps.
 STEPS = {
     "greenfast": ("attention",),
     "token_scales": ("attention, a scale per token",),
@@ -29,7 +29,7 @@ STEPS = {
 
 
 def timed_launches(cases: Sequence[ServingCase]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
-    """Every kernel that the cases time with its launch, by its step and shape. Needs no GPU."""
+    """Return every timed kernel of the cases with its launch, by step and shape. Needs no GPU."""
     return {
         f"{name}, {case.shape.name}": (step.source, launch_facts(step.source, step.launch, case.shape.dims))
         for case in cases
@@ -73,8 +73,11 @@ def _attention(case: ServingCase, cache: KVPages, table_entries: int) -> tuple[L
 
 
 def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: int = 0) -> LaunchStep:
-    """heads: of Q, which is rotated, and K with it; 0 for neither. pages: by default those of the tokens."""
-    d, of_keys = dims["D"], (tokens, dims["HK"], dims["D"])
+    """Return the append step.
+
+    heads: of Q; Q and K are rotated if it is not 0. pages: default: enough for the tokens.
+    """
+    d, key_shape = dims["D"], (tokens, dims["HK"], dims["D"])
     cache = allocate_pages(pages or -(-tokens // page), page, dims["HK"], d, _META)
     rotation: tuple[Tensor | None, ...] = (None,) * 3
     if heads:
@@ -82,8 +85,8 @@ def _append(dims: Mapping[str, int], tokens: int, heads: int, page: int, pages: 
         rotation = (angles, angles, _empty(tokens, dtype=torch.int64))
     weight = _empty(d) if dims.get("NORM") else None
     q = _empty(tokens, heads, d) if heads else None
-    given = (
-        q, _empty(*of_keys), _empty(*of_keys), cache.k_cache, cache.v_cache, _empty(tokens, dtype=torch.int64),
+    arguments = (
+        q, _empty(*key_shape), _empty(*key_shape), cache.k_cache, cache.v_cache, _empty(tokens, dtype=torch.int64),
         cache.k_scale, cache.v_scale, weight, weight, *rotation,
     )  # fmt: skip
-    return build_append_step(given, EPS if heads else 0.0, False)
+    return build_append_step(arguments, EPS if heads else 0.0, False)

@@ -1,22 +1,22 @@
-"""The serving comparison as tables and as panels of a figure."""
+"""Format the serving comparison as tables and as panels of a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from greenfast.bench.ratios import by_shape, of_group, ratios
+from greenfast.bench.ratios import by_shape, ratios, select_group
 from greenfast.bench.record_schema import BackendFacts, Benchmark, Row
 from greenfast.bench.serving_cases import append_bytes, kv_bytes
 from greenfast.judge.report import formatting
 
-#: Bytes of a number of K and V by the precision of a contender.
+#: Bytes per element of K and V, by the precision of a backend.
 _ITEM = {"fp8": 1, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class ServingTable:
-    """title: what the numbers are. right: how many of the last columns are numbers."""
+    """A table. title: describes the numbers. right: number of numeric columns at the end."""
 
     title: str
     header: tuple[str, ...]
@@ -25,7 +25,7 @@ class ServingTable:
 
 
 def serving_tables(record: Benchmark) -> list[str]:
-    """The tables in Markdown."""
+    """Format the tables in Markdown."""
     return [
         f"{t.title}:\n\n{formatting.table(t.header, t.rows, right=t.header[len(t.header) - t.right :])}"
         for t in tables(record)
@@ -33,51 +33,50 @@ def serving_tables(record: Benchmark) -> list[str]:
 
 
 def tables(record: Benchmark) -> list[ServingTable]:
-    """The tables of decode, prefill and append, without what was not measured."""
-    found = (_decode(record), _prefill(record), _append(record))
-    return [one for one in found if one.rows]
+    """Return the tables of decode, prefill and append that have rows."""
+    return [table for table in (_decode(record), _prefill(record), _append(record)) if table.rows]
 
 
 def read_rate(record: Benchmark) -> float | None:
-    """The fastest reduction's bandwidth in TB/s, as far as one was timed."""
-    timed = [row for row in of_group(record.rows, "read_") if row.median_us]
+    """Return the bandwidth of the fastest reduction in TB/s; None if none was timed."""
+    timed = [row for row in select_group(record.rows, "read_") if row.median_us]
     return max((row.dims["BYTES"] / row.median_us / 1e6 for row in timed if row.median_us), default=None)
 
 
 def rate(record: Benchmark, row: Row) -> float | None:
-    """TB/s of K and V attended to in decode, TFLOP/s in prefill; None where there is no time or no such number."""
+    """Return TB/s of K and V for decode, or TFLOP/s for prefill; None without a time or for other rows."""
     if row.median_us is None or row.tflops is None or "KEYS" not in row.dims:
         return None
     if "SQUARES" in row.dims:
         return row.tflops
-    precision = next((c.precision for c in record.contenders if c.name == row.contender), "fp8")
+    precision = next((c.precision for c in record.backends if c.name == row.backend), "fp8")
     return kv_bytes(row.dims, _ITEM[precision]) / row.median_us / 1e6
 
 
 def short_name(shape: str) -> str:
-    """What of a shape's name stands behind its heads: 8x32768, skewed."""
+    """Return the part of a shape's name after its heads: 8x32768, skewed."""
     return shape.split("_")[-1]
 
 
 def heads(dims: Mapping[str, int]) -> str:
-    """Query heads, heads of K and V, head dim: 32:8, 128."""
+    """Format query heads, heads of K and V, and head dim: 32:8, 128."""
     return f"{dims['H']}:{dims['HK']}, {dims['D']}"
 
 
 def panels(record: Benchmark) -> list[tuple[str, list[Row]]]:
-    """Of each panel of the figure its title and its rows."""
+    """Return the title and the rows of each panel of the figure."""
     found: dict[str, list[Row]] = {}
     for group, unit in (("decode", "TB/s of K and V"), ("prefill", "TFLOP/s")):
-        for row in of_group(record.rows, f"{group}_"):
+        for row in select_group(record.rows, f"{group}_"):
             if rate(record, row) is not None:
                 found.setdefault(f"{group}, heads {heads(row.dims)}: {unit}", []).append(row)
     return list(found.items())
 
 
 def _columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
-    """The contenders that were timed on one of these rows with a rate."""
-    names = {row.contender for row in rows if rate(record, row) is not None}
-    return [c for c in record.contenders if c.name in names]
+    """Return the backends with a rate on one of these rows."""
+    names = {row.backend for row in rows if rate(record, row) is not None}
+    return [c for c in record.backends if c.name in names]
 
 
 def _micros(row: Row | None) -> str:
@@ -85,7 +84,7 @@ def _micros(row: Row | None) -> str:
 
 
 def _cell(record: Benchmark, row: Row | None) -> str:
-    """Microseconds, and the bandwidth in brackets."""
+    """Format microseconds, with the bandwidth in brackets."""
     value = rate(record, row) if row else None
     return _micros(row) if value is None else f"{_micros(row)} ({value:.2f})"
 
@@ -106,9 +105,9 @@ def _speedups(found: Sequence[Mapping[str, float]], shape: str) -> list[str]:
 
 
 def _decode(record: Benchmark) -> ServingTable:
-    rows, read = of_group(record.rows, "decode_"), read_rate(record)
+    rows, read = select_group(record.rows, "decode_"), read_rate(record)
     shown = _columns(record, rows)
-    plans = [c for c in record.contenders if c.name in ("plan", "vllm_fa3_plan") and not c.missing]
+    plans = [c for c in record.backends if c.name in ("plan", "vllm_fa3_plan") and not c.missing]
     titles, found = _ratio_columns(record, "decode_")
     lines = []
     for shape, cells in by_shape(rows).items():
@@ -134,7 +133,7 @@ def _decode(record: Benchmark) -> ServingTable:
 
 
 def _prefill(record: Benchmark) -> ServingTable:
-    rows = of_group(record.rows, "prefill_")
+    rows = select_group(record.rows, "prefill_")
     shown = _columns(record, rows)
     titles, found = _ratio_columns(record, "prefill_")
     lines = []
@@ -153,7 +152,7 @@ def _prefill(record: Benchmark) -> ServingTable:
 
 def _append(record: Benchmark) -> ServingTable:
     lines = []
-    for cells in by_shape(of_group(record.rows, "append_")).values():
+    for cells in by_shape(select_group(record.rows, "append_")).values():
         row, copy = cells.get("append"), cells.get("copy")
         if row is None or row.median_us is None:
             continue

@@ -1,4 +1,4 @@
-"""The contenders of the serving comparison on one GPU: a Session with its own inputs, library and kernels."""
+"""The session of the serving comparison, with its own inputs, library and kernels."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _NO_LIBRARY = (
 
 
 class ServingSession(BenchSession):
-    """As Session. fa3_library: vLLM's FlashAttention-3, a file; empty for none. cases: that are to come."""
+    """A BenchSession. fa3_library: file of vLLM's FlashAttention-3; empty for none. cases: to be measured."""
 
-    contenders: Mapping[str, Backend] = BACKENDS
+    backends: Mapping[str, Backend] = BACKENDS
     device = "cuda"
 
     def __init__(self, ordinal: int, fa3_library: str = "", cases: Sequence[ServingCase] = ()) -> None:
@@ -40,15 +40,15 @@ class ServingSession(BenchSession):
         self._cases = cases
 
     def facts(self, names: Sequence[str]) -> Facts:
-        """As Session; compiles greenfast's kernels first, side by side."""
+        """Compile greenfast's kernels in parallel, then describe the backends."""
         warm(dict.fromkeys(source for source, _ in timed_launches(self._cases).values()), TARGET)
         found = super().facts(names)
-        return replace(found, contenders=[self._described(c) for c in found.contenders])
+        return replace(found, backends=[self._described(c) for c in found.backends])
 
-    def _described(self, contender: Any) -> Any:
-        if self.contenders[contender.name].package != VLLM:
-            return contender
-        return msgspec.structs.replace(contender, version=self._version, missing=self._missing)
+    def _described(self, backend: Any) -> Any:
+        if self.backends[backend.name].package != VLLM:
+            return backend
+        return msgspec.structs.replace(backend, version=self._version, missing=self._missing)
 
     def _draw(self, cell: BenchCell) -> tuple[Any, Any]:
         dims = cell.shape.dims
@@ -61,13 +61,13 @@ class ServingSession(BenchSession):
         return inputs, inputs.reference
 
     def host(self, cell: BenchCell) -> list[HostRow]:
-        """As Session, without the contenders that are missing here."""
-        found = self.facts(cell.contenders).contenders
-        return super().host(replace(cell, contenders=tuple(c.name for c in found if not c.missing)))
+        """Measure the host time of the available backends."""
+        found = self.facts(cell.backends).backends
+        return super().host(replace(cell, backends=tuple(c.name for c in found if not c.missing)))
 
 
 def load_library(path: str) -> tuple[str, str]:
-    """Load vLLM's FlashAttention-3; returns its version, by its hash, and why it is missing, one of them empty."""
+    """Load vLLM's FlashAttention-3; return (version, reason why it is missing); one of them is empty."""
     if not path:
         return "", _NO_LIBRARY
     try:

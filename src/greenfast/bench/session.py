@@ -1,7 +1,7 @@
-"""Contenders on one GPU: each output is checked, then all are timed interleaved; host time of eager calls.
+"""Backends on one GPU: check each output, time all backends interleaved, measure the host time of eager calls.
 
-Kernel time is the time of a captured CUDA graph of N calls, divided by N. A session lives in a separate process
-(device/worker.py), because a library that breaks its CUDA context breaks it for every later contender there.
+Kernel time is the time of a captured CUDA graph of N calls, divided by N. A session runs in a separate process
+(device/worker.py), because a library that breaks its CUDA context breaks it for all later backends of the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.bench.backends import BACKENDS, Backend, Ready, first_line
+from greenfast.bench.backends import BACKENDS, Backend, BoundCall, first_line
 from greenfast.bench.comparison import BenchCell, CheckResult, Facts, TimingResult
 from greenfast.bench.graphs import Captured, call_us, capture, order, queue_interleaved, rounds_for
 from greenfast.bench.inputs import Inputs, make_inputs
@@ -30,34 +30,34 @@ from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 
-#: An output of another library that is further off than this is not attention but a call that went wrong.
+#: Largest relative error of another library's output; a larger one means a wrong call.
 _WRONG = 0.25
-#: How far the output of its timed launches may be from what was checked, relative; greenfast's must be the same.
+#: Largest relative change of another library's output in the timed launches; greenfast's output must not change.
 _CHANGED = 1e-3
-#: Host time: batches that are kept, batches before them, and calls in each.
+#: Host time: measured batches, warm-up batches, and calls per batch.
 _BATCHES, _BATCH_WARMUP, _BATCH = 60, 5, 50
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A contender to be timed: its graph, and the output that was checked, None where none was.
+    """A backend to time: its graph, and the checked output (None if it has no output to check).
 
-    ready: kept, because the graph reads memory that would otherwise be given to others.
+    ready: referenced here so that the memory that the graph reads is not freed.
     """
 
-    ready: Ready
+    ready: BoundCall
     captured: Captured
     checked: Tensor | None
 
 
 class BenchSession:
-    """Contenders on one GPU, a cell at a time. Every method is called through a worker.
+    """Backends on one GPU, one cell at a time. Every method is called through a worker.
 
-    Raises MachineError for a GPU that is not there, and for a torch that cannot use it.
-    contenders: by name, those that it knows.
+    Raises MachineError for a missing GPU, and for a torch that cannot use it.
+    contenders: the supported backends, by name.
     """
 
-    contenders: Mapping[str, Backend] = BACKENDS
+    backends: Mapping[str, Backend] = BACKENDS
 
     def __init__(self, ordinal: int) -> None:
         if not torch.cuda.is_available():
@@ -68,7 +68,7 @@ class BenchSession:
             )
         self._gpu = Gpu(ordinal)
         torch.cuda.set_device(ordinal)
-        # Not the default stream: no graph can be captured from it, and it waits for all others.
+        # Not the default stream: it cannot be captured, and it synchronises with all other streams.
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         self._inputs: Any = None
         self._reference: Any = None
@@ -76,80 +76,77 @@ class BenchSession:
         self._entries: dict[str, _Entry] = {}
 
     def facts(self, names: Sequence[str]) -> Facts:
-        """These contenders with their versions or the reasons why they are missing."""
+        """Describe these backends: their versions, or the reasons why they are missing."""
         backend: Any = torch.backends.cudnn
         versions = {"torch CUDA": str(torch.version.cuda), "cuDNN": str(backend.version())}
-        return Facts([self.contenders[name].describe() for name in names], versions)
+        return Facts([self.backends[name].describe() for name in names], versions)
 
     def open(self, cell: BenchCell, kernel: tuple[KernelImage, Launch] | None) -> None:
-        """Draw the inputs of a cell and compute its references. kernel: the task's own, where it takes part."""
+        """Draw the inputs of a cell and compute its references. kernel: the task's own kernel, if it is a backend."""
         self.close()
         self._inputs, self._reference = self._draw(cell)
         self._kernel = kernel
 
     def _draw(self, cell: BenchCell) -> tuple[Any, Any]:
-        """The inputs of a cell, and what checks an output; None where none is checked."""
+        """Draw the inputs of a cell; return them and the reference (None if no output is checked)."""
         inputs = make_inputs(cell.shape.dims, cell.seed, cell.inputs, "cuda")
-        codes = any(self.contenders[name].same_codes for name in cell.contenders)
+        codes = any(self.backends[name].same_codes for name in cell.backends)
         return inputs, reference(inputs, cell.sampled, codes=codes)
 
     def close(self) -> None:
-        """Give back the memory of a cell."""
+        """Free the memory of a cell."""
         self._inputs = self._reference = self._kernel = None
         self._entries.clear()
         gc.collect()
         torch.cuda.empty_cache()
 
     def add(self, name: str, timed: bool) -> CheckResult:
-        """Bind a contender, check its output, and capture it for ``time`` where it is to be timed.
+        """Bind a backend, check its output, and capture it for ``time`` if ``timed``.
 
-        What a library raises before the capture, and a wrong output of it, is a reason in the result. Any other error
-        leaves this process in doubt and ends it.
+        A library's exception before the capture, or a wrong output, becomes the reason in the result. Any other error
+        ends this process, because its CUDA context may be broken.
         """
-        contender = self.contenders[name]
+        backend = self.backends[name]
         try:
             ready = self._ready(name)
             out = ready.call()
-            first = _as_float(out, copy=True) if contender.attention else None
+            first = _as_float(out, copy=True) if backend.attention else None
         except Exception as e:  # whatever a library raises for a shape that it does not take
             reason = first_line(e)
             torch.cuda.synchronize()  # raises where the context is broken
             return CheckResult(reason=reason)
-        found = CheckResult(finite=True)
+        result = CheckResult(finite=True)
         if first is not None:
-            found = self._checked(first * ready.unit, contender)
-            wrong = "" if contender.own else _how_wrong(found, timed)
+            checked: CheckResult = self._reference.check(first * ready.unit, backend.same_codes)
+            result = checked
+            wrong = "" if backend.own else _describe_error(result, timed)
             if wrong:
-                return replace(found, reason=f"its output is wrong: {wrong}")
+                return replace(result, reason=f"its output is wrong: {wrong}")
         if timed:
             self._entries[name] = _Entry(ready, capture(ready.call, ready.copies), first)
-        return found
-
-    def _checked(self, out: Tensor, contender: Backend) -> CheckResult:
-        found: CheckResult = self._reference.check(out, contender.same_codes)
-        return found
+        return result
 
     def time(self, rounds: int | None) -> TimingResult:
-        """Replay every graph once per round; None takes as many rounds as the replays' durations ask for."""
+        """Replay every graph once per round. rounds: None chooses the number from the replays' durations."""
         captured = {name: entry.captured for name, entry in self._entries.items()}
         count = rounds or rounds_for([c.replay_us for c in captured.values()])
         for entry in self._entries.values():
             if entry.checked is not None:
                 _poison(entry.captured.out)
         marks = queue_interleaved({name: c.graph for name, c in captured.items()}, count)
-        clocks = self._clocks()  # while the GPU is still at it
+        clocks = self._clocks()  # while the GPU is still busy
         torch.cuda.synchronize()
         calls = {name: c.calls for name, c in captured.items()}
-        changed = [name for name, entry in self._entries.items() if _has_changed(entry, self.contenders[name].own)]
+        changed = [name for name, entry in self._entries.items() if _has_changed(entry, self.backends[name].own)]
         return TimingResult(call_us(marks, calls), calls, changed, clocks)
 
     def host(self, cell: BenchCell) -> list[HostRow]:
-        """Host time of eager calls, in batches that are interleaved; the GPU is waited for between them.
+        """Measure the host time of eager calls in interleaved batches, with a synchronisation after each batch.
 
-        A library that refuses the cell has no row.
+        A library that does not support the cell has no row.
         """
         self.open(cell, None)
-        ready = {name: found for name in cell.contenders if (found := self._called(name))}
+        ready = {name: bound for name in cell.backends if (bound := self._try_call(name))}
         times: dict[str, list[float]] = {name: [] for name in ready}
         for turn in range(-_BATCH_WARMUP, _BATCHES):
             for name in order(tuple(ready), turn):
@@ -164,32 +161,32 @@ class BenchSession:
         self.close()
         return [
             HostRow(
-                contender=name, dims=dict(cell.shape.dims), median_us=statistics.median(t), least_us=min(t),
+                backend=name, dims=dict(cell.shape.dims), median_us=statistics.median(t), least_us=min(t),
                 batches=_BATCHES, calls=_BATCH,
             )
             for name, t in times.items()
         ]  # fmt: skip
 
-    def _called(self, name: str) -> Ready | None:
-        """A contender after its first call; None where a library refuses the cell."""
+    def _try_call(self, name: str) -> BoundCall | None:
+        """Bind a backend and call it once; None if a library does not support the cell."""
         try:
             ready = self._ready(name)
             ready.call()
         except Exception:  # whatever a library raises for a shape that it does not take
-            if self.contenders[name].own:
+            if self.backends[name].own:
                 raise
             torch.cuda.synchronize()  # raises where the context is broken
             return None
         return ready
 
-    def _ready(self, name: str) -> Ready:
-        """A contender bound to the inputs of the cell."""
+    def _ready(self, name: str) -> BoundCall:
+        """Bind a backend to the inputs of the cell."""
         assert self._inputs is not None
-        prepare = self.contenders[name].prepare
+        prepare = self.backends[name].prepare
         return prepare(self._inputs) if prepare else self._own(self._inputs)
 
-    def _own(self, inputs: Inputs) -> Ready:
-        """The task's own kernel on torch's memory and stream."""
+    def _own(self, inputs: Inputs) -> BoundCall:
+        """Bind the task's own kernel to torch's memory and stream."""
         assert self._kernel is not None
         image, plan = self._kernel
         kernel = self._gpu.load(image)
@@ -204,7 +201,7 @@ class BenchSession:
         torch.cuda.synchronize()
         shaped = inputs.by_batch(out)
 
-        # The buffers are an argument so that they live as long as the call.
+        # The default argument keeps the buffers alive as long as the function.
         def call(keep: Any = buffers) -> Tensor:
             stream = torch.cuda.current_stream().cuda_stream
             if stream not in launches:
@@ -213,40 +210,40 @@ class BenchSession:
             launches[stream]()
             return shaped
 
-        return Ready(call)
+        return BoundCall(call)
 
     def _clocks(self) -> dict[str, float]:
-        """What Gpu.clocks tells, and the board's power in watts where NVML tells it."""
-        found = self._gpu.clocks()
+        """Return Gpu.clocks, with the board's power in watts if NVML reports it."""
+        clocks = self._gpu.clocks()
         try:
             nvml = importlib.import_module("cuda.bindings.nvml")  # not in every 13.x
             handle = nvml.device_get_handle_by_uuid(self._gpu.device.to_system_device().uuid)
-            found["power_w"] = nvml.device_get_power_usage(handle) / 1e3
+            clocks["power_w"] = nvml.device_get_power_usage(handle) / 1e3
         except Exception:  # any refusal of NVML; virtual machines often withhold the power
             pass
-        return found
+        return clocks
 
 
 def _as_float(out: Tensor, *, copy: bool = False) -> Tensor:
-    """An output as float32 (heads, length, head_dim)."""
+    """Convert an output to float32 (heads, length, head_dim)."""
     return out.to(torch.float32, copy=copy).flatten(0, 1)
 
 
 def _has_changed(entry: _Entry, own: bool) -> bool:
-    """Whether the timed launches left another output than the one checked; it was poisoned before them."""
+    """Return whether the output after the timed launches differs from the checked one. It was poisoned before them."""
     if entry.checked is None:
         return False
-    found = _as_float(entry.captured.out)
+    out = _as_float(entry.captured.out)
     if own:
-        return not torch.equal(found, entry.checked)
-    return not bool((found - entry.checked).norm() <= _CHANGED * entry.checked.norm())  # NaN is not
+        return not torch.equal(out, entry.checked)
+    return not bool((out - entry.checked).norm() <= _CHANGED * entry.checked.norm())  # NaN is not
 
 
-def _how_wrong(found: CheckResult, timed: bool) -> str:
-    """What is wrong with a library's output; empty where nothing is. An error is a finding where it is not timed."""
-    if not found.finite:
+def _describe_error(result: CheckResult, timed: bool) -> str:
+    """Describe the fault of a library's output; empty for a usable one. In an untimed cell a large error is data."""
+    if not result.finite:
         return "not every element is finite"
-    return f"relative error {found.error:.3g}" if timed and not (found.error or 0.0) <= _WRONG else ""
+    return f"relative error {result.error:.3g}" if timed and not (result.error or 0.0) <= _WRONG else ""
 
 
 def _poison(out: Tensor) -> None:

@@ -98,7 +98,7 @@ class ComparisonConsole(GateConsole):
 
     def cell(self, rows: Sequence[Row]) -> None:
         """Print a shape's times in microseconds and its ratios."""
-        times = [f"{r.contender} {r.median_us:.1f}" for r in rows if r.median_us is not None]
+        times = [f"{r.backend} {r.median_us:.1f}" for r in rows if r.median_us is not None]
         found = [f"; {v.title} {ratio:.3f}x" for v in self._versus for ratio in ratios(rows, v).values()]
         text = f"{rows[0].shape:18}{', '.join(times)} µs{''.join(found)}"
         self._console.print(Text(text), soft_wrap=True)
@@ -148,14 +148,14 @@ def _parallel(args: argparse.Namespace) -> int:
     """Compare on several GPUs; prints each row, on one rank. Raises UsageError for unknown cases and contenders."""
     module = importlib.import_module("greenfast.bench.parallel")  # by its name, as it loads PyTorch
     cases = {case.name: case for case in (*module.CASES, *module.CPU_CASES)}
-    for what, given, allowed in (("case", args.cases, cases), ("contender", args.contenders, module.CONTENDERS)):
+    for what, given, allowed in (("case", args.cases, cases), ("contender", args.contenders, module.BACKENDS)):
         for name in given or ():
             if name not in allowed:
                 raise unknown(f"{what} of bench parallel", name, allowed)
     module.run(
         args.out,
         cases=[cases[name] for name in args.cases or ()],
-        contenders=tuple(args.contenders or module.CONTENDERS),
+        contenders=tuple(args.contenders or module.BACKENDS),
         rounds=args.rounds,
     )
     return 0
@@ -170,14 +170,14 @@ def _show(outcome: BenchResult) -> None:
         header, rows = console_table(record)
         show(table(header, rows, title=f"{record.what}: µs and TFLOP/s per call"))
     if record.host:
-        host = [(r.contender, f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
+        host = [(r.backend, f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
         show(table(("contender", "median µs", "least µs"), host, title="host time of an eager call"))
     if record.accuracy:
         errors = [
             (
                 formatting.dims(r.dims),
                 r.inputs,
-                r.contender,
+                r.backend,
                 formatting.error(r.error),
                 formatting.error(r.kernel_error),
             )

@@ -20,9 +20,16 @@ from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, select_best
-from greenfast.evolve.proposers import make_proposer, with_whole_paths
+from greenfast.evolve.proposers import make_paths_absolute, make_proposer
 from greenfast.evolve.report import write_report
-from greenfast.evolve.run_folder import INSIGHTS, choose_gpus, of_another_version, resumed, search, start
+from greenfast.evolve.run_folder import (
+    INSIGHTS,
+    choose_gpus,
+    describe_version_change,
+    load_resumed_manifest,
+    search,
+    start,
+)
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
 from greenfast.judge.record_schema import GateResult
@@ -41,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     folder, manifest = _resumed(args) if args.resume else _started(args)
     watcher = SearchConsole(to_stderr=args.json)
     watcher.line(f"run {folder}")
-    if args.resume and (other := of_another_version(manifest)):
+    if args.resume and (other := describe_version_change(manifest)):
         watcher.line(other)
     gpus, manifest = choose_gpus(folder, manifest)
     if manifest.untimed:
@@ -91,7 +98,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
             space=space,
             space_folder=str(where.resolve()),
             proposer=proposer,
-            options=with_whole_paths(options),
+            options=make_paths_absolute(options),
             budget=read_budget(args.budget or ""),
             baseline=args.against or "",
             shapes=args.shapes or [],
@@ -117,7 +124,7 @@ def _resumed(args: argparse.Namespace) -> tuple[Path, Manifest]:
     if args.task is not None or given:
         what = "a task" if args.task is not None else f"--{given[0]}"
         raise UsageError(f"--resume goes on with the settings of its run, which {what} cannot change; --budget can")
-    return args.resume, resumed(args.resume, read_budget(args.budget) if args.budget else None)
+    return args.resume, load_resumed_manifest(args.resume, read_budget(args.budget) if args.budget else None)
 
 
 def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:

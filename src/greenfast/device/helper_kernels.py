@@ -27,7 +27,7 @@ _DIGEST_THREADS, _SCRUB_THREADS = 256, 1024
 _BLOCKS_PER_SM = 4
 
 
-class Range(NamedTuple):
+class DigestRange(NamedTuple):
     """Device memory to be digested, a multiple of 16 bytes, and the address of the 64-bit number that this adds to.
 
     first: the number of its first 64-bit word. veil: the key that it is veiled with, 0 if it is not.
@@ -99,7 +99,7 @@ class Instruments:
         plan = Launch((self._blocks, 1, 1), (np.uint64(pointer), np.uint64(nbytes // 16), np.uint64(key)))
         self._prepare("veil", _DIGEST_THREADS, 0, plan)()
 
-    def digest(self, ranges: Sequence[Range], key: int) -> None:
+    def digest(self, ranges: Sequence[DigestRange], key: int) -> None:
         """Add each range's digest under a 64-bit key to its sum."""
         for some in (ranges[i : i + RANGES] for i in range(0, len(ranges), RANGES)):
             pairs = max(r.nbytes for r in some) // 16

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from greenfast.device.bound_launch import BoundLaunch, MovableMap, check
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
-from greenfast.device.helper_kernels import Instruments, Range
+from greenfast.device.helper_kernels import DigestRange, Instruments
 from greenfast.device.session import WrongLaunch
 from greenfast.device.virtual_memory import Access, PhysicalMemory, is_supported
 from greenfast.spec.errors import MachineError
@@ -378,9 +378,9 @@ class Rotation:
         position.write_addresses()
         self._queue_restore(case, position)
         if not cold:  # at the program's own addresses, which the caches of addresses then hold too
-            read = [Range(position.for_programs, layout.changed, 0, self._sum(spare, 0))]
-            read.append(Range(base + layout.changed, layout.scratch - layout.changed, 0, self._sum(spare, 0)))
-            whole = [Range(base, layout.scratch, 0, self._sum(spare, 0))]
+            read = [DigestRange(position.for_programs, layout.changed, 0, self._sum(spare, 0))]
+            read.append(DigestRange(base + layout.changed, layout.scratch - layout.changed, 0, self._sum(spare, 0)))
+            whole = [DigestRange(base, layout.scratch, 0, self._sum(spare, 0))]
             instruments.digest(read if position.place.inputs else whole, key)
         instruments.scrub(key)
         if cold:
@@ -403,17 +403,17 @@ class Rotation:
 
     def _ranges(
         self, inputs: int, outputs: int, bands: list[tuple[int, int, int]], sums: int, veil: int = 0
-    ) -> list[Range]:
+    ) -> list[DigestRange]:
         """What is digested of a launch, into two sums: its outputs, and all else that it must leave as it was.
 
         bands: where each guard band is read, and its start and end in the layout, negative in front of it. veil: of
         the outputs.
         """
         changed, scratch = self._layout.changed, self._layout.scratch
-        rest = [Range(at, last - first, (first // 8) % 2**64, sums + 8) for at, first, last in bands]
+        rest = [DigestRange(at, last - first, (first // 8) % 2**64, sums + 8) for at, first, last in bands]
         return [
-            Range(outputs, scratch - changed, changed // 8, sums, veil),
-            Range(inputs, changed, 0, sums + 8),
+            DigestRange(outputs, scratch - changed, changed // 8, sums, veil),
+            DigestRange(inputs, changed, 0, sums + 8),
             *rest,
         ]
 
@@ -457,7 +457,7 @@ class Rotation:
         own.append((self._instruments.flushed.pointer, self._instruments.flushed.nbytes))
         self._reserve(len(own))
         for n, (pointer, nbytes) in enumerate(own):
-            self._instruments.digest([Range(pointer, nbytes, 0, self._sum(n, 0))], self._own_key)
+            self._instruments.digest([DigestRange(pointer, nbytes, 0, self._sum(n, 0))], self._own_key)
         return self._read_sums(len(own)).tobytes()
 
     def free(self) -> None:

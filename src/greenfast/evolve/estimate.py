@@ -1,8 +1,8 @@
-"""An estimate of a kernel's time from what the emulator counted, and the pipe that it makes busiest.
+"""Estimate a kernel's time from the emulator's counts, and name its busiest pipe.
 
-A model of throughput alone: each kind of work at its rate on all multiprocessors, the slowest decides. It orders
-variants of a kernel roughly and says nothing about latency, so it is a screen and never a speed
-(docs/evolve.md#the-screen has what it was worth).
+The model covers throughput alone: each kind of work runs at its peak rate on all multiprocessors, and the slowest kind
+determines the time. It ranks variants of a kernel roughly and ignores latency. It is a screen, not a measurement
+(docs/evolve.md#the-screen reports its recall).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from greenfast.spec.arch import Target
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.peaks import matrix_rate
 
-#: Of a multiprocessor, per clock: warp instructions, exponentials, passes over shared memory (of 128 bytes), and bytes
-#: that it exchanges with the L2 cache (CUDA C++ Programming Guide, "Arithmetic Instructions"; 64 bytes is what NVIDIA's
-#: A100 whitepaper gives for the L2).
+#: Rates per multiprocessor and clock: warp instructions, exponentials, passes of 128 bytes over shared memory, and
+#: bytes to or from the L2 cache (CUDA C++ Programming Guide, "Arithmetic Instructions"; NVIDIA A100 whitepaper for the
+#: L2).
 _ISSUED, _SPECIAL, _PASSES, _L2_BYTES = 4, 16, 1, 64
 _SECTOR = 32
-#: A clock that is near those of all targets; estimates are compared with each other only.
+#: A clock near those of all targets. Estimates are compared only with each other.
 _HERTZ = 1.7e9
 
 
-def pipes(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
-    """Clocks that a launch keeps each pipe busy, on all multiprocessors of the target.
+def compute_pipe_clocks(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
+    """Return the clocks for which a launch keeps each pipe busy, over all multiprocessors of the target.
 
-    Products by ``wgmma`` are of the format's operands, all others of half.
+    ``wgmma`` multiplies operands of the format; all other matrix instructions multiply half.
     """
     wide = any(name.startswith("wgmma") for name in counts.instructions)
     rate = matrix_rate(".".join(map(str, target.capability)), fmt if wide else "f16")
@@ -41,11 +41,11 @@ def pipes(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
 
 
 def estimate(counts: Mapping[str, KernelCounts], target: Target, fmt: str) -> tuple[float, str]:
-    """Seconds of one launch at each counted shape, summed, and the pipe that is busiest over all of them."""
+    """Return the seconds of one launch, summed over the counted shapes, and the busiest pipe."""
     total, busy = 0.0, dict[str, float]()
-    for of_shape in counts.values():
-        found = pipes(of_shape, target, fmt)
-        total += max(found.values()) / _HERTZ
-        for name, clocks in found.items():
+    for shape_counts in counts.values():
+        pipe_clocks = compute_pipe_clocks(shape_counts, target, fmt)
+        total += max(pipe_clocks.values()) / _HERTZ
+        for name, clocks in pipe_clocks.items():
             busy[name] = busy.get(name, 0.0) + clocks
     return total, max(busy, key=lambda name: busy[name]) if busy else ""

@@ -1,8 +1,8 @@
-"""The log of a run: events in a chain of digests, from which the run resumes and everything else can be made again.
+"""The log of a run: a chain of events, from which a run resumes and all other files can be made again.
 
-Each line of ``events.jsonl`` is one event; its digest covers the line before, so that an edit or a loss shows. An event
-says what was decided or found, and nothing that differs when the run is repeated (times are in ``costs.jsonl``): where
-all that is evaluated is deterministic, as on the emulator, the same settings make the same bytes.
+Each line of ``events.jsonl`` is one event. Its digest covers the previous event, so an edit or a loss is detected. An
+event holds a decision or a result, and nothing that differs between repeated runs; times are in ``costs.jsonl``. With
+deterministic evaluation, as on the emulator, the same settings give the same bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 
+#: Identifies an event among those of its kind, such as (batch, index in the batch).
+EventKey = tuple[int, ...]
 EVENTS, COSTS = "events.jsonl", "costs.jsonl"
 _START = "0" * 16
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One event. what: its kind. at: which one of its kind, such as the batch and the place in it."""
+    """One event. The JSON keys of ``kind`` and ``key`` are "what" and "at"."""
 
     n: int
-    what: str
-    at: tuple[int, ...] = ()
+    kind: str = msgspec.field(name="what")
+    key: EventKey = msgspec.field(name="at", default=())
     data: Any = None
     digest: str = ""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an event took: seconds of the machine, of them on a GPU, and when it was written (seconds since 1970)."""
+    """The cost of an event. gpu_seconds: the part of ``seconds`` on a GPU. written: seconds since 1970."""
 
     n: int
     seconds: float
@@ -44,58 +46,58 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Log:
-    """The events of a run. A new object reads what is there; ``once`` hands it out again before anything new is added.
+    """The events of a run. A new object reads the existing events, and ``replay_or_run`` returns them before new ones.
 
-    Raises UsageError for a chain that does not hold, and MachineError where a line cannot be written: the file then
-    ends with the last whole event, and the run can resume.
+    Raises UsageError for a broken chain, and MachineError if a line cannot be written. The file then ends with the last
+    complete event, and the run can resume.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._costs_path = folder / EVENTS, folder / COSTS
-        self.events, good = _read(self._path)
-        costs = _lines(self._costs_path)
-        self.costs = {cost.n: cost for cost in _costs(costs, self._costs_path)}
-        self._places = {(event.what, event.at): event.n for event in self.events}
+        self.events, good = _read_event_file(self._path)
+        costs = _read_whole_lines(self._costs_path)
+        self.costs = {cost.n: cost for cost in _parse_costs(costs, self._costs_path)}
+        self._numbers = {(event.kind, event.key): event.n for event in self.events}
         self._next = 0
-        self._file = _opened(self._path, good)
-        self._costs = _opened(self._costs_path, sum(map(len, costs)))
+        self._events_file = _open_for_append(self._path, good)
+        self._costs = _open_for_append(self._costs_path, sum(map(len, costs)))
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        self._events_file.close()
         self._costs.close()
 
     @property
     def replaying(self) -> bool:
-        """Whether the next event is one that was read."""
+        """True while the next event comes from the file."""
         return self._next < len(self.events)
 
-    def next_is(self, what: str, at: tuple[int, ...]) -> bool:
-        """Whether this event was read and comes next: a run of a GPU can be walked through where there is none."""
-        return self.replaying and (self.events[self._next].what, self.events[self._next].at) == (what, at)
+    def is_next(self, kind: str, key: EventKey) -> bool:
+        """Return whether this event is the next one in the file. A GPU's run can be replayed without a GPU."""
+        return self.replaying and (self.events[self._next].kind, self.events[self._next].key) == (kind, key)
 
-    def pending(self, what: str, places: Sequence[tuple[int, ...]]) -> int:
-        """How many of these events, from the first on, were read and come next."""
-        found = 0
-        for event, at in zip(self.events[self._next :], places, strict=False):
-            if (event.what, event.at) != (what, at):
+    def count_pending(self, kind: str, keys: Sequence[EventKey]) -> int:
+        """Count how many of these events, from the first on, come next in the file."""
+        events = 0
+        for event, key in zip(self.events[self._next :], keys, strict=False):
+            if (event.kind, event.key) != (kind, key):
                 break
-            found += 1
-        return found
+            events += 1
+        return events
 
-    def once(
-        self, what: str, at: tuple[int, ...], make: Callable[[], Any], *, on_gpu: bool | Callable[[], float] = False
+    def replay_or_run(
+        self, kind: str, key: EventKey, make: Callable[[], Any], *, on_gpu: bool | Callable[[], float] = False
     ) -> Any:
-        """The data of an event, as JSON reads it: of the one that was read, else what ``make`` gives, which is added.
+        """Return the data of an event from the file, or add an event with the data of ``make``; decoded from JSON.
 
-        on_gpu: whether its time counts as a GPU's; a function says how many seconds do, where ``make`` only waits for
-        what runs beside others. Raises UsageError where the event that was read is another one.
+        on_gpu: whether the time of ``make`` counts as GPU time. A function returns the GPU seconds, for jobs that run
+        at the same time as others. Raises UsageError if the file's next event is a different one.
         """
         if self.replaying:
             event = self.events[self._next]
-            if (event.what, event.at) != (what, at):
+            if (event.kind, event.key) != (kind, key):
                 raise UsageError(
-                    f"{self._path}: event {event.n} is {event.what} {event.at}, and this run comes to {what} {at}: it "
+                    f"{self._path}: event {event.n} is {event.kind} {event.key}, this run comes to {kind} {key}: it "
                     "was made by other settings, or by another version of greenfast"
                 )
             self._next += 1
@@ -103,89 +105,89 @@ class Log:
         start = time.perf_counter()
         data = make()
         seconds = time.perf_counter() - start
-        return self.add(what, at, data, seconds, on_gpu() if callable(on_gpu) else seconds if on_gpu else 0.0)
+        return self.add(kind, key, data, seconds, on_gpu() if callable(on_gpu) else seconds if on_gpu else 0.0)
 
-    def add(self, what: str, at: tuple[int, ...], data: Any, seconds: float, gpu_seconds: float) -> Any:
-        """Add an event; gives its data as JSON reads it."""
+    def add(self, kind: str, key: EventKey, data: Any, seconds: float, gpu_seconds: float) -> Any:
+        """Add an event; return its data, decoded from JSON."""
         before = self.events[-1].digest if self.events else _START
-        event = chained(Event(n=len(self.events), what=what, at=at, data=data), before)
+        event = add_digest(Event(n=len(self.events), kind=kind, key=key, data=data), before)
         line = msgspec.json.encode(event)
-        # the cost first: an event without one would cost nothing when the run resumes
+        # The cost first: an event without a cost would be free after a resume.
         cost = Cost(n=event.n, seconds=round(seconds, 3), gpu_seconds=round(gpu_seconds, 3), written=time.time())
         _append(self._costs, msgspec.json.encode(cost), self._costs_path)
-        _append(self._file, line, self._path)
+        _append(self._events_file, line, self._path)
         self.costs[event.n] = cost
         read = msgspec.json.decode(line, type=Event)
         self.events.append(read)
-        self._places[what, at] = read.n
+        self._numbers[kind, key] = read.n
         self._next = len(self.events)
         return read.data
 
-    def digest_of(self, what: str, at: tuple[int, ...]) -> str:
-        """The digest of an event; empty where there is none."""
-        n = self._places.get((what, at), -1)
+    def get_digest(self, kind: str, key: EventKey) -> str:
+        """Return the digest of an event; empty if there is no such event."""
+        n = self._numbers.get((kind, key), -1)
         return self.events[n].digest if n >= 0 else ""
 
-    def cost_of(self, what: str, at: tuple[int, ...]) -> Cost:
-        """What an event took; nothing where it is not known."""
-        n = self._places.get((what, at), -1)
+    def get_cost(self, kind: str, key: EventKey) -> Cost:
+        """Return the cost of an event; zero if unknown."""
+        n = self._numbers.get((kind, key), -1)
         return self.costs.get(n, Cost(n=n, seconds=0.0))
 
     @property
-    def written(self) -> dict[tuple[str, tuple[int, ...]], float]:
-        """When each event was written, seconds since 1970; 0 where it is not known."""
-        return {place: self.costs[n].written if n in self.costs else 0.0 for place, n in self._places.items()}
+    def written(self) -> dict[tuple[str, EventKey], float]:
+        """The time of each event in seconds since 1970; 0 if unknown."""
+        return {identity: self.costs[n].written if n in self.costs else 0.0 for identity, n in self._numbers.items()}
 
     @property
     def gpu_seconds(self) -> float:
-        """All that GPUs were used, up to the event that comes next."""
+        """GPU seconds of all events before the next one."""
         return sum(cost.gpu_seconds for n, cost in self.costs.items() if n < self._next)
 
     @property
     def seconds(self) -> float:
-        """The same of the machine."""
+        """Seconds of all events before the next one."""
         return sum(cost.seconds for n, cost in self.costs.items() if n < self._next)
 
 
-def chained(event: Event, before: str) -> Event:
-    """The event with its digest, over its content and the digest of the one before."""
+def add_digest(event: Event, before: str) -> Event:
+    """Return the event with a digest over its content and the previous digest."""
     content = msgspec.json.encode(msgspec.structs.replace(event, digest=before))
     return msgspec.structs.replace(event, digest=hashlib.sha256(content).hexdigest()[:16])
 
 
 def read_events(folder: Path) -> list[Event]:
-    """The whole events of a run, without what a kill cut short. Raises UsageError for a chain that does not hold."""
-    return _read(folder / EVENTS)[0]
+    """Read the complete events of a run, without a line cut off by a kill. Raises UsageError for a broken chain."""
+    return _read_event_file(folder / EVENTS)[0]
 
 
-def ended(folder: Path) -> bool:
-    """Whether a run came to its end, so that nothing is evaluated any more. Raises as ``read_events`` does."""
-    return any(event.what == "ended" for event in read_events(folder)[-1:])
+def has_ended(folder: Path) -> bool:
+    """Return whether a run has ended and evaluates nothing more. Raises as ``read_events``."""
+    return any(event.kind == "ended" for event in read_events(folder)[-1:])
 
 
-def _read(path: Path) -> tuple[list[Event], int]:
-    """The events of a file, and how many of its bytes they are."""
-    found: list[Event] = []
+def _read_event_file(path: Path) -> tuple[list[Event], int]:
+    """Return the complete events of a file, and their length in bytes."""
+    events: list[Event] = []
     before, good = _START, 0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(_read_whole_lines(path), start=1):
         try:
             event = decode(line, Event)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise UsageError(
                 f"{path}: line {number} is not an event: {e}; keep its first {number - 1} lines to resume from there"
             ) from None
-        if event.n != len(found) or chained(event, before) != event:
+        if event.n != len(events) or add_digest(event, before) != event:
             raise UsageError(
                 f"{path}: line {number} does not follow from the one before: the file was edited or damaged; keep its "
                 f"first {number - 1} lines to resume from there"
             )
-        found.append(event)
+        events.append(event)
         before = event.digest
         good += len(line)
-    return found, good
+    return events, good
 
 
-def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
+def _parse_costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
     for line in lines:
         try:
             yield decode(line, Cost)
@@ -193,8 +195,8 @@ def _costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
             raise UsageError(f"{path}: {e}; it can be deleted: times are then not known") from None
 
 
-def _lines(path: Path) -> list[bytes]:
-    """The whole lines of a file."""
+def _read_whole_lines(path: Path) -> list[bytes]:
+    """Read the complete lines of a file."""
     try:
         data = read_file(path) if path.exists() else b""
     except OSError as e:
@@ -202,8 +204,8 @@ def _lines(path: Path) -> list[bytes]:
     return [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _opened(path: Path, good: int) -> BinaryIO:
-    """A file to append to, without what follows its first ``good`` bytes: a line that a kill cut short."""
+def _open_for_append(path: Path, good: int) -> BinaryIO:
+    """Open a file for appending after its first ``good`` bytes; the rest is a line cut off by a kill."""
     try:
         file = path.open("r+b" if path.exists() else "x+b", buffering=0)
         file.truncate(good)
@@ -214,7 +216,7 @@ def _opened(path: Path, good: int) -> BinaryIO:
 
 
 def _append(file: BinaryIO, line: bytes, path: Path) -> None:
-    """Write a line and wait until it is on the disk. Raises MachineError, with the file as it was, where it cannot."""
+    """Write a line and sync it to disk. On an error, restore the file and raise MachineError."""
     start, data = file.tell(), memoryview(line + b"\n")
     try:
         while data:

@@ -1,4 +1,4 @@
-"""The whole validation of the finalists, in fresh processes, on shapes and seeds that the search never saw."""
+"""Validate the finalists with all gates, in new processes, on shapes and seeds that the search did not use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from greenfast.judge.validate import validate
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the validation said of a finalist.
+    """The result of a finalist's validation.
 
-    record: its folder in the run's, and its digest. speedup, low, high: of the gated shape that gained least, 0 where
-    nothing was timed; the interval's confidence is corrected for the number of finalists. device, created: where and
-    when it was timed; the interval holds for them.
+    record: path of its record, relative to the run's folder. record_digest: digest of that record. speedup, low, high:
+    speedup and confidence interval of the gated shape with the smallest gain; 0 if nothing was timed. confidence:
+    corrected for the number of finalists. device, created: the GPU and the date of the timing.
     """
 
     decision: str
@@ -42,13 +42,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """Device and day; empty where they are not known, as of runs of before."""
+        """Return the device and the day in words; empty if unknown (older runs)."""
         return f"on {self.device}, {self.created[:10]}" if self.device else ""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Whole(Request):
-    """The whole exam, of which only the shapes that decide are timed."""
+class _FullRequest(Request):
+    """A request that checks the whole check plan and times only the gated shapes."""
 
     @property
     def built_shapes(self) -> list[Shape]:
@@ -58,12 +58,14 @@ class _Whole(Request):
         return list({shape.name: shape for shape in shapes}.values())
 
 
-def confidence_of(confidence: float, finalists: int) -> float:
-    """What each of several verdicts needs so that all of them hold together with ``confidence`` (Bonferroni)."""
+def correct_confidence(confidence: float, finalists: int) -> float:
+    """Return the confidence per verdict so that all verdicts hold together with ``confidence`` (Bonferroni)."""
     return 1 - (1 - confidence) / max(1, finalists)
 
 
-def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: ProgressListener) -> Verdict:
+def validate_finalist(
+    stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: ProgressListener
+) -> Verdict:
     """Validate one of several finalists against the baseline. folder: of the run.
 
     Raises as ``validate`` does.
@@ -72,13 +74,13 @@ def judged(stages: Stages, candidate: Candidate, finalists: int, folder: Path, o
     implementation = stages.implementation(candidate)
     timing = msgspec.structs.replace(
         request.timing,
-        confidence=confidence_of(manifest.confidence, finalists),
+        confidence=correct_confidence(manifest.confidence, finalists),
         gate_shapes=[shape.name for shape in request.shapes],
     )
     request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))
     timed = request.shapes
     request = add_check_plan(request, implementation.rung or stages.sources.rung, chosen=False)
-    whole = _Whole(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
+    whole = _FullRequest(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
     request = dataclasses.replace(whole, shapes=timed)
     outcome = validate(request, stages.baseline(), implementation, observer, required=manifest.required, profile=False)
     return _verdict(outcome.record, outcome.folder, folder)
@@ -108,7 +110,7 @@ def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
 
 
 def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: Path) -> None:
-    """Fill ``winner/``: what it is, its record and report, its sources, and of toggles the rung to add to the task."""
+    """Write ``winner/``: candidate, verdict, record, report, sources, and the rung to add to the task for toggles."""
     winner, record = folder / "winner", folder / verdict.record
     shutil.rmtree(winner, ignore_errors=True)
     write_whole(winner / "winner.json", to_json({"candidate": candidate, "verdict": verdict}))

@@ -1,6 +1,6 @@
-"""Who races on several GPUs: a process for each of them, on this machine or as an actor of Ray.
+"""Time candidates on several GPUs: one process per GPU, on this machine or as a Ray actor.
 
-Each has its own baseline, so that no comparison mixes devices.
+Each process times its own baseline, so no comparison mixes devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.halving import HalvingResult, race
+from greenfast.evolve.halving import HalvingResult, run_halving
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.pools import ProcessPool
 from greenfast.evolve.proposal import Candidate
@@ -26,33 +26,39 @@ from greenfast.judge.environment import device_info
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import DeviceInfo
 
-#: Seconds that Ray may take to start an actor again.
+#: Seconds allowed for Ray to restart an actor.
 _RESTART_S = 30.0
-#: A race and the seconds that it took.
-Ran = tuple[HalvingResult, float]
+#: A result and the seconds that it took.
+TimedHalving = tuple[HalvingResult, float]
 
 
 class GpuName(msgspec.Struct, frozen=True):
-    """One of the GPUs of a search. name: its number, on Ray with its machine. kind: what is the same of all of them."""
+    """One GPU of a search.
+
+    name: its number, with the host name on Ray. kind: model; the same for all GPUs of a search.
+    """
 
     name: str
     kind: str
 
 
 class GpuWorkers(Protocol):
-    """Whoever races."""
+    """The interface of the GPU processes of a search."""
 
     gpus: Sequence[GpuName]
 
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
-        """Begin a race on ``gpus[place]``; what is returned waits for it, and raises WorkerError for a lost GPU."""
+    def start(self, slot: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], TimedHalving]:
+        """Start timing on ``gpus[slot]``; return a function that waits for the result.
+
+        It raises WorkerError for a lost GPU.
+        """
 
     def close(self) -> None:
         """End the processes."""
 
 
 def describe_local_gpus(numbers: Sequence[int], timeout_s: float) -> list[GpuName]:
-    """GPUs of this machine. Raises UsageError where they are of several kinds, MachineError as ``device_info``."""
+    """Describe GPUs of this machine. Raises UsageError if their models differ, and MachineError as ``device_info``."""
     gpus = [GpuName(str(n), _kind(device_info(n, timeout_s))) for n in numbers]
     _check_kinds(gpus)
     return gpus
@@ -63,71 +69,71 @@ def _kind(info: DeviceInfo | None) -> str:
 
 
 def _check_kinds(gpus: Sequence[GpuName]) -> None:
-    """Which tiling is fastest depends on the kind, so speedups of two kinds cannot be ranked."""
+    """Raise UsageError for several models: the fastest tiling depends on the model, so speedups cannot be ranked."""
     if len({gpu.kind for gpu in gpus}) > 1:
-        found = ", ".join(f"{gpu.name} is an {gpu.kind}" for gpu in gpus)
-        raise UsageError(f"a search races on GPUs of one kind, and these are of several: {found}")
+        models = ", ".join(f"{gpu.name} is an {gpu.kind}" for gpu in gpus)
+        raise UsageError(f"a search needs GPUs of one kind, and these are of several: {models}")
 
 
 class GpuWorker:
-    """One GPU's process."""
+    """The state of one GPU's process."""
 
     def __init__(self, make: Callable[[], Stages]) -> None:
-        """make: called with the first race, so that what it raises is that race's."""
+        """make: called by the first method, so that its errors belong to that call."""
         self._stages = functools.cache(make)
 
     def gpu(self) -> GpuName:
-        """Its GPU, of a cluster."""
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        return GpuName(f"{os.uname().nodename}/{seen}", _kind(self._stages().raced.device))
+        """Return the GPU of this process in a cluster."""
+        number = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        return GpuName(f"{os.uname().nodename}/{number}", _kind(self._stages().raced.device))
 
-    def race(self, candidates: Sequence[Candidate], seed: int) -> Ran:
-        """A race, as ``race`` makes it."""
+    def run_halving(self, candidates: Sequence[Candidate], seed: int) -> TimedHalving:
+        """Run ``halving.run_halving`` and measure its seconds."""
         stages, start = self._stages(), time.perf_counter()
-        return race(stages, candidates, seed), time.perf_counter() - start
+        return run_halving(stages, candidates, seed), time.perf_counter() - start
 
 
-_racer: GpuWorker | None = None
+_worker: GpuWorker | None = None
 
 
-def _begin(make: Callable[[], Stages]) -> None:
-    """In a new process."""
-    global _racer
-    _racer = GpuWorker(make)
+def _start_process(make: Callable[[], Stages]) -> None:
+    """Create the worker of a new process."""
+    global _worker
+    _worker = GpuWorker(make)
 
 
-def _race(candidates: Sequence[Candidate], seed: int) -> Ran:
-    assert _racer is not None
-    return _racer.race(candidates, seed)
+def _run_halving(candidates: Sequence[Candidate], seed: int) -> TimedHalving:
+    assert _worker is not None
+    return _worker.run_halving(candidates, seed)
 
 
 class LocalGpuWorkers:
-    """GPUs of this machine."""
+    """Processes for the GPUs of this machine."""
 
     def __init__(self, gpus: Sequence[GpuName], make: Callable[[int], Stages]) -> None:
-        """make: of a GPU's number its stages; called in its process."""
+        """make: creates the stages for a GPU's number; called in that GPU's process."""
         self.gpus = gpus
         self._make = make
         self._pools: dict[int, ProcessPool] = {}
 
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
+    def start(self, slot: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], TimedHalving]:
         """As the protocol says."""
-        if place not in self._pools:
-            self._pools[place] = ProcessPool(1, _begin, functools.partial(self._make, int(self.gpus[place].name)))
+        if slot not in self._pools:
+            self._pools[slot] = ProcessPool(1, _start_process, functools.partial(self._make, int(self.gpus[slot].name)))
         try:
-            future = self._pools[place].submit(_race, candidates, seed)
-        except BrokenProcessPool:  # it ended since its last race
-            self._pools.pop(place).close()
-            return self.start(place, candidates, seed)
+            future = self._pools[slot].submit(_run_halving, candidates, seed)
+        except BrokenProcessPool:  # it ended after its previous job
+            self._pools.pop(slot).close()
+            return self.start(slot, candidates, seed)
 
-        def answer() -> Ran:
+        def wait() -> TimedHalving:
             try:
                 return future.result()
             except BrokenProcessPool:
-                self._pools.pop(place).close()
-                raise WorkerError(f"the process that races on GPU {self.gpus[place].name} ended") from None
+                self._pools.pop(slot).close()
+                raise WorkerError(f"the process of GPU {self.gpus[slot].name} ended") from None
 
-        return answer
+        return wait
 
     def close(self) -> None:
         """End the processes."""
@@ -136,42 +142,42 @@ class LocalGpuWorkers:
 
 
 class RayGpuWorkers:
-    """GPUs of a Ray cluster that this process is connected to: an actor for each, which sees no other one."""
+    """Ray actors, one per GPU of the connected cluster. Each actor sees only its own GPU."""
 
     def __init__(self, make: Callable[[int], Stages]) -> None:
-        """make: of a GPU's number its stages. Raises UsageError where the GPUs are of several kinds."""
+        """make: creates the stages for a GPU's number. Raises UsageError if the GPUs' models differ."""
         self._ray: Any = importlib.import_module("ray")
-        # no CPU: those are the other workers'. A race is not repeated on the same GPU.
+        # No CPU: the CPUs belong to the other workers. A failed job is not retried on the same GPU.
         actor = self._ray.remote(num_cpus=0, num_gpus=1, max_restarts=-1, max_task_retries=0)(GpuWorker)
         count = int(self._ray.cluster_resources().get("GPU", 0))
         self._actors = [actor.remote(functools.partial(make, 0)) for _ in range(count)]
-        self.gpus: Sequence[GpuName] = self._ray.get([one.gpu.remote() for one in self._actors])
+        self.gpus: Sequence[GpuName] = self._ray.get([actor.gpu.remote() for actor in self._actors])
         _check_kinds(self.gpus)
         self._ended: set[int] = set()
 
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], Ran]:
+    def start(self, slot: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], TimedHalving]:
         """As the protocol says."""
-        if place in self._ended:
-            self._ended.remove(place)
-            self._wait(place)
-        reference = self._actors[place].race.remote(candidates, seed)
+        if slot in self._ended:
+            self._ended.remove(slot)
+            self._wait_for_restart(slot)
+        reference = self._actors[slot].run_halving.remote(candidates, seed)
 
-        def answer() -> Ran:
+        def wait() -> TimedHalving:
             try:
-                found: Ran = self._ray.get(reference)
+                result: TimedHalving = self._ray.get(reference)
             except self._ray.exceptions.RayActorError as e:
-                self._ended.add(place)
-                raise WorkerError(f"the actor that races on GPU {self.gpus[place].name} ended") from e
-            return found
+                self._ended.add(slot)
+                raise WorkerError(f"the actor of GPU {self.gpus[slot].name} ended") from e
+            return result
 
-        return answer
+        return wait
 
-    def _wait(self, place: int) -> None:
-        """Until an actor that ended has been started anew; not for long, as its machine may be gone."""
+    def _wait_for_restart(self, slot: int) -> None:
+        """Wait until Ray has restarted an actor, for at most ``_RESTART_S``: its machine may be gone."""
         until, failures = time.monotonic() + _RESTART_S, self._ray.exceptions
         while time.monotonic() < until:
             try:
-                self._ray.get(self._actors[place].gpu.remote(), timeout=_RESTART_S)
+                self._ray.get(self._actors[slot].gpu.remote(), timeout=_RESTART_S)
                 return
             except (failures.RayActorError, failures.GetTimeoutError):
                 time.sleep(0.5)
@@ -183,15 +189,15 @@ class RayGpuWorkers:
 
 
 def make_gpu_workers(workers: str, manifest: Manifest, folder: Path, numbers: Sequence[int]) -> GpuWorkers | None:
-    """Who races where there is more than one GPU, else None: then the search's own process does.
+    """Create the processes for several GPUs. Return None for one GPU: the search's own process then times candidates.
 
-    numbers: of this machine's GPUs. With ``--device all`` and workers on Ray, which is connected, the cluster's GPUs.
-    Raises UsageError where they are of several kinds.
+    numbers: GPUs of this machine. With ``--device all`` and workers on a connected Ray cluster, its GPUs are used.
+    Raises UsageError if the GPUs' models differ.
     """
     make = functools.partial(Stages, manifest, folder)
     if numbers and manifest.device == "all" and workers.startswith("ray:"):
-        racers = RayGpuWorkers(make)
-        if len(racers.gpus) > 1:
-            return racers
-        racers.close()
+        gpu_workers = RayGpuWorkers(make)
+        if len(gpu_workers.gpus) > 1:
+            return gpu_workers
+        gpu_workers.close()
     return LocalGpuWorkers(describe_local_gpus(numbers, manifest.timeout_s), make) if len(numbers) > 1 else None

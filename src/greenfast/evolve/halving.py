@@ -1,8 +1,8 @@
-"""The race: candidates that are correct, timed in rounds against the baseline, all interleaved in one process.
+"""Successive halving: time correct candidates in rounds against the baseline, interleaved in one process.
 
-Successive halving (Jamieson & Talwalkar 2016): all run a few blocks, the slower half leaves, the rest run twice as
-many. What a race finds orders candidates, and is no claim: the process is one, the inputs are the search's, and the
-best of many looks better than it is. The whole validation judges the finalists.
+All candidates run a few blocks; the slower half is dropped; the others run twice as many blocks (Jamieson & Talwalkar
+2016). The result ranks candidates and is not a claim: there is one process, its inputs are those of the search, and the
+best of many candidates looks better than it is. The finalists are validated separately.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from greenfast.judge.timing.orders import balanced, drawn_warmup
 from greenfast.spec.problem import least_work
 
 _BLOCKS, _LAUNCHES, _WARMUP = 6, 12, 20
-_MOST_ROUNDS = 4
+_MAX_ROUNDS = 4
 _BASELINE = "baseline"
 
 
 class CandidateTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """What a race found of one candidate.
+    """The timing of one candidate.
 
-    speedup: the baseline's time over its own, of paired blocks, the geometric mean over shapes. rounds: that it ran.
-    us: the median of its blocks by shape. why: what was wrong with it; empty where nothing was.
+    speedup: baseline time / candidate time of paired blocks, geometric mean over shapes. rounds: rounds that it ran.
+    us: median of its blocks, by shape. why: the reason of its failure; empty for a valid timing.
     """
 
     speedup: float = 0.0
@@ -44,7 +44,10 @@ class CandidateTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HalvingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a race found: of the candidates in the order in which they were given, and of the baseline by shape."""
+    """The timings of a batch.
+
+    raced: per candidate, in the batch's order. baseline_us: the baseline's median by shape.
+    """
 
     raced: list[CandidateTiming]
     baseline_us: dict[str, float] = {}
@@ -53,7 +56,7 @@ class HalvingResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _Runner:
-    """One who takes part, and by shape its block medians: [block], None where it did not run."""
+    """A kernel in the rounds. blocks: its block medians by shape; None for a block in which it did not run."""
 
     side: BuiltSide
     digests: Mapping[tuple[str, int], str]
@@ -61,23 +64,23 @@ class _Runner:
     rounds: int = 0
 
 
-def race(
+def run_halving(
     stages: Stages, candidates: Sequence[Candidate], seed: int, progress: Callable[[str], None] = lambda text: None
 ) -> HalvingResult:
-    """Check each candidate on the GPU, and time those that are right. seed: of the orders.
+    """Check each candidate on the GPU, and time the correct ones. seed: of the order of launches.
 
-    Raises MachineError where the baseline does not run.
+    Raises WorkerError if the baseline does not run.
     """
     runners: dict[str, _Runner] = {}
     wrong: dict[str, CandidateTiming] = {}
     for n, candidate in enumerate((None, *candidates)):
         label = str(n - 1) if n else _BASELINE
         progress(f"CORRECTNESS on the GPU: {n} of {len(candidates)}")
-        found, side, digests = stages.on_gpu(candidate)
+        result, side, digests = stages.on_gpu(candidate)
         if side is None:
             if not n:
-                raise WorkerError(f"the baseline does not run on the GPU: {found.feedback}")
-            wrong[label] = _wrong(found)
+                raise WorkerError(f"the baseline does not run on the GPU: {result.feedback}")
+            wrong[label] = _failed(result)
         else:
             runners[label] = _Runner(side, digests)
     clocks: dict[str, float] = {}
@@ -85,34 +88,34 @@ def race(
         for runner in runners.values():
             runner.blocks, runner.rounds = {}, 0
         try:
-            _rounds(stages, runners, random.Random(seed), progress, clocks)
+            _run_rounds(stages, runners, random.Random(seed), progress, clocks)
             break
-        except _LostError as e:
+        except _DroppedError as e:
             if e.label == _BASELINE:
                 raise WorkerError(f"the baseline does not run on the GPU: {e}") from e
             wrong[e.label] = CandidateTiming(why=str(e))
             del runners[e.label]
-    timed = {label: _timed(runner, runners[_BASELINE]) for label, runner in runners.items() if label != _BASELINE}
+    timed = {label: _make_timing(runner, runners[_BASELINE]) for label, runner in runners.items() if label != _BASELINE}
     return HalvingResult(
         raced=[timed.get(str(n)) or wrong[str(n)] for n in range(len(candidates))],
-        baseline_us=_medians(runners[_BASELINE]),
+        baseline_us=_median_us(runners[_BASELINE]),
         clocks=clocks,
     )
 
 
-class _LostError(Exception):
-    """One who takes part did not run, or did not leave what it should."""
+class _DroppedError(Exception):
+    """A kernel failed during the rounds, or its output differs from the checked one."""
 
     def __init__(self, label: str, why: str) -> None:
         super().__init__(why)
         self.label = label
 
 
-def _wrong(found: StageResult) -> CandidateTiming:
-    return CandidateTiming(why=found.feedback, stage=found.stage)
+def _failed(result: StageResult) -> CandidateTiming:
+    return CandidateTiming(why=result.feedback, stage=result.stage)
 
 
-def _rounds(
+def _run_rounds(
     stages: Stages,
     runners: Mapping[str, _Runner],
     rng: random.Random,
@@ -132,39 +135,39 @@ def _rounds(
                         f"{label}/{shape.name}", runner.side.executable(shape.name), cases, _WARMUP, rng.getrandbits(63)
                     )
                 if started.wrong is not None:
-                    raise _LostError(label, str(started.wrong))
+                    raise _DroppedError(label, str(started.wrong))
                 for seed, digest in zip(seeds, started.digests, strict=True):
                     if runner.digests.get((shape.name, seed), digest) != digest:
-                        raise _LostError(label, "its first launch left other bits than the checked ones")
-        for number in range(_MOST_ROUNDS):
+                        raise _DroppedError(label, "its first launch wrote other bits than the checked run")
+        for number in range(_MAX_ROUNDS):
             progress(f"round {number + 1}: {len(alive) - 1} candidates")
             for shape in request.shapes:
                 floor = floor_of(request.device, least_work(problem, shape.dims), 0, cold=False)
                 orders = balanced(alive, rng)
                 for _ in range(_BLOCKS << number):
-                    medians = {label: _block(worker, label, shape.name, rng, clocks) for label in next(orders)}
+                    medians = {label: _time_block(worker, label, shape.name, rng, clocks) for label in next(orders)}
                     for label, us in medians.items():
                         if us < floor.us:
-                            raise _LostError(label, f"{us:.3g} µs, but the device cannot do it under {floor}")
+                            raise _DroppedError(label, f"{us:.3g} µs, but the device cannot do it under {floor}")
                     for label, runner in runners.items():
                         runner.blocks.setdefault(shape.name, []).append(medians.get(label))
             for label in alive:
                 runners[label].rounds = number + 1
             if len(alive) <= 2:
                 break
-            contenders = [label for label in alive if label != _BASELINE]
-            contenders.sort(key=lambda label: -_speedup(runners[label], runners[_BASELINE]))
-            alive = [_BASELINE, *contenders[: -(-len(contenders) // 2)]]
+            ranked = [label for label in alive if label != _BASELINE]
+            ranked.sort(key=lambda label: -_mean_speedup(runners[label], runners[_BASELINE]))
+            alive = [_BASELINE, *ranked[: -(-len(ranked) // 2)]]
 
 
-def _block(worker: Worker, label: str, shape: str, rng: random.Random, clocks: dict[str, float]) -> float:
-    """The median of one block in microseconds."""
+def _time_block(worker: Worker, label: str, shape: str, rng: random.Random, clocks: dict[str, float]) -> float:
+    """Time one block; return its median in microseconds."""
     with attribute_crash_to(label):
         block = worker.time(
             f"{label}/{shape}", drawn_warmup(3, rng), _LAUNCHES + rng.randint(-3, 3), False, rng.getrandbits(63)
         )
     if block.wrong is not None:
-        raise _LostError(label, str(block.wrong))
+        raise _DroppedError(label, str(block.wrong))
     for name, value in block.clocks.items():
         clocks[f"{name}_min"] = min(value, clocks.get(f"{name}_min", value))
         clocks[f"{name}_max"] = max(value, clocks.get(f"{name}_max", value))
@@ -172,7 +175,7 @@ def _block(worker: Worker, label: str, shape: str, rng: random.Random, clocks: d
 
 
 class attribute_crash_to:  # noqa: N801
-    """Names the one whose launch ended the process."""
+    """Convert a WorkerError into the _DroppedError of the kernel that ran."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -182,11 +185,11 @@ class attribute_crash_to:  # noqa: N801
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, WorkerError):
-            raise _LostError(self._label, str(error)) from error
+            raise _DroppedError(self._label, str(error)) from error
 
 
-def _speedup(runner: _Runner, baseline: _Runner) -> float:
-    """The geometric mean over shapes of the median ratio of paired blocks."""
+def _mean_speedup(runner: _Runner, baseline: _Runner) -> float:
+    """Return the geometric mean over shapes of the median ratio of paired blocks."""
     logs = []
     for shape, blocks in runner.blocks.items():
         pairs = zip(baseline.blocks[shape], blocks, strict=True)
@@ -194,12 +197,14 @@ def _speedup(runner: _Runner, baseline: _Runner) -> float:
     return float(np.exp(np.mean(logs)))
 
 
-def _medians(runner: _Runner) -> dict[str, float]:
+def _median_us(runner: _Runner) -> dict[str, float]:
     return {
         shape: round(statistics.median(us for us in blocks if us is not None), 3)
         for shape, blocks in runner.blocks.items()
     }
 
 
-def _timed(runner: _Runner, baseline: _Runner) -> CandidateTiming:
-    return CandidateTiming(speedup=round(_speedup(runner, baseline), 5), rounds=runner.rounds, us=_medians(runner))
+def _make_timing(runner: _Runner, baseline: _Runner) -> CandidateTiming:
+    return CandidateTiming(
+        speedup=round(_mean_speedup(runner, baseline), 5), rounds=runner.rounds, us=_median_us(runner)
+    )

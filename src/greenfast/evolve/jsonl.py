@@ -1,4 +1,4 @@
-"""Files of one JSON value on each line."""
+"""Read files with one JSON value per line."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 
 T = TypeVar("T")
-#: Of a file, at most; a device or a pipe may never end.
-_MOST_BYTES = 64 << 20
+#: Largest file: a device or a pipe may never end.
+_MAX_BYTES = 64 << 20
 
 
 def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
-    """The values of a file, empty lines left out.
+    """Return the values of a file; empty lines are skipped.
 
-    name: what a line holds, for messages. Raises UsageError that names the file, the line and what is wrong with it.
+    name: the noun for a line's value in messages. Raises UsageError with the file, the line and the fault.
     """
     try:
-        data = read_file(path, _MOST_BYTES)
+        data = read_file(path, _MAX_BYTES)
     except OSError as e:
         raise UsageError(
             f"{path}: cannot be read ({e.strerror}); allowed is a file of lines, each a {name} as JSON"
         ) from e
     lines = data.splitlines()
-    found = []
+    values = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(decode(line, kind))
+            values.append(decode(line, kind))
         except (ValueError, RecursionError) as e:
             raise UsageError(f"{path}, line {number}: no {name}: {e}") from e
-    return tuple(found)
+    return tuple(values)

@@ -1,7 +1,7 @@
-"""The loop: propose, tell duplicates, judge in stages, race, observe; then validate the best.
+"""The search loop: propose, remove duplicates, check in stages, time, observe; then validate the finalists.
 
-Every step that costs, or that could come out otherwise when it is repeated, goes through the log (``log.once``): a run
-that is resumed walks the same way, finds what was logged, and goes on where it ended.
+Every costly or non-deterministic step goes through ``log.replay_or_run``. A resumed run repeats the loop, reads logged
+steps from the log, and continues after the last one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.evolve.event_log import Log
-from greenfast.evolve.finals import Verdict, judged
+from greenfast.evolve.finals import Verdict, validate_finalist
 from greenfast.evolve.gpu_workers import GpuName, GpuWorkers
-from greenfast.evolve.halving import HalvingResult, race
+from greenfast.evolve.halving import HalvingResult, run_halving
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.multi_gpu import CandidateResult, MultiGpuHalving, describe_timing
-from greenfast.evolve.outcomes import duplicate, insight_of, joined, repeated, without_costs
+from greenfast.evolve.outcomes import make_insight, mark_duplicate, mark_repeated, merge_results, without_costs
 from greenfast.evolve.proposal import (
     Candidate,
     Context,
@@ -34,31 +34,34 @@ from greenfast.evolve.proposal import (
     select_best,
 )
 from greenfast.evolve.stages import StageResult, Stages
-from greenfast.evolve.workers import Workers, job
+from greenfast.evolve.workers import Workers, make_job
 from greenfast.judge.request import ProgressListener
 from greenfast.spec.errors import UsageError
 
-#: Of the GPU's budget, what the search may use; the rest is for the whole validation of the finalists.
+#: The search's share of the GPU budget; the rest is for the validation of the finalists.
 SEARCH_SHARE = 0.6
-#: After so many batches in a row without a new kernel the search ends.
+#: The search ends after this many consecutive batches without a new kernel.
 STALE_BATCHES = 8
-#: Of what the screen cuts, the share that goes on as a control.
+#: Share of the candidates below the screen that is timed anyway, as a control.
 CONTROL = 0.1
 
 
 class SearchListener(ProgressListener, Protocol):
-    """Whoever watches a search."""
+    """Callbacks for the progress of a search."""
 
     def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:
-        """A batch has ended."""
+        """Report a finished batch."""
 
     def say(self, text: str) -> None:
-        """What goes on now."""
+        """Report the current step."""
 
 
 @dataclass
 class State:
-    """What a run knows so far. ended: why it does not go on; empty before. gpus: that races spread over, if several."""
+    """The state of a run.
+
+    ended: the reason of its end, empty before. gpus: the GPUs that time candidates, if several.
+    """
 
     gpus: list[GpuName] = field(default_factory=list)
     baseline: Evaluation | None = None
@@ -72,29 +75,32 @@ class State:
 
     @property
     def baseline_hash(self) -> str:
-        """Of its machine code and launches."""
+        """Hash of the baseline's machine code and launches."""
         return self.baseline.hash if self.baseline else ""
 
     @property
     def evaluations(self) -> int:
-        """Kernels that were built and are no duplicates."""
+        """Number of built kernels without duplicates."""
         return sum(e.stage not in ("space", "duplicate") for e in self.history)
 
     @property
     def winner(self) -> tuple[Evaluation, Verdict] | None:
-        """The finalist that passed with the largest lower end of its interval."""
+        """The passed finalist with the largest lower bound of its interval."""
         passed = [pair for pair in self.verdicts if pair[1].decision == "MERGE"]
         return max(passed, key=lambda pair: pair[1].low, default=None)
 
 
 def build_archive(history: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
-    """The best of each cell of behaviour, best first: busiest pipe, shared memory by doublings, registers by 32."""
+    """Return the best evaluation of each cell, best first.
+
+    A cell: busiest pipe, log2 of shared memory, registers / 32.
+    """
     cells: dict[tuple[str, int, int], list[Evaluation]] = {}
     for e in history:
         if e.valid and e.fitness is not None and e.behaviour is not None:
             b = e.behaviour
             cells.setdefault((b.pipe, b.smem_bytes.bit_length(), b.registers // 32), []).append(e)
-    best = [found for members in cells.values() if (found := select_best(members)) is not None]
+    best = [elite for members in cells.values() if (elite := select_best(members)) is not None]
     return tuple(sorted(best, key=lambda e: (e.fitness_kind != "seconds", e.fitness or math.inf)))
 
 
@@ -108,21 +114,21 @@ class Search:
         proposer: Proposer,
         stages: Stages,
         workers: Workers,
-        watcher: SearchListener,
+        listener: SearchListener,
         insights: Sequence[Insight] = (),
-        racers: GpuWorkers | None = None,
+        gpu_workers: GpuWorkers | None = None,
     ) -> None:
-        """insights: measured ones of before, which proposers are told. racers: where there are several GPUs."""
-        self._racers = racers
+        """insights: of earlier runs, for the proposer. gpu_workers: for several GPUs."""
+        self._gpu_workers = gpu_workers
         self.folder, self.manifest, self.state = folder, manifest, State(insights=list(insights))
-        self._proposer, self._stages, self._workers, self._watcher = proposer, stages, workers, watcher
+        self._proposer, self._stages, self._workers, self._listener = proposer, stages, workers, listener
         self._space = msgspec.structs.replace(manifest.space, regions=stages.sources.texts())
 
     def run(self) -> State:
-        """Search until the budget is used, nothing is left to propose, or an error; then validate.
+        """Search until the budget is used or nothing is left to propose; then validate the finalists.
 
-        Raises UsageError where the baseline does not pass, ProposerError, and MachineError; what was found before is in
-        the log.
+        Raises UsageError if the baseline does not pass, ProposerError, and MachineError. Earlier results are in the
+        log.
         """
         log = Log(self.folder)
         try:
@@ -133,23 +139,23 @@ class Search:
 
     def _run(self, log: Log) -> None:
         state, manifest = self.state, self.manifest
-        if log.once("start", (), lambda: manifest.digest) != manifest.digest:
+        if log.replay_or_run("start", (), lambda: manifest.digest) != manifest.digest:
             raise UsageError(
                 f"{self.folder}: its manifest differs from the one that its events were made with; "
                 f"restore it, or begin a new run (it was begun by greenfast {manifest.package_version})"
             )
-        gpus = [] if self._racers is None or log.replaying else list(self._racers.gpus)
-        if gpus or log.next_is("gpus", ()):
-            state.gpus = msgspec.convert(log.once("gpus", (), lambda: gpus), list[GpuName])
+        gpus = [] if self._gpu_workers is None or log.replaying else list(self._gpu_workers.gpus)
+        if gpus or log.is_next("gpus", ()):
+            state.gpus = msgspec.convert(log.replay_or_run("gpus", (), lambda: gpus), list[GpuName])
         exam_seed = random.Random(f"{manifest.seed} exam").randrange(10**7, 10**8)
         state.baseline = self._baseline(log, exam_seed)
         stale = 0
         for number in itertools.count():
             self._count(log)
-            state.ended = self._over(stale)
+            state.ended = self._reason_to_end(stale)
             if state.ended:
                 break
-            evaluations = self._batch(log, number, exam_seed)
+            evaluations = self._run_batch(log, number, exam_seed)
             if not evaluations:
                 state.ended = "the proposer has nothing left to propose"
                 break
@@ -158,16 +164,18 @@ class Search:
             new = any(e.stage not in ("space", "duplicate") for e in evaluations)
             stale = 0 if new else stale + 1
             self._count(log)
-            self._watcher.batch(number, evaluations, state)
-        self._finals(log)
+            self._listener.batch(number, evaluations, state)
+        self._validate_finalists(log)
         self._count(log)
-        log.once("ended", (), lambda: {"why": state.ended, "winner": state.winner[0].hash if state.winner else ""})
+        log.replay_or_run(
+            "ended", (), lambda: {"why": state.ended, "winner": state.winner[0].hash if state.winner else ""}
+        )
 
     def _count(self, log: Log) -> None:
         self.state.gpu_seconds, self.state.seconds = log.gpu_seconds, log.seconds
 
-    def _over(self, stale: int) -> str:
-        """Why the search ends here, or empty."""
+    def _reason_to_end(self, stale: int) -> str:
+        """Return the reason to end the search, or an empty text."""
         state, budget = self.state, self.manifest.budget
         if state.evaluations >= budget.evaluations:
             return f"all {budget.evaluations} evaluations are used"
@@ -180,10 +188,10 @@ class Search:
         return ""
 
     def _baseline(self, log: Log, exam_seed: int) -> Evaluation:
-        built = self._found(log, "baseline built", (), None, "built")
+        built = self._run_stage(log, "baseline built", "built")
         if built.valid:
-            emulated = self._found(log, "baseline emulated", (), None, "emulated", exam_seed)
-            built = joined(built, emulated)
+            emulated = self._run_stage(log, "baseline emulated", "emulated", exam_seed)
+            built = merge_results(built, emulated)
         if not built.valid:
             raise UsageError(f"the baseline does not pass {built.stage}: {built.feedback}")
         name = self.manifest.baseline or self._stages.task.config.defaults.baseline
@@ -197,48 +205,49 @@ class Search:
             behaviour=built.behaviour,
         )
 
-    def _found(self, log: Log, what: str, at: tuple[int, ...], candidate: Candidate | None, *call: Any) -> StageResult:
-        method, *more = call
-        data = log.once(what, at, lambda: next(iter(self._workers.results([job(method, candidate, *more)]))))
+    def _run_stage(self, log: Log, kind: str, method: str, *arguments: Any) -> StageResult:
+        """Run one stage of the baseline, or read its result from the log."""
+        jobs = [make_job(method, None, *arguments)]
+        data = log.replay_or_run(kind, (), lambda: next(iter(self._workers.results(jobs))))
         return msgspec.convert(data, StageResult)
 
-    def _batch(self, log: Log, number: int, exam_seed: int) -> list[Evaluation]:
+    def _run_batch(self, log: Log, number: int, exam_seed: int) -> list[Evaluation]:
         state, manifest = self.state, self.manifest
         left = manifest.budget.evaluations - state.evaluations
         context = self._context(number, min(manifest.batch, left), left)
-        proposed = log.once("proposed", (number,), lambda: self._proposed(context))
-        candidates = msgspec.convert(proposed, list[Candidate])
+        proposal = log.replay_or_run("proposed", (number,), lambda: self._propose(context))
+        candidates = msgspec.convert(proposal, list[Candidate])
         keys = [candidate.key for candidate in candidates]
         earlier = {e.candidate.key: e for e in reversed(state.history)}
         fresh = [n for n, key in enumerate(keys) if key not in earlier and keys.index(key) == n]
-        found = self._all(log, "built", number, candidates, fresh)
-        known = {e.hash: e for e in state.history if e.hash and e.stage != "duplicate"}
-        first: dict[str, int] = {}
-        for n, f in found.items():
-            if f.valid and f.hash not in known and f.hash != state.baseline_hash:
-                first.setdefault(f.hash, n)
-        new = sorted(first.values())
-        emulated = self._all(log, "emulated", number, candidates, new, exam_seed)
-        for n, f in emulated.items():
-            found[n] = joined(found[n], f)
-        right = [n for n in new if found[n].valid]
-        results, cut = self._race(log, number, candidates, found, right)
-        of_batch = {
-            n: self._evaluation(log, number, n, candidates[n], f, results.get(n), n in cut) for n, f in found.items()
+        stage_results = self._run_stages(log, "built", number, candidates, fresh)
+        evaluated_hashes = {e.hash: e for e in state.history if e.hash and e.stage != "duplicate"}
+        first_by_hash: dict[str, int] = {}
+        for n, result in stage_results.items():
+            if result.valid and result.hash not in evaluated_hashes and result.hash != state.baseline_hash:
+                first_by_hash.setdefault(result.hash, n)
+        new = sorted(first_by_hash.values())
+        for n, result in self._run_stages(log, "emulated", number, candidates, new, exam_seed).items():
+            stage_results[n] = merge_results(stage_results[n], result)
+        correct = [n for n in new if stage_results[n].valid]
+        timings, cut = self._time(log, number, candidates, stage_results, correct)
+        by_index = {
+            n: self._evaluation(log, number, n, candidates[n], result, timings.get(n), n in cut)
+            for n, result in stage_results.items()
         }
-        of_hash = known | {of_batch[n].hash: of_batch[n] for n in new}
-        for n, f in found.items():
-            if f.valid and n not in new:
-                of_batch[n] = duplicate(of_batch[n], of_hash.get(f.hash) or state.baseline)
+        by_hash = evaluated_hashes | {by_index[n].hash: by_index[n] for n in new}
+        for n, result in stage_results.items():
+            if result.valid and n not in new:
+                by_index[n] = mark_duplicate(by_index[n], by_hash.get(result.hash) or state.baseline)
         for n, (key, candidate) in enumerate(zip(keys, candidates, strict=True)):
-            if n not in found:
-                of_batch[n] = repeated(candidate, earlier.get(key) or of_batch[keys.index(key)])
-        evaluations = [of_batch[n] for n in range(len(candidates))]
-        log.once("evaluated", (number,), lambda: [without_costs(e) for e in evaluations])
+            if n not in stage_results:
+                by_index[n] = mark_repeated(candidate, earlier.get(key) or by_index[keys.index(key)])
+        evaluations = [by_index[n] for n in range(len(candidates))]
+        log.replay_or_run("evaluated", (number,), lambda: [without_costs(e) for e in evaluations])
         for n, e in enumerate(evaluations):
             if e.stage == "race":
-                what, at, _ = results[n].events[-1]
-                state.insights.append(insight_of(manifest.space, e, log.digest_of(what, at)))
+                kind, event_key, _ = timings[n].events[-1]
+                state.insights.append(make_insight(manifest.space, e, log.get_digest(kind, event_key)))
         return evaluations
 
     def _context(self, number: int, wanted: int, left: int) -> Context:
@@ -256,64 +265,71 @@ class Search:
             gpu_seconds_left=None if budget.gpu_seconds is None else max(0.0, budget.gpu_seconds - state.gpu_seconds),
         )
 
-    def _proposed(self, context: Context) -> list[Candidate]:
-        """What the proposer answers, cut off where it does not end."""
-        self._watcher.say(f"{self.manifest.proposer} proposes")
-        answer = self._proposer.propose(context)
+    def _propose(self, context: Context) -> list[Candidate]:
+        """Return the proposer's candidates, at most ``context.wanted``."""
+        self._listener.say(f"{self.manifest.proposer} proposes")
+        proposal = self._proposer.propose(context)
         try:
-            found = list(itertools.islice(answer, context.wanted))
-            for candidate in found:
+            candidates = list(itertools.islice(proposal, context.wanted))
+            for candidate in candidates:
                 if not isinstance(candidate, Candidate):
                     raise TypeError(f"a {type(candidate).__name__}")
-            if msgspec.json.decode(msgspec.json.encode(found), type=list[Candidate]) != found:
+            if msgspec.json.decode(msgspec.json.encode(candidates), type=list[Candidate]) != candidates:
                 raise ValueError("JSON cannot hold them")
         except (TypeError, ValueError, OverflowError, RecursionError) as e:
             raise ProposerError(f"the proposer {self.manifest.proposer} answered with no candidates: {e}") from e
-        return found
+        return candidates
 
-    def _all(
-        self, log: Log, what: str, number: int, candidates: Sequence[Candidate], which: Iterable[int], *more: Any
+    def _run_stages(
+        self, log: Log, stage: str, number: int, candidates: Sequence[Candidate], indices: Iterable[int], *more: Any
     ) -> dict[int, StageResult]:
-        """A stage for several candidates, of which the first ones may be in the log."""
-        which = list(which)
-        places = [(number, n) for n in which]
-        jobs = [job(what, candidates[n], *more) for n in which[log.pending(what, places) :]]
-        results = iter(self._workers.results(jobs))
-        found: dict[int, StageResult] = {}
-        for n, at in zip(which, places, strict=True):
-            self._watcher.say(f"batch {number + 1}: {what} {len(found) + 1} of {len(which)}")
-            found[n] = msgspec.convert(log.once(what, at, lambda: next(results)), StageResult)
-        return found
+        """Run a stage for several candidates; return results by index. The first ones may be in the log."""
+        indices = list(indices)
+        event_keys = [(number, n) for n in indices]
+        jobs = [make_job(stage, candidates[n], *more) for n in indices[log.count_pending(stage, event_keys) :]]
+        worker_results = iter(self._workers.results(jobs))
+        results: dict[int, StageResult] = {}
+        for n, event_key in zip(indices, event_keys, strict=True):
+            self._listener.say(f"batch {number + 1}: {stage} {len(results) + 1} of {len(indices)}")
+            data = log.replay_or_run(stage, event_key, lambda: next(worker_results))
+            results[n] = msgspec.convert(data, StageResult)
+        return results
 
-    def _race(
-        self, log: Log, number: int, candidates: Sequence[Candidate], found: dict[int, StageResult], right: list[int]
+    def _time(
+        self,
+        log: Log,
+        number: int,
+        candidates: Sequence[Candidate],
+        stage_results: Mapping[int, StageResult],
+        correct: list[int],
     ) -> tuple[dict[int, CandidateResult], set[int]]:
-        """What the race found, and who was cut by the screen before it."""
-        kept = right
-        if self.manifest.screen < 1 and len(right) > 1:
-            order = sorted(right, key=lambda n: found[n].estimate or math.inf)
-            count = math.ceil(self.manifest.screen * len(order))
-            rest = order[count:]
+        """Screen the correct candidates by their estimates, and time the others on the GPUs.
+
+        Return timings by index, and the indices that the screen cut.
+        """
+        selected = correct
+        if self.manifest.screen < 1 and len(correct) > 1:
+            ranked = sorted(correct, key=lambda n: stage_results[n].estimate or math.inf)
+            count = math.ceil(self.manifest.screen * len(ranked))
+            below = ranked[count:]
             rng = random.Random(f"{self.manifest.seed} screen {number}")
-            kept = sorted([*order[:count], *rng.sample(rest, math.ceil(CONTROL * len(rest)))])
-        cut = set(right) - set(kept)
-        if not kept:
+            selected = sorted([*ranked[:count], *rng.sample(below, math.ceil(CONTROL * len(below)))])
+        cut = set(correct) - set(selected)
+        if not selected:
             return {}, cut
         if self.state.gpus:
-            heats = MultiGpuHalving(log, self.state.gpus, self._racers, self.manifest.seed, self._watcher.say)
-            results, baseline_us = heats.run(number, candidates, kept)
+            halving = MultiGpuHalving(log, self.state.gpus, self._gpu_workers, self.manifest.seed, self._listener.say)
+            results, baseline_us = halving.run(number, candidates, selected)
             self.state.baseline_us = self.state.baseline_us or sum(baseline_us.values())
             return results, cut
-        event = ("raced", (number,), len(kept))
-        if self._stages.gpu is None and not log.next_is(*event[:2]):
+        event = ("raced", (number,), len(selected))
+        if self._stages.gpu is None and not log.is_next(*event[:2]):
             return {}, cut
         seed = random.Random(f"{self.manifest.seed} race {number}").getrandbits(53)
-        run: Callable[[], HalvingResult] = lambda: race(  # noqa: E731
-            self._stages, [candidates[n] for n in kept], seed, self._watcher.say
-        )
-        found_race = msgspec.convert(log.once("raced", (number,), run, on_gpu=True), HalvingResult)
-        self.state.baseline_us = self.state.baseline_us or sum(found_race.baseline_us.values())
-        return {n: describe_timing(raced, event) for n, raced in zip(kept, found_race.raced, strict=True)}, cut
+        run = functools.partial(run_halving, self._stages, [candidates[n] for n in selected], seed, self._listener.say)
+        batch_timing = msgspec.convert(log.replay_or_run("raced", (number,), run, on_gpu=True), HalvingResult)
+        self.state.baseline_us = self.state.baseline_us or sum(batch_timing.baseline_us.values())
+        return {n: describe_timing(t, event) for n, t in zip(selected, batch_timing.raced, strict=True)}, cut
 
     def _evaluation(
         self,
@@ -321,54 +337,58 @@ class Search:
         batch: int,
         n: int,
         candidate: Candidate,
-        f: StageResult,
-        raced: CandidateResult | None,
+        result: StageResult,
+        timing: CandidateResult | None,
         cut: bool,
     ) -> Evaluation:
-        """All that was found out about one candidate."""
-        costs = [log.cost_of(what, (batch, n)) for what in ("built", "emulated")]
-        gpu = sum(log.cost_of(what, at).gpu_seconds / sharing for what, at, sharing in raced.events) if raced else 0.0
+        """Combine the stage results, the timing and the costs of one candidate. cut: by the screen."""
+        costs = [log.get_cost(kind, (batch, n)) for kind in ("built", "emulated")]
+        gpu = (
+            sum(log.get_cost(kind, key).gpu_seconds / shared for kind, key, shared in timing.events) if timing else 0.0
+        )
         evaluation = Evaluation(
             candidate=candidate,
-            hash=f.hash,
-            stage="screen" if cut else f.stage,
-            valid=f.valid,
-            fitness=f.estimate if f.valid else None,
-            fitness_kind="estimate" if f.valid and f.estimate else "",
-            behaviour=f.behaviour,
-            feedback="the counts let others through" if cut else f.feedback,
+            hash=result.hash,
+            stage="screen" if cut else result.stage,
+            valid=result.valid,
+            fitness=result.estimate if result.valid else None,
+            fitness_kind="estimate" if result.valid and result.estimate else "",
+            behaviour=result.behaviour,
+            feedback="the counts let others through" if cut else result.feedback,
             cost_seconds=round(sum(cost.seconds for cost in costs) + gpu, 3),
             gpu_seconds=round(gpu, 3),
         )
-        if raced is None:
+        if timing is None:
             return evaluation
-        changes: dict[str, Any] = {"stage": raced.stage, "fitness": None, "fitness_kind": "", "feedback": raced.said}
-        if raced.speedup:
-            seconds = self.state.baseline_us / raced.speedup * 1e-6
+        changes: dict[str, Any] = {"stage": timing.stage, "fitness": None, "fitness_kind": "", "feedback": timing.text}
+        if timing.speedup:
+            seconds = self.state.baseline_us / timing.speedup * 1e-6
             changes |= {"fitness": round(seconds, 12), "fitness_kind": "seconds"}
         else:
             changes["valid"] = False
         return msgspec.structs.replace(evaluation, **changes)
 
-    def _finals(self, log: Log) -> None:
-        """The whole validation of the best, as far as the GPU's budget goes."""
+    def _validate_finalists(self, log: Log) -> None:
+        """Validate the fastest candidates, within the budget of GPU seconds."""
         state, manifest = self.state, self.manifest
-        if self._stages.gpu is None and not log.next_is("validated", (0,)):
+        if self._stages.gpu is None and not log.is_next("validated", (0,)):
             return
-        timed = sorted((e for e in state.history if _faster(e, state)), key=lambda e: e.fitness or math.inf)
-        finalists = timed[: manifest.finalists]
+        faster = sorted((e for e in state.history if _is_faster(e, state)), key=lambda e: e.fitness or math.inf)
+        finalists = faster[: manifest.finalists]
         for n, e in enumerate(finalists):
             self._count(log)
             if manifest.budget.gpu_seconds is not None and state.gpu_seconds >= manifest.budget.gpu_seconds:
                 state.ended += f"; the GPU's budget did not reach finalist {n + 1} of {len(finalists)}"
                 break
-            self._watcher.say(f"finalist {n + 1} of {len(finalists)}: the whole validation")
-            run = functools.partial(judged, self._stages, e.candidate, len(finalists), self.folder, self._watcher)
-            data = log.once("validated", (n,), run, on_gpu=True)
+            self._listener.say(f"finalist {n + 1} of {len(finalists)}: the whole validation")
+            run = functools.partial(
+                validate_finalist, self._stages, e.candidate, len(finalists), self.folder, self._listener
+            )
+            data = log.replay_or_run("validated", (n,), run, on_gpu=True)
             state.verdicts.append((e, msgspec.convert(data, Verdict)))
 
 
-def _faster(e: Evaluation, state: State) -> bool:
-    """Whether a race found it faster than the baseline at all."""
+def _is_faster(e: Evaluation, state: State) -> bool:
+    """Return whether an evaluation was timed and is faster than the baseline."""
     measured = e.valid and e.stage == "race" and e.fitness_kind == "seconds" and e.fitness is not None
     return bool(measured and e.fitness is not None and e.fitness * 1e6 < state.baseline_us)

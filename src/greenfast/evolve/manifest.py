@@ -1,4 +1,4 @@
-"""What a run is asked to do, kept in its folder so that it can be resumed and repeated."""
+"""The settings of a run, stored in its folder so that it can be resumed and repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class SearchBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run may use. evaluations: candidates that are built and are no duplicates. seconds: of GPUs, of time."""
+    """The limits of a run.
+
+    evaluations: built candidates without duplicates. gpu_seconds: GPU time. seconds: total time.
+    """
 
     evaluations: Count = 64
     gpu_seconds: float | None = None
@@ -30,12 +33,12 @@ class SearchBudget(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a run.
 
-    task: its folder. space_folder: where its space was read, for a solution's path. baseline: a rung, toggles, or the
-    path of a solution. shapes: that are raced. small: that the emulator runs. seeds: of the inputs of both; the whole
-    validation draws its own. device: as ``--device``. batch: candidates that are proposed at a time. screen: the share
-    of a batch that the counts let through, 1 for all. finalists: that are validated. confidence: of all verdicts of
-    them together. seed: of the search. options: of the proposer. sources: the digest of what candidates are made from.
-    untimed: why no candidate is timed, and what takes the place of times; empty if a GPU times them.
+    task: the task's folder. space_folder: folder of the space's file; a solution's path is relative to it. baseline: a
+    rung, toggles, or the path of a solution. shapes: timed on the GPU. small: run on the emulator. seeds: of the inputs
+    of both; the validation of finalists draws its own. device: as ``--device``. batch: candidates per proposal.
+    screen: share of a batch that passes the screen by counts, 1 for all. finalists: how many are validated.
+    confidence: of all verdicts together. seed: of the search. options: of the proposer. sources: digest of the files
+    that candidates are made from. untimed: why no candidate is timed and what replaces times; empty with a GPU.
     """
 
     version: Literal[1] = 1
@@ -70,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of what decides the run: 16 hexadecimal digits. Not of the budget, which may grow, nor of where and when."""
+        """16 hexadecimal digits over the settings that determine the run; without budget, paths, dates and versions."""
         left_out = (
             "created",
             "budget",
@@ -88,12 +91,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it into a run's folder. Raises MachineError where that cannot be done."""
+    """Write the manifest into a run's folder. Raises MachineError if it cannot be written."""
     write_whole(folder / MANIFEST, to_json(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a run's folder. Raises UsageError for a folder that is no run."""
+    """Read the manifest of a run's folder. Raises UsageError for any other folder."""
     if not (folder / MANIFEST).is_file():
         raise UsageError(f"{folder}: no run of `greenfast evolve`; it has no {MANIFEST}")
     manifest: Manifest = read_json(folder / MANIFEST, Manifest, "manifest of a search")
@@ -105,8 +108,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 
 
 def read_budget(text: str) -> SearchBudget:
-    """``gpu=12m,evals=256,time=1h``, each part optional. Raises UsageError for anything else."""
-    found: dict[str, float | int] = {}
+    """Parse ``gpu=12m,evals=256,time=1h``, each part optional. Raises UsageError for any other text."""
+    limits: dict[str, float | int] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
         duration = _DURATION.fullmatch(value)
@@ -117,10 +120,10 @@ def read_budget(text: str) -> SearchBudget:
             key, amount = {"gpu": "gpu_seconds", "time": "seconds"}[name], float(duration[1]) * _UNITS[duration[2]]
         else:
             raise UsageError(f"--budget {part!r}: allowed are evals=256, gpu=12m and time=1h, with s, m or h")
-        if key in found:
+        if key in limits:
             raise UsageError(f"--budget: {name} is given twice")
-        found[key] = amount
+        limits[key] = amount
     try:
-        return msgspec.convert(found, SearchBudget)
+        return msgspec.convert(limits, SearchBudget)
     except msgspec.ValidationError as e:
         raise UsageError(f"--budget {text!r}: {e}") from None

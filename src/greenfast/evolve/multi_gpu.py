@@ -1,9 +1,9 @@
-"""A batch's race on several GPUs: a heat on each, then a final between their winners on the first.
+"""Time a batch on several GPUs: a round on each GPU, then a final round between the winners on the first GPU.
 
-A heat is a whole race with its own baseline, and only speedups leave it: GPUs of one kind differ by some per cent in
-time, and less in the ratio of two kernels' times. The final puts the heats on one scale: a winner has the speedup that
-it had there, and the others of its heat keep their ratio to it. A GPU that is lost costs its candidates one more try on
-another one.
+A round is a whole successive halving with its own baseline. Only its speedups are used: GPUs of one model differ by
+some per cent in time, and less in the ratio of two kernels' times. The final rescales the rounds: a winner gets its
+speedup from the final, and the other candidates of its round keep their ratio to it. If a GPU is lost, its candidates
+are timed once more on another GPU.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from dataclasses import dataclass
 import msgspec
 
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.event_log import Log
-from greenfast.evolve.gpu_workers import GpuName, GpuWorkers
+from greenfast.evolve.event_log import EventKey, Log
+from greenfast.evolve.gpu_workers import GpuName, GpuWorkers, TimedHalving
 from greenfast.evolve.halving import CandidateTiming, HalvingResult
 from greenfast.evolve.proposal import Candidate
 from greenfast.spec.errors import MachineError
 
 _TRIES = 2
-Place = tuple[int, ...]
 
 
 class GpuRound(msgspec.Struct, frozen=True, kw_only=True):
-    """A race on one of several GPUs.
+    """A round on one of several GPUs.
 
-    gpu: its name. candidates: their places in the batch. race: what it found of them; None where the GPU was lost, and
-    ``lost`` says how.
+    gpu: name of the GPU. candidates: indices in the batch. race: the timings; None if the GPU was lost. lost: the
+    error.
     """
 
     gpu: str
@@ -42,169 +41,179 @@ class GpuRound(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What a batch's race found of one candidate.
+    """The result of timing one candidate of a batch.
 
-    speedup: by which candidates are ranked; 0 where something was wrong. said: the same in words, or what was wrong.
-    events: those of the log that it is from, each with the number of candidates in it; the last one decided.
+    speedup: the rank among candidates; 0 after a failure. text: the speedup in words, or the failure. events: the log
+    events it was computed from, each with its number of candidates; the last event decides.
     """
 
     speedup: float
-    said: str
+    text: str
     stage: str
-    events: tuple[tuple[str, Place, int], ...]
+    events: tuple[tuple[str, EventKey, int], ...]
 
 
-def describe_timing(raced: CandidateTiming, event: tuple[str, Place, int]) -> CandidateResult:
-    """Of a race that is the only one."""
-    said = f"{raced.speedup:.3f}x the baseline's speed in a race of {raced.rounds} round(s)"
-    return CandidateResult(raced.speedup, raced.why or said, raced.stage, (event,))
+def describe_timing(timing: CandidateTiming, event: tuple[str, EventKey, int]) -> CandidateResult:
+    """Make the result of a candidate that was timed in one round."""
+    text = f"{timing.speedup:.3f}x the baseline's speed in a race of {timing.rounds} round(s)"
+    return CandidateResult(timing.speedup, timing.why or text, timing.stage, (event,))
 
 
 class MultiGpuHalving:
-    """The races of one run."""
+    """Times the batches of one run on several GPUs."""
 
     def __init__(
-        self, log: Log, gpus: Sequence[GpuName], racers: GpuWorkers | None, seed: int, say: Callable[[str], None]
+        self,
+        log: Log,
+        gpus: Sequence[GpuName],
+        workers: GpuWorkers | None,
+        seed: int,
+        report: Callable[[str], None],
     ) -> None:
-        """gpus: of the log. racers: None where there are none here, so that what is in the log can be read only."""
-        self._log, self._gpus, self._racers, self._seed, self._say = log, gpus, racers, seed, say
+        """gpus: as in the log. workers: None without GPUs; then only rounds in the log can be read."""
+        self._log, self._gpus, self._workers, self._seed, self._report = log, gpus, workers, seed, report
 
     def run(
-        self, number: int, candidates: Sequence[Candidate], kept: Sequence[int]
+        self, number: int, candidates: Sequence[Candidate], selected: Sequence[int]
     ) -> tuple[dict[int, CandidateResult], dict[str, float]]:
-        """Results by place in the batch, and the baseline's times by shape on the GPU that had the last word.
+        """Return results by index in the batch, and the baseline's times by shape on the GPU of the deciding round.
 
-        kept: the places of those who race. Raises MachineError where the GPUs of the log are not here, and WorkerError
-        where all of them are lost.
+        selected: indices of the candidates to time. Raises MachineError if this machine lacks the GPUs of the log, and
+        WorkerError if all GPUs are lost.
         """
-        # drawn: with parameters in a proposer's order, one GPU would have all that share a value
-        waiting = random.Random(f"{self._seed} deal {number}").sample(kept, len(kept))
+        # Shuffled: in a proposer's order one GPU could get all candidates that share a value.
+        waiting = random.Random(f"{self._seed} deal {number}").sample(selected, len(selected))
         usable = list(range(len(self._gpus)))
-        ran: dict[Place, GpuRound] = {}
+        finished: dict[EventKey, GpuRound] = {}
         lost: dict[int, CandidateResult] = {}
         for attempt in range(_TRIES):
-            fields = {p: sorted(waiting[n :: len(usable)]) for n, p in enumerate(usable[: len(waiting)])}
-            at: dict[int, Place] = {p: (number, attempt, p) for p in fields}
-            spare = bool(ran) or len(usable) > len(fields)
-            heats = self._heats("raced", at, fields, candidates, spare)
-            ran |= {at[p]: heat for p, heat in heats.items() if heat.race is not None}
-            usable = [p for p in usable if p not in heats or heats[p].race is not None]
-            failed = {at[p]: heat for p, heat in heats.items() if heat.race is None}
-            waiting = [n for heat in failed.values() for n in heat.candidates]
-            for place, heat in failed.items():
-                said = f"the GPU that it raced on was lost, {_TRIES} times: {heat.lost}"
-                event = ("raced", place, len(heat.candidates))
-                lost |= {n: CandidateResult(0.0, said, "race", (event,)) for n in heat.candidates}
+            shares = {slot: sorted(waiting[n :: len(usable)]) for n, slot in enumerate(usable[: len(waiting)])}
+            keys: dict[int, EventKey] = {slot: (number, attempt, slot) for slot in shares}
+            other_gpu_works = bool(finished) or len(usable) > len(shares)
+            rounds = self._run_rounds("raced", keys, shares, candidates, other_gpu_works)
+            finished |= {keys[slot]: r for slot, r in rounds.items() if r.race is not None}
+            usable = [slot for slot in usable if slot not in rounds or rounds[slot].race is not None]
+            failed = {keys[slot]: r for slot, r in rounds.items() if r.race is None}
+            waiting = [n for r in failed.values() for n in r.candidates]
+            for key, r in failed.items():
+                text = f"the GPU that it raced on was lost, {_TRIES} times: {r.lost}"
+                event = ("raced", key, len(r.candidates))
+                lost |= {n: CandidateResult(0.0, text, "race", (event,)) for n in r.candidates}
             if not waiting:
                 break
         results = {n: lost[n] for n in waiting}
-        winners = {place: winner for place, heat in ran.items() if (winner := _winner(heat)) is not None}
+        winners = {key: winner for key, r in finished.items() if (winner := _find_winner(r)) is not None}
         final = None
         if len(winners) > 1:
-            first = min(place[-1] for place in ran)
-            final = self._heats("final", {first: (number,)}, {first: sorted(winners.values())}, candidates, True)[first]
-        for place, heat in ran.items():
-            results |= _results(place, heat, winners.get(place), number, final)
-        deciding = [heat.race for heat in (final, *ran.values()) if heat is not None and heat.race is not None]
+            first = min(key[-1] for key in finished)
+            shares = {first: sorted(winners.values())}
+            final = self._run_rounds("final", {first: (number,)}, shares, candidates, True)[first]
+        for key, r in finished.items():
+            results |= _rescale(key, r, winners.get(key), number, final)
+        deciding = [r.race for r in (final, *finished.values()) if r is not None and r.race is not None]
         return results, dict(deciding[0].baseline_us) if deciding else {}
 
-    def _heats(
+    def _run_rounds(
         self,
-        what: str,
-        at: Mapping[int, Place],
-        fields: Mapping[int, list[int]],
+        kind: str,
+        keys: Mapping[int, EventKey],
+        shares: Mapping[int, list[int]],
         candidates: Sequence[Candidate],
-        spare: bool,
+        other_gpu_works: bool,
     ) -> dict[int, GpuRound]:
-        """Heats at once, by the place of their GPU; the first ones may be in the log.
+        """Run rounds at the same time; return them by GPU slot. The first ones may be in the log.
 
-        spare: whether another GPU is known to work; else it is an error, and no event, that all of these are lost.
+        kind: of their events. shares: indices of each GPU's candidates. other_gpu_works: if False, the loss of all
+        these GPUs raises WorkerError and is not logged.
         """
-        asked = list(fields)[self._log.pending(what, list(at.values())) :]
-        run = functools.cache(self._started(asked, at, fields, candidates))
-        heats: dict[int, GpuRound] = {}
+        slots = list(shares)[self._log.count_pending(kind, list(keys.values())) :]
+        wait = functools.cache(self._start_rounds(slots, keys, shares, candidates))
+        rounds: dict[int, GpuRound] = {}
 
-        def make(place: int) -> GpuRound:
-            heat, _ = run(place)
-            others = [*heats.values(), *(run(p)[0] for p in asked if heat.race is None)]
-            if not spare and all(other.race is None for other in (heat, *others)):
-                raise WorkerError(f"no GPU is left to race on: {heat.lost}")
-            return heat
+        def make(slot: int) -> GpuRound:
+            gpu_round, _ = wait(slot)
+            others = [*rounds.values(), *(wait(s)[0] for s in slots if gpu_round.race is None)]
+            if not other_gpu_works and all(other.race is None for other in (gpu_round, *others)):
+                raise WorkerError(f"no GPU is left to race on: {gpu_round.lost}")
+            return gpu_round
 
-        def seconds(place: int) -> float:
-            return run(place)[1]
+        def seconds(slot: int) -> float:
+            return wait(slot)[1]
 
-        for place, event in at.items():
-            of_heat = functools.partial(make, place)
-            data = self._log.once(what, event, of_heat, on_gpu=functools.partial(seconds, place))
-            heats[place] = msgspec.convert(data, GpuRound)
-        return heats
+        for slot, key in keys.items():
+            data = self._log.replay_or_run(
+                kind, key, functools.partial(make, slot), on_gpu=functools.partial(seconds, slot)
+            )
+            rounds[slot] = msgspec.convert(data, GpuRound)
+        return rounds
 
-    def _started(
+    def _start_rounds(
         self,
-        asked: Sequence[int],
-        at: Mapping[int, Place],
-        fields: Mapping[int, list[int]],
+        slots: Sequence[int],
+        keys: Mapping[int, EventKey],
+        shares: Mapping[int, list[int]],
         candidates: Sequence[Candidate],
     ) -> Callable[[int], tuple[GpuRound, float]]:
-        """Begin the heats that are asked for; gives what waits for one of them, and its seconds."""
-        racers = self._racers
-        if asked and (racers is None or [gpu.kind for gpu in racers.gpus] != [gpu.kind for gpu in self._gpus]):
+        """Start the rounds of these GPUs; return a function that waits for one of them and returns its seconds too."""
+        workers = self._workers
+        if slots and (workers is None or [gpu.kind for gpu in workers.gpus] != [gpu.kind for gpu in self._gpus]):
             names = ", ".join(f"{gpu.name}: {gpu.kind}" for gpu in self._gpus)
             raise MachineError(f"this search races on the GPUs that it began with ({names}), and they are not here")
-        waits: dict[int, Callable[[], tuple[HalvingResult, float]]] = {}
-        for place in asked:
-            seed = random.Random(f"{self._seed} race {at[place]}").getrandbits(53)
-            assert racers is not None
-            waits[place] = racers.start(place, [candidates[n] for n in fields[place]], seed)
-            self._say(f"races on GPU {', '.join(self._gpus[p].name for p in waits)}")
+        waits: dict[int, Callable[[], TimedHalving]] = {}
+        for slot in slots:
+            seed = random.Random(f"{self._seed} race {keys[slot]}").getrandbits(53)
+            assert workers is not None
+            waits[slot] = workers.start(slot, [candidates[n] for n in shares[slot]], seed)
+            self._report(f"races on GPU {', '.join(self._gpus[s].name for s in waits)}")
         start = time.perf_counter()
 
-        def run(place: int) -> tuple[GpuRound, float]:
-            gpu, which = self._gpus[place].name, fields[place]
+        def wait(slot: int) -> tuple[GpuRound, float]:
+            gpu, share = self._gpus[slot].name, shares[slot]
             try:
-                found, seconds = waits[place]()
+                result, seconds = waits[slot]()
             except WorkerError as e:
-                return GpuRound(gpu=gpu, candidates=which, lost=str(e)), time.perf_counter() - start
-            return GpuRound(gpu=gpu, candidates=which, race=found), seconds
+                return GpuRound(gpu=gpu, candidates=share, lost=str(e)), time.perf_counter() - start
+            return GpuRound(gpu=gpu, candidates=share, race=result), seconds
 
-        return run
-
-
-def _winner(heat: GpuRound) -> int | None:
-    """Who was fastest; None where nobody was right."""
-    right = _right(heat)
-    return max(right, key=lambda n: right[n].speedup, default=None)
+        return wait
 
 
-def _right(heat: GpuRound | None) -> dict[int, CandidateTiming]:
-    if heat is None or heat.race is None:
+def _find_winner(gpu_round: GpuRound) -> int | None:
+    """Return the index of the fastest candidate; None if none is correct."""
+    timings = _correct_timings(gpu_round)
+    return max(timings, key=lambda n: timings[n].speedup, default=None)
+
+
+def _correct_timings(gpu_round: GpuRound | None) -> dict[int, CandidateTiming]:
+    if gpu_round is None or gpu_round.race is None:
         return {}
-    return {n: raced for n, raced in zip(heat.candidates, heat.race.raced, strict=True) if not raced.why}
+    return {n: t for n, t in zip(gpu_round.candidates, gpu_round.race.raced, strict=True) if not t.why}
 
 
-def _results(
-    place: Place, heat: GpuRound, winner: int | None, number: int, final: GpuRound | None
+def _rescale(
+    key: EventKey, gpu_round: GpuRound, winner: int | None, number: int, final: GpuRound | None
 ) -> dict[int, CandidateResult]:
-    """Of all who were in a heat that ran."""
-    assert heat.race is not None
-    event = ("raced", place, len(heat.candidates))
-    decided = _right(final).get(-1 if winner is None else winner)
-    scale = decided.speedup / _right(heat)[winner].speedup if decided is not None and winner is not None else 1.0
-    found = {}
-    for n, raced in zip(heat.candidates, heat.race.raced, strict=True):
-        plain = describe_timing(raced, event)
-        if raced.why:
-            found[n] = plain
+    """Return the results of a finished round, with speedups on the scale of the final."""
+    assert gpu_round.race is not None
+    event = ("raced", key, len(gpu_round.candidates))
+    final_timing = _correct_timings(final).get(-1 if winner is None else winner)
+    scale = 1.0
+    if final_timing is not None and winner is not None:
+        scale = final_timing.speedup / _correct_timings(gpu_round)[winner].speedup
+    results = {}
+    for n, timing in zip(gpu_round.candidates, gpu_round.race.raced, strict=True):
+        result = describe_timing(timing, event)
+        if timing.why:
+            results[n] = result
             continue
-        said = f"{plain.said} on GPU {heat.gpu}"
+        text = f"{result.text} on GPU {gpu_round.gpu}"
         if n == winner and final is not None and final.race is not None:
             last = final.race.raced[final.candidates.index(n)]
-            of_final = describe_timing(last, ("final", (number,), len(final.candidates)))
-            said = f"{of_final.said} in the final on GPU {final.gpu}; before it, {said}"
-            found[n] = CandidateResult(last.speedup, said, last.stage, (event, *of_final.events))
+            final_result = describe_timing(last, ("final", (number,), len(final.candidates)))
+            text = f"{final_result.text} in the final on GPU {final.gpu}; before it, {text}"
+            results[n] = CandidateResult(last.speedup, text, last.stage, (event, *final_result.events))
             continue
-        if decided is not None and final is not None:
-            said += f", {raced.speedup * scale:.3f}x on the scale of the final on GPU {final.gpu}"
-        found[n] = CandidateResult(raced.speedup * scale, said, plain.stage, plain.events)
-    return found
+        if final_timing is not None and final is not None:
+            text += f", {timing.speedup * scale:.3f}x on the scale of the final on GPU {final.gpu}"
+        results[n] = CandidateResult(timing.speedup * scale, text, result.stage, result.events)
+    return results

@@ -1,4 +1,4 @@
-"""What stages found, put together: of one kernel, of equal ones, and as an insight."""
+"""Combine stage results: of one kernel, of duplicates, and as an insight."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from greenfast.evolve.space import Space
 from greenfast.evolve.stages import StageResult
 
 
-def joined(built: StageResult, later: StageResult) -> StageResult:
-    """What two stages found of one kernel."""
+def merge_results(built: StageResult, later: StageResult) -> StageResult:
+    """Merge the results of two stages of one kernel."""
     behaviour = built.behaviour
     if behaviour is not None and later.behaviour is not None:
         behaviour = msgspec.structs.replace(behaviour, pipe=later.behaviour.pipe)
     return msgspec.structs.replace(later, hash=built.hash, behaviour=behaviour)
 
 
-def duplicate(e: Evaluation, first: Evaluation | None) -> Evaluation:
-    """The same machine code and launches as another's, whose fitness it is given."""
+def mark_duplicate(e: Evaluation, first: Evaluation | None) -> Evaluation:
+    """Mark an evaluation as a duplicate: same machine code and launches as ``first``; copy that fitness."""
     if first is None:
         return e
     other = first.candidate.key if first.candidate.parameters or first.candidate.edits else "the baseline"
-    return _given(e, first, f"the same machine code and launches as {other}")
+    return _copy_result(e, first, f"the same machine code and launches as {other}")
 
 
-def repeated(candidate: Candidate, first: Evaluation) -> Evaluation:
-    """Of a candidate with the parameters and edits of an earlier one: nothing is done for it."""
-    return _given(Evaluation(candidate=candidate, stage="duplicate", valid=first.valid), first, "proposed before")
+def mark_repeated(candidate: Candidate, first: Evaluation) -> Evaluation:
+    """Make the evaluation of a candidate with the parameters and edits of an earlier one, without building it."""
+    return _copy_result(Evaluation(candidate=candidate, stage="duplicate", valid=first.valid), first, "proposed before")
 
 
-def _given(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
+def _copy_result(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
     return msgspec.structs.replace(
         e,
         hash=first.hash,
@@ -43,8 +43,8 @@ def _given(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
     )
 
 
-def insight_of(space: Space, e: Evaluation, record: str) -> Insight:
-    """What a race showed of a candidate. record: the digest of the event that says so."""
+def make_insight(space: Space, e: Evaluation, record: str) -> Insight:
+    """Make the insight of a timed candidate. record: digest of the log event with the timing."""
     c = e.candidate
     settings = space.shown(c.parameters)
     edits = ", ".join(f"edit of {edit.region}" for edit in c.edits)
@@ -53,5 +53,5 @@ def insight_of(space: Space, e: Evaluation, record: str) -> Insight:
 
 
 def without_costs(e: Evaluation) -> Evaluation:
-    """What is logged of it: times differ when a run is repeated."""
+    """Return the evaluation without costs, for the log: times differ between repeated runs."""
     return msgspec.structs.replace(e, cost_seconds=0.0, gpu_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Processes of this machine that a search hands work to, and that end with it."""
+"""A pool of processes on this machine for a search."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class ProcessPool:
-    """Processes that call ``start(*arguments)`` first, and then what is submitted, each one call at a time.
+    """Processes that call ``start(*arguments)`` and then the submitted functions, one call at a time per process.
 
-    Each starts with its first call. The pool ends as soon as one of its processes does: every call without a result
-    then raises BrokenProcessPool. ``concurrent.futures`` has such a pool, but its processes import modules of the
-    current folder.
+    A process starts with its first call. The pool ends when one of its processes ends; each call without a result then
+    raises BrokenProcessPool. The processes of ``concurrent.futures`` would import modules of the current folder.
     """
 
     def __init__(self, count: int, start: Callable[..., None], *arguments: object) -> None:
@@ -46,7 +45,7 @@ class ProcessPool:
         return future
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes, including running calls."""
         with self._lock:
             if self._ended:
                 return
@@ -93,12 +92,12 @@ class ProcessPool:
 
 
 def _serve(connection: Connection, start: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    """Run in a process of a pool: answer calls until the pipe closes."""
+    """Answer calls in a process of a pool until the pipe closes."""
     start(*arguments)
     while True:
-        call, given = connection.recv()
+        call, arguments = connection.recv()
         try:
-            answer = True, call(*given)
+            answer = True, call(*arguments)
         except Exception as e:
             answer = False, e
         connection.send(answer)

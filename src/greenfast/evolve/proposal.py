@@ -1,10 +1,11 @@
-"""What passes between the loop and a proposer: candidates one way, their evaluations the other.
+"""The data between the search loop and a proposer: candidates and their evaluations.
 
 ``greenfast.evolve.proposers.make_proposer(name, options)`` makes a proposer by its name on the command line; options
 are texts, such as {"islands": "4", "model": "replay:answers"}.
 
-A proposer keeps no state that ``observe`` does not give it, and takes all its chance from ``Context.rng``: a run that
-is resumed makes a new proposer, hands it every past batch of evaluations in order, and goes on with ``propose``.
+A proposer's state depends only on the evaluations passed to ``observe``, and its random numbers come from
+``Context.rng``. A resumed run makes a new proposer, passes it all past batches in order, and continues with
+``propose``.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ import msgspec
 from greenfast.evolve.space import Space, Value
 from greenfast.spec.errors import MachineError
 
-#: Where an evaluation can end, in order. ``space``: it is not in the space; ``duplicate``: the same machine code and
-#: launches as an earlier candidate's, whose fitness it is given; then the judge's gates, the screen by counts, the race
-#: on the GPU and the whole validation.
+#: The stages at which an evaluation can end, in order. ``space``: not in the space. ``duplicate``: same machine code
+#: and launches as an earlier candidate; its fitness is copied. Then the judge's gates, the screen by counts, the timing
+#: on the GPU (``race``) and the validation of the finalists.
 Stage = Literal["space", "duplicate", "BUILD", "RESOURCES", "CORRECTNESS", "screen", "race", "validate"]
-#: ``seconds`` are measured on a GPU; an ``estimate`` is from counts and is no speed; ``""``: there is no fitness.
+#: ``seconds``: measured on a GPU. ``estimate``: computed from counts, not a speed. ``""``: no fitness.
 FitnessKind = Literal["seconds", "estimate", ""]
 
 
 class ProposerError(MachineError):
-    """A proposer could not answer now: an endpoint that is down, an answer without a candidate. The run can resume."""
+    """A proposer has no answer now: its endpoint is down, or the answer has no candidate. The run can be resumed."""
 
 
 class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The new text of one of the space's named regions of source."""
+    """The new text of a named source region of the space."""
 
     region: str
     text: str
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is proposed.
+    """A proposal.
 
-    parameters: those that differ from their defaults at least; the rest is filled in. rationale: why. prediction: what
-    it should change, and by how much. parents: keys of the candidates that it was made from. origin: what of the
-    proposer made it, such as an island; for the proposer's own use.
+    parameters: at least those that differ from their defaults. rationale: the reason. prediction: the expected change
+    and its size. parents: keys of the candidates it was made from. origin: for the proposer's own use, such as an
+    island.
     """
 
     parameters: dict[str, Value]
@@ -55,16 +56,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def key(self) -> str:
-        """Names what is asked for, parameters and edits alone: 16 hexadecimal digits."""
+        """16 hexadecimal digits over the parameters and edits."""
         content = [sorted(self.parameters.items()), sorted((e.region, e.text) for e in self.edits)]
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """How a kernel behaves; an archive's cells are made of it.
+    """The descriptor of a kernel's behaviour; it selects the cell of the archive.
 
-    pipe: the one that the counts say is busiest; empty where nothing was counted. smem_bytes: static and dynamic, of a
-    block. registers: of a thread.
+    pipe: the busiest pipe by the counts; empty without counts. smem_bytes: static and dynamic, per block. registers:
+    per thread.
     """
 
     pipe: str = ""
@@ -73,12 +74,12 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a candidate.
+    """The result of evaluating a candidate.
 
-    hash: of its machine code and launches; empty where it was not built. stage: where it ended; valid: whether nothing
-    was found wrong with it. fitness: lower is better, in seconds or as ``fitness_kind`` says; None where it has none.
-    behaviour: None where it was not built. feedback: for the proposer, why it ended there. cost_seconds: of the
-    machine. gpu_seconds: of it, on a GPU.
+    hash: of its machine code and launches; empty if it was not built. stage: the stage at which it ended. valid:
+    whether it passed all stages so far. fitness: lower is better; see ``fitness_kind``; None without a time or
+    estimate. behaviour: None if it was not built. feedback: the reason of its end, for the proposer. cost_seconds:
+    seconds of the machine. gpu_seconds: the part on a GPU.
     """
 
     candidate: Candidate
@@ -94,7 +95,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Insight(msgspec.Struct, frozen=True, kw_only=True):
-    """What a change did: what was predicted, what came. Only one with a record's hash was measured."""
+    """A change with its predicted and actual outcome.
+
+    record: digest of the measurement; empty if it was not measured.
+    """
 
     change: str
     prediction: str
@@ -103,11 +107,11 @@ class Insight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """What a proposer is told.
+    """The input of a proposer.
 
-    task: what is to be computed, and on what, in words. baseline: what has to be beaten. history: all that were
-    evaluated, oldest first. archive: the best of each cell, best first. wanted: how many candidates;
-    more are cut off. seed: of this batch. evaluations_left, gpu_seconds_left: of the budget; None for no limit.
+    task: the computation and the target in words. baseline: the evaluation to beat. history: all evaluations, oldest
+    first. archive: the best of each cell, best first. wanted: number of candidates; more are ignored. seed: of this
+    batch. evaluations_left, gpu_seconds_left: the remaining budget; None for no limit.
     """
 
     space: Space
@@ -123,30 +127,27 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rng(self) -> random.Random:
-        """A new generator of chance, always the same for the same batch."""
+        """A new random generator, equal for equal batches."""
         return random.Random(self.seed)
 
     @property
     def best(self) -> Evaluation | None:
-        """The valid evaluation with the least fitness of the best kind that there is, or None."""
+        """The best valid evaluation (see ``select_best``), or None."""
         return select_best(self.history)
 
 
 class Proposer(Protocol):
-    """Whoever proposes candidates."""
+    """The interface of a proposer."""
 
     def propose(self, context: Context) -> Sequence[Candidate]:
-        """Candidates to evaluate next; none where there is nothing left to propose, which ends the run.
-
-        Raises ProposerError where it cannot answer now.
-        """
+        """Return the next candidates. An empty sequence ends the run. Raises ProposerError if it has no answer now."""
 
     def observe(self, evaluations: Sequence[Evaluation]) -> None:
-        """What became of one batch, in the order of the proposal; also called for past ones when a run is resumed."""
+        """Receive the evaluations of one batch, in the order of the proposal; also past batches of a resumed run."""
 
 
 def select_best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The valid one with the least fitness, measured ones before estimated ones; None where none has a fitness."""
-    found = [e for e in evaluations if e.valid and e.fitness is not None]
-    measured = [e for e in found if e.fitness_kind == "seconds"]
-    return min(measured or found, key=lambda e: e.fitness or 0.0, default=None)
+    """Return the valid evaluation with the lowest measured time, else with the lowest estimate, else None."""
+    with_fitness = [e for e in evaluations if e.valid and e.fitness is not None]
+    measured = [e for e in with_fitness if e.fitness_kind == "seconds"]
+    return min(measured or with_fitness, key=lambda e: e.fitness or 0.0, default=None)

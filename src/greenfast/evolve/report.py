@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, and its results in the T4 format."""
+"""Write the report of a run as one HTML file, and its results in the T4 format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greenfast.judge.store import write_whole
 from greenfast.spec.errors import UsageError
 
 REPORT, RESULTS = "report.html", "t4.json"
-#: Where candidates end, in the order of the stages, with what it means in the report.
+#: The stages at which candidates end, in order, with their explanation in the report.
 _ENDS = {
     "space": "not in the space, or refused by the family",
     "duplicate": "the same machine code and launches as another",
@@ -34,13 +34,13 @@ _ENDS = {
     "race": "failed in the race",
     "left": "left at the end",
 }
-_MOST_ROWS = 60
+_MAX_ROWS = 60
 
 
 def write_report(folder: Path, manifest: Manifest, state: State) -> None:
-    """Write ``report.html`` and ``t4.json`` into a run's folder. Raises MachineError where that cannot be done."""
+    """Write ``report.html`` and ``t4.json`` into a run's folder. Raises MachineError if they cannot be written."""
     write_whole(folder / REPORT, report(manifest, state))
-    kept = [_whole(manifest, e) for e in state.history if not e.candidate.edits]
+    evaluations = [_with_all_parameters(manifest, e) for e in state.history if not e.candidate.edits]
     metadata = {
         "tool": f"greenfast {manifest.package_version}",
         "space": manifest.space.name,
@@ -51,11 +51,11 @@ def write_report(folder: Path, manifest: Manifest, state: State) -> None:
         "baseline": manifest.baseline,
         "baseline_us": state.baseline_us,
     }
-    t4.write_t4(folder / RESULTS, t4.build_results(kept, metadata))
+    t4.write_t4(folder / RESULTS, t4.build_results(evaluations, metadata))
 
 
-def _whole(manifest: Manifest, e: Evaluation) -> Evaluation:
-    """With all parameters, which readers of the T4 format expect of each result; as it is where it is in no space."""
+def _with_all_parameters(manifest: Manifest, e: Evaluation) -> Evaluation:
+    """Add the default parameters, which readers of the T4 format expect. Outside the space: return it unchanged."""
     try:
         complete = manifest.space.complete(e.candidate.parameters)
     except UsageError:
@@ -64,11 +64,11 @@ def _whole(manifest: Manifest, e: Evaluation) -> Evaluation:
 
 
 def report(manifest: Manifest, state: State) -> str:
-    """The page."""
+    """Render the page."""
     sections = [
         Section("Result", _result(manifest, state)),
         Section("Fitness over time", [figure(_fitness(state), _fitness_caption(state))]),
-        Section("Where candidates ended", _ends(manifest, state)),
+        Section("Where candidates ended", _stage_section(manifest, state)),
         Section("Archive", _archive(manifest, state)),
         Section("Lineage", _lineage(manifest, state)),
         Section("Candidates", _candidates(manifest, state)),
@@ -87,10 +87,10 @@ def report(manifest: Manifest, state: State) -> str:
         ("target", f"{manifest.arch}, {manifest.format}"),
     ]
     title = f"Search of {manifest.space.name}"
-    return page(title, sections, word=word, claims=[_claim(state)], facts=facts)
+    return page(title, sections, word=word, claims=[_describe_claim(state)], facts=facts)
 
 
-def _claim(state: State) -> str:
+def _describe_claim(state: State) -> str:
     if state.winner is not None:
         _, v = state.winner
         return (
@@ -119,15 +119,15 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
                 f"Races were spread over GPU {names}, each an {state.gpus[0].kind}. Each candidate is ranked by its "
                 "speedup over the baseline on the same GPU, and a final between the GPUs' winners puts the speedups of "
                 "a batch on one scale. GPUs of one kind differ by some per cent in time, less in the ratio of two "
-                "kernels' times: so small a difference between candidates of two GPUs says nothing. Finalists were "
-                "validated on one GPU."
+                "kernels' times: such a small difference between candidates of two GPUs is not significant. "
+                "Finalists were validated on one GPU."
             )
         )
     if state.verdicts:
         rows = [
             (
                 str(n + 1),
-                _shown(manifest, e),
+                _describe_settings(manifest, e),
                 v.decision,
                 f"{v.speedup:.3f}x [{v.low:.3f}, {v.high:.3f}]" if v.speedup else "",
                 f"{state.baseline_us / e.fitness / 1e6:.3f}x" if e.fitness else "",
@@ -137,7 +137,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
         ]
         parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "record"), rows))
         parts.append(paragraph("The best of many looks better in its race than it is; what counts is the validation."))
-        parts.append(bullets([f"{_shown(manifest, e)}: {'; '.join(v.reasons)}" for e, v in state.verdicts]))
+        parts.append(bullets([f"{_describe_settings(manifest, e)}: {'; '.join(v.reasons)}" for e, v in state.verdicts]))
     best = select_best(state.history)
     if best is not None and state.baseline is not None:
         mine, theirs = best.behaviour, state.baseline.behaviour
@@ -147,7 +147,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
             ("registers", str(theirs.registers if theirs else ""), str(mine.registers if mine else "")),
             ("shared memory, bytes", str(theirs.smem_bytes if theirs else ""), str(mine.smem_bytes if mine else "")),
             ("busiest pipe", theirs.pipe if theirs else "", mine.pipe if mine else ""),
-            ("settings", manifest.baseline, _shown(manifest, best)),
+            ("settings", manifest.baseline, _describe_settings(manifest, best)),
         ]
         parts.append(table(("", "baseline", "best of the search"), [row for row in compared if any(row[1:])]))
     return parts
@@ -161,7 +161,7 @@ def _estimate(e: Evaluation) -> str:
     return f"{e.fitness * 1e6:.3g} (no speed)" if e.fitness and e.fitness_kind == "estimate" else ""
 
 
-def _shown(manifest: Manifest, e: Evaluation) -> str:
+def _describe_settings(manifest: Manifest, e: Evaluation) -> str:
     settings = manifest.space.shown(e.candidate.parameters)
     edits = ", ".join(f"edit of {edit.region}" for edit in e.candidate.edits)
     return ", ".join(filter(None, (settings, edits))) or e.candidate.key
@@ -172,21 +172,21 @@ def _kind(state: State) -> str:
 
 
 def _fitness_caption(state: State) -> str:
-    what = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, which are no speeds"
-    return f"{what}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
+    values = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, which are no speeds"
+    return f"{values}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
 
 
 def _fitness(state: State) -> Markup:
     kind = _kind(state)
-    found = [(n, e.fitness * 1e6) for n, e in enumerate(state.history) if e.fitness_kind == kind and e.fitness]
+    points = [(n, e.fitness * 1e6) for n, e in enumerate(state.history) if e.fitness_kind == kind and e.fitness]
 
     def draw(one: Figure) -> None:
         axes: Axes = one.add_subplot()
         best, steps = math.inf, []
-        for n, us in found:
+        for n, us in points:
             best = min(best, us)
             steps.append((n, best))
-        axes.plot([n for n, _ in found], [us for _, us in found], ".", color=BASELINE[0], label="candidates")
+        axes.plot([n for n, _ in points], [us for _, us in points], ".", color=BASELINE[0], label="candidates")
         axes.step([n for n, _ in steps], [us for _, us in steps], where="post", color=CANDIDATE[0], label="best so far")
         theirs = state.baseline_us
         if kind == "estimate" and state.baseline and state.baseline.fitness:
@@ -202,11 +202,11 @@ def _fitness(state: State) -> Markup:
     return drawing("fitness of the candidates over time", 3.0, draw)
 
 
-def _ends(manifest: Manifest, state: State) -> list[Markup]:
-    ends = Counter(_end(e) for e in state.history)
+def _stage_section(manifest: Manifest, state: State) -> list[Markup]:
+    ends = Counter(_final_stage(e) for e in state.history)
     costs = dict.fromkeys(_ENDS, 0.0)
     for e in state.history:
-        costs[_end(e)] += e.cost_seconds
+        costs[_final_stage(e)] += e.cost_seconds
     total = len(state.history) or 1
     rows = [
         (name, _ENDS[name], str(ends[name]), f"{100 * ends[name] / total:.0f} %", f"{costs[name]:.1f}")
@@ -215,11 +215,11 @@ def _ends(manifest: Manifest, state: State) -> list[Markup]:
     ]
     header = ("ended at", "because", "candidates", "share", "seconds spent on them")
     wrong = [e for e in state.history if not e.valid and e.stage != "duplicate"]
-    seen = [f"{e.stage}: {_shown(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MOST_ROWS]]
+    seen = [f"{e.stage}: {_describe_settings(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MAX_ROWS]]
     return [table(header, rows, right=header[2:]), *([bullets(seen)] if seen else [])]
 
 
-def _end(e: Evaluation) -> str:
+def _final_stage(e: Evaluation) -> str:
     return e.stage if not e.valid or e.stage in ("duplicate", "screen") else "left"
 
 
@@ -230,7 +230,7 @@ def _archive(manifest: Manifest, state: State) -> list[Markup]:
             f"{e.behaviour.smem_bytes}",
             f"{e.behaviour.registers}",
             f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' (estimate)'}",
-            _shown(manifest, e),
+            _describe_settings(manifest, e),
         )
         for e in build_archive(state.history)
         if e.behaviour is not None and e.fitness is not None
@@ -248,19 +248,19 @@ def _archive(manifest: Manifest, state: State) -> list[Markup]:
 
 
 def _lineage(manifest: Manifest, state: State) -> list[Markup]:
-    """The ancestors of the best, the best first."""
+    """List the ancestors of the best candidate, nearest first."""
     by_key = {e.candidate.key: e for e in state.history}
-    at = state.winner[0] if state.winner else select_best(state.history)
+    best = state.winner[0] if state.winner else select_best(state.history)
     lines: list[str] = []
     seen: set[str] = set()
-    waiting = [at] if at is not None else []
-    while waiting and len(lines) < _MOST_ROWS:
+    waiting = [best] if best is not None else []
+    while waiting and len(lines) < _MAX_ROWS:
         e = waiting.pop(0)
         if e.candidate.key in seen:
             continue
         seen.add(e.candidate.key)
-        said = f": {e.candidate.rationale}" if e.candidate.rationale else ""
-        lines.append(f"{_shown(manifest, e)} [{e.candidate.origin or 'proposed'}]{said}")
+        reason = f": {e.candidate.rationale}" if e.candidate.rationale else ""
+        lines.append(f"{_describe_settings(manifest, e)} [{e.candidate.origin or 'proposed'}]{reason}")
         waiting += [by_key[key] for key in e.candidate.parents if key in by_key]
     if len(lines) < 2:
         return [paragraph("The best was made from no other candidate.")]
@@ -275,16 +275,16 @@ def _candidates(manifest: Manifest, state: State) -> list[Markup]:
     rows = [
         (
             e.hash[:8] or "-",
-            _shown(manifest, e),
+            _describe_settings(manifest, e),
             e.stage if not e.valid else "left" if e.stage != "screen" else "screen",
             f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' est.'}" if e.fitness else "",
             e.feedback[:160],
         )
-        for e in ranked[:_MOST_ROWS]
+        for e in ranked[:_MAX_ROWS]
     ]
     parts = [table(("hash", "settings", "ended", "µs", "said"), rows, right=("µs",))]
-    if len(ranked) > _MOST_ROWS:
-        parts.append(paragraph(f"{len(ranked) - _MOST_ROWS} more are in index.sqlite."))
+    if len(ranked) > _MAX_ROWS:
+        parts.append(paragraph(f"{len(ranked) - _MAX_ROWS} more are in index.sqlite."))
     return parts
 
 

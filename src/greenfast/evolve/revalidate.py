@@ -1,7 +1,7 @@
-"""Measure a winner again on another day or device: ``python -m greenfast.evolve.revalidate RUN --out FOLDER``.
+"""Validate a winner again on another day or device: ``python -m greenfast.evolve.revalidate RUN --out FOLDER``.
 
-The whole validation of the run's winner, with the run's settings, on inputs that are drawn anew; and whether what it
-measures lies inside of the interval that the run stated.
+The validation uses the run's settings and new random inputs. It reports whether the new speedup is within the
+confidence interval of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.evolve.finals import Verdict, judged
+from greenfast.evolve.finals import Verdict, validate_finalist
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages
@@ -26,14 +26,14 @@ REVALIDATION = "again.json"
 
 
 class StoredWinner(msgspec.Struct, frozen=True):
-    """What a run keeps of its winner, ``winner/winner.json``."""
+    """The content of a run's ``winner/winner.json``."""
 
     candidate: Candidate
     verdict: Verdict
 
 
 class Revalidation(msgspec.Struct, frozen=True, kw_only=True):
-    """Both measurements of a winner. inside: whether the new speedup lies in the interval of before."""
+    """The first and the new measurement of a winner."""
 
     run: str
     first_created: str
@@ -42,31 +42,31 @@ class Revalidation(msgspec.Struct, frozen=True, kw_only=True):
     after: Verdict
 
     @property
-    def inside(self) -> bool:
-        """Whether the new speedup lies in the interval of before."""
+    def within_ci(self) -> bool:
+        """Whether the new speedup is within the first measurement's confidence interval."""
         return self.before.low <= self.after.speedup <= self.before.high
 
     @property
     def in_words(self) -> str:
-        """One line with both."""
-        said, b, a = "inside of" if self.inside else "OUTSIDE of", self.before, self.after
-        here = f" {a.where}" if a.where else ""
+        """Both measurements in one line."""
+        relation, b, a = "inside of" if self.within_ci else "OUTSIDE of", self.before, self.after
+        device = f" {a.where}" if a.where else ""
         return (
-            f"{a.shape}: {a.decision}, {a.speedup:.3f}x [{a.low:.3f}, {a.high:.3f}]{here}, {said} "
+            f"{a.shape}: {a.decision}, {a.speedup:.3f}x [{a.low:.3f}, {a.high:.3f}]{device}, {relation} "
             f"{b.speedup:.3f}x [{b.low:.3f}, {b.high:.3f}] {b.where or f'of {self.first_created[:10]}'}"
         )
 
 
-def again(run: Path, out: Path, device: str = "auto") -> Revalidation:
-    """Validate a run's winner anew, its record below ``out``.
+def revalidate(run: Path, out: Path, device: str = "auto") -> Revalidation:
+    """Validate a run's winner again; write the record below ``out``.
 
-    Raises UsageError for a folder that is no run or has no winner, MachineError without a GPU, and as ``validate``.
+    Raises UsageError for a folder without a run or a winner, MachineError without a GPU, and as ``validate``.
     """
     manifest: Manifest = read_manifest(run)
-    kept = run / "winner" / "winner.json"
-    if not kept.is_file():
+    winner = run / "winner" / "winner.json"
+    if not winner.is_file():
         raise UsageError(f"{run}: this search has no winner, so there is nothing to measure again")
-    first = read_json(kept, StoredWinner, "winner of a search")
+    first = read_json(winner, StoredWinner, "winner of a search")
     gpu = choose_device(device)
     if not isinstance(gpu, int):
         raise MachineError("a winner can be measured again on a GPU only, and there is none")
@@ -74,32 +74,32 @@ def again(run: Path, out: Path, device: str = "auto") -> Revalidation:
     manifest = msgspec.structs.replace(manifest, device=str(gpu))
     finalists = round((1 - manifest.confidence) / (1 - first.verdict.confidence))
     with Stages(manifest, out, gpu) as stages:
-        verdict = judged(stages, first.candidate, finalists, out, NullListener())
-    found = Revalidation(
+        verdict = validate_finalist(stages, first.candidate, finalists, out, NullListener())
+    result = Revalidation(
         run=run.name,
         first_created=manifest.created,
         created=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
         before=first.verdict,
         after=verdict,
     )
-    write_whole(out / REVALIDATION, to_json({**msgspec.to_builtins(found), "inside": found.inside}))
-    return found
+    write_whole(out / REVALIDATION, to_json({**msgspec.to_builtins(result), "inside": result.within_ci}))
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both measurements; 0 where the new one is inside of the interval of before, else 1."""
+    """Print both measurements; return 0 if the new one is within the first one's interval, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
     try:
-        found = again(args.run, args.out, args.device)
+        result = revalidate(args.run, args.out, args.device)
     except GreenfastError as e:
         print(f"greenfast: {e}", file=sys.stderr)
         return e.exit_code
-    print(found.in_words)
-    return int(not found.inside)
+    print(result.in_words)
+    return int(not result.within_ci)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run in its folder: started, resumed, and everything in it that follows from its log."""
+"""A run's folder: create it, resume it, and write the files that are derived from its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast import __version__
-from greenfast.evolve.event_log import ended
+from greenfast.evolve.event_log import has_ended
 from greenfast.evolve.finals import keep_winner
 from greenfast.evolve.gpu_workers import describe_local_gpus, make_gpu_workers
 from greenfast.evolve.loop import Search, SearchListener, State
@@ -21,7 +21,7 @@ from greenfast.evolve.manifest import MANIFEST, Manifest, SearchBudget, read_man
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
-from greenfast.evolve.stages import Stages, request_of
+from greenfast.evolve.stages import Stages, make_search_request
 from greenfast.evolve.workers import make_workers
 from greenfast.judge.baseline import load_baseline
 from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
@@ -34,14 +34,14 @@ _UNTIMED = (
     "candidates run on the PTX emulator, on small shapes, and are ordered by estimates from what it counts; "
     "no speed is measured and no finalist is validated"
 )
-#: A disk with less than this is full before a batch is through.
+#: A disk with less free space is full before a batch is done.
 _FREE_BYTES = 64 << 20
 
 
 def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-    """Fill in what the manifest leaves to the task and the device, and make the run's folder ``out/evolve-...``.
+    """Complete the manifest with the defaults of the task and the device, and create the folder ``out/evolve-...``.
 
-    Raises UsageError for settings that do not hold, before a folder is made, and MachineError for one that cannot be.
+    Raises UsageError for invalid settings, before the folder is created, and MachineError if it cannot be created.
     """
     try:
         manifest = msgspec.convert(msgspec.to_builtins(manifest), Manifest)
@@ -50,13 +50,13 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     check(manifest.space)
     task = load(find_task(manifest.task))
     devices = choose_devices(manifest.device)
-    raced = request_of(manifest, task, manifest.shapes, devices[0], out)
+    raced = make_search_request(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
         describe_local_gpus([int(device) for device in devices], manifest.timeout_s)  # one kind
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
-    suited = [shape for shape in config.shapes if _suits(shape.dims, manifest.space.only)]
+    suited = [shape for shape in config.shapes if _is_allowed_shape(shape.dims, manifest.space.only)]
     if not suited:
         raise UsageError(f"space {manifest.space.name}: no shape of task {config.name} has {manifest.space.only}")
     small = manifest.small or [min(suited, key=lambda s: _size(s.dims)).name]
@@ -99,8 +99,8 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     raise MachineError(f"{out}: a thousand runs of one second")
 
 
-def of_another_version(manifest: Manifest) -> str:
-    """In words, that a run was begun by another version than this one; empty where it was not."""
+def describe_version_change(manifest: Manifest) -> str:
+    """Describe the difference if a run was begun by another version of greenfast; else return an empty text."""
     git = git_state()
     then, here = (
         f"{version}{f' of commit {state.sha[:8]}' if state else ''}"
@@ -114,8 +114,8 @@ def of_another_version(manifest: Manifest) -> str:
     )
 
 
-def resumed(folder: Path, budget: SearchBudget | None) -> Manifest:
-    """The manifest of a run, with another budget where one is given. Raises UsageError for a folder that is no run."""
+def load_resumed_manifest(folder: Path, budget: SearchBudget | None) -> Manifest:
+    """Return a run's manifest, with another budget if one is passed. Raises UsageError for a folder without a run."""
     manifest = read_manifest(folder)
     if budget is not None:
         manifest = msgspec.structs.replace(manifest, budget=budget)
@@ -123,7 +123,7 @@ def resumed(folder: Path, budget: SearchBudget | None) -> Manifest:
     return manifest
 
 
-def _suits(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
+def _is_allowed_shape(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
     return all(dims.get(name, 0) in values for name, values in only.items())
 
 
@@ -139,30 +139,34 @@ def search(
     manifest: Manifest,
     make_proposer: Callable[[str, dict[str, str]], Proposer],
     workers: str,
-    watcher: SearchListener,
+    listener: SearchListener,
     gpus: Sequence[int],
     insights: Sequence[Insight] = (),
 ) -> State:
-    """Run or resume the search in a folder, and write all that follows from it. Raises as ``Search.run`` does.
+    """Run or resume the search in a folder, and write the derived files. Raises as ``Search.run``.
 
-    gpus: as ``choose_gpus`` returns them. What was found before an error or an interrupt is written too.
+    gpus: from ``choose_gpus``. After an error or an interrupt the derived files of the results so far are written too.
     """
     free = shutil.disk_usage(folder).free
     if free < _FREE_BYTES:
         raise MachineError(f"{folder}: {free >> 20} MiB are free on its disk; a run needs at least {_FREE_BYTES >> 20}")
     proposer = make_proposer(manifest.proposer, manifest.options)
-    with alone(folder), Stages(manifest, folder, gpus[0] if gpus else None) as stages, contextlib.ExitStack() as ends:
-        if manifest.sources not in ("", stages.sources.digest()) and not ended(folder):
+    with (
+        lock_run_folder(folder),
+        Stages(manifest, folder, gpus[0] if gpus else None) as stages,
+        contextlib.ExitStack() as ends,
+    ):
+        if manifest.sources not in ("", stages.sources.digest()) and not has_ended(folder):
             raise UsageError(
                 f"{folder}: the task's, the solution's or a region's files are not those that it began with; put them "
                 "back, or begin a new run"
             )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
-        racers = make_gpu_workers(workers, manifest, folder, list(gpus))
-        if racers is not None:
-            ends.callback(racers.close)
-        run = Search(folder, manifest, proposer, stages, pool, watcher, insights, racers)
+        gpu_workers = make_gpu_workers(workers, manifest, folder, list(gpus))
+        if gpu_workers is not None:
+            ends.callback(gpu_workers.close)
+        run = Search(folder, manifest, proposer, stages, pool, listener, insights, gpu_workers)
         try:
             state = run.run()
             if state.winner is not None:
@@ -174,32 +178,32 @@ def search(
 
 
 def choose_gpus(folder: Path, manifest: Manifest) -> tuple[list[int], Manifest]:
-    """Return the numbers of the GPUs that races run on, and the manifest with ``untimed``, which the folder has then.
+    """Return the numbers of the GPUs that time candidates, and the manifest with ``untimed``, and write the manifest.
 
-    Finalists are validated on the first GPU. Without a GPU the list is empty. A search that has ended keeps its note:
+    Finalists are validated on the first GPU. Without a GPU the list is empty. A finished search keeps its ``untimed``:
     it may be shown on a machine without a GPU.
     """
     first, *more = choose_devices(manifest.device)
     gpus: list[int] = []
     cause = f"--device {manifest.device}" if manifest.device not in ("auto", "all") else "no GPU was found"
     if first not in (EMULATOR, "none"):
-        request = request_of(manifest, load(find_task(manifest.task)), manifest.shapes, first, Path())
+        request = make_search_request(manifest, load(find_task(manifest.task)), manifest.shapes, first, Path())
         reason = request.cannot_time()
         if reason is None:
             gpus = [int(device) for device in (first, *more)]
         cause = f"GPU {first} cannot time the kernels ({reason})"
     untimed = "" if gpus else f"{cause}: {_UNTIMED}"
-    if untimed != manifest.untimed and not ended(folder):
+    if untimed != manifest.untimed and not has_ended(folder):
         manifest = msgspec.structs.replace(manifest, untimed=untimed)
         write_manifest(folder, manifest)
     return gpus, manifest
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One process at a time in a run's folder, by a lock that ends with the process, however it ends.
+def lock_run_folder(folder: Path) -> Iterator[None]:
+    """Hold a lock on a run's folder. The lock is released when the process ends, also after a crash.
 
-    The file stays: a lock on one that is removed would let a third process in.
+    The lock file is not removed: a lock on a removed file would let a third process in.
     """
     path = folder / ".running"
     try:
@@ -222,18 +226,17 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def write_derived(folder: Path, manifest: Manifest, state: State) -> None:
-    """What follows from the log: candidates, index, insights and negatives. Raises MachineError for a full disk."""
+    """Write the derived files: candidates, index, insights and failures. Raises MachineError for a full disk."""
     for e in state.history:
         if e.stage not in ("duplicate", "space"):
             write_whole(folder / "candidates" / e.candidate.key / "evaluation.json", to_json(e))
-    own = [i for i in state.insights]
-    write_whole(folder / INSIGHTS, b"".join(msgspec.json.encode(i) + b"\n" for i in own))
-    write_whole(folder / NEGATIVES, "".join(negatives(manifest, state)))
+    write_whole(folder / INSIGHTS, b"".join(msgspec.json.encode(i) + b"\n" for i in state.insights))
+    write_whole(folder / NEGATIVES, "".join(list_failures(manifest, state)))
     write_index(folder / INDEX, state)
 
 
-def negatives(manifest: Manifest, state: State) -> list[str]:
-    """A line for each finalist that did not pass, and for a search that found none."""
+def list_failures(manifest: Manifest, state: State) -> list[str]:
+    """Return a line for each finalist that did not pass, or one line for a search without finalists."""
     lines = [
         f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}: {_settings(manifest, e)}: "
         f"{v.decision}, {'; '.join(v.reasons)} ({v.record})\n"
@@ -263,7 +266,7 @@ create table evaluations (
 
 
 def write_index(path: Path, state: State) -> None:
-    """An SQLite table of all evaluations, made anew. Raises MachineError where it cannot be written."""
+    """Write an SQLite table of all evaluations. Raises MachineError if it cannot be written."""
     work = path.with_suffix(".new")
     work.unlink(missing_ok=True)
     try:
@@ -288,5 +291,5 @@ def _row(n: int, e: Evaluation) -> tuple[object, ...]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run's."""
+    """Return whether a folder holds a run."""
     return (path / MANIFEST).is_file()

@@ -1,4 +1,4 @@
-"""What a screen is worth: how many of the best a half of the evaluations keeps, on a cache of times and counts."""
+"""Measure the recall of the screen: the share of the best kernels in the better half by estimate, on cached times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 from greenfast.evolve import t4
 from greenfast.spec.errors import UsageError
 
-#: A screen is on by default where it keeps this share of the best on families that it was not tuned on.
-ENOUGH = 0.95
-#: Candidates that a search screens at a time by default.
+#: Required recall on kernel families it was not tuned on before a screen is on by default.
+REQUIRED_RECALL = 0.95
+#: Default number of candidates per screened batch.
 BATCH = 8
 
 
 class Recall(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one cache. kernels: with a time and an estimate. kept: of the best, with the whole cache screened at once.
+    """The recall on one cache.
 
-    in_batches: the mean chance, exactly, that one of the best is kept where it is screened in a batch with others drawn
-    at random, as a search does it. order: Spearman's rank correlation of estimates and times.
+    kernels: those with a time and an estimate. kept: best kernels that pass if the whole cache is screened at once.
+    in_batches: exact mean probability that a best kernel passes in a batch with random others, as in a search. order:
+    Spearman's rank correlation of estimates and times.
     """
 
     kernels: int
@@ -31,15 +32,15 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> bool:
-        """Whether the screen may be on by default, as far as this cache tells."""
-        return self.kept / self.best >= ENOUGH and self.in_batches >= ENOUGH
+        """Whether the recall on this cache allows the screen to be on by default."""
+        return self.kept / self.best >= REQUIRED_RECALL and self.in_batches >= REQUIRED_RECALL
 
 
-def recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
-    """What a screen that keeps the share with the least estimates is worth on a cache.
+def measure_recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
+    """Measure the recall of a screen that keeps the ``share`` with the lowest estimates.
 
-    Every right configuration counts that has the measurements ``time`` and ``estimate``. Raises UsageError where there
-    are fewer than ten, or fewer than twice ``best``.
+    All correct configurations with the measurements ``time`` and ``estimate`` count. Raises UsageError for fewer than
+    ten of them, or fewer than twice ``best``.
     """
     rows = [r.measured for r in results.results if r.invalidity == "correct"]
     pairs = [(float(m[t4.TIME]), float(m[t4.ESTIMATE])) for m in rows if t4.TIME in m and t4.ESTIMATE in m]
@@ -51,26 +52,26 @@ def recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: i
     return Recall(
         kernels=len(pairs),
         best=best,
-        kept=kept_of_best(pairs, best, share),
-        in_batches=sum(_chance(place, len(pairs), size, share) for place in places) / best,
+        kept=count_best_kept(pairs, best, share),
+        in_batches=sum(_chance_of_survival(place, len(pairs), size, share) for place in places) / best,
         order=spearman(pairs),
     )
 
 
-def _chance(place: int, count: int, size: int, share: float) -> float:
-    """That a kernel with ``place`` others of ``count`` before it is kept among ``size`` that are drawn with it."""
-    kept = math.ceil(share * size)
-    ways = sum(math.comb(place, n) * math.comb(count - 1 - place, size - 1 - n) for n in range(kept))
+def _chance_of_survival(rank: int, count: int, size: int, share: float) -> float:
+    """Return the probability that the kernel of rank ``rank`` among ``count`` passes in a random batch of ``size``."""
+    num_kept = math.ceil(share * size)
+    ways = sum(math.comb(rank, n) * math.comb(count - 1 - rank, size - 1 - n) for n in range(num_kept))
     return ways / math.comb(count - 1, size - 1)
 
 
-def kept_of_best(pairs: Sequence[tuple[float, float]], best: int, share: float) -> int:
-    """Of the ``best`` pairs with the least times, those among the share with the least estimates.
+def count_best_kept(pairs: Sequence[tuple[float, float]], best: int, share: float) -> int:
+    """Count the pairs among the ``best`` lowest times that are also in the ``share`` with the lowest estimates.
 
-    pairs: time and estimate. Of equal estimates at the border the slower ones are kept: the worst that can happen.
+    pairs: time and estimate. Among equal estimates at the border the slower ones are passing: the worst case.
     """
-    kept = _by_estimate(pairs)[: math.ceil(share * len(pairs))]
-    return sum(pair in kept for pair in sorted(pairs)[:best])
+    passing = _by_estimate(pairs)[: math.ceil(share * len(pairs))]
+    return sum(pair in passing for pair in sorted(pairs)[:best])
 
 
 def _by_estimate(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -78,7 +79,7 @@ def _by_estimate(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks. 0 where one side is constant."""
+    """Return Spearman's rank correlation. Equal values share their mean rank; 0 if one side is constant."""
     ranks = [_ranks([pair[side] for pair in pairs]) for side in (0, 1)]
     middle = (len(pairs) - 1) / 2
     a, b = ([rank - middle for rank in side] for side in ranks)
@@ -88,11 +89,11 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=lambda n: values[n])
-    found = [0.0] * len(values)
+    ranks = [0.0] * len(values)
     start = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or values[order[end]] != values[order[start]]:
             for n in order[start:end]:
-                found[n] = (start + end - 1) / 2
+                ranks[n] = (start + end - 1) / 2
             start = end
-    return found
+    return ranks

@@ -1,4 +1,4 @@
-"""A search on a cache: every evaluation is looked up in a T4 file, so that proposers can be compared without a GPU."""
+"""Simulate a search: look up each evaluation in a T4 file, to compare proposers without a GPU."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from greenfast.evolve.space import Parameter, Space, Value
 from greenfast.spec.errors import UsageError
 
 Setting = tuple[Value, ...]
-_OF_STAGE: dict[str, Stage] = {"compile": "BUILD", "correctness": "CORRECTNESS", "timeout": "race", "runtime": "race"}
+_STAGE_OF_INVALIDITY: dict[str, Stage] = {
+    "compile": "BUILD",
+    "correctness": "CORRECTNESS",
+    "timeout": "race",
+    "runtime": "race",
+}
 
 
 class CacheSpace(Space, frozen=True, kw_only=True):
-    """The settings of a cache: what is not in it no constraint allows. settings: in the order of the parameters."""
+    """The space of a cache: only its settings are allowed. settings: values in the order of the parameters."""
 
     settings: frozenset[Setting]
 
     def violated(self, complete: Mapping[str, Value]) -> str | None:
-        """What a setting that is not in the cache breaks."""
+        """Return a constraint in words if the setting is not in the cache."""
         return None if tuple(complete.values()) in self.settings else "is in the cache"
 
 
 class Cache:
-    """What is known of every setting.
+    """The evaluation of every setting in a T4 file.
 
-    space: their space. evaluations: by setting, its values in the order of the space's parameters.
+    space: the space of the settings. evaluations: by setting; its values are in the order of the space's parameters.
     """
 
     def __init__(self, results: t4.T4Results, name: str = "cache") -> None:
-        """Raises UsageError where no configuration is right, or they have different parameters."""
+        """Raises UsageError if no configuration is correct, or if they have different parameters."""
         rows = [r for r in results.results if r.invalidity != "constraints"]
         names = list(rows[0].configuration) if rows else []
         if any(r.configuration.keys() != set(names) for r in rows):
             raise UsageError(f"{name}: its configurations have different parameters")
         self.evaluations = {tuple(r.configuration[n] for n in names): _evaluation(r, names) for r in rows}
-        values = {n: _in_order({s[i] for s in self.evaluations}) for i, n in enumerate(names)}
+        values = {n: _sort_values({s[i] for s in self.evaluations}) for i, n in enumerate(names)}
         self.space = CacheSpace(
             name=name,
             parameters={n: Parameter(values=v) for n, v in values.items()},
@@ -49,23 +54,23 @@ class Cache:
         self.best: float = best.fitness
 
     def evaluate(self, candidate: Candidate) -> Evaluation:
-        """What is known of a candidate."""
+        """Look up the evaluation of a candidate."""
         complete = self.space.complete(candidate.parameters)
-        found = self.evaluations.get(tuple(complete.values()))
-        if found is None:
+        known = self.evaluations.get(tuple(complete.values()))
+        if known is None:
             return Evaluation(candidate=candidate, stage="space", valid=False, feedback="not in the cache")
         return Evaluation(
             candidate=candidate,
-            hash=found.hash,
-            stage=found.stage,
-            valid=found.valid,
-            fitness=found.fitness,
-            fitness_kind=found.fitness_kind,
-            behaviour=found.behaviour,
+            hash=known.hash,
+            stage=known.stage,
+            valid=known.valid,
+            fitness=known.fitness,
+            fitness_kind=known.fitness_kind,
+            behaviour=known.behaviour,
         )
 
     def near(self, share: float) -> frozenset[Setting]:
-        """The settings that reach a share of the best speed: 0.99 for at most 1 / 0.99 of the least time."""
+        """Return the settings with at least this share of the best speed: 0.99 is at most 1 / 0.99 of the best time."""
         return frozenset(
             s for s, e in self.evaluations.items() if e.valid and e.fitness and self.best / e.fitness >= share
         )
@@ -74,44 +79,44 @@ class Cache:
 def search(
     proposer: Proposer, cache: Cache, *, seed: int, evaluations: int, until: float = 0.0, batch: int = 1
 ) -> list[Evaluation]:
-    """The evaluations of a search, in order.
+    """Run a search; return its evaluations in order.
 
-    evaluations: at most so many. until: it ends once this share of the best speed is reached; 0 for never. batch: how
-    many are proposed at once.
+    evaluations: the limit. until: end at this share of the best speed; 0 for never. batch: candidates per proposal.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     good = cache.near(until) if until else frozenset()
     history: list[Evaluation] = []
-    while (left := evaluations - len(history)) > 0:
+    while (remaining := evaluations - len(history)) > 0:
         context = Context(
             space=cache.space,
             task=cache.space.name,
-            wanted=min(batch, left),
-            seed=chance.getrandbits(63),
+            wanted=min(batch, remaining),
+            seed=rng.getrandbits(63),
             history=tuple(history),
-            evaluations_left=left,
+            evaluations_left=remaining,
         )
-        found = [cache.evaluate(candidate) for candidate in proposer.propose(context)[: context.wanted]]
-        if not found:
+        batch_evaluations = [cache.evaluate(candidate) for candidate in proposer.propose(context)[: context.wanted]]
+        if not batch_evaluations:
             break
-        proposer.observe(found)
-        history += found
-        if any(tuple(e.candidate.parameters.values()) in good for e in found):
+        proposer.observe(batch_evaluations)
+        history += batch_evaluations
+        if any(tuple(e.candidate.parameters.values()) in good for e in batch_evaluations):
             break
     return history
 
 
-def needed(make: Callable[[], Proposer], cache: Cache, seeds: Iterable[int], share: float = 0.99) -> list[int]:
-    """For each seed, the evaluations until a share of the best speed is reached."""
-    most = len(cache.evaluations)
-    return [len(search(make(), cache, seed=seed, evaluations=most, until=share)) for seed in seeds]
+def count_evaluations(
+    make: Callable[[], Proposer], cache: Cache, seeds: Iterable[int], share: float = 0.99
+) -> list[int]:
+    """Return for each seed the number of evaluations until a share of the best speed is reached."""
+    total = len(cache.evaluations)
+    return [len(search(make(), cache, seed=seed, evaluations=total, until=share)) for seed in seeds]
 
 
-def median_by_chance(cache: Cache, share: float = 0.99) -> int:
-    """The median of the evaluations that random draws without repetition need for a share of the best speed, exactly.
+def median_of_random_draws(cache: Cache, share: float = 0.99) -> int:
+    """Return the exact median of evaluations that random draws without replacement need for a share of the best speed.
 
-    The least n for which C(N - k, n) / C(N, n), the chance that none of n draws out of N is among the k good ones, is
-    at most one half.
+    It is the smallest n with C(N - k, n) / C(N, n) <= 1/2, the probability that n of N draws miss all k good settings.
     """
     total, good = len(cache.evaluations), len(cache.near(share))
     missed, drawn = 1.0, 0
@@ -127,7 +132,7 @@ def _evaluation(result: t4.T4Result, names: Sequence[str]) -> Evaluation:
     known = t4.SMEM in figures and t4.REGISTERS in figures
     return Evaluation(
         candidate=Candidate(parameters={n: result.configuration[n] for n in names}),
-        stage="validate" if right else _OF_STAGE.get(result.invalidity, "race"),
+        stage="validate" if right else _STAGE_OF_INVALIDITY.get(result.invalidity, "race"),
         valid=right,
         fitness=figures[t4.TIME] / 1e3 if right else None,
         fitness_kind="seconds" if right else "",
@@ -141,6 +146,6 @@ def _evaluation(result: t4.T4Result, names: Sequence[str]) -> Evaluation:
     )
 
 
-def _in_order(values: set[Value]) -> tuple[Value, ...]:
-    """Numbers by size, and texts behind them."""
+def _sort_values(values: set[Value]) -> tuple[Value, ...]:
+    """Sort numbers by size, then texts."""
     return tuple(sorted(values, key=lambda v: (isinstance(v, str), v if isinstance(v, str) else float(v))))

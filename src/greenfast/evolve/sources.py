@@ -1,4 +1,4 @@
-"""A candidate as what the judge takes: toggles of a family, constants of a solution, and edits of either's sources."""
+"""Turn a candidate into an implementation: toggles of a family, constants of a solution, and source edits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.extras import EXTRAS, require
 from greenfast.spec.kernel import Family, Program, program_of
 
-#: Families that a space may name: greenfast's own, which are imported. A user's is his task's.
+#: Prefix of the families that a space may name. A user's own family belongs to a task.
 _OWN = "greenfast.kernels."
-#: Parameters that are no constants of a Triton solution, but options of each of its launches.
+#: Parameters of a Triton solution that are launch options and not constants.
 _TRITON_OPTIONS = ("num_warps", "num_stages")
-#: Of a task: its config, and code of its own.
+#: Files of a task: its config and its code.
 _TASK_FILES = ("config_*.json", "*.py", "*.cu", "*.cuh")
-#: A directive that reads a file, or may: a comment can stand before its word. And the headers that one may name.
+#: A directive that reads a file or may do so (a comment can precede its keyword); and the allowed header names.
 _READS = re.compile(r"(?:#|%:|\?\?=)[ \t\v\f\r]*(?:(?:include|include_next|import|embed)\b|(?=/\*))([^\n]*)")
 _HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
 
@@ -41,70 +41,70 @@ _HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
 class Sources:
     """Makes candidates of a space into implementations.
 
-    Raises UsageError for a space whose parameters or regions are not those of what it searches, and MachineError where
+    Raises UsageError if the space's parameters or regions do not exist in the family or solution, and MachineError if
     the solution's language is not installed.
     """
 
     def __init__(self, space: Space, space_folder: Path, request: Request, work: Path) -> None:
-        """request: the task and the target. work: where solutions and edited sources are written."""
+        """request: the task and the target. work: folder for solutions and edited sources."""
         self.space, self._request, self._work = space, request, work
         self._solution: ResolvedSolution | None = None
         self._files: dict[str, bytes] = {}
         self._root = KERNEL_DIR
-        #: What candidates that are no rung answer to; None for a solution.
+        #: The rung with budget and error limits for candidates that are no rung; None for a solution.
         self.rung: Rung | None = None
         if space.solution:
             if space.family or space.rung:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
-            self._solution = found = find_solution(space_folder / space.solution)
-            self._root, self._files = found.folder, collect_files(found, request.out)
-            if (language := found.config.language) in EXTRAS:  # else each candidate would end with this
+            self._solution = resolved = find_solution(space_folder / space.solution)
+            self._root, self._files = resolved.folder, collect_files(resolved, request.out)
+            if (language := resolved.config.language) in EXTRAS:  # else each candidate would fail with this error
                 require(f"{space.solution}, a solution in {language},", language)
-            options = dict.fromkeys(_TRITON_OPTIONS if found.config.language == "triton" else ())
-            _known(space, "constant of the solution", {**found.config.constants, **options})
-            _typed(space, (int, str), "constants of a solution are whole numbers or expressions")
+            options = dict.fromkeys(_TRITON_OPTIONS if resolved.config.language == "triton" else ())
+            _check_names(space, "constant of the solution", {**resolved.config.constants, **options})
+            _check_types(space, (int, str), "constants of a solution are whole numbers or expressions")
             return
         config = request.task.config
         if space.family:
-            self._family = _own_family(space)
+            self._family = _import_family(space)
             toggles = vars(self._family).get("TOGGLES", space.parameters)
-            _known(space, f"toggle of {space.family}", toggles)
+            _check_names(space, f"toggle of {space.family}", toggles)
             if missing := [name for name in toggles if name not in space.parameters]:
                 raise UsageError(f"space {space.name}: declare {missing[0]} too, with one value to fix it")
         else:
             if not config.rungs:
                 raise UsageError(f"space {space.name}: task {config.name} has no kernels; name a `solution`")
             self._family = request.task.family
-            _known(space, f"toggle of task {config.name}", config.toggles)
+            _check_names(space, f"toggle of task {config.name}", config.toggles)
             for name, parameter in space.parameters.items():
                 allowed = config.toggles[name].values
                 if other := [value for value in parameter.values if value not in allowed]:
                     raise UsageError(f"space {space.name}: {name}={other[0]!r}: allowed by the task are {allowed}")
-        _typed(space, (int,), "toggles are whole numbers")
+        _check_types(space, (int,), "toggles are whole numbers")
         rung = config.rung(space.rung or config.defaults.candidate)
         self.rung = msgspec.structs.replace(rung, only=space.only or rung.only, after=None, required_speedup=None)
 
     def digest(self) -> str:
-        """16 hexadecimal digits over what candidates are made from: the task's files, the solution's, regions'."""
+        """Return 16 hexadecimal digits over the files that candidates are made from: task, solution, regions."""
         task = self._request.task.folder
         files = {path.name: path.read_bytes() for kind in _TASK_FILES for path in sorted(task.glob(kind))}
         files |= {f"region {name}": region.text.encode() for name, region in self.texts().items()}
         if self._solution is not None:
             files |= {f"solution {name}": data for name, data in self._files.items()}
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, data in sorted(files.items()):
-            found.update(f"{name} {len(data)} ".encode() + data)
-        return found.hexdigest()[:16]
+            digest.update(f"{name} {len(data)} ".encode() + data)
+        return digest.hexdigest()[:16]
 
     def texts(self) -> dict[str, Region]:
-        """The regions with the text that stands in each. Raises UsageError where a region is not found."""
+        """Return the regions with their current text. Raises UsageError if a region is not found."""
         return {
             name: msgspec.structs.replace(region, text=self._split(name, region)[1])
             for name, region in self.space.regions.items()
         }
 
     def implementation(self, candidate: Candidate) -> Implementation:
-        """What takes part. Raises UsageError for what is not in the space, and as building an implementation does."""
+        """Return a candidate's implementation. Raises UsageError for a candidate outside the space."""
         complete = self.space.decode(candidate.parameters)
         edits = self._edited(candidate)
         if self._solution is not None:
@@ -132,23 +132,23 @@ class Sources:
         )
 
     def _of_solution(
-        self, found: ResolvedSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
+        self, resolved: ResolvedSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
     ) -> Implementation:
-        """The solution with other constants, and edits, in a folder of its own."""
+        """Write a copy of the solution with other constants and edits into a new folder; return its implementation."""
         folder = self._work / key / "solution"
         shutil.rmtree(folder, ignore_errors=True)
         for name, data in self._files.items():
             write_whole(folder / name, data)
         for name, text in edits.items():
             write_whole(folder / name, text)
-        where = folder / found.path.name
-        solution = find_solution(where).config if edits else found.config
-        given = cast(dict[str, int | str], dict(complete))  # _typed saw to it
-        options = {name: given.pop(name) for name in _TRITON_OPTIONS if name in given}
+        path = folder / resolved.path.name
+        solution = find_solution(path).config if edits else resolved.config
+        constants = cast(dict[str, int | str], dict(complete))  # checked by _check_types
+        options = {name: constants.pop(name) for name in _TRITON_OPTIONS if name in constants}
         changed = msgspec.structs.replace(
             solution,
-            name=f"{found.config.name[:80]}-{key[:6]}",
-            constants={**solution.constants, **given},
+            name=f"{resolved.config.name[:80]}-{key[:6]}",
+            constants={**solution.constants, **constants},
             launches=[msgspec.structs.replace(launch, **options) for launch in solution.launches],
         )
         write_whole(folder / CONFIG_NAME, to_json(changed))
@@ -158,7 +158,7 @@ class Sources:
         return build_solution_implementation(task.config, find_solution(folder), request.target, task.problem, gpu)
 
     def _edited(self, candidate: Candidate) -> dict[str, str]:
-        """The whole text of each file that edits change."""
+        """Return the new text of each edited file, by path."""
         files: dict[str, str] = {}
         names = [edit.region for edit in candidate.edits]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -174,7 +174,7 @@ class Sources:
         return files
 
     def _split(self, name: str, region: Region, text: str | None = None) -> tuple[str, str, str]:
-        """A region's file: what is before the region, in it, and after it."""
+        """Split a region's file into the text before the region, in it, and after it."""
         path = self._root / region.file
         if not path.resolve().is_relative_to(self._root.resolve()):
             raise UsageError(f"region {name}: {region.file} is outside of {self._root}")
@@ -191,13 +191,13 @@ class Sources:
             raise UsageError(f"region {name}: {len(first)} lines of {region.file} contain {region.begin!r}, not one")
         last = next((n for n in range(first[0] + 1, len(lines)) if region.end and region.end in lines[n]), None)
         if last is None:
-            raise UsageError(f"region {name}: no line of {region.file} behind its begin contains {region.end!r}")
+            raise UsageError(f"region {name}: no line of {region.file} after its begin contains {region.end!r}")
         parts = lines[: first[0] + 1], lines[first[0] + 1 : last], lines[last:]
         return "".join(parts[0]), "".join(parts[1]), "".join(parts[2])
 
 
 class PatchedFamily:
-    """A family whose kernels include edited headers."""
+    """A family with edited headers: its include folder is replaced by a patched copy."""
 
     def __init__(self, family: Family, folder: Path) -> None:
         self._family, self._folder = family, folder
@@ -205,7 +205,7 @@ class PatchedFamily:
     def program(
         self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
     ) -> Program:
-        """The program of the family, with the folder in place of greenfast's."""
+        """Return the family's program with the patched include folder."""
         made = program_of(self._family, toggles, fmt, dims, instrumented=instrumented)
         steps = []
         for step in made.steps:
@@ -214,26 +214,26 @@ class PatchedFamily:
         return dataclasses.replace(made, steps=tuple(steps))
 
 
-def _known(space: Space, what: str, known: Mapping[str, object]) -> None:
+def _check_names(space: Space, noun: str, allowed: Mapping[str, object]) -> None:
     for name in space.parameters:
-        if name not in known:
-            raise unknown(f"parameter of space {space.name}: no {what} is called", name, known)
+        if name not in allowed:
+            raise unknown(f"parameter of space {space.name}: no {noun} is called", name, allowed)
 
 
 def copy_folder(source: Path, target: Path, *ignored: str) -> None:
-    """In place of what is there. Raises MachineError where it cannot be written."""
+    """Replace ``target`` by a copy of ``source``. Raises MachineError if it cannot be written."""
     try:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(*ignored))
     except OSError as e:
-        why = e.strerror or str(e.args[0][0][2])  # shutil lists what failed
+        why = e.strerror or str(e.args[0][0][2])  # shutil lists the failures
         raise MachineError(f"{target} cannot be written ({why}); free space, then --resume") from e
 
 
 def _check_reads(edit: Edit, replaced: str) -> None:
-    """Refuse an edit that includes a file by its path: the compiler quotes it, and a model is told what it says."""
-    known = _files_read(replaced)
-    for named in _files_read(edit.text):
+    """Refuse an edit that includes a file by its path; the compiler would quote it in its messages to a model."""
+    known = _list_included_files(replaced)
+    for named in _list_included_files(edit.text):
         header = _HEADER.match(named)
         if named not in known and (header is None or ".." in header[0].strip('<>"').split("/")):
             raise UsageError(
@@ -242,19 +242,19 @@ def _check_reads(edit: Edit, replaced: str) -> None:
             )
 
 
-def _files_read(text: str) -> list[str]:
-    """What the directives of a source that read files name."""
+def _list_included_files(text: str) -> list[str]:
+    """List the names in the directives of a source that read files."""
     return [found[1].strip() for found in _READS.finditer(re.sub(r"(?:\\|\?\?/)[ \t]*\r?\n", "", text))]
 
 
-def _typed(space: Space, types: tuple[type, ...], rule: str) -> None:
+def _check_types(space: Space, types: tuple[type, ...], rule: str) -> None:
     for name, parameter in space.parameters.items():
         if other := [value for value in parameter.values if not isinstance(value, types)]:
             raise UsageError(f"space {space.name}: {name}={other[0]!r}: {rule}")
 
 
-def _own_family(space: Space) -> Family:
-    """The family that a space names. Raises UsageError for a name that is none."""
+def _import_family(space: Space) -> Family:
+    """Import the family of a space. Raises UsageError for a name without a family."""
     try:
         family = importlib.import_module(space.family) if space.family.startswith(_OWN) else None
     except ImportError:

@@ -1,6 +1,6 @@
-"""The space of a search: parameters with values and constraints, and regions of source that may be replaced.
+"""The space of a search: parameters with values and constraints, and source regions that may be replaced.
 
-It is a JSON file that a user writes, or the task's own (``spaces``). The types below are the schema.
+A space is a JSON file of the user or of the task. The types below are its schema.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from greenfast.spec.errors import UsageError, unknown
 
 Value = int | float | str
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", max_length=100)]
-#: A space is drawn from where _HITS of _TRIES draws are allowed; else it is listed, up to these many settings or steps.
-_HITS, _TRIES, MOST_LISTED, MOST_STEPS = 3, 1000, 100_000, 1_000_000
-#: Values that a message lists.
-_SHOWN = 40
+#: If _HITS of _TRIES draws are allowed, settings are drawn at random; else they are listed, up to these limits.
+_HITS, _TRIES, MAX_LISTED, MAX_STEPS = 3, 1000, 100_000, 1_000_000
+#: Most values in a message.
+_MAX_SHOWN = 40
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter: its values in their natural order, of which neighbours differ least."""
+    """A parameter. values: in natural order, so that neighbours differ least."""
 
     values: Annotated[tuple[Value, ...], Meta(min_length=1)]
     default: Value | None = None
@@ -42,10 +42,10 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of a source that an edit may replace: what stands between two lines, or the whole file without them.
+    """A part of a source that an edit may replace: the lines between two markers, or the whole file without markers.
 
-    file: of the solution, or of greenfast's kernels, relative to its folder. begin, end: texts that one line each
-    contains, the end's after the begin's; both lines stay. text: what stands there now, filled in when a run starts.
+    file: path in the solution or in greenfast's kernels. begin, end: texts of the marker lines, which are kept. text:
+    the current text; filled in when a run starts.
     """
 
     file: str
@@ -56,14 +56,13 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What can be searched.
+    """The parameters and regions of a search.
 
-    constraints: expressions in the parameters that must not be 0, such as "BLOCK_N * STAGES <= 512", in the language of
-    a solution's expressions; one without a value, such as a division by zero, forbids the setting too. regions: by
-    name.
-    solution: the user's own, whose constants the parameters are; a path from the space's file. family: the module that
-    parameters are given to as toggles; empty for the task's. rung: whose budget and error candidates answer to where
-    they are no rung themselves; empty for the task's default candidate.
+    constraints: expressions in the parameters that must not be 0, such as "BLOCK_N * STAGES <= 512", in the syntax of a
+    solution's expressions. An expression without a value, such as a division by zero, forbids the setting too. regions:
+    by name. solution: path of a user's solution, relative to the space's file; the parameters are its constants.
+    family: module that receives the parameters as toggles; empty for the task's family. rung: the rung with budget and
+    error limits for candidates that are no rung; empty for the task's default candidate.
     """
 
     name: str
@@ -77,35 +76,35 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def points(self) -> int:
-        """Settings of the parameters, those that a constraint forbids included."""
+        """Number of settings, including those that a constraint forbids."""
         return math.prod(len(p.values) for p in self.parameters.values())
 
-    def complete(self, given: Mapping[str, Value]) -> dict[str, Value]:
-        """All parameters in the space's order, defaults filled in, whether or not constraints allow them.
+    def complete(self, parameters: Mapping[str, Value]) -> dict[str, Value]:
+        """Return all parameters in the space's order with defaults filled in. Constraints are not checked.
 
-        Raises UsageError that names the parameter, what came and what is allowed.
+        Raises UsageError with the parameter, its value and the allowed values.
         """
-        for name, value in given.items():
+        for name, value in parameters.items():
             if name not in self.parameters:
                 raise unknown(f"parameter of space {self.name}", str(name), self.parameters)
             allowed = self.parameters[name].values
             if not any(value == v and type(value) is type(v) for v in allowed):
-                raise UsageError(f"space {self.name}: {name}={value!r}: allowed values are {_listed(allowed)}")
-        return {name: given.get(name, p.start) for name, p in self.parameters.items()}
+                raise UsageError(f"space {self.name}: {name}={value!r}: allowed values are {_format_values(allowed)}")
+        return {name: parameters.get(name, p.start) for name, p in self.parameters.items()}
 
     def violated(self, complete: Mapping[str, Value]) -> str | None:
-        """The first constraint that a complete setting breaks, or None."""
-        return next((c for c in self.constraints if not _holds(c, complete)), None)
+        """Return the first constraint that a complete setting breaks, or None."""
+        return next((c for c in self.constraints if not _is_satisfied(c, complete)), None)
 
-    def decode(self, given: Mapping[str, Value]) -> dict[str, Value]:
-        """``complete``, and raises UsageError that quotes the constraint where one forbids it."""
-        complete = self.complete(given)
+    def decode(self, parameters: Mapping[str, Value]) -> dict[str, Value]:
+        """Return ``complete(parameters)``. Raises UsageError with the constraint that it breaks."""
+        complete = self.complete(parameters)
         if broken := self._broken(complete):
             raise UsageError(f"space {self.name}: {broken}")
         return complete
 
     def _broken(self, complete: Mapping[str, Value]) -> str:
-        """In words, how a complete setting breaks a constraint; empty where it breaks none."""
+        """Describe how a complete setting breaks a constraint; empty if it breaks none."""
         constraint = self.violated(complete)
         if constraint is None:
             return ""
@@ -117,15 +116,15 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return f"{shown} breaks the constraint {constraint!r}"
 
     def shown(self, parameters: Mapping[str, Value]) -> str:
-        """A setting in words: what differs from the defaults."""
+        """Describe a setting by its differences from the defaults."""
         of_default = {name: p.start for name, p in self.parameters.items()}
         changed = [f"{name}={value}" for name, value in parameters.items() if of_default.get(name) != value]
         return ", ".join(changed) or ("the defaults" if self.parameters else "")
 
     def listed(self, steps: int | None = None) -> Iterator[dict[str, Value]]:
-        """Every setting that the constraints allow, the last parameter changing fastest.
+        """Yield every allowed setting; the last parameter changes fastest.
 
-        A constraint is asked as soon as its parameters have values. steps: how many values are looked at, at most.
+        A constraint is evaluated as soon as its parameters have values. steps: most values to try.
         """
         names = list(self.parameters)
         due: list[list[str]] = [[] for _ in range(len(names) + 1)]  # by how many parameters have values
@@ -134,7 +133,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         left = itertools.repeat(None) if steps is None else itertools.repeat(None, steps)
 
         def extended(point: dict[str, Value]) -> Iterator[dict[str, Value]]:
-            if not all(_holds(constraint, point) for constraint in due[len(point)]):
+            if not all(_is_satisfied(constraint, point) for constraint in due[len(point)]):
                 return
             if len(point) == len(names):
                 yield point
@@ -147,24 +146,27 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @functools.cached_property
     def _rare(self) -> list[dict[str, Value]]:
-        """Where hardly any draw is allowed, settings that are; else none. Raises UsageError where none is found."""
+        """The allowed settings if hardly any draw is allowed; else empty.
+
+        Raises UsageError if no setting is allowed.
+        """
         rng = random.Random(0)
         if sum(self.violated(self._drawn(rng)) is None for _ in range(_TRIES)) >= _HITS:
             return []
-        found = list(itertools.islice(self.listed(MOST_STEPS), MOST_LISTED))
-        if not found:
-            far = "" if self.points <= MOST_STEPS else f", as far as {MOST_STEPS} steps of a search through it show"
-            said = self._broken({name: p.start for name, p in self.parameters.items()})
-            raise UsageError(f"space {self.name}: its constraints allow no setting of {self.points}{far}; {said}")
-        return found
+        allowed = list(itertools.islice(self.listed(MAX_STEPS), MAX_LISTED))
+        if not allowed:
+            far = "" if self.points <= MAX_STEPS else f", as far as {MAX_STEPS} steps of a search through it show"
+            reason = self._broken({name: p.start for name, p in self.parameters.items()})
+            raise UsageError(f"space {self.name}: its constraints allow no setting of {self.points}{far}; {reason}")
+        return allowed
 
     def _drawn(self, rng: random.Random) -> dict[str, Value]:
         return {name: rng.choice(p.values) for name, p in self.parameters.items()}
 
     def sample(self, rng: random.Random) -> dict[str, Value]:
-        """A setting that the constraints allow. Raises UsageError where there is none.
+        """Draw an allowed setting uniformly. Raises UsageError if no setting is allowed.
 
-        Evenly drawn; where hardly any is allowed, from the first MOST_LISTED of them.
+        If hardly any setting is allowed, draw from the first MAX_LISTED of them.
         """
         if self._rare:
             return rng.choice(self._rare)
@@ -173,16 +175,16 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return point
 
     def neighbours(self, point: Mapping[str, Value]) -> list[dict[str, Value]]:
-        """The allowed settings that differ from a complete one in one parameter."""
-        found = []
+        """Return the allowed settings that differ from a complete one in one parameter."""
+        neighbours = []
         for name, parameter in self.parameters.items():
             for value in parameter.values:
                 if value != point[name] and self.violated(changed := {**point, name: value}) is None:
-                    found.append(changed)
-        return found
+                    neighbours.append(changed)
+        return neighbours
 
 
-def _holds(constraint: str, point: Mapping[str, Value]) -> bool:
+def _is_satisfied(constraint: str, point: Mapping[str, Value]) -> bool:
     try:
         return bool(evaluate(constraint, point))  # type: ignore[arg-type]  # check() lets numbers alone into constraints
     except NoValueError:
@@ -190,7 +192,7 @@ def _holds(constraint: str, point: Mapping[str, Value]) -> bool:
 
 
 def read_space(path: Path) -> Space:
-    """Read and check a space. Raises UsageError that names the file and what is wrong in it."""
+    """Read and check a space. Raises UsageError with the file and the fault."""
     space: Space = read_json(path, Space, "space")
     try:
         check(space)
@@ -200,16 +202,16 @@ def read_space(path: Path) -> Space:
 
 
 def check(space: Space) -> None:
-    """Raise UsageError for a space that is empty or contradictory, or whose constraints cannot be evaluated."""
+    """Raise UsageError for a space that is empty or contradictory, or has a constraint that cannot be evaluated."""
     if not space.parameters and not space.regions:
         raise UsageError(f"space {space.name} is empty: declare `parameters`, `regions` or both")
     for name, parameter in space.parameters.items():
         values = parameter.values
         if len(set(values)) != len(values):  # 1 and 1.0 are one value
-            raise UsageError(f"space {space.name}: {name}: a value stands twice in {_listed(values)}")
+            raise UsageError(f"space {space.name}: {name}: a value stands twice in {_format_values(values)}")
         if not any(parameter.start == v and type(parameter.start) is type(v) for v in values):
             raise UsageError(
-                f"space {space.name}: {name}: default {parameter.default!r} is not one of {_listed(values)}"
+                f"space {space.name}: {name}: default {parameter.default!r} is not one of {_format_values(values)}"
             )
     numbers = [n for n, p in space.parameters.items() if not any(isinstance(v, str) for v in p.values)]
     for constraint in space.constraints:
@@ -223,7 +225,7 @@ def check(space: Space) -> None:
     space.sample(random.Random(0))
 
 
-def _listed(values: Sequence[Value]) -> str:
-    """Values in a message, not all of thousands."""
-    shown = ", ".join(map(repr, values[:_SHOWN]))
-    return shown if len(values) <= _SHOWN else f"{shown} and {len(values) - _SHOWN} more"
+def _format_values(values: Sequence[Value]) -> str:
+    """Format values for a message, at most ``_MAX_SHOWN``."""
+    shown = ", ".join(map(repr, values[:_MAX_SHOWN]))
+    return shown if len(values) <= _MAX_SHOWN else f"{shown} and {len(values) - _MAX_SHOWN} more"

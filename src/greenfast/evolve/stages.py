@@ -1,7 +1,7 @@
-"""The judge's gates as a search asks them, one candidate at a time: BUILD and RESOURCES, then CORRECTNESS.
+"""Run the judge's gates for one candidate of a search: BUILD and RESOURCES, then CORRECTNESS.
 
-Nothing is judged here in another way than ``greenfast validate`` does: the same gates run on the same kinds of cases.
-What a search asks is less, so what passes here is only let through, and has the whole exam before it.
+The gates and the kinds of cases are those of ``greenfast validate``, with fewer cases. A candidate that passes here is
+not yet accepted: finalists are validated with the whole check plan.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
 from greenfast.spec.problem import Problem, References
 
-#: Seconds that the emulator may take for a case of a search; later is no fault of the kernel, but it is not searched.
+#: Emulator time limit per case in seconds. A candidate beyond it is dropped, though its kernel may be correct.
 _CASE_S = 120.0
 _GATE_STAGES: dict[str, Stage] = {"BUILD": "BUILD", "RESOURCES": "RESOURCES", "CORRECTNESS": "CORRECTNESS"}
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage found. estimate: seconds by the counts, None where nothing was counted; no speed."""
+    """The result of a stage. estimate: seconds computed from counts (not a speed); None without counts."""
 
     stage: Stage
     valid: bool
@@ -50,74 +50,74 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedWorker(Worker):
-    """A worker that runs use one after another: ``close`` leaves it open, and one that ended is started anew."""
+    """A worker that several runs share: ``close`` keeps it open, and an ended process is restarted."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self._make = make
         self._worker: Worker | None = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the session's method returns."""
+        """Call a method of the session; return its result."""
         self._worker = self._worker or self._make()
         try:
             return self._worker.call(method, *args)
         except GreenfastError:
-            self.end()  # it may have ended, or be at a kernel that hangs
+            self.end()  # its process may have ended, or a kernel may hang
             raise
 
     def close(self) -> None:
-        """Leave it open for the next run."""
+        """Keep the process for the next run."""
 
     def end(self) -> None:
-        """End its process."""
+        """End the process."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None
 
 
-class _Remembering:
-    """A problem that makes the references of a case once: every candidate of a search is asked the same cases."""
+class _CachedReferences:
+    """A problem with cached references: all candidates of a search are checked on the same cases."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._known: dict[tuple[Any, ...], References] = {}
+        self._cache: dict[tuple[Any, ...], References] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._problem, name)
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str, **variant: str) -> References:
-        """As the problem makes them."""
+        """Return the problem's references."""
         key = (*sorted(dims.items()), seed, fmt, *variant.values())
-        if key not in self._known:
-            self._known[key] = self._problem.references(dims, seed, fmt, **variant)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._problem.references(dims, seed, fmt, **variant)
+        return self._cache[key]
 
 
 @dataclass(frozen=True)
-class _Searched(Request):
-    """A request whose kernels run in a process that is already there."""
+class _SearchRequest(Request):
+    """A request that runs kernels in a shared process."""
 
     shared: SharedWorker | None = None
 
     @property
     def make_worker(self) -> Callable[[], Worker]:
-        """The shared process."""
+        """Return the shared worker instead of a new one."""
         shared = self.shared
         return (lambda: shared) if shared is not None else super().make_worker
 
     @property
     def make_emulator(self) -> Callable[[], Worker] | None:
-        """None: the emulator has run before the GPU does."""
+        """None: the emulator stage comes before the GPU."""
         return None
 
     @property
     def checks_memory(self) -> bool:
-        """Return False: the winner is checked when it is judged."""
+        """Return False: the validation of finalists checks memory."""
         return False
 
 
-def request_of(manifest: Manifest, task: LoadedTask, shapes: list[str], device: str, out: Path) -> Request:
-    """The judge's request with a search's settings. Raises UsageError and MachineError as ``make_request`` does."""
+def make_search_request(manifest: Manifest, task: LoadedTask, shapes: list[str], device: str, out: Path) -> Request:
+    """Make the judge's request with a search's settings. Raises as ``make_request``."""
     return make_request(
         task,
         shapes=shapes or None,
@@ -135,17 +135,17 @@ def request_of(manifest: Manifest, task: LoadedTask, shapes: list[str], device: 
 
 
 class Stages:
-    """The gates of one run, with what they need at hand. Use as a context manager: processes end with it."""
+    """The gates of one run and their worker processes. Use as a context manager: it ends the processes."""
 
     def __init__(self, manifest: Manifest, folder: Path, gpu: int | None = None) -> None:
-        """folder: of the run. gpu: the number of the one that is used; None for the emulator alone."""
+        """folder: of the run. gpu: number of the GPU; None for the emulator alone."""
         self.manifest, self.gpu = manifest, gpu
         task = load(find_task(manifest.task))
         out = folder / "judged"
-        self._emulated = request_of(manifest, task, manifest.small, "emulator", out)
-        self.raced = request_of(manifest, task, manifest.shapes, "none" if gpu is None else str(gpu), out)
+        self._emulated = make_search_request(manifest, task, manifest.small, "emulator", out)
+        self.raced = make_search_request(manifest, task, manifest.shapes, "none" if gpu is None else str(gpu), out)
         self.task, self.target = task, self.raced.target
-        self._remembering = dataclasses.replace(task, problem=cast(Problem, _Remembering(task.problem)))
+        self._remembering = dataclasses.replace(task, problem=cast(Problem, _CachedReferences(task.problem)))
         self._emulated = dataclasses.replace(self._emulated, target=self.target)
         self._emulator = SharedWorker(lambda: Worker(timeout_s=_CASE_S, make_session=EmulatorSession))
         self._on_gpu = SharedWorker(lambda: Worker(gpu or 0, timeout_s=manifest.timeout_s))
@@ -160,52 +160,54 @@ class Stages:
         self._on_gpu.end()
 
     def baseline(self) -> Implementation:
-        """What has to be beaten."""
+        """Return the baseline's implementation."""
         return load_baseline(self.raced, self.manifest.baseline or self.task.config.defaults.baseline)
 
     def described(self) -> str:
-        """The task in words, for proposers."""
+        """Describe the task in words, for proposers."""
         request, config = self.raced, self.task.config
         shapes = "; ".join(f"{s.name} ({', '.join(f'{k}={v}' for k, v in s.dims.items())})" for s in request.shapes)
-        where = f"Format {request.format}, target {self.target.name}, timed at {shapes}."
-        return f"{config.name}: {config.description}. {where}"
+        target = f"Format {request.format}, target {self.target.name}, timed at {shapes}."
+        return f"{config.name}: {config.description}. {target}"
 
     def implementation(self, candidate: Candidate | None) -> Implementation:
-        """A candidate's; the baseline's for None."""
+        """Return a candidate's implementation; the baseline's for None."""
         return self.baseline() if candidate is None else self.sources.implementation(candidate)
 
     def built(self, candidate: Candidate | None) -> StageResult:
-        """BUILD and RESOURCES, for the shapes that are raced and those that the emulator runs."""
+        """Run BUILD and RESOURCES for all shapes of the search."""
         shapes = {shape.name: shape for shape in (*self._emulated.shapes, *self.raced.shapes)}
         request = dataclasses.replace(self.raced, shapes=list(shapes.values()), ordinal=None, device=None)
         run = self._passed(request, candidate)
         if isinstance(run, StageResult):
             return run
-        side, fault = run.built(_role(candidate)), _fault(run.gates, ("BUILD", "RESOURCES"))
+        side, fault = run.built(_role(candidate)), _first_failure(run.gates, ("BUILD", "RESOURCES"))
         if side is None or fault is not None:
             return fault or StageResult(stage="BUILD", valid=False)
         dims = {shape.name: shape.dims for shape in request.shapes}
-        of_race = [side.programs[shape.name] for shape in self.raced.shapes if shape.name in side.programs]
-        used = [kernel.resources for program in of_race for kernel in program.kernels]
+        timed = [side.programs[shape.name] for shape in self.raced.shapes if shape.name in side.programs]
+        resources = [kernel.resources for program in timed for kernel in program.kernels]
         behaviour = Descriptor(
-            smem_bytes=max((r.smem_bytes for r in used), default=0),
-            registers=max((r.registers for r in used), default=0),
+            smem_bytes=max((r.smem_bytes for r in resources), default=0),
+            registers=max((r.registers for r in resources), default=0),
         )
-        return StageResult(stage="RESOURCES", valid=True, hash=identity(side, dims), behaviour=behaviour)
+        return StageResult(stage="RESOURCES", valid=True, hash=hash_programs(side, dims), behaviour=behaviour)
 
     def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
         """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
-        request = _Searched(**_fields(self._emulated), shared=self._emulator)
+        request = _SearchRequest(**_fields(self._emulated), shared=self._emulator)
         run = self._passed(add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
         if isinstance(run, StageResult):
             return run
-        found = _fault(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
-        if found is not None:
-            return found
+        failure = _first_failure(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
+        if failure is not None:
+            return failure
         counts, side = run.correctness.counts.get(_role(candidate), {}), run.built(_role(candidate))
         named = {shape: c for shape, c in counts.items() if not shape.startswith(DRAWN)}
         seconds, pipe = estimate(named or counts, self.target, request.format)
-        whole = side is not None and len(side.programs) == len(run.request.built_shapes)  # else sums cannot be compared
+        whole = side is not None and len(side.programs) == len(
+            run.request.built_shapes
+        )  # sums over some of the shapes cannot be compared
         return StageResult(
             stage="CORRECTNESS",
             valid=True,
@@ -214,14 +216,14 @@ class Stages:
         )
 
     def on_gpu(self, candidate: Candidate | None) -> tuple[StageResult, BuiltSide | None, dict[tuple[str, int], str]]:
-        """CORRECTNESS on the GPU for all that is timed, the kernels, and the digests of their outputs."""
-        request = _Searched(**_fields(self.raced), shared=self._on_gpu)
+        """Run CORRECTNESS on the GPU for the timed shapes; return the kernels and the digests of their outputs too."""
+        request = _SearchRequest(**_fields(self.raced), shared=self._on_gpu)
         run = self._passed(request, candidate)
         if isinstance(run, StageResult):
             return run, None, {}
-        found = _fault(run.gates, tuple(_GATE_STAGES))
-        if found is not None:
-            return found, None, {}
+        failure = _first_failure(run.gates, tuple(_GATE_STAGES))
+        if failure is not None:
+            return failure, None, {}
         digests = {(shape, seed): digest for (_, shape, seed), digest in run.correctness.digests.items()}
         return StageResult(stage="CORRECTNESS", valid=True), run.built(_role(candidate)), digests
 
@@ -251,26 +253,26 @@ class Stages:
 
 
 def _role(candidate: Candidate | None) -> str:
-    """The baseline need not compute all that is drawn."""
+    """Return the role; a baseline need not support all randomised shapes."""
     return BASELINE if candidate is None else CANDIDATE
 
 
-def identity(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str:
-    """16 hexadecimal digits over all that is rendered for all shapes: machine code, launches and scratch buffers."""
+def hash_programs(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str:
+    """Return 16 hexadecimal digits over machine code, launches and scratch buffers for all shapes."""
     digest = hashlib.sha256()
     for shape, program in sorted(side.programs.items()):
         for name, space in sorted(program.program.workspaces.items()):
             digest.update(msgspec.json.encode((name, space.nbytes, space.zeros, space.data)))
         launches = program.facts(shape, dims[shape]).items()
         for step, (name, (kernel, facts)) in zip(program.program.steps, launches, strict=True):
-            # facts number buffers by first use: with input and output swapped they are the same
+            # The facts number buffers by first use, so they do not change if input and output are swapped.
             buffers = [buffer for argument in step.launch.args for buffer in _buffers(argument)]
             digest.update(msgspec.json.encode((name, code_hash(kernel) or kernel.kernel_hash, facts, buffers)))
     return digest.hexdigest()[:16]
 
 
 def _buffers(argument: Argument | Any) -> list[str]:
-    """The names of the buffers that an argument points to."""
+    """Return the names of the buffers that an argument points to."""
     if isinstance(argument, str):
         return [argument]
     if isinstance(argument, TensorMap):
@@ -280,13 +282,15 @@ def _buffers(argument: Argument | Any) -> list[str]:
     return [name for _, name, _ in argument.pointers] if isinstance(argument, Packed) else []
 
 
-def _fault(gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True) -> StageResult | None:
-    """The first of these gates that did not pass; where a GPU asks again, what was left open is let through."""
+def _first_failure(
+    gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True
+) -> StageResult | None:
+    """Return the first of these gates that did not pass. PENDING passes if a GPU checks again (undecided_too=False)."""
     for gate in gates:
         if gate.gate in asked and gate.status in ("FAIL", *(["PENDING"] if undecided_too else [])):
             why = "; ".join(gate.reasons) or gate.summary
-            said = why if gate.status == "FAIL" else f"could not be decided here: {why}"
-            return StageResult(stage=_GATE_STAGES[gate.gate], valid=False, feedback=said)
+            feedback = why if gate.status == "FAIL" else f"could not be decided here: {why}"
+            return StageResult(stage=_GATE_STAGES[gate.gate], valid=False, feedback=feedback)
     return None
 
 

@@ -1,8 +1,7 @@
-"""Results of a search in the T4 format, which Kernel Tuner and other tuners share.
+"""Results of a search in the T4 format of Kernel Tuner and other tuners.
 
-The format: https://github.com/odgaard/TuningSchema, branch T4, version 1.0.0. Kernel Tuner writes the time of compiling
-as ``compilation`` where the schema says ``compilation_time``; both are read, and both are written. Times are in
-milliseconds, as Kernel Tuner has them.
+The format: https://github.com/odgaard/TuningSchema, branch T4, version 1.0.0. The schema has ``compilation_time``;
+Kernel Tuner writes ``compilation``. Both are read and written. Times are in milliseconds, as in Kernel Tuner.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from greenfast.spec.errors import UsageError
 
 Invalidity = Literal["timeout", "compile", "runtime", "correctness", "constraints", "correct"]
 VERSION = "1.0.0"
-#: Measurements by name: the time that is the objective, an estimate from counts, and how the kernel behaves.
+#: Names of measurements: the time (the objective), the estimate from counts, and the kernel's descriptor.
 TIME, ESTIMATE, PIPE, SMEM, REGISTERS = "time", "estimate", "pipe", "smem_bytes", "registers"
 _UNITS = {TIME: "ms", ESTIMATE: "", PIPE: "", SMEM: "bytes", REGISTERS: ""}
 _STAGES: dict[str, Invalidity] = {
@@ -34,7 +33,7 @@ _STAGES: dict[str, Invalidity] = {
 
 
 class T4Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure by name."""
+    """A named value."""
 
     name: str
     value: float | str | list[Any] | None
@@ -42,7 +41,7 @@ class T4Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class T4Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an evaluation took, in milliseconds; runtimes: of single runs of the kernel."""
+    """The times of an evaluation in milliseconds. runtimes: single runs of the kernel."""
 
     compilation_time: float | None = None
     compilation: float | None = None
@@ -54,7 +53,7 @@ class T4Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class T4Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What one configuration gave."""
+    """The result of one configuration."""
 
     configuration: dict[str, Value]
     times: T4Times
@@ -66,12 +65,12 @@ class T4Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> dict[str, float | str]:
-        """Single figures by name."""
+        """The scalar measurements by name."""
         return {m.name: m.value for m in self.measurements if isinstance(m.value, (int, float, str))}
 
 
 class T4Results(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole file. metadata: of greenfast, what was measured, on what and when; other tools ignore it."""
+    """The content of a file. metadata: greenfast's description of the measurement; other tools ignore it."""
 
     results: list[T4Result]
     schema_version: str = VERSION
@@ -79,22 +78,22 @@ class T4Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_t4(path: Path) -> T4Results:
-    """Read a file. Raises UsageError that says what is wrong with it."""
-    found: T4Results = read_json(path, T4Results, "T4 file of tuning results")
-    if not found.results:
+    """Read a file. Raises UsageError with its fault."""
+    content: T4Results = read_json(path, T4Results, "T4 file of tuning results")
+    if not content.results:
         raise UsageError(f"{path}: no results in it")
-    return found
+    return content
 
 
 def write_t4(path: Path, results: T4Results) -> None:
-    """Write a file in one step. Raises MachineError where that cannot be done."""
+    """Write a file atomically. Raises MachineError if it cannot be written."""
     write_whole(path, to_json(results))
 
 
 def build_results(evaluations: Iterable[Evaluation], metadata: Mapping[str, Any]) -> T4Results:
-    """Evaluations as results, without edits, which the format has no place for; duplicates are left out."""
-    kept = [e for e in evaluations if e.stage != "duplicate" and not e.candidate.edits]
-    return T4Results(results=[_result(e) for e in kept], metadata=dict(metadata))
+    """Convert evaluations to results. Duplicates and candidates with edits are left out: the format has no edits."""
+    exported = [e for e in evaluations if e.stage != "duplicate" and not e.candidate.edits]
+    return T4Results(results=[_result(e) for e in exported], metadata=dict(metadata))
 
 
 def _result(e: Evaluation) -> T4Result:

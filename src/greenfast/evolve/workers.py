@@ -1,7 +1,7 @@
-"""Who evaluates candidates before the race: this process, several here, or Ray's actors on several machines.
+"""Evaluate candidates before they are timed: in this process, in several processes, or in Ray actors.
 
-Evaluations are independent; results come in the order of the candidates, so that a run's log does not depend on who was
-first. A worker that is lost costs its candidate only.
+Evaluations are independent. Results are returned in the order of the candidates, so a run's log does not depend on
+timing. A lost worker costs only its candidate.
 """
 
 from __future__ import annotations
@@ -27,126 +27,126 @@ Job = tuple[str, tuple[Any, ...]]
 _LOST = "its worker ended twice while it was evaluated"
 
 
-#: How many threads NumPy's and PyTorch's libraries start.
+#: Environment variables for the thread counts of NumPy and PyTorch.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Workers(Protocol):
-    """Whoever evaluates."""
+    """The interface of the evaluators."""
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """What each job found, in order."""
+        """Yield the result of each job, in order."""
 
     def close(self) -> None:
         """End the processes."""
 
 
-def job(method: str, candidate: Candidate | None, *more: Any) -> Job:
-    """``Stages.method(candidate, *more)``."""
+def make_job(method: str, candidate: Candidate | None, *more: Any) -> Job:
+    """Make the job that calls ``Stages.method(candidate, *more)``."""
     return method, (candidate, *more)
 
 
 def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) -> Workers:
-    """``local:N`` or ``ray:ADDRESS``. Raises UsageError for anything else, and for an extra that is missing."""
+    """Create evaluators from ``local:N`` or ``ray:ADDRESS``. Raises UsageError for other texts or a missing extra."""
     kind, value = read_workers(text)
     if kind == "ray":
-        return OnRay(manifest, folder, value)
-    return Local(manifest, folder, int(value)) if int(value) > 1 else Here(stages)
+        return RayWorkers(manifest, folder, value)
+    return LocalWorkers(manifest, folder, int(value)) if int(value) > 1 else InProcess(stages)
 
 
 def read_workers(text: str) -> tuple[str, str]:
-    """``local`` and a number, or ``ray`` and an address. Raises UsageError for anything else."""
+    """Parse ``local:N`` or ``ray:ADDRESS`` into its two parts. Raises UsageError for other texts."""
     kind, _, value = text.partition(":")
     if (kind == "local" and re.fullmatch(r"[1-9]\d*", value)) or (kind == "ray" and value):
         return kind, value
     raise UsageError(f"--workers {text!r}: allowed are local:N, and ray:ADDRESS such as ray:auto or ray:local")
 
 
-class Here:
-    """This process."""
+class InProcess:
+    """Evaluates in this process."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """One after another."""
+        """Run the jobs one after another."""
         for method, arguments in jobs:
             yield getattr(self._stages, method)(*arguments)
 
     def close(self) -> None:
-        """Nothing: the stages are closed by who made them."""
+        """Do nothing: the caller owns the stages."""
 
 
 _stages: Stages | None = None
 
 
 def _start(manifest: Manifest, folder: Path) -> None:
-    """In a process of a pool."""
+    """Create the stages in a process of a pool."""
     global _stages
     _stages = Stages(manifest, folder)
 
 
 def _evaluate(method: str, arguments: tuple[Any, ...]) -> StageResult:
     assert _stages is not None
-    found: StageResult = getattr(_stages, method)(*arguments)
-    return found
+    result: StageResult = getattr(_stages, method)(*arguments)
+    return result
 
 
-class Local:
-    """Processes of this machine."""
+class LocalWorkers:
+    """Evaluates in processes of this machine."""
 
     def __init__(self, manifest: Manifest, folder: Path, count: int) -> None:
-        self._asked = manifest, folder, count
-        for name in _THREADS:  # of the processes that are started from here on: they share the cores
+        self._settings = manifest, folder, count
+        for name in _THREADS:  # for the new processes, which share the cores
             os.environ.setdefault(name, "1")
         self._pool = ProcessPool(count, _start, manifest, folder)
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """All at once."""
+        """Submit all jobs; yield their results in order."""
         futures = [self._submit(one) for one in jobs]
         try:
             for n, future in enumerate(futures):
                 try:
                     yield future.result()
                 except BrokenProcessPool:
-                    yield self._again(jobs[n])
-                    futures[n + 1 :] = self._submitted(jobs[n + 1 :], futures[n + 1 :])
+                    yield self._retry(jobs[n])
+                    futures[n + 1 :] = self._resubmit(jobs[n + 1 :], futures[n + 1 :])
         finally:
             for future in futures:
                 future.cancel()
 
     def _submit(self, one: Job) -> Future[StageResult]:
-        """One job, in a new pool where a process of this one has ended."""
+        """Submit a job, to a new pool if a process of this one has ended."""
         try:
             return self._pool.submit(_evaluate, *one)
         except BrokenProcessPool:
             self.close()
-            manifest, folder, count = self._asked
+            manifest, folder, count = self._settings
             self._pool = ProcessPool(count, _start, manifest, folder)
             return self._pool.submit(_evaluate, *one)
 
-    def _again(self, one: Job) -> StageResult:
-        """The pool has ended, perhaps by another job: this one alone, in a new pool, says whose fault it was."""
+    def _retry(self, one: Job) -> StageResult:
+        """Run one job alone in a new pool, to find out whether it or another job ended the pool."""
         try:
             return self._submit(one).result()
         except BrokenProcessPool:
             return StageResult(stage="BUILD", valid=False, feedback=_LOST)
 
-    def _submitted(self, jobs: Sequence[Job], before: Sequence[Future[StageResult]]) -> list[Future[StageResult]]:
-        """The futures that still have an answer, and the others' jobs in the new pool."""
-        answered = [f.done() and not f.cancelled() and f.exception() is None for f in before]
-        return [f if done else self._submit(one) for one, f, done in zip(jobs, before, answered, strict=True)]
+    def _resubmit(self, jobs: Sequence[Job], futures: Sequence[Future[StageResult]]) -> list[Future[StageResult]]:
+        """Return the finished futures, and new futures for the other jobs."""
+        finished = [f.done() and not f.cancelled() and f.exception() is None for f in futures]
+        return [f if done else self._submit(job) for job, f, done in zip(jobs, futures, finished, strict=True)]
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes, including running jobs."""
         self._pool.close()
 
 
-class OnRay:
-    """Actors of a Ray cluster, one for each of its CPUs; the run's folder must be on a disk that all of them see."""
+class RayWorkers:
+    """Evaluates in Ray actors, one per CPU of the cluster. All machines must share the run's folder."""
 
     def __init__(self, manifest: Manifest, folder: Path, address: str) -> None:
-        """address: ``local`` starts a cluster of this machine. Raises UsageError where Ray is missing or not there."""
+        """address: ``local`` starts a cluster on this machine. Raises UsageError if Ray or the cluster is missing."""
         require("greenfast evolve --workers ray:...", "ray")
         self._ray = ray = importlib.import_module("ray")
         if not ray.is_initialized():
@@ -159,7 +159,7 @@ class OnRay:
         self._actors = [self._actor.remote(manifest, folder) for _ in range(count)]
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """All at once, each actor one after another."""
+        """Distribute the jobs over the actors; yield their results in order."""
         actors = self._actors
         asked = [actors[n % len(actors)].evaluate.remote(*one) for n, one in enumerate(jobs)]
         for reference in asked:
@@ -176,12 +176,12 @@ class OnRay:
 
 
 class Evaluator:
-    """An actor of Ray."""
+    """The Ray actor."""
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._stages = Stages(manifest, folder)
 
     def evaluate(self, method: str, arguments: tuple[Any, ...]) -> StageResult:
-        """What one job found."""
-        found: StageResult = getattr(self._stages, method)(*arguments)
-        return found
+        """Run one job."""
+        result: StageResult = getattr(self._stages, method)(*arguments)
+        return result

@@ -1,1 +1,1 @@
-"""A language model as the author of candidates: the protocol, its three carriers, prompts, and what answers hold."""
+"""Candidates from a language model: the protocol, three transports, the prompts, and the parser of answers."""

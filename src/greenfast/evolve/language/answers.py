@@ -1,4 +1,4 @@
-"""What a model's answer holds: candidates that fit the space, and why the rest was refused. It never raises."""
+"""Parse a model's answer into candidates of the space, and reasons for each refused part. Never raises."""
 
 from __future__ import annotations
 
@@ -13,83 +13,83 @@ from greenfast.evolve.space import Space, Value
 from greenfast.judge.strict_json import once
 from greenfast.spec.errors import UsageError
 
-#: Of an answer: characters that are read, places at which JSON is looked for, candidates; and characters of an edit.
-MOST_TEXT, _MOST_STARTS, _MOST_CANDIDATES, MOST_EDIT = 1_000_000, 2_000, 64, 200_000
-_SHOWN = 120
+#: Limits of an answer: its characters, positions tried as the start of JSON, candidates, and characters of an edit.
+MAX_TEXT, _MAX_STARTS, _MAX_CANDIDATES, MAX_EDIT = 1_000_000, 2_000, 64, 200_000
+_MAX_SHOWN = 120
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _START = re.compile(r"[{\[]")
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """candidates: those that fit, none twice. faults: a line for each thing that was refused."""
+    """The result of parsing. candidates: without duplicates. faults: one line per refused part."""
 
     candidates: tuple[Candidate, ...]
     faults: tuple[str, ...]
 
 
 def parse_answer(text: str, space: Space) -> Parsed:
-    """Read the last object in an answer that lists candidates.
+    """Parse the last object in an answer that lists candidates.
 
-    The form: {"candidates": [{"parameters": {...}, "edits": [{"region", "text"}], "rationale", "prediction"}]}, in a
-    fence, alone or within other words.
+    The form: {"candidates": [{"parameters": {...}, "edits": [{"region", "text"}], "rationale", "prediction"}]}. It may
+    be in a fence and surrounded by other text.
     """
-    if len(text) > MOST_TEXT:
-        return Parsed((), (f"{len(text)} characters; at most {MOST_TEXT} are read",))
-    listed = _listed(text)
+    if len(text) > MAX_TEXT:
+        return Parsed((), (f"{len(text)} characters; at most {MAX_TEXT} are read",))
+    listed = _find_candidates(text)
     if listed is None:
-        shown = " ".join(text.split())[:_SHOWN]
+        shown = " ".join(text.split())[:_MAX_SHOWN]
         return Parsed((), (f"no JSON object with `candidates` in {shown!r}" if shown else "the answer is empty",))
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     faults = []
-    if len(listed) > _MOST_CANDIDATES:
-        faults.append(f"{len(listed)} candidates; the first {_MOST_CANDIDATES} are read")
-    for number, row in enumerate(listed[:_MOST_CANDIDATES], 1):
+    if len(listed) > _MAX_CANDIDATES:
+        faults.append(f"{len(listed)} candidates; the first {_MAX_CANDIDATES} are read")
+    for number, row in enumerate(listed[:_MAX_CANDIDATES], 1):
         try:
-            candidate = _candidate(row, space)
+            candidate = _parse_candidate(row, space)
         except (UsageError, RecursionError) as e:
-            faults.append(f"candidate {number}: {str(e)[: 4 * _SHOWN]}")
+            faults.append(f"candidate {number}: {str(e)[: 4 * _MAX_SHOWN]}")
             continue
-        if candidate.key in found:
+        if candidate.key in candidates:
             faults.append(f"candidate {number}: the same as another")
-        found.setdefault(candidate.key, candidate)
+        candidates.setdefault(candidate.key, candidate)
     if not listed:
         faults.append("the list of candidates is empty")
-    return Parsed(tuple(found.values()), tuple(map(_writable, faults)))
+    return Parsed(tuple(candidates.values()), tuple(map(_replace_surrogates, faults)))
 
 
-def _listed(text: str) -> list[Any] | None:
-    """The last list of candidates in the text; fences are looked at first, then every bracket that opens."""
+def _find_candidates(text: str) -> list[Any] | None:
+    """Return the last list of candidates in the text. Fenced blocks are tried first, then every opening bracket."""
     for part in [*reversed(_FENCE.findall(text)), text]:
-        found = [rows for value in _values(part) if (rows := _rows(value)) is not None]
-        if found:
-            return found[-1]
+        lists = [rows for value in _find_json_values(part) if (rows := _candidate_rows(value)) is not None]
+        if lists:
+            return lists[-1]
     return None
 
 
-def _values(text: str) -> list[Any]:
-    """The JSON values in a text that begin with a bracket, one after the other."""
-    decoder, found, at = json.JSONDecoder(object_pairs_hook=_object), [], 0
-    for _ in range(_MOST_STARTS):
-        start = _START.search(text, at)
+def _find_json_values(text: str) -> list[Any]:
+    """Return the JSON objects and lists in a text, in order."""
+    decoder, values, position = json.JSONDecoder(object_pairs_hook=_parse_object), [], 0
+    for _ in range(_MAX_STARTS):
+        start = _START.search(text, position)
         if start is None:
             break
         try:
-            value, at = decoder.raw_decode(text, start.start())
-            found.append(value)
+            value, position = decoder.raw_decode(text, start.start())
+            values.append(value)
         except (ValueError, RecursionError):
-            at = start.end()
-    return found
+            position = start.end()
+    return values
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Any:
-    """An object, or why it is none, in place of it: the rest of the answer is read."""
+def _parse_object(pairs: list[tuple[str, Any]]) -> Any:
+    """Return an object, or its error as a text, so that the other parts of the answer are still parsed."""
     try:
         return once(pairs)
     except msgspec.DecodeError as e:
         return str(e)
 
 
-def _rows(value: Any) -> list[Any] | None:
+def _candidate_rows(value: Any) -> list[Any] | None:
     if isinstance(value, dict) and isinstance(value.get("candidates"), list):
         rows: list[Any] = value["candidates"]
         return rows
@@ -98,49 +98,52 @@ def _rows(value: Any) -> list[Any] | None:
     return listed if known else None
 
 
-def _candidate(row: Any, space: Space) -> Candidate:
+def _parse_candidate(row: Any, space: Space) -> Candidate:
     if not isinstance(row, dict):
-        raise UsageError(f"{_shown(row)} is no object")
+        raise UsageError(f"{_shorten(row)} is no object")
     parameters, edits = row.get("parameters", {}), row.get("edits", [])
     if not isinstance(parameters, dict) or not isinstance(edits, list):
         raise UsageError("`parameters` is an object and `edits` a list")
-    point = space.decode({name: _value(name, value, space) for name, value in parameters.items()})
-    made = tuple(_edit(edit, space) for edit in edits)
-    if len({edit.region for edit in made}) < len(made):
+    point = space.decode({name: _match_value(name, value, space) for name, value in parameters.items()})
+    parsed_edits = tuple(_parse_edit(edit, space) for edit in edits)
+    if len({edit.region for edit in parsed_edits}) < len(parsed_edits):
         raise UsageError("a region is edited twice")
     return Candidate(
-        parameters=point, edits=made, rationale=_text(row.get("rationale")), prediction=_text(row.get("prediction"))
+        parameters=point,
+        edits=parsed_edits,
+        rationale=_parse_text(row.get("rationale")),
+        prediction=_parse_text(row.get("prediction")),
     )
 
 
-def _value(name: str, value: Any, space: Space) -> Value:
-    """The allowed value that is meant: 128 for "128" or 128.0, 1 for true."""
+def _match_value(name: str, value: Any, space: Space) -> Value:
+    """Return the allowed value that equals a value: 128 for "128" or 128.0, 1 for true."""
     parameter = space.parameters.get(name)
     for allowed in parameter.values if parameter else ():
         if value == allowed or (isinstance(value, str) and value.strip() == str(allowed)):
             return allowed
-    return value if isinstance(value, (int, float, str)) else _shown(value)
+    return value if isinstance(value, (int, float, str)) else _shorten(value)
 
 
-def _edit(edit: Any, space: Space) -> Edit:
+def _parse_edit(edit: Any, space: Space) -> Edit:
     if not isinstance(edit, dict) or not isinstance(edit.get("text"), str):
-        raise UsageError(f'an edit has the form {{"region": NAME, "text": TEXT}}; got {_shown(edit)}')
+        raise UsageError(f'an edit has the form {{"region": NAME, "text": TEXT}}; got {_shorten(edit)}')
     region, text = edit.get("region"), edit["text"]
     if not isinstance(region, str) or region not in space.regions:
-        raise UsageError(f"region {_shown(region)}; allowed: {', '.join(sorted(space.regions)) or 'none'}")
-    if len(text) > MOST_EDIT:
-        raise UsageError(f"an edit of {len(text)} characters; at most {MOST_EDIT} are allowed")
-    return Edit(region=region, text=_writable(text))
+        raise UsageError(f"region {_shorten(region)}; allowed: {', '.join(sorted(space.regions)) or 'none'}")
+    if len(text) > MAX_EDIT:
+        raise UsageError(f"an edit of {len(text)} characters; at most {MAX_EDIT} are allowed")
+    return Edit(region=region, text=_replace_surrogates(text))
 
 
-def _text(value: Any) -> str:
-    return _writable(value[:MOST_EDIT]) if isinstance(value, str) else "" if value is None else _shown(value)
+def _parse_text(value: Any) -> str:
+    return _replace_surrogates(value[:MAX_EDIT]) if isinstance(value, str) else "" if value is None else _shorten(value)
 
 
-def _writable(text: str) -> str:
-    """The text without lone halves of surrogate pairs, which JSON can spell and no file can hold."""
+def _replace_surrogates(text: str) -> str:
+    """Replace lone surrogates: JSON can spell them, but a UTF-8 file cannot store them."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:_SHOWN]
+def _shorten(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]

@@ -7,41 +7,41 @@ from typing import Protocol
 
 import msgspec
 
-#: Bytes of text that count as a token where nobody counted.
-_BYTES = 4
+#: Assumed bytes per token if the server does not count tokens.
+_BYTES_PER_TOKEN = 4
 
 
 class AnswerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one answer. tokens: of its text. seconds: until it has come; what is tried again starts anew."""
+    """The limits of one answer. tokens: of its text. seconds: per attempt."""
 
     tokens: int
     seconds: float
 
     @property
-    def most_bytes(self) -> int:
-        """What is read of an answer at most; a longer one is cut off and refused."""
+    def max_bytes(self) -> int:
+        """Most bytes to read; a longer answer is refused."""
         return 64 * 1024 + 32 * self.tokens
 
 
 class ModelAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came. tokens: of prompt and answer together, as the server counted them, else by ``estimated_tokens``."""
+    """An answer. tokens: of prompt and answer together, from the server, else by ``estimate_tokens``."""
 
     text: str
     tokens: int
 
 
 class Model(Protocol):
-    """Whatever completes a prompt."""
+    """The interface of a model."""
 
     def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
-        """The answer. Raises ProposerError where none comes within the limits."""
+        """Return the answer to a prompt. Raises ProposerError if there is none within the limits."""
 
 
-def estimated_tokens(*texts: str) -> int:
-    """A token for each four bytes begun: for budgets where no server counts."""
-    return sum(-(-len(text.encode("utf-8", "replace")) // _BYTES) for text in texts)
+def estimate_tokens(*texts: str) -> int:
+    """Estimate tokens as bytes / 4, rounded up per text."""
+    return sum(-(-len(text.encode("utf-8", "replace")) // _BYTES_PER_TOKEN) for text in texts)
 
 
 def prompt_digest(prompt: str) -> str:
-    """16 hexadecimal digits that name a prompt."""
+    """Return 16 hexadecimal digits that identify a prompt."""
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """A language model behind an OpenAI-compatible endpoint.
 
-The client is httpx2, the maintained continuation of httpx, which huggingface_hub brings already: one POST needs no
-vendor's package with its models of every message. What is tried again and for how long is said here, as neither a
-client's retries nor a retry library's know the deadline over a whole answer or the limit of its size.
+The client is httpx2, the maintained continuation of httpx; huggingface_hub already depends on it. One POST needs no
+vendor package. Retries are implemented here, because neither a client's retries nor a retry library supports a deadline
+over the whole answer and a limit of its size.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from greenfast.evolve.language.model import AnswerLimits, ModelAnswer, estimated_tokens
+from greenfast.evolve.language.model import AnswerLimits, ModelAnswer, estimate_tokens
 from greenfast.evolve.proposal import ProposerError
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 
-#: The environment variable that holds the key; without it none is sent.
+#: Environment variable with the key; without it no key is sent.
 KEY = "GREENFAST_MODEL_KEY"
 _ATTEMPTS = 6
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds; each wait is twice the one before
-_AGAIN = (408, 409, 425, 429)  # and every 5xx
-_SHOWN = 300  # characters of a server's words in a message
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds; each wait doubles
+_RETRIED_STATUSES = (408, 409, 425, 429)  # and every 5xx
+_MAX_SHOWN = 300  # characters of a server's response in a message
 
 
-class _PassingError(Exception):
-    """What may pass when it is tried again. wait: seconds that the server asked for, or None."""
+class _RetryableError(Exception):
+    """A failure that may succeed when retried. wait: seconds requested by the server, or None."""
 
     def __init__(self, why: str, wait: float | None = None) -> None:
         super().__init__(why)
@@ -38,17 +38,17 @@ class _PassingError(Exception):
 
 
 class HttpModel:
-    """``POST URL/chat/completions``, tried again after timeouts, lost connections, 429, 5xx and garbage."""
+    """Sends ``POST URL/chat/completions``; retries after timeouts, lost connections, 429, 5xx and invalid answers."""
 
     def __init__(self, url: str, name: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Set up the client; nothing is sent.
+        """Create the client; nothing is sent.
 
-        url: up to and with the version, such as http://localhost:8000/v1. name: of the model. sleep: between attempts.
-        Raises UsageError for a url that is none or no name, MachineError without httpx2.
+        url: including the version, such as http://localhost:8000/v1. name: of the model. sleep: waits between attempts.
+        Raises UsageError for an invalid url or an empty name, MachineError without httpx2.
         """
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"model http:{url}: a URL is needed, such as http:http://localhost:8000/v1")
-        if "@" in urlsplit(url).netloc or "?" in url or "#" in url:  # it would stand in the run's manifest
+        if "@" in urlsplit(url).netloc or "?" in url or "#" in url:  # it would be written to the run's manifest
             raise UsageError(f"model http: the URL holds a name, a key or options; the key is read from {KEY} alone")
         if not name:
             raise UsageError(f"model http:{url}: give the model's name too (model_name=NAME)")
@@ -63,13 +63,13 @@ class HttpModel:
         self._client: Any = httpx2.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
-        """The first choice of a completion. Raises ProposerError after the last attempt, or at once for other 4xx."""
+        """Return the first choice of a completion. Raises ProposerError after the last attempt, or for other 4xx."""
         wait = _FIRST_WAIT
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                answer = _read(self._post(prompt, limits), prompt)
+                answer = _parse_completion(self._post(prompt, limits), prompt)
                 return msgspec.structs.replace(answer, text=self._without_key(answer.text))
-            except _PassingError as e:
+            except _RetryableError as e:
                 if attempt == _ATTEMPTS:
                     self._fail(f"{e}; asked {attempt} times")
                 self._sleep(min(wait if e.wait is None else e.wait, _LONGEST_WAIT))
@@ -80,11 +80,11 @@ class HttpModel:
         raise ProposerError(self._without_key(f"model {self._name} at {self._url}: {why}")) from None
 
     def _without_key(self, text: str) -> str:
-        """A server may send the key back, and what it sends is shown and kept."""
+        """Remove the key from a text: a server may echo it, and its responses are shown and stored."""
         return text.replace(self._key, "***") if self._key else text
 
     def _post(self, prompt: str, limits: AnswerLimits) -> bytes:
-        """The body of a 200. A client's timeout is for each read, so the whole is timed here."""
+        """Return the body of a 200. The deadline is checked here: a client's timeout applies to each single read."""
         body = {"model": self._name, "messages": [{"role": "user", "content": prompt}], "max_tokens": limits.tokens}
         end = time.monotonic() + limits.seconds
         received = bytearray()
@@ -92,28 +92,26 @@ class HttpModel:
             with self._client.stream("POST", self._url, json=body, timeout=limits.seconds) as response:
                 for part in response.iter_bytes():
                     received += part
-                    if len(received) > limits.most_bytes:
-                        raise _PassingError(f"more than {limits.most_bytes} bytes")
+                    if len(received) > limits.max_bytes:
+                        raise _RetryableError(f"more than {limits.max_bytes} bytes")
                     if time.monotonic() > end:
-                        raise _PassingError(f"not done after {limits.seconds:g} s")
+                        raise _RetryableError(f"not done after {limits.seconds:g} s")
         except self._http.TimeoutException as e:
-            raise _PassingError(f"nothing for {limits.seconds:g} s") from e
+            raise _RetryableError(f"nothing for {limits.seconds:g} s") from e
         except self._http.InvalidURL as e:
             self._fail(f"no URL: {e}")
         except self._http.HTTPError as e:
-            raise _PassingError(f"{type(e).__name__}: {e}") from e
+            raise _RetryableError(f"{type(e).__name__}: {e}") from e
         status = response.status_code
         if status == 200:
             return bytes(received)
-        said = f"status {status}: {received[:_SHOWN].decode('utf-8', 'replace').strip()}"
-        if status in _AGAIN or status >= 500:
-            raise _PassingError(said, _seconds(response.headers.get("retry-after", "")))
+        failure = f"status {status}: {received[:_MAX_SHOWN].decode('utf-8', 'replace').strip()}"
+        if status in _RETRIED_STATUSES or status >= 500:
+            raise _RetryableError(failure, _parse_retry_after(response.headers.get("retry-after", "")))
         hint = f"; the key is read from {KEY}" if status in (401, 403) else ""
         if where := response.headers.get("location"):
-            hint = (
-                f"; redirects are not followed, since the key goes to the named server alone: it names {where[:_SHOWN]}"
-            )
-        self._fail(f"{said}{hint}")
+            hint = f"; redirects are not followed, as the key is for this server alone; it names {where[:_MAX_SHOWN]}"
+        self._fail(f"{failure}{hint}")
 
 
 class _ChatMessage(msgspec.Struct):
@@ -133,16 +131,16 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def _read(body: bytes, prompt: str) -> ModelAnswer:
+def _parse_completion(body: bytes, prompt: str) -> ModelAnswer:
     try:
-        found = decode(body, _Completion)
-        text = found.choices[0].message.content
+        completion = decode(body, _Completion)
+        text = completion.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as e:
-        raise _PassingError(f"no completion: {e}: {body[:_SHOWN].decode('utf-8', 'replace')}") from e
-    counted = (found.usage.total_tokens if found.usage else 0) or 0
-    return ModelAnswer(text=text, tokens=counted if counted > 0 else estimated_tokens(prompt, text))
+        raise _RetryableError(f"no completion: {e}: {body[:_MAX_SHOWN].decode('utf-8', 'replace')}") from e
+    counted = (completion.usage.total_tokens if completion.usage else 0) or 0
+    return ModelAnswer(text=text, tokens=counted if counted > 0 else estimate_tokens(prompt, text))
 
 
-def _seconds(header: str) -> float | None:
-    """Retry-After in seconds; its other form, a date, is not read."""
+def _parse_retry_after(header: str) -> float | None:
+    """Parse Retry-After in seconds; a date gives None."""
     return float(header) if header.isascii() and header.isdigit() else None

@@ -1,6 +1,6 @@
-"""The prompts of EvoEngineer's strategies (arXiv 2510.03760): how much of what is known a model is told.
+"""The prompts of EvoEngineer's strategies (arXiv 2510.03760). They differ in how much a model is given.
 
-Free: the task and the best so far. Insight: and what was learned. Full: and the elites and the history.
+Free: the task and the best so far. Insight: also the insights. Full: also the archive and the history.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation
 from greenfast.evolve.space import Space
 
-#: Name of a strategy -> the sections that it adds to the task and the best so far.
+#: Strategy -> the sections that it adds to the task and the best so far.
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "free": (),
     "insight": ("insights",),
     "full": ("insights", "elites", "history"),
 }
-#: Of the latest history, of elites and of insights as many are told; characters of a feedback or a file's region.
+#: Most entries of history, archive and insights in a prompt; characters of a feedback.
 _HISTORY, _ELITES, _INSIGHTS, _FEEDBACK = 40, 12, 60, 400
 _FORM = """Answer with one JSON object in a ```json fence:
 {"candidates": [{"parameters": {NAME: VALUE}, "edits": [{"region": NAME, "text": TEXT}], "rationale": TEXT, \
@@ -27,7 +27,7 @@ _FORM = """Answer with one JSON object in a ```json fence:
 
 
 def prompt(context: Context, strategy: str, faults: Sequence[str] = ()) -> str:
-    """The prompt of a strategy. faults: why answers to this prompt were refused before."""
+    """Write the prompt of a strategy. faults: of earlier answers to this prompt."""
     sections = [f"# Task\n\n{context.task}", *_space(context.space)]
     if context.baseline is not None:
         sections.append(f"# To beat\n\n{_line(context.baseline)}")
@@ -59,7 +59,7 @@ def _space(space: Space) -> Iterator[str]:
 
 
 def _insights(context: Context) -> Iterator[str]:
-    """Only those with a record were measured; the rest is never told."""
+    """Yield the insights with a record: only those were measured."""
     measured = [insight for insight in context.insights if insight.record]
     for i in measured[-_INSIGHTS:]:
         yield f"- {i.change}. Predicted: {i.prediction or 'nothing'}. Came: {i.outcome}"
@@ -84,7 +84,7 @@ _TITLES = {
 
 
 def _line(e: Evaluation) -> str:
-    """An evaluation in one line: what it was, where it ended, what it took."""
+    """Describe an evaluation in one line: settings, stage or time, behaviour, feedback."""
     parts = [json.dumps(e.candidate.parameters, ensure_ascii=False)]
     if e.candidate.edits:
         parts.append("edits of " + ", ".join(edit.region for edit in e.candidate.edits))

@@ -1,4 +1,4 @@
-"""Proposers that learn nothing: by chance, all in order, and a list from a file."""
+"""Proposers that do not learn: random settings, all settings in order, and a list from a file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from greenfast.evolve.proposers.untried import Point, Untried
 
 
 class RandomProposer:
-    """Settings evenly drawn from those that the constraints allow, none twice."""
+    """Draws allowed settings uniformly, without repetition."""
 
     def __init__(self) -> None:
         """Start with nothing evaluated."""
         self._untried = Untried()
 
     def propose(self, context: Context) -> Sequence[Candidate]:
-        """Draw; fewer than wanted where fewer are left."""
+        """Draw settings; fewer than wanted if fewer are left."""
         rng = context.rng
         batch: list[Point] = []
         while len(batch) < context.wanted and (point := self._untried.draw(context.space, rng, batch)) is not None:
@@ -32,16 +32,16 @@ class RandomProposer:
 
 
 class ExhaustiveProposer:
-    """Every setting that the constraints allow, in the space's order."""
+    """Proposes every allowed setting, in the space's order."""
 
     def __init__(self) -> None:
         """Start with nothing evaluated."""
         self._untried = Untried()
 
     def propose(self, context: Context) -> Sequence[Candidate]:
-        """The next ones of the list."""
-        left = (point for point in context.space.listed() if self._untried.fresh(point))
-        return [Candidate(parameters=point) for point in islice(left, context.wanted)]
+        """Return the next settings."""
+        points = (point for point in context.space.listed() if self._untried.fresh(point))
+        return [Candidate(parameters=point) for point in islice(points, context.wanted)]
 
     def observe(self, evaluations: Sequence[Evaluation]) -> None:
         """Remember what was evaluated."""
@@ -49,16 +49,16 @@ class ExhaustiveProposer:
 
 
 class ScriptedProposer:
-    """The candidates of a file in its order, one as JSON on each line: parameters, edits, rationale, prediction."""
+    """Proposes the candidates of a file in order, one JSON object per line."""
 
     def __init__(self, file: str) -> None:
-        """Read the file. Raises UsageError that names the line where one holds no candidate."""
+        """Read the file. Raises UsageError with the number of an invalid line."""
         self._left = list(read_lines(Path(file), Candidate, "candidate"))
 
     def propose(self, context: Context) -> Sequence[Candidate]:
-        """The next ones."""
+        """Return the next candidates."""
         return self._left[: context.wanted]
 
     def observe(self, evaluations: Sequence[Evaluation]) -> None:
-        """What came does not matter, only how many did."""
+        """Skip the evaluated candidates; their results are not used."""
         self._left = self._left[len(evaluations) :]

@@ -12,24 +12,24 @@ from greenfast.evolve.space import Parameter, Space
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 
-#: Evaluations drawn by chance before the estimator has a say.
+#: Random evaluations before the estimator is used.
 STARTUP = 10
-# Settings that the estimator is asked for before a neighbour of the last is taken: in a finite space it repeats itself.
+# Most suggestions of the estimator before a neighbour of one is used: in a finite space it repeats itself.
 _ASKS = 8
-# How much an invalid candidate violates, by the stage that it failed: the later, the less.
+# Constraint violation of an invalid candidate, by the stage at which it failed; lower for later stages.
 _VIOLATIONS = {s: n for n, s in enumerate(("validate", "race", "screen", "CORRECTNESS", "RESOURCES", "BUILD"), 1)}
 
 
 class TpeProposer:
-    """Asks optuna, and tells it what came.
+    """Proposes the settings of optuna's TPE sampler.
 
-    An invalid candidate is told as one that violates a constraint; one that the screen kept from the GPU as pruned,
-    with its estimate: optuna ranks these behind all that were measured. Values are categories, which took fewer
-    evaluations than numbers in an order did, on the caches that docs/evolve-proposers.md names.
+    An invalid candidate becomes a trial that violates a constraint. A candidate that the screen dropped becomes a
+    pruned trial with its estimate; optuna ranks these after all measured ones. Values are categorical: on the caches in
+    docs/evolve-proposers.md this took fewer evaluations than ordered numbers.
     """
 
     def __init__(self, startup: int = STARTUP) -> None:
-        """Start with nothing evaluated. startup: see STARTUP. Raises MachineError without optuna."""
+        """Start without evaluations. startup: see STARTUP. Raises MachineError without optuna."""
         require("the proposer tpe", "evolve")
         import optuna
 
@@ -38,11 +38,11 @@ class TpeProposer:
         self._startup = startup
         self._study = optuna.create_study()
         self._evaluations: list[Evaluation] = []
-        self._told = 0  # of them; a study needs the space, which observe does not have
+        self._told = 0  # evaluations in the study; observe() cannot add them, because it does not have the space
         self._untried = Untried()
 
     def propose(self, context: Context) -> Sequence[Candidate]:
-        """Fresh settings; fewer than wanted where fewer are left."""
+        """Return new settings; fewer than wanted if fewer are left."""
         space, rng = context.space, context.rng
         for evaluation in self._evaluations[self._told :]:
             self._tell(space, evaluation)
@@ -63,16 +63,16 @@ class TpeProposer:
         return [Candidate(parameters=point) for point in batch]
 
     def observe(self, evaluations: Sequence[Evaluation]) -> None:
-        """Keep what came for the study."""
+        """Store the evaluations for the study."""
         self._evaluations += evaluations
         self._untried.observe(evaluations)
 
     def _ask(self, space: Space, batch: Sequence[Point]) -> Point | None:
-        """A fresh setting that the estimator likes, or the first fresh neighbour of one; None if there is none."""
+        """Return a new setting from the estimator, or the first new neighbour of one, or None."""
         asked: list[Point] = []
         for _ in range(_ASKS):
             trial = self._study.ask({name: self._categories(p) for name, p in space.parameters.items()})
-            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)  # what came is told as another trial
+            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)  # the result becomes a separate trial
             point = {name: p.values[trial.params[name]] for name, p in space.parameters.items()}
             if space.violated(point) is None:
                 if self._untried.fresh(point, batch):
@@ -85,7 +85,7 @@ class TpeProposer:
         states, fitness = self._optuna.trial.TrialState, evaluation.fitness
         try:
             point = space.complete(evaluation.candidate.parameters)
-        except UsageError:  # a setting outside the space: not one of this proposer's
+        except UsageError:  # a setting outside the space, from another proposer
             return
         usable = evaluation.valid and fitness is not None
         measured = not usable or evaluation.fitness_kind == "seconds"

@@ -1,4 +1,4 @@
-"""Settings of a space that were not evaluated yet, which is all that the searching proposers propose."""
+"""Track evaluated settings, and draw new ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from greenfast.evolve.proposal import Evaluation
-from greenfast.evolve.space import MOST_LISTED, MOST_STEPS, Space, Value
+from greenfast.evolve.space import MAX_LISTED, MAX_STEPS, Space, Value
 
 Point = dict[str, Value]
-#: Draws before settings are listed.
+#: Random draws before the settings are listed.
 _TRIES = 30
 
 
 class Untried:
-    """Remembers the settings of all evaluations, and draws others."""
+    """Remembers the settings of all evaluations and draws new ones."""
 
     def __init__(self) -> None:
-        """Nothing is evaluated yet."""
+        """Start without evaluations."""
         self._taken: set[tuple[Value, ...]] = set()
         self._allowed: list[Point] | None = None
 
@@ -27,11 +27,11 @@ class Untried:
         self._taken |= {_identity(e.candidate.parameters) for e in evaluations}
 
     def fresh(self, point: Mapping[str, Value], batch: Sequence[Point] = ()) -> bool:
-        """Whether a complete setting was neither evaluated nor is in the batch that is being made."""
+        """Return whether a complete setting was not evaluated and is not in the current batch."""
         return _identity(point) not in self._taken and point not in batch
 
     def draw(self, space: Space, rng: random.Random, batch: Sequence[Point] = ()) -> Point | None:
-        """A fresh setting that the constraints allow, evenly drawn; None where none was found.
+        """Draw a new allowed setting uniformly; None if none is left.
 
         Where 30 draws hit none, one of the first MOST_LISTED of the space; when these are taken, it counts as used up.
         """
@@ -39,7 +39,7 @@ class Untried:
             if self.fresh(point := space.sample(rng), batch):
                 return point
         if self._allowed is None:
-            self._allowed = list(islice(space.listed(MOST_STEPS), MOST_LISTED))
+            self._allowed = list(islice(space.listed(MAX_STEPS), MAX_LISTED))
         left = [point for point in self._allowed if self.fresh(point, batch)]
         return rng.choice(left) if left else None
 

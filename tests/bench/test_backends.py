@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from greenfast.bench import backends
-from greenfast.bench.backends import BACKENDS, FP8, KERNEL, Backend, Ready
+from greenfast.bench.backends import BACKENDS, FP8, KERNEL, Backend, BoundCall
 from greenfast.bench.inputs import INPUTS, Inputs, make_inputs
 from greenfast.bench.references import reference
 from greenfast.kernels.attention import config
@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tenso
     return scores.softmax(-1) @ v
 
 
-def error(found: Inputs, ready: Ready) -> float:
+def error(found: Inputs, ready: BoundCall) -> float:
     out = ready.call()
     assert out.shape == tuple(DIMS[d] for d in "BHSD")
     checked = reference(found, 80, codes=False).check(out.float().flatten(0, 1) * ready.unit, False)
@@ -46,7 +46,7 @@ def error(found: Inputs, ready: Ready) -> float:
     return checked.error
 
 
-def prepare(name: str, found: Inputs) -> Ready:
+def prepare(name: str, found: Inputs) -> BoundCall:
     function = BACKENDS[name].prepare
     assert function is not None
     return function(found)
@@ -96,7 +96,7 @@ def test_every_kind_of_inputs_differs_from_normal_as_it_says(kind: str) -> None:
 
 
 def test_a_mask_aligned_at_the_last_key_is_refused() -> None:
-    with pytest.raises(UsageError, match="contenders are compared with CAUSAL 0 or 1"):
+    with pytest.raises(UsageError, match="backends are compared with CAUSAL 0 or 1"):
         make_inputs({**DIMS, "CAUSAL": 2}, 0, "normal", "cpu")
 
 
@@ -280,7 +280,7 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
 
 
 def made(module: str) -> Backend:
-    return Backend("x", "X", "fp8", module, "x-wheel", lambda found: Ready(lambda: found.values["q"]))
+    return Backend("x", "X", "fp8", module, "x-wheel", lambda found: BoundCall(lambda: found.values["q"]))
 
 
 def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
