@@ -49,7 +49,7 @@ _AT_ONCE, _AT_ONCE_ELSEWHERE = 1 << 18, 1 << 24
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
-    """scale * q k^T in float64, or with a softcap softcap * tanh(scale * q k^T / softcap)."""
+    """Compute scale * q k^T in float64, or with a softcap: softcap * tanh(scale * q k^T / softcap)."""
     scores = q.double() @ k.double().transpose(-1, -2) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
@@ -57,7 +57,7 @@ def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tenso
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """softmax(scores) v in float64, with the scores of ``scores_of``.
+    """Compute softmax(scores) v in float64, with the scores of ``scores_of``.
 
     q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
     mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
@@ -91,7 +91,7 @@ def attention_rounding_bound(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, rounding: Rounding = HALF_WEIGHTS,
     softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Per element, the largest error of an attention kernel that rounds P and its sums this way, all else to float32.
+    """Return the largest error per element of a kernel that rounds P and sums this way, and the rest to float32.
 
     q, k, v, mask: as in ``attention``, the exact (dequantized) inputs. Returns float64 of the shape of q.
 
@@ -109,9 +109,9 @@ def attention_with_bounds(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None,
     roundings: Sequence[Rounding] = (HALF_WEIGHTS,), softcap: float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """``attention``, and ``attention_rounding_bound`` for each rounding: in less time than one after the other.
+    """Compute ``attention`` and ``attention_rounding_bound`` for several roundings, with shared products.
 
-    The bounds share their products, those of scores where sums are as exact.
+    Bounds with equal exactness of sums also share the products of scores.
     """
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
     bounds = [torch.empty_like(out) for _ in roundings]

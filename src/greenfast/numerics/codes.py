@@ -10,7 +10,7 @@ from greenfast.numerics.formats import encode
 
 
 def transposed_values(codes: Tensor) -> Tensor:
-    """V as the attention kernels read it: uint8 (heads, kv_len, head_dim) to (heads, head_dim, padded_keys), reordered.
+    """Transpose and reorder V for the kernels: uint8 (heads, kv_len, head_dim) to (heads, head_dim, padded_keys).
 
     The padding keys are zeros. The result is on the device of ``codes``.
     """
@@ -22,7 +22,7 @@ def transposed_values(codes: Tensor) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x * factor, x (heads, length, head_dim), with one scale per ``rows`` rows.
+    """Quantize x * factor, x (heads, length, head_dim), with one scale per ``rows`` rows.
 
     Scales are (heads, blocks).
     """
@@ -34,9 +34,9 @@ def quantize_blocks(x: Tensor, fmt: str, rows: int, factor: float = 1.0) -> tupl
 
 
 def quantize_groups(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of keys x * factor, x (heads, length, head_dim), with a scale for each group of each block.
+    """Quantize keys x * factor, x (heads, length, head_dim), with a scale per group of each block.
 
-    Scales are (heads, blocks, KEY_GROUPS). Where a number of a block is not finite, all of its scales are NaN.
+    Scales are (heads, blocks, KEY_GROUPS). If a value of a block is not finite, all scales of the block are NaN.
     """
     heads, length, head_dim = x.shape
     blocks = -(-length // ROW_BLOCK)
@@ -53,12 +53,12 @@ def quantize_groups(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, T
 
 
 def scales_of_keys(scale: Tensor, length: int) -> Tensor:
-    """The scale of each key, (..., length), from those of groups, (..., blocks, KEY_GROUPS)."""
+    """Expand scales of groups, (..., blocks, KEY_GROUPS), to scales of keys, (..., length)."""
     per_key = scale.unsqueeze(-2).repeat_interleave(ROW_BLOCK // KEY_GROUPS // 2, -2).repeat_interleave(2, -1)
     return per_key.flatten(-3)[..., :length]
 
 
 def quantize_values(v: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of v (heads, kv_len, head_dim) with a scale per channel: scales (heads, head_dim)."""
+    """Quantize v (heads, kv_len, head_dim) with a scale per channel; scales are (heads, head_dim)."""
     codes, scale = quantize_blocks(v.transpose(1, 2), fmt, 1)
     return codes.transpose(1, 2).contiguous(), scale

@@ -1,6 +1,6 @@
 """The two 8-bit number formats: one byte per element and one float32 scale per head.
 
-A code c with scale s stands for value(c) * s. ``e4m3`` codes are ``torch.float8_e4m3fn`` bits with scale amax / 448;
+A code c with scale s represents value(c) * s. ``e4m3`` codes are ``torch.float8_e4m3fn`` bits with scale amax / 448;
 ``int8`` codes are symmetric two's-complement integers with scale amax / 127; zero is exact. All-zero input has scale 1.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from greenfast.spec.errors import UsageError, unknown
 
-#: Format -> the largest magnitude that a code stands for.
+#: Format -> the largest magnitude of a code.
 CODE_MAX = {"e4m3": 448.0, "int8": 127.0}
 
 #: The smallest scale: its inverse, even times a factor of up to 32, is a finite float32.
@@ -31,7 +31,7 @@ def quantize(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def encode(x: Tensor, fmt: str, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """``quantize`` of x * factor, which may exceed float32 and need not be finite.
+    """Quantize x * factor, which may exceed float32 and may be infinite or NaN.
 
     A slice with NaN or infinity gets a NaN scale and zero codes.
     """

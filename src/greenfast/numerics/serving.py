@@ -29,7 +29,7 @@ _MOST_SCORES = 1 << 22  # at a time, so that they stay in memory that is small
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, float8_e4m3fn of x's shape, and scales, float32 without the last dimension, of each row of x.
+    """Quantize each row of x: codes are float8_e4m3fn of x's shape, scales float32 without the last dimension.
 
     x: (..., head_dim) of any floating dtype. The scale is amax / 448, and 1 for a row of zeros. NaN or infinity in a
     row makes codes or scale NaN or infinite.
@@ -43,7 +43,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """x rounded to the nearest even float8_e4m3fn, saturating; NaN stays NaN."""
+    """Round to the nearest even float8_e4m3fn, saturating; NaN stays NaN."""
     return x.clamp(-CODE_MAX["e4m3"], CODE_MAX["e4m3"]).to(torch.float8_e4m3fn)
 
 
@@ -90,12 +90,12 @@ def paged_attention(
     softmax_scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence's queries over its keys in a paged cache, on CPU tensors.
+    """Compute attention of each sequence's queries over its keys in a paged cache, on CPU tensors.
 
     q: (total_q, heads, head_dim) of float16 or bfloat16, quantized here per row; or float8_e4m3fn, with q_scale,
     float32 (batch, kv_heads). k_cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim) of any strides. v_cache:
     the same, or "grouped": (pages, kv_heads, page_size / 16, head_dim, 16), see ``grouped_values``.
-    block_table: int32 (batch, max_pages); entries behind a sequence's last page are not read. cu_seqlens_q: int32
+    block_table: int32 (batch, max_pages); entries after a sequence's last page are not read. cu_seqlens_q: int32
     (batch + 1,). seqused_k: int32 (batch,), keys of each sequence.
     k_scale, v_scale: float32 (), (kv_heads,) or (batch, kv_heads); or (pages, kv_heads, page_size), one per token.
     sinks: (heads,), a logit of each head that takes part in the softmax and has no value.
@@ -104,7 +104,7 @@ def paged_attention(
 
     Returns the output, (total_q, heads, head_dim) of ``out_dtype``, and the natural log-sum-exp of each row's scores
     and sink, float32 (heads, total_q). Rows without a key are 0, their log-sum-exp is that of the sink alone or -inf;
-    so are the rows behind cu_seqlens_q[-1]. NaN in a key or value reaches the rows that attend to it, and no others.
+    so are the rows after cu_seqlens_q[-1]. NaN in a key or value affects only the rows that attend to it.
     """
     total, heads, head_dim = q.shape
     kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
@@ -135,7 +135,7 @@ class _Options:
     softmax_scale: float
 
     def limits(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first key of each position, and the one behind its last."""
+        """Return the first key of each position, and the end of its keys (exclusive)."""
         left, right = self.window
         left, right = min(left, _WIDEST), 0 if self.causal else min(right, _WIDEST)
         first = torch.zeros_like(positions) if left < 0 else (positions - left).clamp(min=0)
@@ -145,9 +145,9 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Of one sequence: numbers of codes, float64 (kv_heads, keys of whole chunks, head_dim), and scales, float32.
+    """Return the code values of one sequence, float64 (kv_heads, keys of whole chunks, head_dim), and float32 scales.
 
-    Scales are (kv_heads, 1), or (kv_heads, keys of whole chunks) where each token has one.
+    Scales are (kv_heads, 1), or (kv_heads, keys of whole chunks) with a scale per token.
     """
 
     k: Tensor
@@ -216,9 +216,9 @@ def _sequence(
 def _merged(
     q: Tensor, q_scale: Tensor, keys: _Keys, positions: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows q (kv_heads, rows, head_dim): sums of weighted values, the maximum, and the sum of weights.
+    """Compute for rows q (kv_heads, rows, head_dim) the sums of weighted values, the maximum, and the sum of weights.
 
-    The maximum is of scores in units of log2, and of the values' scales where each token has one.
+    The maximum is of the scores in units of log2, including the values' scales if there is one per token.
     """
     first, last = options.limits(positions, keys.length)
     begin = min(int(first.min()) // CHUNK_KEYS, keys.k.shape[1] // CHUNK_KEYS)
@@ -249,7 +249,7 @@ def _log2(x: Tensor) -> Tensor:
 
 
 def _finite(top: Tensor) -> Tensor:
-    """A maximum to subtract: 0 where no key has been seen."""
+    """Return the maximum to subtract: 0 for a row without a key so far."""
     return torch.where(top == -math.inf, torch.zeros_like(top), top)
 
 

@@ -1,4 +1,4 @@
-"""What appending to a paged FP8 cache computes, on CPU tensors: QK-norm, RoPE, quantization and the places of codes.
+"""Append to a paged FP8 cache on CPU tensors: QK-norm, RoPE, quantization and the layout of codes.
 
 ``kernels/serving/append.cuh`` computes the same in the same order, so that codes, scales and Q agree bit by bit.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_GROUP, KEY_ORDER
 from greenfast.numerics.formats import CODE_MAX, LEAST_SCALE
 
-#: Byte of a group of V at which each of its tokens lies.
+#: Byte index of each token within a group of V.
 KEY_PLACE = tuple(KEY_ORDER.index(token) for token in range(KEY_GROUP))
 
 _NAN_CODE = 0x7F
@@ -22,24 +22,22 @@ def append(
     v_scale: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None, positions: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Normalize and rotate Q and K, quantize K and V, and write them to the pages of a cache, which are changed.
+    """Normalize and rotate Q and K, quantize K and V, and write them to the pages of a cache in place.
 
     Everything is float32 up to one rounding: to the code of K and V, to the dtype of Q.
 
-    q: (tokens, heads, head_dim), k, v: (tokens, kv_heads, head_dim), bfloat16 or float16, any strides.
-    k_cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim), any strides. v_cache: the same, or in groups
-    (pages, kv_heads, page_size // 16, head_dim, 16), where byte j of a group is of its token KEY_ORDER[j].
-    slot_mapping: (tokens,), page * page_size + place in the page; a token is not written where that is outside the
-    cache, as -1 is. Two tokens must not have one slot.
-    k_scale, v_scale: float32. Of (pages, kv_heads, page_size): the scales of each token and head, amax / 448, are
-    written there; where a row is not finite its scale is NaN and its codes are 0. Of () or (kv_heads,): given, and
-    codes saturate; NaN has the code NaN.
-    q_weight, k_weight: (head_dim,) of the RMS norms, or None for none. eps: added to the mean of the squares.
-    cos, sin: (max_position, rotary_dim // 2) of the rotation of columns below rotary_dim, a multiple of 16, or None for
-    none; positions: (tokens,), their rows. A position outside the table makes NaN. interleaved: whether columns 2i and
-    2i + 1 are rotated together, else i and i + rotary_dim // 2.
+    q: (tokens, heads, head_dim), k, v: (tokens, kv_heads, head_dim), bfloat16 or float16, any strides. k_cache:
+    float8_e4m3fn (pages, page_size, kv_heads, head_dim), any strides. v_cache: the same, or in groups (pages, kv_heads,
+    page_size // 16, head_dim, 16), where byte j of a group is of its token KEY_ORDER[j]. slot_mapping: (tokens,), page
+    * page_size + index in the page. A token with a slot outside the cache, such as -1, is not written. Two tokens must
+    not have the same slot. k_scale, v_scale: float32. Of (pages, kv_heads, page_size): the scales of each token and
+    head, amax / 448, are written there; a row that is not finite gets scale NaN and codes 0. Of () or (kv_heads,):
+    inputs; codes saturate, and NaN has the code NaN. q_weight, k_weight: (head_dim,) of the RMS norms, or None for
+    none. eps: added to the mean of the squares. cos, sin: (max_position, rotary_dim // 2) of the rotation of columns
+    below rotary_dim, a multiple of 16, or None for none; positions: (tokens,), their rows. A position outside the table
+    makes NaN. interleaved: whether columns 2i and 2i + 1 are rotated together, else i and i + rotary_dim // 2.
 
-    Returns Q, contiguous and of q's dtype; None where q is None.
+    Returns Q, contiguous and of q's dtype; None if q is None.
     """
     rotary_dim = 0 if cos is None else 2 * cos.shape[1]
     angles = None
@@ -85,7 +83,7 @@ def _encode(x: Tensor) -> Tensor:
 
 
 def _rows(table: Tensor, positions: Tensor) -> Tensor:
-    """Rows of a table in float32, (tokens, 1, columns); NaN where there are none."""
+    """Return rows of a table in float32, (tokens, 1, columns); NaN for positions outside the table."""
     known = (positions >= 0) & (positions < table.shape[0])
     found = table.float()[positions.long().masked_fill(~known, 0)]
     return found.masked_fill(~known.unsqueeze(1), torch.nan).unsqueeze(1)

@@ -1,1 +1,1 @@
-"""What kernels are asked to compute: inputs, references and bounds on errors."""
+"""The problems that kernels solve: inputs, references and error bounds."""

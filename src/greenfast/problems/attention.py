@@ -55,14 +55,14 @@ def _tensors(config: AttentionConfig, sizes: Sizes, seed: int, variant: str = "n
 
 
 def mask_of(mask: Mask, sizes: Sizes) -> Tensor | None:
-    """True where a query attends to a key, (q_len, kv_len); None without a mask."""
+    """Return the mask (q_len, kv_len), True if a query attends to a key; None without a mask."""
     if mask == Mask.NONE:
         return None
     return torch.arange(sizes.kv_len) <= torch.arange(sizes.q_len).unsqueeze(1) + sizes.shift(mask)
 
 
 def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
-    """How many rows of q, k and v share a scale; 0: all rows of a head, for v of a channel, for k of a group."""
+    """Return how many rows of q, k and v share a scale; 0: all rows of a head (v: of a channel, k: of a group)."""
     return {
         "q": {"head": 0, "block": QUERY_BLOCK, "fine": 1}[config.query_scales],
         "k": ROW_BLOCK if config.key_scales == "block" else 0,
@@ -71,7 +71,7 @@ def _rows_of_a_scale(config: AttentionConfig) -> dict[str, int]:
 
 
 def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Codes and scales of q, k and v, at the config's granularity."""
+    """Quantize q, k and v at the config's granularity."""
     found = {}
     for (name, rows), x in zip(_rows_of_a_scale(config).items(), tensors, strict=True):
         of = VALUE_FORMAT if name == "v" else config.format

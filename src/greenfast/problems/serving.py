@@ -124,9 +124,9 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
 
 
 def _sequence(inputs: Mapping[str, Tensor], sizes: ServingSizes, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of a sequence as the cache has them, (keys, HK, D), and what a value's rounding counts in.
+    """Return the cached keys and values of a sequence, (keys, HK, D), and the unit of a value's rounding, (keys, HK).
 
-    That is the value's scale where each token has one, 1 otherwise; (keys, HK).
+    The unit is the value's scale with a scale per token, else 1.
     """
     length = int(inputs["seqused_k"][n])
     pages = inputs["block_table"][n, : -(-length // sizes.page)]
@@ -147,7 +147,7 @@ def _weighted(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 
 
 def _with_bound(q: Tensor, k: Tensor, v: Tensor, each: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of a head, and the largest error that the kernels' roundings explain of each element."""
+    """Compute attention of a head, and each element's largest error from the kernels' roundings."""
     scale = q.shape[-1] ** -0.5
     p = _weighted(q, k, mask)
     out, sizes = p @ v, v.abs()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from greenfast.spec.errors import UsageError, unknown
 
 # cp.async and WMMA on shared memory as used here start with sm_80; E4M3 conversions in hardware with sm_89.
-# Target -> the GPUs that it stands for, and the number of multiprocessors of the first one.
+# Target -> its GPUs, and the number of multiprocessors of the first one.
 _TARGETS = {
     "sm_80": ("Ampere (A100)", 108),
     "sm_86": ("Ampere (A10, RTX 30)", 72),
@@ -23,9 +23,9 @@ TARGETS: tuple[str, ...] = tuple(_TARGETS)
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture name as NVRTC takes it, such as ``sm_89`` or ``sm_90a``, and the size of the GPU.
+    """An architecture name for NVRTC, such as ``sm_89`` or ``sm_90a``, and the size of the GPU.
 
-    multiprocessors: their number; 0 stands for the number of the first GPU of ``description``.
+    multiprocessors: their number; 0 means the number of the first GPU of ``description``.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def description(self) -> str:
-        """The GPUs that this target stands for."""
+        """The GPUs of this target."""
         return _TARGETS[self.name][0]
 
     def runs_on(self, compute_capability: tuple[int, int]) -> bool:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-#: What a terminal may act on, and what turns the direction of text; errors quote sources and messages of others.
+#: Characters that a terminal may act on, or that reverse text; errors quote sources and messages of others.
 _CONTROLS = re.compile(r"[^\n\t\x20-\x7e\u00a0-\u2029\u202f-\u2065\u206a-\ud7ff\ue000-\uffff]")
 
 
@@ -21,7 +21,7 @@ class GreenfastError(Exception):
 
 
 class UsageError(GreenfastError):
-    """The request or a configuration file is wrong; the message says what is allowed."""
+    """The request or a configuration file is wrong; the message lists the allowed values."""
 
     exit_code = 2
 
@@ -33,19 +33,19 @@ class MachineError(GreenfastError):
 
 
 class UnsupportedError(GreenfastError):
-    """A device cannot run a kernel that may be right: the message names what it lacks, and where the kernel has it."""
+    """A device cannot run a kernel that may be correct: the message names the missing feature and its source line."""
 
     exit_code = 3
 
 
 class CompileError(GreenfastError):
-    """NVRTC refused a kernel, or crashed on it; the message contains the compiler's, with file and line."""
+    """NVRTC refused a kernel or crashed; the message contains the compiler's message with file and line."""
 
     exit_code = 1
 
 
 class DamagedCodeError(CompileError, MachineError):
-    """Machine code that cannot be read: the file is damaged, or no tool of this machine knows what it holds."""
+    """The machine code cannot be read: the file is damaged, or no tool of this machine can read its format."""
 
     exit_code = 1
 
@@ -57,11 +57,11 @@ class WrongResultError(GreenfastError):
 
 
 class AbsentError(MachineError):
-    """What a solution's language needs to build it is not on this machine; its gates are PENDING."""
+    """This machine lacks a tool to build a solution in its language; its gates are PENDING."""
 
 
 class SolutionError(GreenfastError):
-    """A solution's own code ended without a verdict: it exited, crashed, hung, or answered with what is no data."""
+    """A solution's own code ended without a verdict: it exited, crashed, hung, or returned invalid data."""
 
     exit_code = 5
 
@@ -75,9 +75,9 @@ _TOO_LARGE = ("too big", "too large", "allowed dimension", "allocate")
 
 
 def too_large(what: str, e: Exception) -> UsageError | None:
-    """The error, in one line, for what a task's module raised because dimensions are too large; None for all else.
+    """Return a one-line error if a task's module failed because dimensions are too large; else None.
 
-    what: what was made. All else is a bug, whose author needs the traceback.
+    what: noun for the failed object. Other exceptions are bugs: their author needs the traceback.
     """
     said = (str(e).splitlines() or [""])[0]
     memory = isinstance(e, (ValueError, RuntimeError)) and any(words in said for words in _TOO_LARGE)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class DeviceInfo:
     """The device that ran the kernels. ``kind`` is "gpu" or "emulated".
 
-    memory_gb_s: of the device's memory by its clock and width, in 10^9 bytes a second; 0 where that is not known.
+    memory_gb_s: bandwidth from the memory's clock and width, in 10^9 bytes a second; 0 if unknown.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class DeviceInfo:
 class Resources:
     """The compiler's report on one kernel.
 
-    global_bytes: of variables in which the module can keep state from one launch to the next
+    global_bytes: of variables that can keep state across launches
     (``device.variables.variable_bytes``). constant_bytes: of its ``__constant__`` variables, written or not.
     """
 
@@ -63,7 +63,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What a launch decides, from ``device.identity.launch_facts``.
+    """The facts of a launch, from ``device.identity.launch_facts``.
 
     dims: of the shape. arguments: in order, separated by semicolons, as "buffer 0" (numbered by first use), "int32 512"
     or a tensor map with its extents.
@@ -100,7 +100,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCounts:
-    """What one launch executes, over all blocks, counted in PTX by the emulator.
+    """The counts of one launch over all blocks, from the emulator's PTX.
 
     instructions: per warp, by opcode. matrix_flops: of matrix instructions, a multiply-add counted as two.
     exponentials: per thread. barriers: warp arrivals. sectors: 32-byte sectors per warp access. shared_passes: passes

@@ -12,10 +12,10 @@ MOST = 256 << 20
 
 
 def read_file(path: Path, most: int = MOST) -> bytes:
-    """The content of an ordinary file.
+    """Read a regular file.
 
-    Raises OSError, whose ``strerror`` says why, for what cannot be read, for a larger file, and for a pipe or a device:
-    one waits for the first, and the second may have no end. ValueError for what is no path at all.
+    Raises OSError with the reason in ``strerror`` for an unreadable or too large file, and for a pipe or a device,
+    which may block or never end. Raises ValueError for an invalid path.
     """
     if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():
         raise OSError(errno.EINVAL, "no regular file")

@@ -1,4 +1,4 @@
-"""Whether a kept record still describes today's kernels."""
+"""The answer whether a stored record still describes today's kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ _MOST_SAID = 3
 
 @dataclass(frozen=True)
 class Freshness:
-    """The answer, with its reasons.
+    """An answer with its reasons.
 
-    status: "current": the kernels are the same machine code, launched the same way; "stale": something of that
-    differs; "cannot tell": a compiler other than the record's is installed, or the record lacks what to compare.
-    reasons: what differs or is missing; empty for "current". other_compiler: whether the compiler is the only reason
-    for "cannot tell".
+    status: "current": same machine code and same launches. "stale": something differs. "cannot tell": another compiler
+    is installed than the record's, or the record lacks data to compare. reasons: the differences or the missing data;
+    empty for "current". other_compiler: whether the compiler is the only reason for "cannot tell".
     """
 
     status: Literal["current", "stale", "cannot tell"] = CURRENT
@@ -34,7 +33,7 @@ class Freshness:
 
 
 def worst(answers: Iterable[Freshness]) -> Freshness:
-    """One answer for all: "stale" if any is, else "cannot tell" if any is, with the reasons for it."""
+    """Return "stale" if any answer is, else "cannot tell" if any is, else "current", with the reasons."""
     found = list(answers)
     for status in (STALE, CANNOT_TELL):
         said = [answer for answer in found if answer.status == status]

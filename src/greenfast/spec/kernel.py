@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A tensor map (CUtensorMap) over a buffer of the case, which TMA copies read or write in tiles.
+    """A tensor map (CUtensorMap) over a buffer of the case, for TMA copies of tiles.
 
     The kernel takes it by value, as a ``const __grid_constant__ CUtensorMap`` parameter or in a struct that is one.
     Reads out of bounds give 0.
@@ -57,7 +57,7 @@ class Struct:
         return max((_alignment(f) for f in self.fields), default=1)
 
     def layout(self, pointer_to: Callable[[str], int], encode: Callable[[TensorMap], bytes] = _blank) -> bytes:
-        """Its bytes, with the addresses of buffers, encoded tensor maps and zero padding."""
+        """Return its bytes, with the addresses of buffers, encoded tensor maps and zero padding."""
         data = b""
         for f in self.fields:
             data = data.ljust(-(-len(data) // _alignment(f)) * _alignment(f), b"\0")
@@ -129,14 +129,14 @@ def value_bytes(
 
 
 def pointers_of(argument: object) -> tuple[tuple[int, str], ...]:
-    """(offset, buffer) of each pointer in an argument that names buffers."""
+    """Return (offset, buffer) of each pointer in an argument."""
     if isinstance(argument, str):
         return ((0, argument),)
     return argument.pointers() if isinstance(argument, Struct) else ()
 
 
 def maps_of(argument: object) -> tuple[tuple[int, TensorMap], ...]:
-    """(offset, map) of each tensor map in an argument."""
+    """Return (offset, map) of each tensor map in an argument."""
     if isinstance(argument, TensorMap):
         return ((0, argument),)
     return argument.maps() if isinstance(argument, Struct) else ()
@@ -212,7 +212,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Memory that a program takes before a step: bytes of a buffer that hold nothing from then on."""
+    """Memory that a program allocates before a step: bytes of a buffer that are uninitialised from then on."""
 
     step: int
     buffer: str
@@ -222,9 +222,9 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Program:
-    """What computes a case: launches in order on one stream, and by name the scratch buffers that they share.
+    """A computation of a case: launches in order on one stream, and the scratch buffers that they share, by name.
 
-    allocations: of a captured function, whose allocator gives the same memory out several times. function_us: median
+    allocations: of a captured function; its allocator may return the same memory several times. function_us: median
     device time of direct calls of that function, in microseconds; 0 for other programs.
     """
 
@@ -266,7 +266,10 @@ class Family(Protocol):
 def program_of(
     family: Family, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> Program:
-    """A family's program for a shape: its ``program``, or the one launch of its ``kernel``. Raises what they raise."""
+    """Return a family's program for a shape: its ``program``, or the single launch of its ``kernel``.
+
+    Raises as these.
+    """
     several = getattr(family, "program", None)
     if several is not None:
         made: Program = several(toggles, fmt, dims, instrumented=instrumented)

@@ -1,4 +1,4 @@
-"""What a launch may ask of a GPU, by CUDA's limits: checked before anything runs, so that each device says the same."""
+"""CUDA's limits of a launch, checked before anything runs, so that all devices report the same error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def most_shared(target: Target) -> int:
 
 
 def launch_faults(source: KernelSource, plan: Launch, resources: Resources | None, target: Target) -> list[str]:
-    """Why no GPU of a target can launch a kernel so, in words; empty where it can.
+    """Describe why no GPU of a target can launch a kernel with this launch; empty if it can.
 
-    resources: what the compiler gave the kernel; None where nothing has assembled it.
+    resources: of the compiled kernel; None if it was not assembled.
     """
     found = []
     for what, extents, most in (("block", source.block, _BLOCK), ("grid", plan.grid, _GRID)):

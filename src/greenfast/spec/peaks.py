@@ -1,7 +1,7 @@
-"""What GPUs can do at most: the ceilings that a measured time is compared with.
+"""Peak rates of GPUs, to compare measured times with.
 
 Rates per multiprocessor and clock follow from the architecture (dense products, fused multiply-adds counted as two
-operations); bandwidths are those of the vendor's data sheets.
+operations); bandwidths are from the vendor's data sheets.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class Peaks:
-    """Operations, exponentials and bytes per second; 0 where it is not known.
+    """Operations, exponentials and bytes per second; 0 if unknown.
 
     matrix_flops: dense products of the operands of a number format. exponentials: on the special function units; a
     kernel can compute more as polynomials. memory_bytes: of device memory.
@@ -60,7 +60,7 @@ class Peaks:
 
 
 def matrix_rate(capability: str, fmt: str) -> int:
-    """Operations of matrix instructions per multiprocessor and clock on operands of a format; 0 where not known.
+    """Return the operations of matrix instructions per multiprocessor and clock for a format; 0 if unknown.
 
     capability: as "9.0".
     """
@@ -70,9 +70,9 @@ def matrix_rate(capability: str, fmt: str) -> int:
 
 
 def peaks_of(device: DeviceInfo | None, fmt: str) -> Peaks | None:
-    """The peaks of a GPU at its highest clock for a number format; None for a device that is not known here.
+    """Return the peaks of a GPU at its highest clock for a number format; None for an unknown device.
 
-    A format whose products the device does not have, or that is not known, gets its fastest products.
+    An unknown format, or one without matrix instructions on the device, gets the rate of the fastest products.
     """
     if device is None or device.kind != "gpu" or not (device.sm_count > 0 and device.sm_clock_mhz > 0):
         return None
@@ -89,10 +89,10 @@ def peaks_of(device: DeviceInfo | None, fmt: str) -> Peaks | None:
 
 
 def least_times_us(least: Mapping[str, int], moved_bytes: int, peaks: Peaks) -> dict[str, float]:
-    """The least microseconds of each kind of work, ``matrix``, ``exponentials`` and ``memory``, as far as known.
+    """Return the minimum microseconds of each kind of work with a known peak: ``matrix``, ``exponentials``, ``memory``.
 
-    least: what the problem needs, by the names of KernelCounts. moved_bytes: of its inputs and outputs, 0 where not
-    known; they need not pass through device memory where the L2 cache holds them.
+    least: minimum counts of the problem, by the names of KernelCounts. moved_bytes: of its inputs and outputs, 0 if
+    unknown; they may stay in the L2 cache instead of device memory.
     """
     work = {
         "matrix": (least.get("matrix_flops", 0), peaks.matrix_flops),

@@ -10,16 +10,16 @@ from typing import Any, TextIO
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-#: What CI systems take for a command: GitHub at the start of a line, and anywhere in it; Azure; TeamCity.
+#: Texts that CI systems interpret as commands: GitHub at the start of a line, and anywhere in it; Azure; TeamCity.
 _COMMAND_AT_START = re.compile(r"^([^\S\n]*):(?=:)", re.MULTILINE)
 _COMMAND = re.compile(r"##(?=\[|vso\[|teamcity\[)")
 
 
 def printable(text: str) -> str:
-    r"""The text without what a terminal or a CI log would act on.
+    r"""Escape everything in a text that a terminal or a CI log would interpret.
 
-    Control characters and those that reverse the direction of text become escapes such as \x1b; a backslash takes the
-    meaning from ``::`` at the start of a line, and from ``##[`` anywhere.
+    Control characters and characters that reverse text become escapes such as \x1b. A backslash is put before ``::`` at
+    the start of a line, and before ``##[`` anywhere.
     """
     text = _UNSAFE.sub(lambda c: f"\\x{ord(c[0]):02x}" if ord(c[0]) < 256 else f"\\u{ord(c[0]):04x}", text)
     return _COMMAND.sub(r"#\\#", _COMMAND_AT_START.sub(r"\1\\:", text))

@@ -1,4 +1,4 @@
-"""What a kernel has to compute: inputs, outputs and references."""
+"""The specification of a kernel's computation: inputs, outputs and references."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Shape and dtype of one output buffer; zeros: it holds zeros, not NaN, before a launch.
+    """Shape and dtype of one output buffer. zeros: it is filled with zeros, not NaN, before a launch.
 
     dtype: NumPy's name, or one of ml_dtypes: bfloat16, float8_e4m3fn, float8_e5m2.
     """
@@ -73,19 +73,19 @@ class Case:
 
 @dataclass(frozen=True)
 class References:
-    """What the decoded output of a case is compared with; float64 arrays of one shape.
+    """The references for the decoded output of a case; float64 arrays of one shape.
 
     full: exact arithmetic on the unquantized inputs.
-    exact: exact arithmetic on the inputs as the kernel sees them (dequantized).
-    bound: for each element the largest |kernel - exact| that the kernel's documented roundings can cause.
-    bounds: by name, the same for kernels that round differently; a rung's ``kernel_error.rounding`` names one.
-    matched: the share of elements that must be within the bound, where a problem only has a tolerance.
-    most: an absolute error that no element may have, whatever its bound.
-    is_run: whether exact is what a run of the problem's own reference gave on the CPU, which rounds where it likes, so
-    that what the same reference gives on a GPU is as right.
-    relative: the bound that holds instead if an answer that computes nothing, such as zeros, is within ``bound``: for a
-    tolerance that is stated and not derived, the same relative to the size of the outputs. None if there is none.
-    sizes: the number of elements of each output in the flat arrays; ``matched`` holds for each of them. Empty for one.
+    exact: exact arithmetic on the dequantized inputs of the kernel.
+    bound: per element, the largest |kernel - exact| from the kernel's documented roundings.
+    bounds: the same by name, for kernels that round differently; a rung's ``kernel_error.rounding`` selects one.
+    matched: share of elements that must be within the bound, for a problem with a tolerance only.
+    most: largest absolute error of any element, independent of its bound.
+    is_run: whether ``exact`` was computed by the problem's own reference on the CPU, with its own roundings. The same
+    reference on a GPU is then equally correct.
+    relative: replaces ``bound`` if trivial outputs, such as zeros, are within ``bound``: a stated tolerance relative to
+    the magnitude of the outputs. None if there is none.
+    sizes: number of elements per output in the flat arrays; ``matched`` applies to each output. Empty for one output.
     """
 
     full: NDArray[np.float64]
@@ -99,7 +99,7 @@ class References:
     sizes: tuple[int, ...] = ()
 
     def bound_of(self, rounding: str) -> NDArray[np.float64]:
-        """The bound with this name, ``bound`` for an empty name; raises UsageError naming the known ones."""
+        """Return the bound with this name, ``bound`` for an empty name. Raises UsageError with the known names."""
         if rounding and rounding not in self.bounds:
             raise unknown("rounding of the problem's bounds", rounding, self.bounds)
         return self.bounds[rounding] if rounding else self.bound
@@ -115,13 +115,13 @@ class Problem(Protocol):
     """
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-        """The inputs of one (shape, seed) in a number format."""
+        """Make the inputs for a shape and a seed in a number format."""
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
-        """The references for the same case."""
+        """Compute the references for the same case."""
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
-        """The real values of raw output buffers, in the shape of the references."""
+        """Decode raw output buffers to real values in the shape of the references."""
 
 
 #: The counts that a problem may give a minimum for.
@@ -129,7 +129,7 @@ LEAST_WORK = tuple(name for name, kind in KernelCounts.__annotations__.items() i
 
 
 def least_work(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
-    """The minimum counts that the problem needs for these dimensions, by name; empty if it has no ``least_work``.
+    """Return the problem's minimum counts for these dimensions, by name; empty without ``least_work``.
 
     Raises UsageError for a name that is not in LEAST_WORK.
     """
@@ -147,7 +147,7 @@ _Made = TypeVar("_Made")
 
 
 def variants_of(problem: Problem) -> tuple[str, ...]:
-    """The names of a problem's input variants but NORMAL. Raises UsageError unless VARIANTS is a tuple of names."""
+    """Return the names of a problem's input variants except NORMAL. Raises UsageError for an invalid VARIANTS."""
     found = getattr(problem, "VARIANTS", ())
     if not isinstance(found, tuple | list) or not all(isinstance(name, str) and name for name in found):
         raise UsageError(
@@ -157,7 +157,10 @@ def variants_of(problem: Problem) -> tuple[str, ...]:
 
 
 def case_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> Case:
-    """A problem's case. Raises UsageError for dimensions that are too large to make it, and for one that is none."""
+    """Make a problem's case.
+
+    Raises UsageError if the dimensions are too large, or if the result is not a valid Case.
+    """
     case = _made(problem, problem.make_case, dims, seed, fmt, variant)
     fault = _fault_of(case)
     if fault:
@@ -166,7 +169,7 @@ def case_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, vari
 
 
 def _fault_of(case: Case) -> str:
-    """What is wrong with what make_case gave; empty where it is a case."""
+    """Describe the fault of make_case's result; empty for a valid Case."""
     if not isinstance(case, Case):
         return f"it gives {type(case).__name__}; a Case is asked for"
     for name, array in case.inputs.items():
@@ -189,7 +192,7 @@ def _fault_of(case: Case) -> str:
 
 
 def references_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> References:
-    """The references of the same case, checked.
+    """Compute and check the references of the same case.
 
     Raises UsageError for dimensions that are too large, for references that are not float64 arrays of one shape, for
     such that are not finite, and for bounds that are not finite or negative.
