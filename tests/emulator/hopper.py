@@ -113,7 +113,7 @@ def request(
     cluster: tuple[int, int, int] = (1, 1, 1),
     grid: tuple[int, int, int] | None = None,
 ) -> Request:
-    """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
+    """Return the kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
     own = f"__cluster_dims__({', '.join(map(str, cluster))}) " if cluster != (1, 1, 1) else ""
     source = f'{PREAMBLE}{before}\nextern "C" __global__ void {own}k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (), (threads, 1, 1), dynamic)
@@ -132,7 +132,7 @@ def run(*args: Any, seed: int = 0, structs: Any = None, **more: Any) -> GridResu
 
 
 def tensor_map(name: str, array: Any, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-    """The tensor map over a whole array."""
+    """Return the tensor map over a whole array."""
     a = np.asarray(array)
     return TensorMap(name, a.dtype.str, a.shape, a.strides, box, swizzle)
 

@@ -41,7 +41,7 @@ def request(
     target: Target = TARGET,
     cooperative: bool = False,
 ) -> Request:
-    """The kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
+    """Return the kernel ``k(parameters) { body }``; line 1 of k.cu is the body's first."""
     source = f'{before}\nextern "C" __global__ void k({parameters}) {{\n#line 1 "k.cu"\n{body}\n}}'
     kernel = KernelSource("k", source, "k.cu", (KERNEL_DIR,), (threads, 1, 1))
     specs = {name: OutputSpec((count,), dtype) for name, (count, dtype) in outputs.items()}

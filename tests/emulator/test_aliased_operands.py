@@ -88,7 +88,7 @@ def written(name: str, form: str) -> Iterator[tuple[str, ...]]:
 
 
 def vectors(name: str, parts: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The operands of instructions that hold several elements; None for others."""
+    """Return the operands of instructions that hold several elements; None for others."""
     count = next((int(p[1:]) for p in parts if re.fullmatch(r"[vx][1248]", p)), 1)
     several = "D" if count == 1 else "{" + ",".join("D" * count) + "}"
     if name in ("ld", "ldu", "ldmatrix"):
@@ -109,7 +109,7 @@ def vectors(name: str, parts: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def fragments_of(name: str, parts: tuple[str, ...]) -> str:
-    """The operands of a matrix instruction."""
+    """Return the operands of a matrix instruction."""
     shape = next(re.fullmatch(r"m(\d+)n(\d+)k(\d+)", p) for p in parts if re.fullmatch(r"m\d+n\d+k\d+", p))
     assert shape
     m, n, k = map(int, shape.groups())
@@ -132,7 +132,7 @@ def fragments_of(name: str, parts: tuple[str, ...]) -> str:
 
 
 def patterns(name: str, parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The operands that an opcode may have."""
+    """Return the operands that an opcode may have."""
     result = vectors(name, parts)
     if result is None:
         result = PATTERNS.get(name)

@@ -39,7 +39,7 @@ def program(ptx: str) -> Program:
 
 
 def instances(form: str) -> list[tuple[str, ...]]:
-    """Some ways to write a form: the first and the last of its words, without and with what may be left out."""
+    """Return some ways to write a form: the first and the last of its words, without and with what may be left out."""
     groups = parse_groups(form)
     short = tuple(g.words[0] for g in groups if not g.optional)
     return list(dict.fromkeys((short, tuple(g.words[-1] for g in groups), tuple(g.words[0] for g in groups))))

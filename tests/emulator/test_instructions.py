@@ -17,7 +17,7 @@ FLOATS = np.concatenate([EDGES, RNG.standard_normal(200) * 10.0 ** RNG.integers(
 
 
 def nearest_float32(exact: Fraction) -> float:
-    """The float32 nearest to a rational number, ties to even (no overflow, no subnormals)."""
+    """Return the float32 nearest to a rational number, ties to even (no overflow, no subnormals)."""
     if exact == 0:
         return 0.0
     size, exponent = abs(exact), 0

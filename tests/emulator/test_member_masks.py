@@ -60,7 +60,7 @@ def by_group(masks: list[int], values: Any, function: Callable[[list[int], int],
 
 
 def of_group(function: Callable[[list[int]], Any]) -> Callable[[list[int], int], int]:
-    """A function of a group's values, the same for all of its threads."""
+    """Build a function of a group's values, the same for all of its threads."""
     return lambda group, index: int(function(group))
 
 

@@ -184,7 +184,7 @@ CLUSTER = 'asm volatile("barrier.cluster.arrive%s; barrier.cluster.wait;" ::: "m
 
 
 def loaded(parameters: str, args: tuple[Any, ...], of: str = "&m", barrier: str = "__syncthreads();") -> Any:
-    """The tile that a kernel copies through a tensor map."""
+    """Return the tile that a kernel copies through a tensor map."""
     body = LOAD.replace("FENCE", "").replace("BARRIER", barrier).replace("MAP", of)
     result = run_hopper(
         body,

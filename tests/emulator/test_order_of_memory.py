@@ -204,7 +204,7 @@ if (threadIdx.x == 32) { *b = 1; y[1] = *a; }"""
 
 
 def in_all_orders(body: str, threads: int = 96) -> set[float]:
-    """The first elements that some orders leave."""
+    """Return the first elements that some orders leave."""
     return {float(result(body, threads=threads, blocks=2, seed=seed)[0]) for seed in range(3)}
 
 

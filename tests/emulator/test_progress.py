@@ -26,7 +26,7 @@ def launched(
     before: str = "",
     cooperative: bool = False,
 ) -> GridResult:
-    """A kernel with ``count`` outputs and 64 integers of scratch memory that are zero at first."""
+    """Return a kernel with ``count`` outputs and 64 integers of scratch memory that are zero at first."""
     arguments: dict[str, Any] = {"parameters": "int* y, int* scratch", "args": ("y", "scratch")}
     return run(
         body,

@@ -17,7 +17,7 @@ ALL = 2**32 - 1
 
 
 def words(value: int) -> list[int]:
-    """The two words of 64 bits."""
+    """Return the two words of 64 bits."""
     return [value & ALL, value >> 32 & ALL]
 
 
@@ -388,7 +388,7 @@ def test_a_stray_token_is_refused(statement: str) -> None:
 
 
 def meaning(text: str) -> list[object]:
-    """The instructions of a body, without their text."""
+    """Return the instructions of a body, without their text."""
     return [(i.name, sorted(i.parts), i.operands, i.guard) for i in assemble(declared(text)).function.code]
 
 

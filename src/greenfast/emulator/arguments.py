@@ -120,7 +120,7 @@ def _described(parameter: Variable) -> str:
 
 
 def _struct(arguments: Arguments, text: str, fields: str) -> Struct:
-    """A struct of numbers, arrays of numbers and pointers to buffers given before."""
+    """Parse a struct of numbers, arrays of numbers and pointers to buffers given before."""
     values: list[str | np.generic | Array | TensorMap] = []
     for field_text in re.split(r",(?![^\[]*\])", fields):
         kind, equals, numbers = field_text.partition("=")
@@ -184,7 +184,7 @@ def _number(text: str, number: str, dtype: str) -> np.number[Any]:
 
 
 def _buffer(arguments: Arguments, text: str, role: str, remainder: str, seed: int) -> str:
-    """Add a buffer; returns its name."""
+    """Add a buffer. Return its name."""
     name, equals, spec = remainder.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise UsageError(f"--arg {text!r}: give {role}:NAME=..., the name in letters, digits and _")

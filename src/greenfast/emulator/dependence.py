@@ -102,7 +102,7 @@ def _sources(i: Instruction, held: dict[str, set[str]]) -> set[str]:
 
 
 def _registers(operand: Operand) -> list[str]:
-    """The registers in an operand."""
+    """Return the registers in an operand."""
     if isinstance(operand, Register):
         return [operand.name]
     if isinstance(operand, Vector):

@@ -446,7 +446,7 @@ _PARTS = 3
 
 
 def _batches(geometry: Geometry, limit: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
-    """The blocks of a grid that run together, at most ``most``, whole clusters, one batch after the other.
+    """Return the blocks of a grid that run together, at most ``most``, whole clusters, one batch after the other.
 
     With seed 0 they begin in their order. Other seeds draw one, and begin in smaller parts unless blocks may wait for
     each other.
@@ -465,14 +465,14 @@ def _shared_variables(module: Module, function: Function) -> list[Variable]:
 
 
 def sampled_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:
-    """About ``count`` blocks of a grid in whole clusters: the first, the last, and others evenly between."""
+    """Return about ``count`` blocks of a grid in whole clusters: the first, the last, and others evenly between."""
     clusters = geometry.order().reshape(-1, geometry.cluster_size)
     some = np.linspace(0, len(clusters) - 1, max(1, min(count, len(clusters)))).astype(int)
     return np.asarray(clusters[np.unique(some)].ravel())
 
 
 def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
-    """The blocks of a cluster, as the kernel or the launch has them."""
+    """Return the extents of a cluster, from the kernel or the launch."""
     directive = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
     extents = [int(n) for n in directive[1].split(",")] if directive else []
     x, y, z, *_ = *extents, 1, 1, 1

@@ -49,7 +49,7 @@ class Unawaited:
 
 
 def find_unawaited(ptx: str, entry: str) -> list[Unawaited]:
-    """The operations of a kernel that may be in flight when one of its threads ends; raises UnsupportedError."""
+    """Return the operations of a kernel that may be in flight when one of its threads ends; raises UnsupportedError."""
     if not any(mark in ptx for mark in _MARKS):
         return []
     module = parse(ptx, tuple(f"{folder}/" for folder in include_dirs()))
@@ -57,7 +57,7 @@ def find_unawaited(ptx: str, entry: str) -> list[Unawaited]:
 
 
 def _channel(i: Instruction) -> int | None:
-    """The kind of groups that an operation is committed to; None for another instruction."""
+    """Return the kind of groups that an operation is committed to; None for another instruction."""
     if i.name == "cp" and "bulk_group" in i.parts:
         return _BULK
     if i.name == "wgmma" and "mma_async" in i.parts:
@@ -122,7 +122,7 @@ class _Paths:
                 yield Unawaited(_place(i), True)
 
     def _condition(self, register: str) -> tuple[_Key, bool]:
-        """A predicate as the key of a condition, and whether it is that condition or its opposite."""
+        """Return the condition key of a predicate, and whether it is that condition or its negation."""
         if register not in self.keys:
             self.keys[register] = (("register", register), True)  # while it is looked at, against cycles
             self.keys[register] = self._named(register)
@@ -169,7 +169,7 @@ class _Paths:
         return ("register", operand.name)
 
     def _drops(self) -> dict[int, set[_Key]]:
-        """The conditions that an instruction makes unknown, as it defines a register that they depend on."""
+        """Return the conditions that an instruction invalidates, because it defines one of their registers."""
         drops: dict[int, set[_Key]] = {}
         for key in self.tracked:
             for register in _registers_in(key):
@@ -282,7 +282,7 @@ class _Paths:
 
 
 def _split_parts(key: _Key) -> Iterator[_Key]:
-    """A condition and those that it is made of."""
+    """Return a condition and those that it is made of."""
     yield key
     if key[0] in ("and", "or"):
         for part, _ in key[1:]:
@@ -310,7 +310,7 @@ def _implied(key: _Key, outcome: bool) -> Iterator[tuple[_Key, bool]]:
 
 
 def _defined(i: Instruction) -> Iterator[str]:
-    """The registers that an instruction may define."""
+    """Return the registers that an instruction may define."""
     if i.name not in ("st", "red", "bra", "brx", "bar", "barrier", "ret", "exit", "fence", "membar") and i.operands:
         first = i.operands[0]
         for operand in first.items if isinstance(first, Vector) else (first,):
@@ -319,7 +319,7 @@ def _defined(i: Instruction) -> Iterator[str]:
 
 
 def _registers_in(key: _Key) -> Iterator[str]:
-    """The registers that a condition depends on and that may change."""
+    """Return the registers that a condition depends on and that may change."""
     if isinstance(key, tuple):
         if len(key) == 2 and key[0] == "register":
             yield key[1]

@@ -105,7 +105,7 @@ class Program:
         return other
 
     def _build_or_defer(self, i: Instruction) -> Operation | None:
-        """The operation of an instruction, or one that raises for an unknown instruction."""
+        """Return the operation of an instruction, or one that raises for an unknown instruction."""
         try:
             return self._build(i)
         except UnsupportedError as e:
@@ -190,7 +190,7 @@ def _target(i: Instruction, function: Function) -> int:
 
 
 def _key(i: Instruction) -> str:
-    """The name under which an instruction is counted."""
+    """Return the name under which an instruction is counted."""
     if i.name in ("ld", "st", "wmma", "cp", "mbarrier", "wgmma"):
         return ".".join((i.name, *(p for p in i.parts[:2] if not p.startswith("v") and not p[1:].isdigit())))
     return i.name

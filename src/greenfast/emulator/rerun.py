@@ -69,7 +69,7 @@ class MemorySnapshot:
         return changed
 
     def changed(self) -> set[str]:
-        """The variables that have another value than at first."""
+        """Return the variables that have another value than at first."""
         return {name for name in self._variables if self._changed(name).any()}
 
     def dirty(self) -> bool:
@@ -133,13 +133,13 @@ def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: Kerne
 
 
 def _instructions(result: GridResult) -> Mapping[str, int]:
-    """How often each was executed; but where threads sleep until others are ready that is a matter of who runs when."""
+    """Return the instruction counts; none for kernels with nanosleep, because their counts depend on the order."""
     values: Mapping[str, int] = result.counts.instructions
     return {} if "nanosleep" in values else values
 
 
 def _effects(result: GridResult) -> Mapping[str, int]:
-    """How many threads executed each instruction that other threads may notice."""
+    """Return how many threads executed each instruction that other threads may notice."""
     return {name: n for name, n in result.counts.threads.items() if name.partition(".")[0] in _NOTICED}
 
 

@@ -212,7 +212,7 @@ class Scheduler:
         load.land()
 
     def _put(self, n: int, pc: int, lanes: ThreadSet) -> None:
-        """Add threads at an instruction, joining those that are there already."""
+        """Add threads at an instruction to the threads already there."""
         self._add(self.fragments[n], pc, lanes)
 
     def _add(self, to: dict[int, ThreadSet], pc: int, lanes: ThreadSet) -> None:
@@ -437,7 +437,7 @@ class Scheduler:
 
 
 def _size(lanes: ThreadSet) -> tuple[int, int]:
-    """How many warps and threads a selection holds; not empty."""
+    """Return how many warps and threads a selection holds; not empty."""
     if isinstance(lanes, slice):
         threads = lanes.stop - lanes.start
         return threads // WARP, threads

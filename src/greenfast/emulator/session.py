@@ -31,7 +31,7 @@ class EmulatorSession:
         """Take a number as a GPU's session does; there is one emulator."""
 
     def info(self) -> DeviceInfo:
-        """The emulator as a device."""
+        """Describe the emulator as a device."""
         return DeviceInfo(
             kind="emulated",
             name="PTX emulator",
@@ -119,7 +119,7 @@ class EmulatorSession:
 
 
 def _program(image: KernelImage) -> Program:
-    """The program of a kernel. Raises UnsupportedError also for what another compiler took for PTX."""
+    """Return the program of a kernel. Raises UnsupportedError also for what another compiler took for PTX."""
     try:
         return load_program(image.ptx, image.entry)[1]
     except UsageError as e:

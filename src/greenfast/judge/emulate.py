@@ -268,7 +268,7 @@ def describe_fault(request: Emulate, error: KernelFaultError) -> Emulated:
 
 
 def _fault_of(finding: Finding) -> Fault:
-    """A finding that did not end the run, in the form of a fault."""
+    """Return a finding that did not end the run, in the form of a fault."""
     file, _, line = finding.location.rpartition(":")
     number = int(line) if line.isdigit() else None
     return Fault(level=finding.level, kind=finding.name, message=finding.text, file=file or None, line=number)
@@ -356,7 +356,7 @@ def _define(text: str) -> str:
 
 
 def _entry(request: Emulate, names: Sequence[str]) -> str:
-    """The kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
+    """Return the kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
     if not names:
         raise UsageError(f"{request.file} holds no kernel; a template needs an explicit instantiation in the file")
     if request.kernel is None:
@@ -374,7 +374,7 @@ def _entry(request: Emulate, names: Sequence[str]) -> str:
 
 
 def _run(request: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
-    """The result of the first order of warps, and how others differ from it."""
+    """Return the result of the first order of warps, and how others differ from it."""
     plan = Launch(request.grid, tuple(arguments.launch), cooperative=True)
     results = []
     for n in range(orders):
@@ -433,7 +433,7 @@ def _same(a: Array, b: Array) -> bool:
 
 
 def _error(a: Array, b: Array) -> NDArray[np.float64]:
-    """Absolute differences of elements; 0 where both are NaN."""
+    """Return absolute differences of elements; 0 where both are NaN."""
     with np.errstate(all="ignore"):
         error: NDArray[np.float64] = np.abs(a.astype(np.float64) - b.astype(np.float64))
     error[(a == b) | ((a != a) & (b != b))] = 0.0

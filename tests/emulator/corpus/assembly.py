@@ -31,7 +31,7 @@ def width(kind: str) -> int:
 
 
 def _register(kind: str) -> str:
-    """The type of the register and of the access that hold a type: 8 bits travel in 16."""
+    """Return the type of the register and of the access that hold a type: 8 bits travel in 16."""
     return f".b{max(16, width(kind))}" if kind[0] != "f" or width(kind) == 16 or kind.endswith("x2") else f".{kind}"
 
 
@@ -71,7 +71,7 @@ def decode(kind: str, bits: int) -> Any:
 
 
 def encode(kind: str, value: Any) -> int:
-    """The bit pattern of a number, rounded once to nearest even where the type is a float's."""
+    """Return the bit pattern of a number, rounded once to nearest even where the type is a float's."""
     if kind in ("f32", "f64", "f16", "bf16"):
         return _round(kind, value)
     return int(value) & ((1 << width(kind)) - 1)
@@ -117,7 +117,7 @@ def _round(kind: str, value: Any, mode: str = "rn") -> int:
 
 
 def rounded(kind: str, value: Any, mode: str = "rn") -> float:
-    """A number rounded once to a format: a Fraction, an int or a float."""
+    """Return a number rounded once to a format: a Fraction, an int or a float."""
     return decode(kind, _round(kind, value, mode))  # type: ignore[no-any-return]
 
 

@@ -63,7 +63,7 @@ def sines_with_large_arguments(rng: Rng) -> Args:
     x = np.concatenate([rng.uniform(-4, 4, 40), rng.uniform(-1e5, 1e5, 30), [1e6, 3e7, -2e9, 1e20, 1e30]]).astype(F32)
 
     def exact(value: np.float32) -> float:
-        """The angle within a turn: math.sin reduces a float64 exactly."""
+        """Return the angle within a turn: math.sin reduces a float64 exactly."""
         return float(value)
 
     s, c = (np.array([f(exact(v)) for v in x]) for f in (math.sin, math.cos))
@@ -341,7 +341,7 @@ def simd_in_a_word(rng: Rng) -> Args:
 
 
 def _sbox() -> list[int]:
-    """The S-box of AES, from inverses in GF(2^8)."""
+    """Return the S-box of AES, from inverses in GF(2^8)."""
 
     def product(a: int, b: int) -> int:
         r = 0

@@ -17,12 +17,12 @@ def small(rng: Rng, *shape: int, limit: int = 8) -> NDArray[np.float32]:
 
 
 def bf16(x: NDArray[Any]) -> NDArray[np.uint16]:
-    """The bits of bfloat16, of numbers that it holds."""
+    """Return the bits of bfloat16, of numbers that it holds."""
     return (np.ascontiguousarray(x, F32).view(U32) >> 16).astype(U16)
 
 
 def coded(x: NDArray[Any], values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The codes of numbers that an 8-bit format holds."""
+    """Return the codes of numbers that an 8-bit format holds."""
     finite = np.isfinite(values)
     codes = np.flatnonzero(finite)
     order = np.argsort(values[finite], kind="stable")

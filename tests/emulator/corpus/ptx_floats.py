@@ -61,7 +61,7 @@ def div(a: float, b: float, kind: str = "f32", mode: str = "rn") -> float:
 
 
 def flush(v: float) -> float:
-    """A subnormal float32 as zero."""
+    """Flush a subnormal float32 to zero."""
     return math.copysign(0.0, v) if v == v and abs(v) < 2.0**-126 else v
 
 
@@ -126,7 +126,7 @@ ptx("add_rn_bf16", "add.rn.bf16 %d, %a, %b;", "bf16 bf16", "bf16", lambda a, b: 
 
 
 def halves(f: Any, kind: str = "f16") -> Any:
-    """A function of numbers on both halves of words."""
+    """Apply a function of numbers to both halves of words."""
 
     def both(*words: int) -> int:
         low, high = (encode(kind, f(*(decode(kind, w >> s & 0xFFFF) for w in words))) for s in (0, 16))
@@ -189,7 +189,7 @@ ptx(
 
 
 def xorsign(a: float, b: float) -> float:
-    """The larger size, with the exclusive or of the signs."""
+    """Return the larger size, with the exclusive or of the signs."""
     size = least(abs(a), abs(b), True)
     return math.copysign(size, math.copysign(1, a) * math.copysign(1, b)) if a == a and b == b else size
 

@@ -83,7 +83,7 @@ ptx("max_relu_s32", "max.relu.s32 %d, %a, %b;", "s32 s32", "s32", lambda a, b: m
 
 
 def by_half(f: Any) -> Any:
-    """A function of two signed 16-bit numbers on both halves of words."""
+    """Build a function of two signed 16-bit numbers on both halves of words."""
 
     def both(a: int, b: int) -> int:
         low, high = (int(f(signed(a >> s, 16), signed(b >> s, 16))) & 0xFFFF for s in (0, 16))
@@ -205,7 +205,7 @@ ptx(
 
 
 def fns(mask: int, base: int, offset: int) -> int:
-    """The n-th set bit from a base, as the ISA's pseudocode has it."""
+    """Return the n-th set bit from a base, after the ISA's pseudocode."""
     if offset == 0:
         return base if mask >> base & 1 else M32
     position, left = base, abs(offset) - 1

@@ -12,7 +12,7 @@ T = "\n  .reg .b32 %t;\n  mov.u32 %t, %tid.x;\n"
 
 
 def kernel(body: str, params: int = 2, before: str = "") -> str:
-    """A kernel of pointers; %p0, %p1, ... are its parameters as global addresses and %t the thread."""
+    """Return a kernel of pointers; %p0, %p1, ... are its parameters as global addresses and %t the thread."""
     listed = ", ".join(f".param .u64 a{n}" for n in range(params))
     loads = "".join(f"  ld.param.u64 %p{n}, [a{n}];\n  cvta.to.global.u64 %p{n}, %p{n};\n" for n in range(params))
     return f"{before}\n.visible .entry k({listed})\n{{\n  .reg .b64 %p<{params}>;{T}{loads}{body}\n  ret;\n}}"

@@ -64,12 +64,12 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def kernel_of(entry: Entry) -> KernelSource:
-    """A CUDA entry as the compiler takes it."""
+    """Return a CUDA entry as the compiler takes it."""
     return KernelSource("k", entry.source, "k.cu", (), entry.block, entry.smem)
 
 
 def ptx_of(entry: Entry) -> str:
-    """An entry's PTX."""
+    """Return an entry's PTX."""
     if entry.kind in ("ptx", "triton"):
         return entry.source
     return to_ptx(kernel_of(entry), Target(entry.target), assemble=False)

@@ -144,7 +144,7 @@ def _array(value: Any) -> Any:
 
 
 def _type(value: Any) -> str:
-    """A parameter's type in Triton's words."""
+    """Return a parameter's type in Triton's words."""
     if isinstance(value, Descriptor):
         kind = value.kind or _TYPES[np.asarray(value.array).dtype.name]
         return f"tensordesc<{kind}{list(value.block)}>".replace(" ", "")
@@ -154,7 +154,7 @@ def _type(value: Any) -> str:
 
 
 def _expanded(supplied: Args, metadata: Any, blocks: int) -> Args:
-    """The parameters as the compiled kernel takes them."""
+    """Return the parameters as the compiled kernel takes them."""
     result: list[Any] = []
     maps = iter(metadata.tensordesc_meta or ())
     for value in supplied:

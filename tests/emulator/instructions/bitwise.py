@@ -173,5 +173,5 @@ def _fields() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_logic(), *_fields()]

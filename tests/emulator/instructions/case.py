@@ -65,7 +65,7 @@ class Case:
         return "k_" + re.sub(r"\W", "_", self.name)
 
     def source(self) -> str:
-        """The kernel."""
+        """Return the kernel."""
         words_in, words_out = (sum(max(1, width(k) // 32) for k in kinds) for kinds in (self.inputs, self.outputs))
         lines = [
             f'extern "C" __global__ void {self.entry}(const unsigned* x, unsigned* y) {{',
@@ -96,12 +96,12 @@ class Case:
         return "\n".join([*lines, "}"])
 
     def operands(self, count: int, seed: int = 0) -> list[NDArray[np.uint64]]:
-        """A column of bit patterns per operand: combinations of edges, then random ones; ``count`` rows."""
+        """Return a column of bit patterns per operand: combinations of edges, then random ones; ``count`` rows."""
         rng = np.random.default_rng([seed, *self.name.encode()])
         return columns(self.inputs, count, rng)
 
     def pack(self, operands: Sequence[NDArray[np.uint64]]) -> Words:
-        """The rows of ``x``."""
+        """Return the rows of ``x``."""
         parts: list[Any] = []
         for kind, column in zip(self.inputs, operands, strict=True):
             parts.append(column.astype(np.uint32))
@@ -110,7 +110,7 @@ class Case:
         return np.ascontiguousarray(np.stack(parts, axis=1))
 
     def unpack(self, words: Words) -> list[NDArray[np.uint64]]:
-        """A column of bit patterns per result from the rows of ``y``."""
+        """Return a column of bit patterns per result from the rows of ``y``."""
         result, index = [], 0
         for kind in self.outputs:
             column = words[:, index].astype(np.uint64)
@@ -177,7 +177,7 @@ def kernel_ptx(ptx: str, case: Case) -> str:
 
 
 def launch(rows: int) -> Launch:
-    """The launch that covers some rows, a multiple of the block's threads."""
+    """Return the launch that covers some rows, a multiple of the block's threads."""
     return Launch((rows // BLOCK, 1, 1), ("x", "y"))
 
 

@@ -16,5 +16,5 @@ PER_UNIT = 32
 
 
 def units(cases: tuple[Case, ...] = CASES) -> list[tuple[Case, ...]]:
-    """The cases in groups that are compiled together."""
+    """Return the cases in groups that are compiled together."""
     return [cases[n : n + PER_UNIT] for n in range(0, len(cases), PER_UNIT)]

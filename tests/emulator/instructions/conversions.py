@@ -17,12 +17,12 @@ INTEGERS = [f"{s}{n}" for n in (8, 16, 32, 64) for s in "us"]
 
 
 def _container(kind: str) -> str:
-    """The register type for a type of 8 bits or more."""
+    """Return the register type for a type of 8 bits or more."""
     return {"u8": "b16", "s8": "b16"}.get(kind, kind)
 
 
 def whole(number: Number, mode: str) -> int:
-    """The integer that a finite number rounds to in .rni, .rzi, .rmi or .rpi."""
+    """Return the integer that a finite number rounds to in .rni, .rzi, .rmi or .rpi."""
     size = math.floor(abs(number.value))
     size += exact.round_away(size, abs(number.value) - size, number.negative, mode)
     return -size if number.negative else size
@@ -101,7 +101,7 @@ def _kept_nan(a: int, to: str, source: str) -> int:
 
 
 def converted(to: str, source: str, name: str) -> Callable[[int], int]:
-    """The meaning of a float-to-float conversion with the modifiers in its name."""
+    """Return the meaning of a float-to-float conversion with the modifiers in its name."""
     parts = name.split(".")
     mode = next((p for p in parts if p in ("rn", "rz", "rm", "rp", "rna")), "rn")
     integral = next((p for p in parts if p in ("rni", "rzi", "rmi", "rpi")), "")
@@ -199,5 +199,5 @@ def _pairs() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_integers(), *_float_to_integer(), *_integer_to_float(), *_floats(), *_pairs()]

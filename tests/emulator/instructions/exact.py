@@ -32,7 +32,7 @@ NAN = Number("nan", False)
 
 
 def real(value: Fraction, negative_zero: bool = False) -> Number:
-    """A rational number as a Number; zero has the sign that is given."""
+    """Return a rational number as a Number; zero has the sign that is given."""
     return Number("real", value < 0 or (value == 0 and negative_zero), Fraction(value))
 
 
@@ -57,12 +57,12 @@ def decode(bits: int, form: str) -> Number:
 
 
 def smallest_normal(form: str) -> Fraction:
-    """The smallest number that is not subnormal."""
+    """Return the smallest number that is not subnormal."""
     return Fraction(2) ** (2 - (1 << FORMATS[form][0] - 1))
 
 
 def largest_pattern(form: str) -> int:
-    """The pattern of the largest number."""
+    """Return the pattern of the largest number."""
     exponent_bits, fraction, _ = FORMATS[form]
     return 0x7E if form == "e4m3" else (((1 << exponent_bits) - 1) << fraction) - 1
 
@@ -77,7 +77,7 @@ def round_away(whole: int, remainder: Fraction, negative: bool, mode: str) -> bo
 
 
 def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) -> int:
-    """The pattern that a number rounds to; ``saturate``: to the largest number instead of infinity."""
+    """Return the pattern that a number rounds to; ``saturate``: to the largest number instead of infinity."""
     exponent_bits, fraction, nan = FORMATS[form]
     if number.kind == "nan":
         return nan
@@ -103,7 +103,7 @@ def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) 
 
 
 def flush(number: Number, form: str) -> Number:
-    """A subnormal number as zero of its sign."""
+    """Flush a subnormal number to zero, with its sign."""
     if number.kind == "real" and 0 < abs(number.value) < smallest_normal(form):
         return real(Fraction(0), number.negative)
     return number
@@ -130,7 +130,7 @@ def negated(a: Number) -> Number:
 
 
 def add(a: Number, b: Number, mode: str = "rn") -> Number:
-    """The sum; an exact zero of unlike terms is negative only when rounding down."""
+    """Return the sum; an exact zero of unlike terms is negative only when rounding down."""
     if "nan" in (a.kind, b.kind) or (a.kind == b.kind == "inf" and a.negative != b.negative):
         return NAN
     if "inf" in (a.kind, b.kind):
@@ -142,7 +142,7 @@ def add(a: Number, b: Number, mode: str = "rn") -> Number:
 
 
 def multiply(a: Number, b: Number) -> Number:
-    """The product."""
+    """Return the product."""
     negative = a.negative != b.negative
     if "nan" in (a.kind, b.kind):
         return NAN
@@ -153,7 +153,7 @@ def multiply(a: Number, b: Number) -> Number:
 
 
 def divide(a: Number, b: Number) -> Number:
-    """The quotient."""
+    """Return the quotient."""
     negative = a.negative != b.negative
     if "nan" in (a.kind, b.kind) or a.kind == b.kind == "inf":
         return NAN
@@ -192,7 +192,7 @@ def rectified(number: Number) -> Number:
 
 
 def on_halves(function: Callable[..., int]) -> Callable[..., int]:
-    """A function of 16-bit patterns, for each half of 32-bit ones."""
+    """Build a function of 16-bit patterns, for each half of 32-bit ones."""
 
     def both(*operands: int) -> int:
         return function(*(o & 0xFFFF for o in operands)) | function(*(o >> 16 for o in operands)) << 16

@@ -31,7 +31,7 @@ def _fma(a: Number, b: Number, c: Number, mode: str) -> Number:
 
 
 def rounded(operation: Operation, form: str, name: str) -> Callable[..., int]:
-    """The meaning of an instruction that rounds an operation once, with the modifiers in its name."""
+    """Return the meaning of an instruction that rounds an operation once, with the modifiers in its name."""
     parts = name.split(".")
     mode = next((p for p in parts if p in MODES), "rn")
     ftz = "ftz" in parts
@@ -179,7 +179,7 @@ COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def compare(a: Number, b: Number, name: str) -> bool:
-    """A comparison of floats by name; ordered ones are false with NaN, unordered ones true."""
+    """Return a comparison of floats by name; ordered ones are false with NaN, unordered ones true."""
     ordered = a.kind != "nan" and b.kind != "nan"
     if name in ("num", "nan"):
         return ordered == (name == "num")
@@ -254,7 +254,7 @@ def last_bit(values: NDArray[np.float64], form: str) -> NDArray[np.float64]:
 def within(
     form: str, *, ulps: float = 0, relative: float = 0, absolute: Callable[..., Any] | float = 0, ftz: bool = False
 ) -> Allowed:
-    """A bound against the exact result, widened by the half bit that each of two rounded results may add."""
+    """Return a bound against the exact result, widened by the half bit that each of two rounded results may add."""
 
     def allowed(operands: list[NDArray[np.uint64]], values: NDArray[np.float64]) -> NDArray[np.float64]:
         fixed = absolute(number_of(operands[0], form)) if callable(absolute) else absolute
@@ -269,7 +269,7 @@ def within(
 
 
 def near(function: Callable[[float], float], form: str, ftz: bool) -> Callable[[int], int]:
-    """The meaning of a special function: Python's, rounded to the nearest."""
+    """Return the meaning of a special function: Python's, rounded to the nearest."""
 
     def meaning(a: int) -> int:
         number = flush(decode(a, form), form) if ftz else decode(a, form)
@@ -299,12 +299,12 @@ def _signed_inverse(x: float) -> float:
 
 
 def _near_one(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The absolute error that lg2.approx may have."""
+    """Return the absolute error that lg2.approx may have."""
     return np.where((x > 0.5) & (x < 2), 2.0**-22, 0)
 
 
 def _special() -> list[Case]:
-    """The bounds of the PTX ISA 9.0, in the words of each instruction's notes."""
+    """Return the bounds of the PTX ISA 9.0, in the words of each instruction's notes."""
     logarithm = lambda x: -math.inf if x == 0 else math.log2(x)  # noqa: E731
     inverse_root = lambda x: _signed_inverse(x) if x == 0 else 1 / math.sqrt(x)  # noqa: E731
     power = lambda x: 2.0**x  # noqa: E731
@@ -391,7 +391,7 @@ def _divisions() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [
         *_arithmetic(), *_extremes(), *_signs(), *_tests(), *_comparisons(), *_special(), *_divisions(),
     ]  # fmt: skip

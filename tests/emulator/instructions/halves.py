@@ -111,5 +111,5 @@ def _gross() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_sets(), *_signed_extremes(), *_gross()]

@@ -24,7 +24,7 @@ def value(pattern: int, kind: str) -> int:
 
 
 def on_values(function: Callable[..., int], kind: str) -> Callable[..., int]:
-    """A function of integers of a type, on their patterns."""
+    """Build a function of integers of a type, on their patterns."""
     return lambda *patterns: function(*(value(p, kind) for p in patterns))
 
 
@@ -353,7 +353,7 @@ def _packs() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [
         *_arithmetic(), *_products(), *_carries(), *_comparisons(), *_moves(), *_packs(),
     ]  # fmt: skip

@@ -54,7 +54,7 @@ def _elements(word: int, kind: str, of_register: int) -> list[Any]:
 
 
 def _left(rows: Rows, m: int, k: int, kind: str, start: int) -> list[list[Any]]:
-    """A from the lanes (PTX ISA, figures of its fragments): element i of lane l.
+    """Return A from the lanes (PTX ISA, figures of its fragments): element i of lane l.
 
     row l / 4, of odd registers (where M is 16) 8 more; column: the position in the register, of its l % 4's; of each
     further pair of registers four registers' worth more.
@@ -139,7 +139,7 @@ def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     result = [_case(f"m16n8k{k}", (kind, kind, "f32")) for kind in ("f16", "bf16") for k in (8, 16)]
     result += [_case(f"m16n8k{k}", ("f16", "f16", "f16")) for k in (8, 16)]
     result += [_case(f"m16n8k{k}", ("tf32", "tf32", "f32")) for k in (4, 8)]

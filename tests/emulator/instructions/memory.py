@@ -105,7 +105,7 @@ def _decrement(old: int, limit: int) -> int:
 
 
 def _float_sum(form: str, ftz: bool) -> Callable[[int, int], int]:
-    """The sum that an atomic operation forms; on global memory the float32 sum flushes subnormal numbers."""
+    """Return the sum that an atomic operation forms; on global memory the float32 sum flushes subnormal numbers."""
 
     def total(a: int, b: int) -> int:
         x, y = (flush(decode(p, form), form) if ftz else decode(p, form) for p in (a, b))
@@ -273,5 +273,5 @@ def _addresses() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_loads_and_stores(), *_global_loads(), *_atomics(), *_copies(), *_addresses()]

@@ -95,13 +95,13 @@ def _pair(kind: str) -> Pool:
 
 
 def _patterns(values: Any, dtype: type) -> Column:
-    """The bit patterns of numbers in a NumPy type of 16, 32 or 64 bits."""
+    """Return the bit patterns of numbers in a NumPy type of 16, 32 or 64 bits."""
     result: NDArray[Any] = np.asarray(values, np.float64).astype(dtype)
     return result.view(f"u{result.dtype.itemsize}").astype(np.uint64)
 
 
 def _bits_of(values: Sequence[float], dtype: type = np.float32) -> tuple[int, ...]:
-    """The bit patterns of numbers and of their opposites."""
+    """Return the bit patterns of numbers and of their opposites."""
     return tuple(dict.fromkeys(int(b) for b in _patterns([s * v for v in values for s in (1, -1)], dtype)))
 
 

@@ -126,5 +126,5 @@ def _scalar() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_several(), *_scalar()]

@@ -165,12 +165,12 @@ def _reductions() -> list[Case]:
 
 
 def _halves(words: Sequence[int]) -> list[float]:
-    """The float16 numbers in some words, lower halves first."""
+    """Return the float16 numbers in some words, lower halves first."""
     return [float(decode(w >> index & 0xFFFF, "f16").value) for w in words for index in (0, 16)]
 
 
 def _mma_operands(rows: Rows) -> tuple[Any, Any, Any]:
-    """A (16, 16), B (16, 8) and C (16, 8) of m16n8k16 from the lanes (PTX ISA, figures of its fragments)."""
+    """Return A (16, 16), B (16, 8) and C (16, 8) of m16n8k16 from the lanes (PTX ISA, figures of its fragments)."""
     a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
     for lane, row in enumerate(rows):
         group, member = lane // 4, lane % 4
@@ -350,7 +350,7 @@ def _movmatrix(rows: Rows) -> list[tuple[int, ...]]:
 
 
 def _elect(rows: Rows) -> list[tuple[int, ...]]:
-    """The ISA fixes that one thread leads, not which."""
+    """Return cases of elect: the ISA fixes that one thread leads, but not which one."""
     return [(1, 1)] * WARP
 
 
@@ -377,5 +377,5 @@ def _hopper() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return [*_shuffles(), *_votes(), *_reductions(), *_mma(), *_ldmatrix(), *_stmatrix(), *_hopper(), *_wmma()]

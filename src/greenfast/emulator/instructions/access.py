@@ -34,7 +34,7 @@ STRONG = frozenset({"volatile", "relaxed", "acquire", "release", "mmio"})
 
 
 def parse_space(i: Instruction) -> str:
-    """The state space of an access; "generic" where the opcode names none."""
+    """Return the state space of an access; "generic" where the opcode names none."""
     for part in i.parts:
         name = part.split(":")[0]
         if name in ("global", "shared", "local", "param", "const"):
@@ -48,7 +48,7 @@ def without_policy(i: Instruction, operands: tuple[Operand, ...]) -> tuple[Opera
 
 
 def addresses(operand: Operand, i: Instruction) -> Callable[[ResidentBlocks, ThreadSet], Offsets]:
-    """A function that gives every thread's address, as written in the instruction."""
+    """Build a function that gives every thread's address, as written in the instruction."""
     if not isinstance(operand, Address) or operand.base is None:
         raise unsupported(i, "has an address that is not known")
     base, offset = operand.base, operand.offset
@@ -77,7 +77,7 @@ def by_space(
     where: Callable[[ResidentBlocks, ThreadSet], Offsets],
     run: Callable[[ResidentBlocks, ThreadSet, Offsets], None],
 ) -> Operation:
-    """An operation on each thread's address; generic addresses in different spaces are handled one space at a time."""
+    """Build an operation on each thread's address. Generic addresses run one state space at a time."""
 
     def parted(m: ResidentBlocks, lanes: ThreadSet) -> None:
         addresses = where(m, lanes)
@@ -94,7 +94,7 @@ def by_space(
 
 
 def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) -> tuple[Arena, Offsets, str]:
-    """The arena of an access, the offsets into it, and the space that it turned out to be in."""
+    """Return the arena of an access, the offsets into it, and the space that it turned out to be in."""
     if space == "generic":
         spaces = [window(int(a)) for a in np.unique(addresses >> WINDOW_BITS) << WINDOW_BITS]
         if len(spaces) != 1 or "none" in spaces:
@@ -227,7 +227,7 @@ def _load_param(i: Instruction) -> Operation:
 
 
 def _items(operand: Operand) -> tuple[Operand, ...]:
-    """The registers of a vector, or the one that an operand is."""
+    """Return the registers of a vector, or the one that an operand is."""
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
@@ -355,7 +355,7 @@ def asynchronous_copy(i: Instruction) -> Operation:
 
 
 def _source_size(i: Instruction, size: int) -> Callable[[ResidentBlocks, ThreadSet], Values]:
-    """How many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
+    """Return how many bytes each thread copies; the rest of its ``size`` bytes becomes zero."""
     operands = without_policy(i, i.operands)
     if len(operands) < 4:
         return lambda m, lanes: np.asarray(size)
@@ -373,7 +373,7 @@ def _source_size(i: Instruction, size: int) -> Callable[[ResidentBlocks, ThreadS
 
 
 def _bytes(m: ResidentBlocks, sources: Offsets, size: int, count: int) -> NDArray[np.uint8]:
-    """(threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
+    """Return (threads, count) bytes of global memory, at addresses that are aligned to ``size``."""
     access = f"{count}-byte read"
     if count == size:
         return m.memory.read(sources, size, access)

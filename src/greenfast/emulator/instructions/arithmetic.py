@@ -17,7 +17,7 @@ _WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
 
 
 def _pairs(function: Function, kind: str) -> Function:
-    """A function of 16-bit integers on registers that hold two of them; any other type's function as it is."""
+    """Build a function of 16-bit integers on registers that hold two of them; any other type's function as it is."""
     return floats.packed(function, kind) if kind.endswith("x2") else function
 
 
@@ -42,7 +42,7 @@ def _saturated(wide: Values) -> Values:
 
 
 def high_product(a: Values, b: Values) -> Values:
-    """The upper half of the product of two integers of a type."""
+    """Return the upper half of the product of two integers of a type."""
     a, b = np.broadcast_arrays(a, b)
     dtype, bits = a.dtype, 8 * a.dtype.itemsize
     if bits < 64:
@@ -108,7 +108,7 @@ def product24(i: Instruction) -> Operation:
 
 
 def _carry(m: ResidentBlocks) -> Values:
-    """The condition-code register CC.CF of all threads."""
+    """Return the condition-code register CC.CF of all threads."""
     return m.registers.setdefault("CC.CF", np.zeros(m.lanes, np.bool_))
 
 

@@ -77,7 +77,7 @@ def _map_at(m: ResidentBlocks, address: int, lane: int) -> BoundMap:
 
 
 def _tensor_tile(m: ResidentBlocks, tensor: BoundMap, start: Offsets, corner: Offsets) -> Tile:
-    """The tiles of copies between shared memory at ``start`` and the boxes at ``corner`` (threads, dimensions)."""
+    """Return the tiles of copies between shared memory at ``start`` and boxes at ``corner`` (threads, dimensions)."""
     copies = len(start)
     item = tensor.item
     unit = CHUNK if tensor.shape[0] * item % CHUNK == 0 else item
@@ -138,7 +138,7 @@ def _plain_tile(m: ResidentBlocks, indices: NDArray[np.intp], length: int, start
 def _tensor_tiles(
     i: Instruction, outer: Operand
 ) -> Callable[[ResidentBlocks, NDArray[np.intp], int, Offsets, Offsets], Tile]:
-    """A function that gives the tiles of copies through the tensor map at an address."""
+    """Build a function that gives the tiles of copies through the tensor map at an address."""
     assert isinstance(outer, Address)
     rank = int(next(p for p in i.parts if p in ("1d", "2d", "3d", "4d", "5d"))[0])
     coordinates = [reader(c, "s32", i) for c in outer.coordinates]

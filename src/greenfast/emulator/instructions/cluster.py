@@ -93,7 +93,7 @@ def _wait(m: ResidentBlocks, lanes: ThreadSet) -> Any:
 
 
 def _phases(m: ResidentBlocks) -> NDArray[np.int64]:
-    """How often each cluster has met; keeps the last access before that: threads leave one after the other."""
+    """Return the number of completed barriers per cluster, and record the last access before each."""
     size = m.geometry.cluster_size
     # A thread that has ended counts as one that arrived.
     phase = np.full(len(m.blocks) // size, np.iinfo(np.int64).max)

@@ -33,7 +33,7 @@ _LOGIC: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor"
 
 
 def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
-    """The comparison of that name. One of floats is false with NaN, its unordered form (ltu, ...) true."""
+    """Return the comparison of that name. One of floats is false with NaN, its unordered form (ltu, ...) true."""
     if not of_floats:
         if name in _COMPARE:
             return _COMPARE[name]
@@ -53,7 +53,7 @@ def _ordered(name: str, of_floats: bool, i: Instruction) -> Function:
 
 
 def _comparison(i: Instruction) -> Function:
-    """The comparison of setp and set as a function of sources; of packed halves along a separate last axis."""
+    """Return the comparison of setp and set as a function of sources; of packed halves along a separate last axis."""
     kind = parse_type(i)
     compare = _ordered(i.parts[0], kind in KINDS, i)
     if kind not in KINDS or kind == "f64":
@@ -72,7 +72,7 @@ def _comparison(i: Instruction) -> Function:
 
 
 def _combined(i: Instruction) -> tuple[Function | None, Reader | None]:
-    """The logic operation that takes a third operand in, and its reader."""
+    """Return the logic operation that takes a third operand in, and its reader."""
     if len(i.operands) < 4:
         return None, None
     return next(_LOGIC[p] for p in i.parts if p in _LOGIC), reader(i.operands[3], "pred", i)

@@ -174,7 +174,7 @@ def _integer_to_float(a: Values, to: str, mode: str) -> Values:
 
 
 def _pair(i: Instruction, source: str) -> Callable[[ResidentBlocks, ThreadSet], tuple[Values, Values]]:
-    """The two numbers of a two-operand or packed source: (upper, lower)."""
+    """Return the two numbers of a two-operand or packed source: (upper, lower)."""
     if source == "f32":
         upper, lower = (reader(o, "f32", i) for o in i.operands[1:3])
         return lambda m, lanes: (upper(m, lanes), lower(m, lanes))

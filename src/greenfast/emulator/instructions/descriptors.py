@@ -34,7 +34,7 @@ class MatrixDescriptor:
 
     @staticmethod
     def parse(bits: int) -> tuple[int, MatrixDescriptor]:
-        """The start address in the block's shared memory, and the other fields."""
+        """Return the start address in the block's shared memory, and the other fields."""
         address, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         return address, MatrixDescriptor(leading, stride, bits >> 49 & 7, _SWIZZLES[bits >> 62])
 

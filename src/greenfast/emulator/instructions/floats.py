@@ -41,12 +41,12 @@ def is_float(i: Instruction) -> bool:
 
 
 def parse_element(kind: str) -> str:
-    """The type of one number of a type that may be packed."""
+    """Return the type of one number of a type that may be packed."""
     return kind.removesuffix("x2")
 
 
 def packed(function: Function, kind: str) -> Function:
-    """A function of 16-bit numbers on registers that hold two of them."""
+    """Build a function of 16-bit numbers on registers that hold two of them."""
     half = parse_dtype(parse_element(kind))
 
     def run(*sources: Values) -> Values:
@@ -65,7 +65,7 @@ def halves(sources: Sequence[Values], half: Any) -> list[Values]:
 
 
 def per_number(i: Instruction, function: Function) -> Operation:
-    """An operation that applies a function of the numbers' type to each number of the registers."""
+    """Build an operation that applies a function of the numbers' type to each number of the registers."""
     kind = parse_type(i)
     return elementwise(i, packed(function, kind) if kind.endswith("x2") else function)
 
@@ -76,7 +76,7 @@ def rounding(i: Instruction) -> str:
 
 
 def _finished(i: Instruction, kind: str, function: Function, exact: Function | None = None) -> Function:
-    """The function with .ftz, .sat and .relu applied as the instruction has them, and canonical NaN.
+    """Return the function with .ftz, .sat and .relu applied as the instruction has them, and canonical NaN.
 
     exact: the function before its result is rounded, or rounded to odd; float64.
     """
@@ -109,7 +109,7 @@ def _finished(i: Instruction, kind: str, function: Function, exact: Function | N
 def arithmetic(
     usual: Function, odd: Callable[..., Values], exact: Callable[..., Fraction]
 ) -> Callable[[Instruction], Operation]:
-    """An instruction that rounds its result once.
+    """Build an instruction that rounds its result once.
 
     usual: NumPy's operation, right to the nearest on float32 and float64. odd: on float64 that hold narrower numbers,
     and the mode; rounded to odd. exact: on rational numbers.
@@ -190,7 +190,7 @@ def divide(i: Instruction) -> Operation:
 
 
 def build_sum(kind: str, ftz: bool) -> Function:
-    """The sum, to the nearest, of numbers of a type that may be packed, as atomic operations form it."""
+    """Return the sum, to the nearest, of numbers of a type that may be packed, as atomic operations form it."""
     element = parse_element(kind)
 
     def run(a: Values, b: Values) -> Values:
@@ -235,7 +235,7 @@ def reciprocal_root(i: Instruction) -> Operation:
 
 
 def approximate(function: Callable[[Values], Values]) -> Callable[[Instruction], Operation]:
-    """A special function: computed in float64 and rounded once. The hardware's differs within the ISA's bounds."""
+    """Build a special function, computed in float64 and rounded once. Hardware differs within the ISA's bounds."""
 
     def build(i: Instruction) -> Operation:
         kind = parse_element(parse_type(i))
@@ -260,7 +260,7 @@ def _unsigned(kind: str) -> Any:
 
 
 def _bit_function(i: Instruction, function: Callable[..., Values]) -> Operation:
-    """An operation on the bit patterns of numbers, with .ftz applied to the sources."""
+    """Build an operation on the bit patterns of numbers, with .ftz applied to the sources."""
     kind = parse_element(parse_type(i))
     bits, ftz = _unsigned(kind), "ftz" in i.parts
 
@@ -274,7 +274,7 @@ def _bit_function(i: Instruction, function: Callable[..., Values]) -> Operation:
 
 
 def _layout(kind: str) -> tuple[Any, Any]:
-    """The sign bit of a kind's bit pattern, and the pattern of infinity."""
+    """Return the sign bit of a kind's bit pattern, and the pattern of infinity."""
     unsigned, form = _unsigned(kind).type, FORMATS[kind]
     sign = unsigned(1 << (8 * parse_dtype(kind).itemsize - 1))
     return sign, sign - unsigned(1 << (form.precision - 1))

@@ -36,52 +36,52 @@ def parse_shape(i: Instruction) -> tuple[int, int, int]:
 
 
 def register_type(kind: str) -> str:
-    """The type of a register that holds elements of a matrix."""
+    """Return the type of a register that holds elements of a matrix."""
     return "b64" if kind == "f64" else "b32"
 
 
 def registers(rows: int, k: int, kind: str) -> int:
-    """How many registers hold a fragment of A (of B with ``rows`` columns)."""
+    """Return how many registers hold a fragment of A (of B with ``rows`` columns)."""
     bits = 8 * int(parse_dtype(register_type(kind)).itemsize)
     return rows // _GROUPS * k * BITS[kind] // (_MEMBERS * bits)
 
 
 def left_rows(words: Values, rows: int) -> NDArray[np.uint8]:
-    """(warps, rows, bytes of K) from the lanes' (warps, 32, registers) of A."""
+    """Return (warps, rows, bytes of K) from the lanes' (warps, 32, registers) of A."""
     blocks = rows // _GROUPS
     table = words.reshape(len(words), _GROUPS, _MEMBERS, -1, blocks).transpose(0, 4, 1, 3, 2)
     return np.ascontiguousarray(table).reshape(len(words), rows, -1).view(np.uint8)
 
 
 def left_words(data: NDArray[np.uint8], kind: str) -> Values:
-    """The inverse of ``left_rows``."""
+    """Return the inverse of ``left_rows``."""
     words = np.ascontiguousarray(data).view(parse_dtype(register_type(kind)))
     table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 3, 1)
     return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
 
 
 def right_rows(words: Values, columns: int) -> NDArray[np.uint8]:
-    """(warps, columns, bytes of K) from the lanes' (warps, 32, registers) of B."""
+    """Return (warps, columns, bytes of K) from the lanes' (warps, 32, registers) of B."""
     blocks = columns // _GROUPS
     table = words.reshape(len(words), _GROUPS, _MEMBERS, blocks, -1).transpose(0, 3, 1, 4, 2)
     return np.ascontiguousarray(table).reshape(len(words), columns, -1).view(np.uint8)
 
 
 def right_words(data: NDArray[np.uint8], kind: str) -> Values:
-    """The inverse of ``right_rows``."""
+    """Return the inverse of ``right_rows``."""
     words = np.ascontiguousarray(data).view(parse_dtype(register_type(kind)))
     table = words.reshape(len(data), -1, _GROUPS, words.shape[2] // _MEMBERS, _MEMBERS).transpose(0, 2, 4, 1, 3)
     return np.ascontiguousarray(table).reshape(len(data), WARP, -1)
 
 
 def sums_matrix(held: Values, rows: int, columns: int) -> Values:
-    """(warps, rows, columns) from the lanes' (warps, 32, elements) of C or D."""
+    """Return (warps, rows, columns) from the lanes' (warps, 32, elements) of C or D."""
     table = held.reshape(len(held), _GROUPS, _MEMBERS, columns // 8, rows // 8, 2).transpose(0, 4, 1, 3, 2, 5)
     return table.reshape(len(held), rows, columns)
 
 
 def sums_held(matrix: Values) -> Values:
-    """The inverse of ``sums_matrix``."""
+    """Return the inverse of ``sums_matrix``."""
     warps, rows, columns = matrix.shape
     table = matrix.reshape(warps, rows // 8, _GROUPS, columns // 8, _MEMBERS, 2).transpose(0, 2, 4, 3, 1, 5)
     return table.reshape(warps, WARP, -1)
@@ -96,14 +96,14 @@ class Registers:
         self.items, self.kind, self.i = operand.items, kind, i
 
     def reading(self, count: int) -> Callable[[ResidentBlocks, ThreadSet], Values]:
-        """A function that gives (warps, 32, count) words, the first of the registers."""
+        """Build a function that gives (warps, 32, count) words, the first of the registers."""
         if len(self.items) < count:
             raise unsupported(self.i, "has another number of registers than its shape")
         read = [reader(r, self.kind, self.i) for r in self.items[:count]]
         return lambda m, lanes: _stacked(m, read, lanes)
 
     def writing(self) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
-        """A function that writes (warps, 32, words); registers beyond these repeat them from the first."""
+        """Build a function that writes (warps, 32, words); registers beyond these repeat them from the first."""
         write = [writer(r, self.kind, self.i) for r in self.items]
 
         def run(m: ResidentBlocks, lanes: ThreadSet, words: Values) -> None:
@@ -152,7 +152,7 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
 def read_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
 ) -> Callable[[ResidentBlocks, ThreadSet], Values]:
-    """A function that gives the (warps, rows, columns) of a fragment of C."""
+    """Build a function that gives the (warps, rows, columns) of a fragment of C."""
     dtype = parse_dtype(kind)
     per = 2 if kind == "f16" else 1
     read = Registers(operand, "b64" if kind == "f64" else "b32", i).reading(rows * columns // WARP // per)
@@ -167,7 +167,7 @@ def read_sums(
 def write_sums(
     operand: Operand, kind: str, rows: int, columns: int, i: Instruction
 ) -> Callable[[ResidentBlocks, ThreadSet, Values], None]:
-    """A function that writes (warps, rows, columns) to a fragment of D."""
+    """Build a function that writes (warps, rows, columns) to a fragment of D."""
     dtype = parse_dtype(kind)
     target = Registers(operand, "b64" if kind == "f64" else "b32", i)
     if len(target.items) != rows * columns // WARP // (2 if kind == "f16" else 1):

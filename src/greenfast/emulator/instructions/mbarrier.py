@@ -39,7 +39,7 @@ def faults(m: ResidentBlocks, lanes: ThreadSet) -> Iterator[None]:
 
 
 def find_mbarriers(operand: Operand, i: Instruction, space: str) -> Callable[[ResidentBlocks, ThreadSet], Rows]:
-    """A function that gives each thread's mbarrier, by its 8-byte word of shared memory; it must be initialised."""
+    """Build a function that returns each thread's initialised mbarrier, as a word index in shared memory."""
     where = _words(operand, i, space)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> Rows:
@@ -188,7 +188,7 @@ _ACTIONS: dict[str, Callable[[Instruction], Operation]] = {
 
 
 def mbarrier(i: Instruction) -> Operation:
-    """Any mbarrier instruction."""
+    """Build any mbarrier instruction."""
     action = _ACTIONS.get(i.parts[0])
     if action is None:
         raise unsupported(i)

@@ -29,12 +29,12 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def parse_dtype(name: str) -> Any:
-    """The NumPy type of a PTX type."""
+    """Return the NumPy type of a PTX type."""
     return np.dtype(TYPES[name])
 
 
 def parse_type(instruction: Instruction) -> str:
-    """The last type among an opcode's parts."""
+    """Return the last type among an opcode's parts."""
     for part in reversed(instruction.parts):
         if part in TYPES:
             return part
@@ -42,7 +42,7 @@ def parse_type(instruction: Instruction) -> str:
 
 
 def cast(values: Values, dtype: Any) -> Values:
-    """The low bits of unsigned register values, as ``dtype``; registers may be wider than the type they are read as."""
+    """Return the low bits of unsigned register values as ``dtype``; registers may be wider than the read type."""
     if values.dtype is dtype:
         return values
     if dtype == np.bool_ or values.dtype == np.bool_:
@@ -53,7 +53,7 @@ def cast(values: Values, dtype: Any) -> Values:
 
 
 def reader(operand: Operand, type_name: str, instruction: Instruction) -> Reader:
-    """A function that reads an operand as a PTX type, for some threads; a constant gives one value for all of them."""
+    """Build a function that reads an operand as a PTX type for some threads; a constant gives one value."""
     dtype = parse_dtype(type_name)
     if isinstance(operand, Register):
         name = operand.name
@@ -140,7 +140,7 @@ def load_window(m: ResidentBlocks, symbol: str) -> str:
 
 
 def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer:
-    """A function that writes values of a PTX type to a register; a wider register is extended by the type's sign."""
+    """Build a function that writes values of a PTX type to a register, sign-extended if the type is signed."""
     if not isinstance(operand, Register):
         raise unsupported(instruction, "writes to something that is not a register")
     dtype = parse_dtype(type_name)
@@ -172,7 +172,7 @@ def writer(operand: Operand, type_name: str, instruction: Instruction) -> Writer
 
 
 def _guard_write(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
-    """A register that matrix products use is written by another instruction."""
+    """Report a write to a register that a matrix product in flight uses, and require a wgmma.fence."""
     assert m.products is not None
     bad = m.products.unwritable(name, lanes)
     if len(bad):
@@ -184,7 +184,7 @@ def _guard_write(m: ResidentBlocks, name: str, lanes: ThreadSet) -> None:
 def elementwise(
     instruction: Instruction, function: Function, types: list[str] | None = None, out: str = ""
 ) -> Operation:
-    """An operation that writes function(sources) to its first operand; ``types``: of the sources, ``out``: its own."""
+    """Build an operation that writes function(sources) to its first operand, of types ``out`` and ``types``."""
     kind = parse_type(instruction)
     destination, *sources = instruction.operands
     types = types or [kind] * len(sources)

@@ -47,7 +47,7 @@ def call(i: Instruction) -> Operation:
 
 
 def _argument(m: ResidentBlocks, name: str, dtype: Any, lanes: ThreadSet) -> Values:
-    """The threads' values of an argument."""
+    """Return the threads' values of an argument."""
     size = np.dtype(dtype).itemsize
     data = m.local.read(m.local_layout[name] + m.local_start[lanes], size, "argument of a call")
     return np.asarray(data.view(dtype).reshape(-1))

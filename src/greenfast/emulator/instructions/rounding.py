@@ -70,7 +70,7 @@ MODES = tuple(_WHOLE)
 
 
 def round_to(x: Values, form: Format, mode: str) -> Wide:
-    """The numbers of a format of at most 24 bits of significand that float64 numbers round to, as float64."""
+    """Return the numbers of a format of at most 24 bits of significand that float64 numbers round to, as float64."""
     x = np.asarray(x, np.float64)
     quantum = np.maximum(np.frexp(x)[1] - form.precision, form.lowest)
     result = np.ldexp(_WHOLE[mode](np.ldexp(x, -quantum)), quantum)
@@ -186,7 +186,7 @@ def quotient_to_odd(a: Wide, b: Wide) -> Wide:
 
 
 def root_to_odd(a: Wide) -> Wide:
-    """The square root of a number of at most 24 bits."""
+    """Return the square root of a number of at most 24 bits."""
     return _with_rest(np.asarray(np.sqrt(a)), 26, lambda s: a - s * s, lambda left: left > 0)
 
 
@@ -204,7 +204,7 @@ def integer_to_odd(values: Values) -> Wide:
 
 
 def round_to_double(exact: Fraction | int, mode: str) -> float:
-    """The float64 that a rational number rounds to; 0 becomes +0."""
+    """Return the float64 that a rational number rounds to; 0 becomes +0."""
     try:
         near = exact.numerator / exact.denominator  # Python rounds this to the nearest, ties to even
     except OverflowError:
@@ -220,7 +220,7 @@ def round_to_double(exact: Fraction | int, mode: str) -> float:
 
 
 def doubles(special: Callable[..., Wide], exact: Callable[..., Fraction], mode: str) -> Callable[..., Wide]:
-    """A function of float64 arrays: ``exact`` rounded in a mode where all is finite and not 0, else ``special``."""
+    """Build a float64 function: ``exact`` rounded in a mode for finite non-zero numbers, else ``special``."""
 
     def run(*sources: Wide) -> Wide:
         arrays = np.broadcast_arrays(*sources)

@@ -30,7 +30,7 @@ def jump(m: ResidentBlocks, i: Instruction, lanes: NDArray[np.intp], pc: int) ->
 
 
 def _places(m: ResidentBlocks, name: str, size: int, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
-    """(threads, size) places of the bytes of a variable in local memory."""
+    """Return (threads, size) places of the bytes of a variable in local memory."""
     return m.local_start[lanes][:, None] + m.local_layout[name] + np.arange(size)[None, :]
 
 

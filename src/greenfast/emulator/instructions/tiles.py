@@ -23,7 +23,7 @@ _ROW_BYTES = 16
 
 
 def _count(i: Instruction) -> int:
-    """How many tiles a load or store moves."""
+    """Return how many tiles a load or store moves."""
     count = next((p for p in i.parts if p in ("x1", "x2", "x4")), None)
     if count is None or "m8n8" not in i.parts or parse_type(i) != "b16":
         raise unsupported(i)
@@ -104,12 +104,12 @@ def movmatrix(i: Instruction) -> Operation:
 
 
 def _tile(words: Values) -> NDArray[np.uint16]:
-    """(warps, 8, 8) elements from the lanes' words."""
+    """Return (warps, 8, 8) elements from the lanes' words."""
     return np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
 
 
 def _words(tiles: NDArray[np.uint16]) -> Values:
-    """The inverse of _tile."""
+    """Return the inverse of _tile."""
     return np.ascontiguousarray(tiles).reshape(-1, 2).view(np.uint32).ravel()
 
 

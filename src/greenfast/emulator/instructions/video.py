@@ -33,7 +33,7 @@ _JOINS: dict[str, Callable[[Wide, Wide], Wide]] = {"add": lambda a, b: a + b, "m
 
 
 def _split(operand: Operand) -> tuple[Operand, str]:
-    """A register and the selector after it."""
+    """Return a register and the selector after it."""
     if isinstance(operand, Register) and "." in operand.name:
         name, _, selector = operand.name.partition(".")
         return Register(name), selector
@@ -41,7 +41,7 @@ def _split(operand: Operand) -> tuple[Operand, str]:
 
 
 def _signed(values: Wide, bits: int, kind: str) -> Wide:
-    """The lowest bits of words as numbers of a type."""
+    """Return the lowest bits of words as numbers of a type."""
     low = values & ((1 << bits) - 1)
     return np.where(low >> (bits - 1) & 1, low - (1 << bits), low) if kind[0] == "s" else low
 
@@ -51,7 +51,7 @@ def _limits(kind: str, bits: int) -> tuple[int, int]:
 
 
 def _part(i: Instruction, operand: Operand, kind: str) -> Callable[[ResidentBlocks, ThreadSet], Wide]:
-    """A function that gives an operand of a scalar instruction: a byte, a half or the word."""
+    """Build a function that gives an operand of a scalar instruction: a byte, a half or the word."""
     register, selector = _split(operand)
     read = reader(register, "u32", i)
     if selector not in ("", *(f"b{n}" for n in range(4)), "h0", "h1"):
@@ -136,7 +136,7 @@ def multiply_add(i: Instruction) -> Operation:
 
 
 def _split_parts(words: Values, bits: int, kind: str) -> Wide:
-    """(..., halves or bytes) of registers."""
+    """Return (..., halves or bytes) of registers."""
     shifts = np.arange(0, 32, bits)
     return _signed(np.asarray(words).astype(np.int64)[..., None] >> shifts, bits, kind)
 

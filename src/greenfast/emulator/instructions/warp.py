@@ -57,7 +57,7 @@ class _Members:
     masks: NDArray[np.uint32] | None
 
     def table(self, values: Values, fill: Any = 0) -> Values:
-        """(warps, 32) values of the threads, ``fill`` for lanes that do not execute; a constant is every lane's."""
+        """Return (warps, 32) values of the threads, ``fill`` for lanes that do not execute."""
         values = np.asarray(values)
         if self.rows is None:
             return np.broadcast_to(values, self.warps * WARP).reshape(-1, WARP)
@@ -66,7 +66,7 @@ class _Members:
         return result
 
     def flat(self, table: Values) -> Values:
-        """The threads' values from (warps, 32), or of (warps,) from their warp's."""
+        """Return the threads' values from (warps, 32), or of (warps,) from their warp's."""
         if table.ndim == 1:
             return np.repeat(table, WARP) if self.rows is None else table[self.rows]
         return table.reshape(-1) if self.rows is None else table[self.rows, self.columns]
@@ -103,7 +103,7 @@ def _members(m: ResidentBlocks, lanes: ThreadSet, mask: Reader) -> _Members:
 
 
 def _targets(operand: Operand) -> tuple[Operand, ...]:
-    """The destinations d|p of an instruction that may have a second one."""
+    """Return the destinations d|p of an instruction that may have a second one."""
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 

@@ -107,7 +107,7 @@ def _release(m: ResidentBlocks, lanes: NDArray[np.intp]) -> None:
 
 
 def _fragment(values: list[Values], blocks: int) -> Values:
-    """(blocks, 64, N) from the accumulator registers of a warpgroup's threads, laid out [warp][block][lane].
+    """Return (blocks, 64, N) from the accumulator registers of a warpgroup's threads, laid out [warp][block][lane].
 
     Warp w holds rows 16w to 16w + 15; register r of lane l row l // 4 + 8 * (r // 2 % 2), column 8 * (r // 4) +
     2 * (l % 4) + r % 2.
@@ -117,13 +117,13 @@ def _fragment(values: list[Values], blocks: int) -> Values:
 
 
 def _registers(matrix: Values, blocks: int) -> Values:
-    """The inverse of ``_fragment``: (registers, threads)."""
+    """Return the inverse of ``_fragment``: (registers, threads)."""
     table = matrix.reshape(blocks, _WARPS, 2, 8, -1, 4, 2).transpose(4, 2, 6, 1, 0, 3, 5)
     return np.ascontiguousarray(table).reshape(-1, _WARPS * blocks * WARP)
 
 
 def _register_rows(values: list[Values], blocks: int) -> NDArray[np.uint8]:
-    """(blocks, 64, 32) bytes of A from four registers a thread.
+    """Return (blocks, 64, 32) bytes of A from four registers a thread.
 
     Register r of lane l holds the four bytes from 4 * (l % 4) + 16 * (r // 2) on of its warp's row l // 4 +
     8 * (r % 2); for 16-bit elements these are the same bytes.
@@ -277,7 +277,7 @@ def _operand(
     kind: str,
     transposed: bool,
 ) -> tuple[Values, NDArray[np.int64]]:
-    """(blocks, rows, K) values of an operand in shared memory, and the (blocks, chunks) of memory that hold it."""
+    """Return (blocks, rows, K) values of an operand in shared memory, and its (blocks, chunks) of memory."""
     bits = _read_uniform(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
     owner = lane_indices(lanes)[: len(blocks) * WARP : WARP]
     offsets = np.zeros((len(blocks), 0, 0), np.int64)
@@ -348,7 +348,7 @@ def move(i: Instruction) -> Operation:
 
 
 def build(i: Instruction) -> Operation:
-    """Any wgmma instruction."""
+    """Build any wgmma instruction."""
     action = i.parts[0]
     if action == "wait_group":
         return _wait(i)

@@ -71,7 +71,7 @@ class _Tile:
         self.space, self.where = parse_space(i), addresses(address, i)
 
     def places(self, m: ResidentBlocks, lanes: ThreadSet) -> tuple[Arena, _Places, NDArray[np.intp], str]:
-        """The arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
+        """Return the arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
         table = whole_warps(m, lanes, "a WMMA access")
         first = self.where(m, lanes).reshape(-1, WARP)
         steps = np.broadcast_to(np.asarray(self.pitch(m, lanes)), lane_count(lanes)).reshape(-1, WARP)

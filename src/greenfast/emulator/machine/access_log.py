@@ -38,7 +38,7 @@ class Accesses:
         self.warps = np.zeros(1 << 12, np.int64)
 
     def add(self, instruction: Instruction, warp: int) -> int:
-        """The number of a new access."""
+        """Return the number of a new access."""
         number = len(self.instructions)
         self.instructions.append(instruction)
         if number == len(self.warps):
@@ -127,20 +127,20 @@ class GlobalRecord:
         self.input_writes: dict[str, str] = {}
 
     def inputs_among(self, offsets: Numbers, owners: set[int]) -> list[tuple[str, int]]:
-        """The inputs among the allocations of an access, each with its first element there."""
+        """Return the inputs among the allocations of an access, each with its first element there."""
         names = [self.memory.name_of(owner) for owner in owners & self.inputs]
         spans = [(name, self.memory.starts[name], self.memory.end_of(name)) for name in names]
         return [(name, int(np.flatnonzero((offsets >= a) & (offsets < b))[0])) for name, a, b in spans]
 
     def table(self, unit: int, atomic: bool = False) -> Numbers:
-        """The last writes by unit."""
+        """Return the last writes by unit."""
         tables = self.atomics if atomic else self.writes
         if unit not in tables:
             tables[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
         return tables[unit]
 
     def written(self, offsets: Numbers, size: int) -> tuple[int, str] | None:
-        """The first element of a read that promises that nothing is written there, and was; and the fault in words."""
+        """Return the first element of a non-coherent read of written memory, and the fault in words."""
         for unit, table in self.writes.items():
             result = table[offsets[:, None] // unit + np.arange(max(1, size // unit))].max(axis=1)
             if result.any():
@@ -152,7 +152,7 @@ class GlobalRecord:
         return None
 
     def readers(self, unit: int) -> tuple[Numbers, Numbers]:
-        """The last reads by unit, and those before them of another block."""
+        """Return the last reads by unit, and the last ones before them by another block."""
         if unit not in self.reads:
             size = len(self.memory.data) // unit
             self.reads[unit] = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
@@ -217,7 +217,7 @@ class AccessTable:
         return same & self.agreeing.has(places, numbers, threads % WARP)
 
     def newest(self, but: int) -> int:
-        """The latest access of any other warp."""
+        """Return the latest access of any other warp."""
         return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
 
     def put(self, rows: Numbers, size: int, number: int, warp: int, threads: Numbers) -> None:
@@ -228,14 +228,14 @@ class AccessTable:
         self.latest[warp] = number
 
     def by(self, rows: Numbers, size: int) -> Any:
-        """(elements, units) threads, as ``get`` gives the numbers."""
+        """Return (elements, units) threads, as ``get`` gives the numbers."""
         units = size // self.unit
         if units <= 1:
             return self.threads[rows if units else rows * size // self.unit][:, None]
         return self.threads.reshape(-1, units)[rows]
 
     def get(self, rows: Numbers, size: int) -> Any:
-        """(elements, units) numbers; an element may be a part of a unit, or many."""
+        """Return (elements, units) numbers; an element may be a part of a unit, or many."""
         units = size // self.unit
         if units <= 1:
             return self.entries[rows if units else rows * size // self.unit][:, None]
@@ -280,7 +280,7 @@ def access_threads(lanes: slice | Numbers, count: int) -> Numbers:
 
 
 def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
-    """(elements, units or 1) the thread of each unit of an access; -1 where several share one."""
+    """Return (elements, units or 1) the thread of each unit of an access; -1 where several share one."""
     if len(threads) == elements:
         return threads[:, None]
     table = threads.reshape(elements, max(1, units), -1) if len(threads) % (elements * max(1, units)) == 0 else None
@@ -291,7 +291,7 @@ def threads_by_unit(threads: Numbers, elements: int, units: int) -> Numbers:
 
 
 def unit_indices(offsets: Numbers, size: int) -> tuple[int, Numbers]:
-    """The bytes of a unit, and the (threads, units) of an access."""
+    """Return the bytes of a unit, and the (threads, units) of an access."""
     unit = WORD if size >= WORD else 1
     return unit, offsets[:, None] // unit + np.arange(size // unit)
 

@@ -39,12 +39,12 @@ Values: TypeAlias = NDArray[Any]
 
 
 def lane_indices(lanes: ThreadSet) -> NDArray[np.intp]:
-    """The indices of the threads of a selection."""
+    """Return the indices of the threads of a selection."""
     return np.arange(lanes.start, lanes.stop) if isinstance(lanes, slice) else lanes
 
 
 def lane_count(lanes: ThreadSet) -> int:
-    """How many threads a selection holds."""
+    """Return how many threads a selection holds."""
     return int(lanes.stop - lanes.start) if isinstance(lanes, slice) else len(lanes)
 
 
@@ -85,7 +85,7 @@ class Geometry:
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
 
     def order(self) -> NDArray[np.int64]:
-        """The linear indices of all blocks, a cluster's next to each other, by their rank in it."""
+        """Return the linear indices of all blocks, a cluster's next to each other, by their rank in it."""
         index = np.arange(self.blocks)
         if self.cluster_size == 1:
             return index
@@ -99,7 +99,7 @@ class Geometry:
 
 
 def unflatten(index: Any, dims: tuple[int, int, int]) -> tuple[Any, Any, Any]:
-    """The (x, y, z) of a linear index, x fastest."""
+    """Return the (x, y, z) of a linear index, x fastest."""
     return index % dims[0], index // dims[0] % dims[1], index // (dims[0] * dims[1])
 
 
@@ -176,16 +176,16 @@ class BlockState:
         self.findings.setdefault((name, where), Finding(level=FORMAL, name=name, text=str(fault), location=where))
 
     def block_name(self, block: int) -> str:
-        """A block of the grid by its index."""
+        """Return a block of the grid by its index."""
         return f"block {unflatten(block, self.geometry.grid)}"
 
     def place(self, lane: int) -> str:
-        """A thread by block and thread index."""
+        """Return a thread by block and thread index."""
         block = self.block_name(int(self.blocks[self.block_of[lane]]))
         return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
     def shared_place(self, offset: int, of: str = "") -> str:
-        """A byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
+        """Return a byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
         own = offset % self.shared_stride
         text = f"byte {own} {of}of shared memory"
         below = [(start, name) for name, start in self.shared_layout.items() if start <= own]

@@ -98,7 +98,7 @@ class Counts:
                 setattr(self, f.name, mine + more)
 
     def record(self) -> KernelCounts:
-        """The counts as a record holds them, the most frequent first."""
+        """Return the counts as a record holds them, the most frequent first."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
             if isinstance(value, Counter):

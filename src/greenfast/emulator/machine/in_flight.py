@@ -50,7 +50,7 @@ class BulkStore:
         self.landed = np.zeros(len(self.lanes), np.bool_)
 
     def release(self, shared: Arena, which: NDArray[np.bool_]) -> None:
-        """The copies have read their sources."""
+        """Mark the sources of the copies as read."""
         release(shared, self.chunks[which & self.reading])
         self.reading &= ~which
 
@@ -65,7 +65,7 @@ class BulkStore:
             memory.state.reshape(-1, size)[common // size] = WRITTEN
 
     def land(self, memory: Arena, which: NDArray[np.bool_]) -> None:
-        """The copies have written their data."""
+        """Write the data of the copies."""
         now = which & ~self.landed
         present = (self.offsets >= 0) & now[:, None]
         size = self.values.shape[2]
@@ -165,7 +165,7 @@ class Products:
         self.readers[reads.warpgroup][reads.chunks] = self._issued
 
     def guard(self, name: str) -> Guard:
-        """The guard of a register; a register without one gets one."""
+        """Return the guard of a register; a register without one gets one."""
         result = self.guards.get(name)
         if result is None:
             result = self.guards[name] = Guard(*np.zeros((3, self.lanes), np.int64))

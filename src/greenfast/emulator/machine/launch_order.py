@@ -34,7 +34,7 @@ class LaunchOrder:
         self.early = False
 
     def begin(self, number: int, early: bool) -> None:
-        """A launch begins, the first as number 0; those before an early one's last ordinary one have ended."""
+        """Begin a launch, the first as number 0. The launches before an early one may still run."""
         self.number, self.early = number + 1, early and number > 0
         if not self.early:
             self.first = self.number
@@ -59,7 +59,7 @@ class LaunchOrder:
     def harm(
         self, offsets: Offsets, size: int, writes: bool, waited: NDArray[np.bool_], by: Instruction
     ) -> tuple[int, str] | None:
-        """The first element that an early launch must not touch yet, and why; ``waited``: after their wait."""
+        """Return the first element that an early launch must not touch yet, and why; ``waited``: after their wait."""
         movable = by.name == "ld" and "nc" in by.parts
         result = self.conflict(offsets, size, writes, waited & (not movable))
         if result is None:
@@ -89,5 +89,5 @@ class LaunchOrder:
         return row, f"launch {launch} ({self.names[launch - 1]}) {access}"
 
     def _unfinished(self, launches: NDArray[Any]) -> NDArray[Any]:
-        """The numbers of launches that may still run, 0 for others."""
+        """Return the numbers of launches that may still run, 0 for others."""
         return np.where((launches >= self.first) & (launches < self.number), launches, launches.dtype.type(0))

@@ -64,19 +64,19 @@ class Mbarriers:
         _first(~self.live[rows], "no mbarrier is initialised here")
 
     def expect(self, rows: Rows, count: NDArray[np.int64]) -> None:
-        """Add to the bytes that the phase waits for; a negative count are bytes that have come."""
+        """Add to the pending bytes of the phase; a negative count subtracts delivered bytes."""
         np.add.at(self.bytes, rows, count)
         _first(np.abs(self.bytes[rows]) > MOST_BYTES, f"more than {MOST_BYTES} bytes of transactions pending")
         self._settle(rows)
 
     def show(self, which: NDArray[np.int64], blocks: int) -> None:
-        """Arrivals of some blocks (by number, out of ``blocks``) are visible from now on."""
+        """Make the mbarriers of some blocks (by number, out of ``blocks``) visible to bulk copies."""
         if self._hidden:
             self.visible.reshape(blocks, -1)[which] = True
             self._hidden = not self.visible[self.live].all()
 
     def state(self, rows: Rows) -> NDArray[np.uint64]:
-        """The opaque state of each now."""
+        """Return the opaque state of each now."""
         return (self.phase[rows] << PHASE_SHIFT | self.pending[rows]).astype(np.uint64)
 
     def await_more(self, rows: Rows) -> None:
@@ -85,7 +85,7 @@ class Mbarriers:
         _first(self.pending[rows] > MOST_ARRIVALS, f"more than {MOST_ARRIVALS} arrivals pending")
 
     def arrive(self, rows: Rows, counts: NDArray[np.int64], drop: bool = False) -> None:
-        """Arrivals; ``drop``: the following phases expect as many less."""
+        """Count arrivals; ``drop``: also reduce the expected arrivals of later phases."""
         which, inverse = np.unique(rows, return_inverse=True)
         left = np.bincount(inverse, weights=counts, minlength=len(which)).astype(np.int64)
         if drop:

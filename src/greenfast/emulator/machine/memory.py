@@ -61,7 +61,7 @@ _SHIFTS = {1 << n: n for n in range(5)}
 
 
 def window(address: int) -> str:
-    """The state space of a generic address: global, shared, local, param or none."""
+    """Return the state space of a generic address: global, shared, local, param or none."""
     return next((name for name, base in BASES.items() if base >> WINDOW_BITS == address >> WINDOW_BITS), "none")
 
 
@@ -79,7 +79,7 @@ def explain_pointer(address: int) -> str:
 
 
 def elements(data: Bytes, size: int) -> NDArray[Any]:
-    """Bytes as elements of ``size`` bytes: NumPy gathers one number per element much faster than a row of bytes."""
+    """View bytes as elements of ``size`` bytes: NumPy gathers numbers much faster than rows of bytes."""
     return data.view(np.complex128 if size == 16 else f"u{size}")
 
 
@@ -159,7 +159,7 @@ class Arena:
     def read(
         self, offsets: Addresses, size: int, access: str, atomic: bool = False, asynchronous: bool = False
     ) -> Bytes:
-        """(count, size) bytes; every byte must have been written. ``atomic``: it takes part in no race."""
+        """Return (count, size) bytes; every byte must have been written. ``atomic``: it takes part in no race."""
         rows = self._rows(offsets, size, access)
         self._require(rows, offsets, size, access)
         if self.on_read is not None and not atomic and len(offsets):
@@ -252,11 +252,11 @@ class GlobalMemory(Arena):
         self._list = self._begins.tolist()
 
     def number(self, name: str) -> int:
-        """The number of an allocation, in their order."""
+        """Return the number of an allocation, in their order."""
         return list(self.starts).index(name)
 
     def name_of(self, number: int) -> str:
-        """The name of an allocation."""
+        """Return the name of an allocation."""
         return list(self.starts)[number]
 
     def owners(self, offsets: Addresses) -> set[int]:
@@ -267,7 +267,7 @@ class GlobalMemory(Arena):
         return set((np.searchsorted(self._begins, offsets, "right") - 1).tolist())
 
     def address(self, name: str) -> int:
-        """The generic address of an allocation."""
+        """Return the generic address of an allocation."""
         return self.base + self.starts[name]
 
     def end_of(self, name: str) -> int:
@@ -275,11 +275,11 @@ class GlobalMemory(Arena):
         return self.starts[name] + self.sizes[name]
 
     def bytes_of(self, name: str) -> Bytes:
-        """An allocation's bytes, as a view."""
+        """Return an allocation's bytes, as a view."""
         return self.data[self.starts[name] : self.end_of(name)]
 
     def states_of(self, name: str) -> Bytes:
-        """The states of an allocation's bytes, as a view."""
+        """Return the states of an allocation's bytes, as a view."""
         return self.state[self.starts[name] : self.end_of(name)]
 
     def describe(self, offset: int) -> str:

@@ -93,7 +93,7 @@ class Ordering:
         return known
 
     def join(self, block: int, warp: int, known: Numbers) -> None:
-        """A warp takes up what others of its block knew."""
+        """Join a clock into the clock of a warp."""
         mine = self._clocks[block, warp]
         np.maximum(mine, known, out=mine)
 
@@ -112,7 +112,7 @@ class Ordering:
     # ---- barriers of a block ----------------------------------------------------------------------------------------
 
     def arrive(self, keys: list[int], blocks: list[int], warp: int) -> None:
-        """A warp of some blocks comes to barriers and does not wait there; ``keys``: one barrier in each block."""
+        """Arrive at barriers without waiting, for a warp of some blocks; ``keys``: one barrier in each block."""
         for key, block in zip(keys, blocks, strict=True):
             known = self.snapshot(block, warp)
             before = self._barriers.get(key)
@@ -129,7 +129,7 @@ class Ordering:
         self.update_min(np.unique([warp for _, warps in waiting.values() for warp in warps]))
 
     def sync_blocks(self, blocks: NDArray[np.int64]) -> None:
-        """All warps of some blocks leave a barrier that all of them came to."""
+        """Synchronize all warps of some blocks at a barrier of the whole block."""
         own = np.arange(self.warps.shape[1])
         if self.proxied is not None:
             self.proxied[blocks] = self.proxied[blocks].max(axis=1, keepdims=True)
@@ -172,7 +172,7 @@ class Ordering:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def fence(self, blocks: list[int], warp: int, scope: int) -> None:
-        """A warp of some blocks executes a fence."""
+        """Execute a fence for a warp of some blocks."""
         for block in blocks:
             self.fenced_warps[block, warp] = self.snapshot(block, warp)[0]
             for at_least, fenced in self.fenced.items():
@@ -201,7 +201,7 @@ class Ordering:
         _join(self._words[space, address].lanes, (block, warp), known)
 
     def load_acquire(self, space: str, address: int, block: int, warp: int, scope: int) -> None:
-        """A warp reads a place."""
+        """Join the clock stored at a word into the reader's."""
         location = self._words.get((space, address))
         if location is None:
             return

@@ -50,7 +50,7 @@ class PhaseCounts:
         return self._since.setdefault(warp, Counts())
 
     def read(self, instruction: Instruction, lanes: ThreadSet) -> tuple[Values, Counts]:
-        """The clock as these threads of the running warp read it, and where its counts go from now on."""
+        """Return the clock as these threads of the running warp read it, and where its counts go from now on."""
         bit = self._bits[id(instruction)]
         self._ended[bit].add(self._since.pop(self._warp))
         self._clocks[lanes] |= np.uint64(1 << bit)

@@ -34,7 +34,7 @@ _STRONG = {"volatile", "relaxed", "acquire", "mmio"}
 
 
 def find_polling_branches(function: Function) -> set[int]:
-    """The backward branches of loops that read what other threads may write meanwhile."""
+    """Return the backward branches of loops that read what other threads may write meanwhile."""
     reads = np.cumsum([0, *(is_polled(i) for i in function.code)])
     result = set()
     for pc, i in enumerate(function.code):
@@ -47,7 +47,7 @@ def find_polling_branches(function: Function) -> set[int]:
 
 
 def find_endless_branches(function: Function) -> set[int]:
-    """The backward branches of loops without an exit."""
+    """Return the backward branches of loops without an exit."""
     result = set()
     for pc, i in enumerate(function.code):
         target = i.operands[0] if i.name == "bra" and i.operands else None

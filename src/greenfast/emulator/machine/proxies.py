@@ -67,7 +67,7 @@ class Proxies:
         self._last[WRITES, warp] = number
 
     def overwritten(self, offsets: Numbers) -> None:
-        """A bulk copy has written; no generic write is left there."""
+        """Forget generic writes that a bulk copy has overwritten."""
         self._writes[offsets >> _SHIFT] = 0
 
     def fence(self, lanes: ThreadSet) -> None:

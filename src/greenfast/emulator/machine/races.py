@@ -75,7 +75,7 @@ class Races:
         self.stale: StaleReads | None = None
 
     def begin(self) -> int:
-        """The number of a new access."""
+        """Return the number of a new access."""
         number = self.ordering.now = self.record.accesses.add(self.m.current, self.warp)
         return number
 
@@ -337,7 +337,7 @@ class Races:
         self._new_reads[warp].clear()
 
     def threads(self, count: int, lanes: ThreadSet | None = None) -> Numbers:
-        """The thread of each element of an access by ``lanes``, of the one at hand if there are none."""
+        """Return the thread of each element of an access by ``lanes`` (default: the current access)."""
         return access_threads(self.m.access_lanes if lanes is None else lanes, count)
 
     def _check_warp(
@@ -604,7 +604,7 @@ class Races:
         return joint
 
     def _check_together(self, offsets: Numbers, values: Numbers, lost: Numbers, number: int) -> None:
-        """A fault where blocks write different values to one place in the same access.
+        """Report a fault if blocks write different values to one place in the same access.
 
         Of threads of one warp that do so one wins (CUDA C++ Programming Guide, "SIMT Architecture"): not a race.
         """
@@ -616,7 +616,7 @@ class Races:
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _lane(self, row: int, count: int) -> int:
-        """The thread of an element of the access."""
+        """Return the thread of an element of the access."""
         return int(self.threads(count)[row])
 
     def _report(
@@ -630,7 +630,7 @@ class Races:
         self.m.report_formal("same-value-race", f"{reason}; both threads wrote the same value, found", lane)
 
     def fault(self, access: str, other: str, number: int, location: str, block: int, lane: int) -> KernelFaultError:
-        """The fault of two accesses that nothing orders; ``block``: of the earlier one."""
+        """Return the fault of two accesses that nothing orders; ``block``: of the earlier one."""
         earlier = self.record.accesses.instructions[number]
         assert earlier is not None
         reader = f"warp {self.record.accesses.warps[number]} of {self.m.block_name(block)}"
@@ -700,7 +700,7 @@ class Atomics:
         tables[unit][places] = tags[:, None]
 
     def _check_lockstep(self, offsets: Numbers, scope: int, number: int) -> None:
-        """A fault where threads beyond each other's scope write to one place in the same instruction."""
+        """Report a fault if threads beyond each other's scope write to one place in the same instruction."""
         races, m = self.races, self.races.m
         blocks = m.block_of[races.threads(len(offsets))] // (1 if scope == BLOCK else m.geometry.cluster_size)
         order = np.lexsort((blocks, offsets))

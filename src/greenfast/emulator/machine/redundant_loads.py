@@ -43,11 +43,11 @@ class RedundantLoads:
         return new
 
     def choose_lowest(self) -> None:
-        """The owner of an address is the lowest thread of the block that loads it."""
+        """Choose the lowest loading thread of the block as the owner of each address."""
         self._places, self._owners = _lowest(self._loaded)
 
     def choose_writers(self) -> None:
-        """The owner of an address is the lowest thread that stores to it, or that loads it where none does."""
+        """Choose the lowest storing thread as the owner of each address; without stores, the lowest loading one."""
         self.choose_lowest()
         written, writers = _lowest(self._stored)
         if len(written) and len(self._places):
@@ -76,7 +76,7 @@ class RedundantLoads:
         machine.memory.on_write = stored
 
     def end(self, launch: int, machine: BlockState) -> None:
-        """After blocks have ended."""
+        """Do nothing after the blocks have ended."""
 
     def read(self, m: BlockState, arena: Arena, offsets: _Numbers, size: int, access: str, lanes: ThreadSet) -> Bytes:
         """Load values for threads from global memory, poisoned for all except the owners."""
@@ -96,7 +96,7 @@ class RedundantLoads:
 
 
 def _lowest(seen: list[tuple[_Numbers, _Numbers]]) -> tuple[_Numbers, _Numbers]:
-    """The addresses in order, and the lowest thread of each."""
+    """Return the addresses in order, and the lowest thread of each."""
     if not seen:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     places, threads = map(np.concatenate, zip(*seen, strict=True))

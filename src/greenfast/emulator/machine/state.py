@@ -239,7 +239,7 @@ class ResidentBlocks(BlockState):
         return values
 
     def register_type(self, name: str) -> Any:
-        """The NumPy type that holds a register."""
+        """Return the NumPy type that holds a register."""
         kind = self.function.register_kind(name)
         if kind is None:
             raise UsageError(f"PTX: the register {name} is not declared in {self.function.name}")

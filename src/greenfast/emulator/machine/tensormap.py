@@ -26,7 +26,7 @@ _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
 def swizzled(offsets: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Addresses in a block's shared memory, permuted in chunks of 16 bytes within rows of ``width`` bytes.
+    """Permute addresses in a block's shared memory, in chunks of 16 bytes within rows of ``width`` bytes.
 
     width: 0 (as they are), 32, 64 or 128. Bits 4-6 are XORed with bits 7-9 (128), bits 4-5 with 7-8 (64), bit 4 with
     bit 7 (32).

@@ -319,7 +319,7 @@ _HALF_SCALES = {"e4m3x2", "e5m2x2"}
 
 
 def _copies(parts: frozenset[str]) -> tuple[int, int]:
-    """The operands of cp."""
+    """Return the operands of cp."""
     if not parts.isdisjoint({"wait_group", "mbarrier"}):
         return 1, 1
     if not parts.isdisjoint({"commit_group", "wait_all"}):
@@ -334,7 +334,7 @@ def _copies(parts: frozenset[str]) -> tuple[int, int]:
 
 
 def _arrivals(parts: frozenset[str]) -> tuple[int, int]:
-    """The operands of mbarrier; an arrival elsewhere gives no state, and a count may be left out."""
+    """Return the operands of mbarrier; an arrival elsewhere gives no state, and a count may be left out."""
     if not parts.isdisjoint({"arrive", "arrive_drop"}):
         return (2, 3) if not parts.isdisjoint({"expect_tx", "noComplete"}) else (1, 3)
     if not parts.isdisjoint({"test_wait", "try_wait"}):
@@ -343,7 +343,7 @@ def _arrivals(parts: frozenset[str]) -> tuple[int, int]:
 
 
 def _barriers(parts: frozenset[str]) -> tuple[int, int]:
-    """The operands of bar and barrier."""
+    """Return the operands of bar and barrier."""
     if "cluster" in parts:
         return 0, 0
     if "warp" in parts:
@@ -372,7 +372,7 @@ def _conversions(parts: frozenset[str]) -> tuple[int, int]:
 
 
 def count_operands(name: str, parts: tuple[str, ...]) -> tuple[int, int]:
-    """The fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
+    """Return the fewest and the most operands that an opcode has; a negated predicate and {a, b} are one."""
     supplied = frozenset(parts)
     least, limit = _count_operands(name, supplied)
     hint = "L2:cache_hint" in supplied
@@ -440,7 +440,7 @@ class _Group:
 
 @cache
 def parse_groups(form: str) -> tuple[_Group, ...]:
-    """The groups of a form."""
+    """Return the groups of a form."""
     return tuple(_Group(text) for text in form.split())
 
 
@@ -463,7 +463,7 @@ def fits(parts: tuple[str, ...], groups: tuple[_Group, ...]) -> bool:
 
 @cache
 def _words(name: str) -> frozenset[str]:
-    """All words in an opcode's forms."""
+    """Return all words in an opcode's forms."""
     return frozenset(word for form in FORMS[name] for group in parse_groups(form) for word in group.words)
 
 

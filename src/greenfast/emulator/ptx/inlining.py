@@ -35,7 +35,7 @@ _MOST = 1_000_000
 
 
 def inline_calls(module: Module, entry: Function) -> Function:
-    """The kernel with all that it calls in its body.
+    """Return the kernel with all that it calls in its body.
 
     Raises UnsupportedError for a function that has no body and is not known, and for a recursive one that takes the
     address of a local variable or calls itself through a pointer.
@@ -149,7 +149,7 @@ class _Inliner:
     # ---- names ------------------------------------------------------------------------------------------------------
 
     def register(self, name: str, function: Function, names: _Names) -> str:
-        """The body's register for one of a function."""
+        """Return the body's register for one of a function."""
         if not names.suffix or name == "_":
             return name
         kind, selector = function.register_kind(name), ""
@@ -162,7 +162,7 @@ class _Inliner:
         return own + selector
 
     def operand(self, o: Operand, function: Function, names: _Names) -> Operand:
-        """An operand of a function as one of the body."""
+        """Return an operand of a function as one of the body."""
         if isinstance(o, Register):
             own = self.register(o.name, function, names)
             return o if own == o.name else Register(own)
@@ -299,7 +299,7 @@ class _Inliner:
     # ---- recursive functions ----------------------------------------------------------------------------------------
 
     def enter(self, i: Instruction, callee: Function, results: Vector, arguments: Vector) -> None:
-        """A call of a recursive function: its parameters and results are variables that belong to its frame."""
+        """Append a call of a recursive function: its parameters and results are variables that belong to its frame."""
         if callee.name not in self.called:
             self.called.append(callee.name)
         suffix = f"~{callee.name}"
@@ -324,7 +324,7 @@ class _Inliner:
             self.transfer(i, formal, between, actual, store=False)
 
     def parameter(self, formal: Variable, suffix: str) -> str:
-        """A local variable for a parameter or result; returns its name."""
+        """Add a local variable for a parameter or result. Return its name."""
         name = formal.name + suffix
         self.body.variables[name] = replace(formal, name=name, space="local")
         return name

@@ -41,7 +41,7 @@ class Constant:
     width: int = 0
 
     def pattern(self) -> tuple[int, int]:
-        """The bits, and the width of a float's (0 for an integer)."""
+        """Return the bits, and the width of a float's (0 for an integer)."""
         if self.width:
             return self.bits, self.width
         if self.kind == "f":
@@ -152,7 +152,7 @@ class Tokens:
         return chosen if kind == "f" else _wrap(int(chosen.value), kind)
 
     def _common(self, a: Constant, b: Constant) -> str:
-        """The kind that two operands are converted to."""
+        """Return the kind that two operands are converted to."""
         if (a.kind == "f") != (b.kind == "f"):
             raise self.error()
         return "f" if a.kind == "f" else "u" if "u" in (a.kind, b.kind) else "s"
@@ -264,7 +264,7 @@ _COMPARED: dict[str, Callable[[float, float], bool]] = {
 
 
 def _wrap(value: int, kind: str) -> Constant:
-    """An integer constant of 64 bits."""
+    """Return the value as a 64-bit integer constant."""
     value &= _BITS
     return Constant(value - (1 << 64) if kind == "s" and value >> 63 else value, kind)
 

@@ -127,7 +127,7 @@ class _Lines:
         return SourceLine("ptx", bisect_left(self._ends, position) + 1)
 
     def source(self, loc: re.Match[str], function: str) -> SourceLine:
-        """The line of a .loc directive in a function; an inlined line's directive follows its caller's."""
+        """Return the line of a .loc directive in a function; an inlined line's directive follows its caller's."""
         file, line, of, index = loc.groups()
         location = f"{file} {line}"
         label = _FUNCTION_NAME.search(loc[0])
@@ -273,7 +273,7 @@ def _function(text: str, header: re.Match[str], module: Module, lines: _Lines) -
 
 
 def _register_parameter(declaration: str, function: Function) -> list[Variable] | None:
-    """A parameter or result of a function that is a register; None for anything but a declaration of one."""
+    """Return a parameter or result of a function that is a register; None for anything but a declaration of one."""
     match = re.fullmatch(r"\.reg\s*\.(\w+)\s+([%\w$]+)", declaration)
     if match is None or match[1] not in SIZES or match[1] == "b128":
         return None
@@ -370,7 +370,7 @@ def _sum(
 
 
 def _declared(operand: Operand | _Element | _Sum, scope: Scope) -> Operand:
-    """The operand, names that were declared as registers read as such: in inline assembly they may lack the %."""
+    """Resolve names of declared registers in an operand: inline assembly may omit the %."""
     if isinstance(operand, Register):
         if operand.name == "_":
             return operand
@@ -416,14 +416,14 @@ def _declared(operand: Operand | _Element | _Sum, scope: Scope) -> Operand:
 
 
 def _part(name: str, scope: Scope) -> Operand:
-    """A video instruction's operand: an element of a vector register, or a part of a register."""
+    """Return a video instruction's operand: an element of a vector register, or a part of a register."""
     whole, _, selector = name.partition(".")
     own = scope.register(whole)
     return _declared(Symbol(name), scope) if own is None else Register(f"{own}.{selector}")
 
 
 def _vector_register(name: str, scope: Scope) -> Operand:
-    """The elements of a vector register. Raises UsageError for a register that is not declared."""
+    """Return the elements of a vector register. Raises UsageError for a register that is not declared."""
     if name not in scope.vectors:
         raise UsageError(f"PTX: the register {name} is not declared in {scope.function.name}")
     return Vector(tuple(Register(scope.registers[f"{name}.{e}"]) for e in ELEMENTS[: scope.vectors[name]]))
@@ -475,7 +475,7 @@ def _operand(text: str, of_call: bool = False) -> Operand | _Element | _Sum:
 
 
 def _list(tokens: Tokens, close: str) -> Vector:
-    """The operands up to a bracket; of a call there may be none."""
+    """Return the operands up to a bracket; of a call there may be none."""
     items: list[Any] = []
     while not (tokens.peek() == close and not items):
         items.append(_scalar(tokens))
@@ -491,7 +491,7 @@ def _list(tokens: Tokens, close: str) -> Vector:
 
 
 def _address(tokens: Tokens) -> Address:
-    """An address, after its opening bracket."""
+    """Parse an address, after its opening bracket."""
     if tokens.kind() == "name" and tokens.peek() != "WARP_SZ":
         name = tokens.next()
         base: Any = _named(name)
@@ -511,7 +511,7 @@ def _address(tokens: Tokens) -> Address:
 
 
 def _scalar(tokens: Tokens) -> Operand | _Element | _Sum:
-    """A register, a name, either of them with a number, a negated predicate, or a constant expression."""
+    """Parse a register or name with an optional number, a negated predicate, or a constant expression."""
     if tokens.peek() == "!" and tokens.kind(1) == "name" and tokens.peek(1) != "WARP_SZ":
         tokens.next()
         return Symbol("!" + tokens.next())
@@ -529,14 +529,14 @@ def _scalar(tokens: Tokens) -> Operand | _Element | _Sum:
 
 
 def _index(tokens: Tokens) -> int:
-    """The number in brackets, after the opening one."""
+    """Return the number in brackets, after the opening one."""
     result = _whole(tokens)
     tokens.expect("]")
     return result
 
 
 def _whole(tokens: Tokens) -> int:
-    """A constant expression that is an integer."""
+    """Parse an integer constant expression."""
     result = tokens.constant()
     if result.kind == "f":
         raise tokens.error()
@@ -551,7 +551,7 @@ def _named(name: str) -> Register | Special | Symbol:
 
 
 def _variables(statement: str) -> list[Variable] | None:
-    """The variables that a statement declares; None for any other directive."""
+    """Return the variables that a statement declares; None for any other directive."""
     position = _LINKED.match(statement).end()  # type: ignore[union-attr]
     space = _SPACE.match(statement, position)
     if space is None:
@@ -586,7 +586,7 @@ def _variables(statement: str) -> list[Variable] | None:
 
 
 def _variable(match: re.Match[str], space: str, kind: str, size: int, vector: int, align: int) -> Variable:
-    """A variable by its name, dimensions and initial value."""
+    """Parse a variable's name, dimensions and initial value."""
     lengths = re.findall(r"\[\s*(\w*)\s*\]", match["dims"])
     counts = [32 if n == "WARP_SZ" else integer(n or "0") for n in lengths]
     if any(count is None for count in counts):

@@ -18,7 +18,7 @@ JUMPS = (ENTER, LEAVE)
 
 
 def recursive(module: Module) -> set[str]:
-    """The names of the functions that call themselves, directly or through others."""
+    """Return the names of the functions that call themselves, directly or through others."""
     calls = {
         name: {o.name for i in f.code if i.name == "call" for o in i.operands if isinstance(o, Symbol)}
         for name, f in module.functions.items()

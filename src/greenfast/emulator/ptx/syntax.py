@@ -163,7 +163,7 @@ class Function:
     shapes: dict[str, ArrayShape] = field(default_factory=dict)  # array declarations of the source, if known
 
     def register_kind(self, name: str) -> str | None:
-        """The type of a register, b32 and the like; None for one that is not declared."""
+        """Return the type of a register, b32 and the like; None for one that is not declared."""
         return self.registers.get(name) or self.registers.get(name.rstrip("0123456789"))
 
 
@@ -177,7 +177,7 @@ class Module:
     functions: dict[str, Function] = field(default_factory=dict)
 
     def entry(self, name: str) -> Function:
-        """The kernel of that name; raises UsageError naming the kernels there are."""
+        """Return the kernel of that name; raises UsageError naming the kernels there are."""
         function = self.functions.get(name)
         if function is None or not function.is_entry:
             entries = [f.name for f in self.functions.values() if f.is_entry]

@@ -15,7 +15,7 @@ def internal_error(where: str, error: Exception) -> UnsupportedError:
 
 
 def unsupported(instruction: Instruction, why: str = "is not known to the emulator") -> UnsupportedError:
-    """The error for an instruction that cannot be run."""
+    """Return the error for an instruction that cannot be run."""
     opcode = ".".join((instruction.name, *instruction.parts)).replace(":", "::")
     return UnsupportedError(
         f"PTX instruction {opcode} {why} at {instruction.source or 'unknown line'}: {instruction.text}"
