@@ -7,7 +7,7 @@ import sys
 
 from greenfast.cli.console import show, table
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.judge.emulate import Emulate, Emulated, describe_fault, emulate
+from greenfast.judge.emulate import EmulateRequest, EmulateResult, describe_fault, emulate
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.store import to_json
 from greenfast.spec.errors import UsageError
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a kernel; 0 if no fault was found, else 1."""
     if args.orders == 0:
         raise UsageError("--orders 0: give at least 1")
-    request = Emulate(
+    request = EmulateRequest(
         file=args.file,
         kernel=args.kernel,
         grid=args.grid,
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(result.failures))
 
 
-def _show(result: Emulated) -> None:
+def _show(result: EmulateResult) -> None:
     extents = ", ".join(
         f"{name} {','.join(map(str, e))}" for name, e in (("grid", result.grid), ("block", result.block))
     )

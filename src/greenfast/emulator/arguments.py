@@ -73,17 +73,17 @@ def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ())
         kind, colon, remainder = text.partition(":")
         if not colon or kind not in _ROLES:
             raise UsageError(f"--buffer {text!r}: allowed are in:NAME=..., out:NAME=... and inout:NAME=...")
-        _buffer(arguments, text, kind, remainder, seed)
+        _add_buffer(arguments, text, kind, remainder, seed)
     for text in texts:
         kind, colon, remainder = text.partition(":")
         if colon and kind in _ROLES:
-            arguments.launch.append(_buffer(arguments, text, kind, remainder, seed))
+            arguments.launch.append(_add_buffer(arguments, text, kind, remainder, seed))
         elif colon and kind in _NAMES:
-            arguments.launch.append(_number(text, remainder, _NAMES[kind]))
+            arguments.launch.append(_parse_number(text, remainder, _NAMES[kind]))
         elif colon and kind == "struct":
-            arguments.launch.append(_struct(arguments, text, remainder))
+            arguments.launch.append(_parse_struct(arguments, text, remainder))
         elif colon and kind == "map":
-            arguments.launch.append(_tensor_map(arguments, text, remainder))
+            arguments.launch.append(_parse_tensor_map(arguments, text, remainder))
         elif text in arguments.inputs or text in arguments.outputs:
             arguments.launch.append(text)
         else:
@@ -95,7 +95,7 @@ def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ())
 def check_parameters(function: Function, arguments: Arguments, name: str) -> None:
     """Raise UsageError unless the arguments fit the kernel's parameters in number, size and kind."""
     listed = "; its parameters: " + (
-        ", ".join(f"{n} {_described(p)}" for n, p in enumerate(function.params, 1)) or "none"
+        ", ".join(f"{n} {_describe(p)}" for n, p in enumerate(function.params, 1)) or "none"
     )
     if len(arguments.launch) != len(function.params):
         raise UsageError(f"{name} takes {len(function.params)} arguments, --arg gave {len(arguments.launch)}{listed}")
@@ -103,10 +103,10 @@ def check_parameters(function: Function, arguments: Arguments, name: str) -> Non
         zip(function.params, arguments.launch, arguments.texts, strict=True), 1
     ):
         if not _fits(parameter, argument):
-            raise UsageError(f"--arg {text!r}: parameter {n} of {name} is {_described(parameter)}{listed}")
+            raise UsageError(f"--arg {text!r}: parameter {n} of {name} is {_describe(parameter)}{listed}")
 
 
-def _described(parameter: Variable) -> str:
+def _describe(parameter: Variable) -> str:
     """Describe a parameter by its PTX type and its C++ meaning."""
     if parameter.type == "b8" and parameter.size > 1:
         meaning = "a half" if parameter.size == 2 else "a struct by value: give struct:FIELD,..."
@@ -119,7 +119,7 @@ def _described(parameter: Variable) -> str:
     return f".{parameter.type} ({8 * parameter.size}-bit {kind})"
 
 
-def _struct(arguments: Arguments, text: str, fields: str) -> Struct:
+def _parse_struct(arguments: Arguments, text: str, fields: str) -> Struct:
     """Parse a struct of numbers, arrays of numbers and pointers to buffers given before."""
     values: list[str | np.generic | Array | TensorMap] = []
     for field_text in re.split(r",(?![^\[]*\])", fields):
@@ -127,9 +127,9 @@ def _struct(arguments: Arguments, text: str, fields: str) -> Struct:
         if not equals and (kind in arguments.inputs or kind in arguments.outputs):
             values.append(kind)
         elif equals and kind == "map":
-            values.append(_tensor_map(arguments, text, numbers))
+            values.append(_parse_tensor_map(arguments, text, numbers))
         elif equals and kind in _NAMES:
-            several = [_number(text, number, _NAMES[kind]) for number in numbers.split(":")]
+            several = [_parse_number(text, number, _NAMES[kind]) for number in numbers.split(":")]
             values.append(several[0] if len(several) == 1 else np.array(several, _NAMES[kind]))
         else:
             forms = "TYPE=NUMBER, TYPE=NUMBER:NUMBER:..., map=NAME[BOX]:SWIZZLE or the NAME of a buffer given before"
@@ -139,7 +139,7 @@ def _struct(arguments: Arguments, text: str, fields: str) -> Struct:
     return Struct(tuple(values))
 
 
-def _tensor_map(arguments: Arguments, text: str, spec: str) -> TensorMap:
+def _parse_tensor_map(arguments: Arguments, text: str, spec: str) -> TensorMap:
     """Return the tensor map over the whole of a buffer given before, its dimensions those of the buffer's shape."""
     match = _MAP.fullmatch(spec)
     if match is None:
@@ -167,7 +167,7 @@ def _fits(parameter: Variable, argument: Argument) -> bool:
     return argument.itemsize == parameter.size and argument.dtype.kind in kind
 
 
-def _number(text: str, number: str, dtype: str) -> np.number[Any]:
+def _parse_number(text: str, number: str, dtype: str) -> np.number[Any]:
     """One value of a type. Raises UsageError for text that is not a number, or a number that the type does not hold."""
     whole = np.dtype(dtype).kind in "iu"
     try:
@@ -183,7 +183,7 @@ def _number(text: str, number: str, dtype: str) -> np.number[Any]:
     return typed
 
 
-def _buffer(arguments: Arguments, text: str, role: str, remainder: str, seed: int) -> str:
+def _add_buffer(arguments: Arguments, text: str, role: str, remainder: str, seed: int) -> str:
     """Add a buffer. Return its name."""
     name, equals, spec = remainder.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -194,22 +194,22 @@ def _buffer(arguments: Arguments, text: str, role: str, remainder: str, seed: in
     if kind == "struct":
         if role != "in":
             raise UsageError(f"--arg {text!r}: a struct in global memory is an input; give in:{remainder}")
-        arguments.structs[name] = _struct(arguments, text, fields)
+        arguments.structs[name] = _parse_struct(arguments, text, fields)
         arguments.inputs[name] = np.zeros(len(arguments.structs[name].layout(lambda _: 0)), np.uint8)
         return name
     if role != "out":
-        data = arguments.inputs[name] = _filled(text, name, spec, seed)
+        data = arguments.inputs[name] = _fill(text, name, spec, seed)
         if role == "inout":
             arguments.outputs[name] = OutputSpec(data.shape, data.dtype.name)
         return name
-    dtype, shape, fill = _spec(text, spec)
+    dtype, shape, fill = _parse_spec(text, spec)
     if fill is not None:
         raise UsageError(f"--arg {text!r}: out holds nothing at first; use inout:{spec} for a buffer that does")
     arguments.outputs[name] = OutputSpec(shape, dtype)
     return name
 
 
-def _spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
+def _parse_spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
     """TYPE[SHAPE] with or without :FILL."""
     match = _SPEC.fullmatch(spec)
     if match is None or match[1] not in _NAMES:
@@ -226,10 +226,10 @@ def _spec(text: str, spec: str) -> tuple[str, tuple[int, ...], str | None]:
     return dtype, shape, match[3]
 
 
-def _filled(text: str, name: str, spec: str, seed: int) -> Array:
+def _fill(text: str, name: str, spec: str, seed: int) -> Array:
     if spec.endswith(".npy"):
         return read_array(Path(spec), f"--arg {text!r}")
-    dtype, shape, fill = _spec(text, spec)
+    dtype, shape, fill = _parse_spec(text, spec)
     whole = np.dtype(dtype).kind in "iu"
     count = math.prod(shape)
     random = np.random.default_rng([seed, *name.encode()])
@@ -237,19 +237,19 @@ def _filled(text: str, name: str, spec: str, seed: int) -> Array:
     if kind in ("zeros", "ones") and not limits:
         return np.full(shape, kind == "ones", dtype)
     if kind == "arange" and not limits:
-        _number(text, str(count - 1), dtype)  # the last element must be one that the type holds
+        _parse_number(text, str(count - 1), dtype)  # the last element must be one that the type holds
         return np.arange(count).astype(dtype).reshape(shape)
     if kind == "normal" and not limits and not whole:
         return random.standard_normal(shape).astype(dtype)
     if kind == "uniform" and (len(limits) == 2 or (not limits and not whole)):
-        low, high = (_number(text, limit, dtype) for limit in limits or ("0", "1"))
+        low, high = (_parse_number(text, limit, dtype) for limit in limits or ("0", "1"))
         if not low <= high:
             raise UsageError(f"--arg {text!r}: {low} is above {high}")
         if whole:
             return random.integers(int(low), int(high), shape, endpoint=True).astype(dtype)
         return random.uniform(float(low), float(high), shape).astype(dtype)
     if _NUMBER.match(fill or ""):
-        return np.full(shape, _number(text, fill or "", dtype))
+        return np.full(shape, _parse_number(text, fill or "", dtype))
     why = "; normal makes no whole numbers, and uniform needs its limits for them" if whole else ""
     raise UsageError(f"--arg {text!r}: name the fill: {_FILLS}{why}")
 

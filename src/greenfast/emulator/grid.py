@@ -304,26 +304,26 @@ class _Chain:
         self.memory = memory = GlobalMemory(
             dict(reversed(sizes.items())) if backwards else sizes, GLOBAL_BASE + around.memory
         )
-        memory.states_of(WORKSPACE)[:] = WRITTEN
+        memory.get_states(WORKSPACE)[:] = WRITTEN
         for name, spec in changed.items():
             if spec.zeros:
-                memory.bytes_of(name)[:] = 0
-                memory.states_of(name)[:] = WRITTEN
+                memory.get_bytes(name)[:] = 0
+                memory.get_states(name)[:] = WRITTEN
             if isinstance(spec, Workspace) and spec.data:
-                memory.bytes_of(name)[:] = np.frombuffer(spec.data, np.uint8)
-                memory.states_of(name)[:] = WRITTEN
+                memory.get_bytes(name)[:] = np.frombuffer(spec.data, np.uint8)
+                memory.get_states(name)[:] = WRITTEN
         if missing := structs.keys() - self.inputs.keys():
             listed = ", ".join(map(repr, sorted(missing)))
             raise UsageError(f"structs name {listed}; allowed are the inputs: {', '.join(self.inputs) or 'none'}")
         for name, a in self.inputs.items():
-            content = _value(structs[name], memory) if name in structs else a.tobytes()
+            content = _encode_value(structs[name], memory) if name in structs else a.tobytes()
             if len(content) != a.nbytes:
                 raise UsageError(
                     f"the struct for input {name!r} has {len(content)} bytes, the input has {a.nbytes} bytes; "
                     "give an input of the struct's size"
                 )
-            memory.bytes_of(name)[:] = np.frombuffer(content, np.uint8)
-            memory.states_of(name)[:] = WRITTEN
+            memory.get_bytes(name)[:] = np.frombuffer(content, np.uint8)
+            memory.get_states(name)[:] = WRITTEN
         self.symbols: list[dict[str, int]] = []
         for step, names in zip(steps, self.variables, strict=True):
             module, _ = load_program(step.ptx, step.entry)
@@ -334,8 +334,8 @@ class _Chain:
             for name, allocation in names.items():  # zero if they have no initial value
                 v = module.variables[name]
                 data = initial_value(v, self.symbols[-1]).ljust(v.size, b"\0")
-                memory.bytes_of(allocation)[:] = np.frombuffer(data, np.uint8)
-                memory.states_of(allocation)[:] = WRITTEN
+                memory.get_bytes(allocation)[:] = np.frombuffer(data, np.uint8)
+                memory.get_states(allocation)[:] = WRITTEN
         if isinstance(fill, UninitFill):
             fill.fill_outputs(memory)
         self.read_only = self.inputs.keys() - outputs.keys()
@@ -361,16 +361,16 @@ class _Chain:
         function = program.function
         shared_layout, shared_bytes = layout_shared(module, function, step.dynamic_smem_bytes)
         local_layout, local_bytes = pack([v for v in function.variables.values() if v.space == "local"])
-        geometry = Geometry(plan.grid, step.block, _cluster(function, plan))
+        geometry = Geometry(plan.grid, step.block, _check_cluster(function, plan))
         record = GlobalRecord(memory, self.running.tracked, self.read_only, program.scoped)
         record.input_writes = self.input_writes
         by_phase = self.by_phase = PhaseCounts(function) if phases else None
-        per_batch = resident_blocks(program, geometry, shared_bytes)
+        per_batch = count_resident_blocks(program, geometry, shared_bytes)
         if self.launches is not None:
             self.launches.begin(number, plan.early)
         with np.errstate(all="ignore"):
-            batches = _batches(geometry, per_batch, seed, bool(program.polling))
-            for blocks in [sampled_blocks(geometry, self.sample)] if self.sample else batches:
+            batches = _split_batches(geometry, per_batch, seed, bool(program.polling))
+            for blocks in [sample_blocks(geometry, self.sample)] if self.sample else batches:
                 machine = ResidentBlocks(
                     function=function,
                     geometry=geometry,
@@ -381,7 +381,7 @@ class _Chain:
                     local_bytes=local_bytes,
                     memory=memory,
                     symbols=self.symbols[number],
-                    params=_parameters(function, plan, memory),
+                    params=_encode_parameters(function, plan, memory),
                     workspace=memory.address(WORKSPACE) if plan.cooperative else 0,
                     record=record,
                     launches=self.launches,
@@ -429,7 +429,7 @@ class _Chain:
         memory = self.memory
         arrays, unwritten = {}, {}
         for name, o in outputs.items():
-            data, states = memory.bytes_of(name), memory.states_of(name)
+            data, states = memory.get_bytes(name), memory.get_states(name)
             unwritten[name] = int((states == UNWRITTEN).sum())
             data[states == UNWRITTEN] = poison
             arrays[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
@@ -445,7 +445,7 @@ class _Chain:
 _PARTS = 3
 
 
-def _batches(geometry: Geometry, limit: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
+def _split_batches(geometry: Geometry, limit: int, seed: int, together: bool) -> list[NDArray[np.int64]]:
     """Return the blocks of a grid that run together, at most ``most``, whole clusters, one batch after the other.
 
     With seed 0 they begin in their order. Other seeds draw one, and begin in smaller parts unless blocks may wait for
@@ -464,14 +464,14 @@ def _shared_variables(module: Module, function: Function) -> list[Variable]:
     return [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
 
 
-def sampled_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:
+def sample_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:
     """Return about ``count`` blocks of a grid in whole clusters: the first, the last, and others evenly between."""
     clusters = geometry.order().reshape(-1, geometry.cluster_size)
     some = np.linspace(0, len(clusters) - 1, max(1, min(count, len(clusters)))).astype(int)
     return np.asarray(clusters[np.unique(some)].ravel())
 
 
-def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
+def _check_cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
     """Return the extents of a cluster, from the kernel or the launch."""
     directive = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.directives)
     extents = [int(n) for n in directive[1].split(",")] if directive else []
@@ -492,7 +492,7 @@ def _cluster(function: Function, plan: Launch) -> tuple[int, int, int]:
     return cluster
 
 
-def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:
+def count_resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> int:
     """Return how many blocks of a grid run together; all others begin when these have ended.
 
     If blocks can wait for each other, it is the number that an H100 holds. PTX has no register counts, so registers are
@@ -505,28 +505,28 @@ def resident_blocks(program: Program, geometry: Geometry, shared_bytes: int) -> 
     return MULTIPROCESSORS * max(1, each)
 
 
-def _pointer(name: str, memory: GlobalMemory) -> int:
+def _resolve_pointer(name: str, memory: GlobalMemory) -> int:
     """Return the address of a buffer; null for the phases' buffer if phases are not counted."""
     if name not in memory.starts and name != PHASE_BUFFER:
         raise UsageError(f"launch argument {name!r} is not a buffer of the case")
     return memory.address(name) if name in memory.starts else 0
 
 
-def _value(argument: Argument, memory: GlobalMemory) -> bytes:
+def _encode_value(argument: Argument, memory: GlobalMemory) -> bytes:
     """Return the bytes of an argument, with addresses of this memory."""
     return value_bytes(
-        argument, lambda name: _pointer(name, memory), lambda layout: encode(bind(layout, memory), memory.base)
+        argument, lambda name: _resolve_pointer(name, memory), lambda layout: encode(bind(layout, memory), memory.base)
     )
 
 
-def _parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes]:
+def _encode_parameters(function: Function, plan: Launch, memory: GlobalMemory) -> dict[str, bytes]:
     if len(plan.args) != len(function.params):
         raise UsageError(f"{function.name} has {len(function.params)} parameters, its launch gives {len(plan.args)}")
     packed: dict[str, bytes] = {}
     for parameter, argument in zip(function.params, plan.args, strict=True):
         if isinstance(argument, TensorMap) and parameter.size != MAP_BYTES:
             raise UsageError(f"{function.name}: a tensor map for {parameter.name} of {parameter.size} bytes")
-        value = _value(argument, memory)
+        value = _encode_value(argument, memory)
         if len(value) != parameter.size:
             raise UsageError(
                 f"{function.name}: parameter {parameter.name} has {parameter.size} bytes, its launch gives {len(value)}"

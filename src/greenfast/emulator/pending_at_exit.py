@@ -114,7 +114,7 @@ class _Paths:
         return result
 
     def _never_awaited(self) -> Iterator[Unawaited]:
-        """Copies that complete on an mbarrier, in a kernel that waits for none."""
+        """Return copies that complete on an mbarrier in a kernel without a wait for one."""
         if any(i.name == "mbarrier" and {"try_wait", "test_wait"} & set(i.parts) for i in self.function.code):
             return
         for i in self.function.code:

@@ -77,7 +77,7 @@ class Program:
         self.products = any(i.name == "wgmma" for i in function.code)
         self.operations = [self._build_or_defer(i) if defer else self._build(i) for i in function.code]
         self.joins = set(function.labels.values())
-        self.targets = {pc: _target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
+        self.targets = {pc: _resolve_target(i, function) for pc, i in enumerate(function.code) if i.name == "bra"}
         self.polling = find_polling_branches(function)
         self.endless = find_endless_branches(function)
         #: True if the function reads a clock.
@@ -89,19 +89,19 @@ class Program:
         #: Warps that lagged at an mbarrier in an earlier run.
         self.laggards: set[int] = set()
         #: True if threads may synchronize through memory.
-        self.synchronizes = bool(self.polling) or any(_orders(i) for i in function.code)
+        self.synchronizes = bool(self.polling) or any(_is_ordering(i) for i in function.code)
         #: True if some accesses to global memory are atomic only for their block or cluster.
         self.scoped = any(_is_scoped(i) for i in function.code)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
-        self.keys = [_key(i) for i in function.code]
+        self.keys = [_count_key(i) for i in function.code]
         self.sync_groups = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
 
     def forcing(self, pc: int) -> Program:
         """Return a copy of the program that inverts each thread's first result of a comparison."""
         other = copy.copy(self)
         other.operations = list(self.operations)
-        other.operations[pc] = _inverted(self.operations[pc], self.function.code[pc])
+        other.operations[pc] = _invert(self.operations[pc], self.function.code[pc])
         return other
 
     def _build_or_defer(self, i: Instruction) -> Operation | None:
@@ -109,7 +109,7 @@ class Program:
         try:
             return self._build(i)
         except UnsupportedError as e:
-            return _refusal(str(e))
+            return _build_refusal(str(e))
 
     def _build(self, i: Instruction) -> Operation | None:
         if i.name.endswith("~"):
@@ -144,7 +144,7 @@ def _check_operands(i: Instruction) -> None:
             raise unsupported(i, f"has {supplied} elements in place of {count}")
 
 
-def _inverted(operation: Operation | None, i: Instruction) -> Operation:
+def _invert(operation: Operation | None, i: Instruction) -> Operation:
     target = i.operands[0]
     names = [o.name for o in (target.items if isinstance(target, Vector) else (target,)) if isinstance(o, Register)]
 
@@ -162,14 +162,14 @@ def _inverted(operation: Operation | None, i: Instruction) -> Operation:
     return run
 
 
-def _refusal(why: str) -> Operation:
+def _build_refusal(why: str) -> Operation:
     def refuse(m: ResidentBlocks, lanes: ThreadSet) -> None:
         raise UnsupportedError(why)
 
     return refuse
 
 
-def _orders(i: Instruction) -> bool:
+def _is_ordering(i: Instruction) -> bool:
     """Return whether an instruction orders other memory accesses between threads."""
     if i.name in ("membar", "fence"):
         return i.parts[:1] not in (("proxy",), ("mbarrier_init",))
@@ -182,14 +182,14 @@ def _is_scoped(i: Instruction) -> bool:
     return i.name in ("ld", "st", "atom", "red") and not shared and parse_scope(i.parts) < DEVICE
 
 
-def _target(i: Instruction, function: Function) -> int:
+def _resolve_target(i: Instruction, function: Function) -> int:
     label = i.operands[0]
     if not isinstance(label, Symbol) or label.name not in function.labels:
         raise unsupported(i)
     return function.labels[label.name]
 
 
-def _key(i: Instruction) -> str:
+def _count_key(i: Instruction) -> str:
     """Return the name under which an instruction is counted."""
     if i.name in ("ld", "st", "wmma", "cp", "mbarrier", "wgmma"):
         return ".".join((i.name, *(p for p in i.parts[:2] if not p.startswith("v") and not p[1:].isdigit())))

@@ -64,7 +64,7 @@ class MemorySnapshot:
         self._data, self._state = memory.data.copy(), memory.state.copy()
 
     def _changed(self, name: str) -> NDArray[np.bool_]:
-        start, end = self._memory.starts[name], self._memory.end_of(name)
+        start, end = self._memory.starts[name], self._memory.get_end(name)
         changed: NDArray[np.bool_] = self._memory.data[start:end] != self._data[start:end]
         return changed
 
@@ -80,11 +80,11 @@ class MemorySnapshot:
         """Restore all allocations except the variables. Changed bytes of variables get the given state."""
         memory = self._memory
         changed = {name: self._changed(name) for name in self._variables}
-        values = {name: memory.bytes_of(name).copy() for name in self._variables}
+        values = {name: memory.get_bytes(name).copy() for name in self._variables}
         memory.data[:], memory.state[:] = self._data, self._state
         for name in self._variables:
-            memory.bytes_of(name)[:] = values[name]
-            memory.states_of(name)[changed[name]] = changed_state
+            memory.get_bytes(name)[:] = values[name]
+            memory.get_states(name)[changed[name]] = changed_state
 
 
 def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | None:
@@ -105,7 +105,7 @@ def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | No
             others += [run(UninitFill(fill)) for fill in _MORE_FILLS]
     except (KernelFaultError, UnsupportedError):
         return None
-    return first if all(_same(first, other, _effects) for other in others) else None
+    return first if all(_agree(first, other, _effects) for other in others) else None
 
 
 def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: KernelFaultError) -> GridResult | None:
@@ -126,7 +126,7 @@ def accept_benign_race(run: Callable[[RedundantLoads], GridResult], fault: Kerne
                     others.append(run(loads))
             except KernelFaultError:
                 continue
-            if all(_same(first, other) for other in others):
+            if all(_agree(first, other) for other in others):
                 return first
         return None
     return None
@@ -143,12 +143,12 @@ def _effects(result: GridResult) -> Mapping[str, int]:
     return {name: n for name, n in result.counts.threads.items() if name.partition(".")[0] in _NOTICED}
 
 
-def _same(a: GridResult, b: GridResult, counts: Callable[[GridResult], Mapping[str, int]] = _instructions) -> bool:
+def _agree(a: GridResult, b: GridResult, counts: Callable[[GridResult], Mapping[str, int]] = _instructions) -> bool:
     """Return whether two runs have the same results and the same ``counts``."""
     return (
         all(a.outputs[n].tobytes() == b.outputs[n].tobytes() for n in a.outputs)
         and (a.printed, a.input_writes, a.unwritten) == (b.printed, b.input_writes, b.unwritten)
         and counts(a) == counts(b)
         and len(a.later) == len(b.later)
-        and all(_same(one, other, counts) for one, other in zip(a.later, b.later, strict=True))
+        and all(_agree(one, other, counts) for one, other in zip(a.later, b.later, strict=True))
     )

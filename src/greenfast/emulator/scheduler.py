@@ -344,14 +344,14 @@ class Scheduler:
             raise m.limit(reason, int(lane_indices(lanes)[0]))
 
     def _end(self, lanes: ThreadSet) -> None:
-        """Threads end: barriers and groups of their warp that wait for all others no longer need them."""
+        """End threads: barriers and groups of their warp no longer wait for them."""
         self.ended[lanes] = True
         self.m.races.warp_sync.end(lanes)
         self.m.events += 1
         self.barriers.release_ended()
 
     def _control(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
-        """Threads end or come to a barrier; returns whether they do not go on now."""
+        """Execute the end of threads or a barrier. Return whether the threads stop here."""
         if i.name in ("ret", "exit"):
             self._end(lanes)
             return True

@@ -19,7 +19,7 @@ def initial_value(v: Variable, symbols: Mapping[str, int]) -> bytes:
 
 
 def pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int], int]:
-    """Offsets of variables laid out one after the other, and where the last one ends."""
+    """Return the offsets of variables in sequence, and the end of the last one."""
     layout, end = {}, start
     for v in variables:
         end = -(-end // v.align) * v.align
@@ -29,7 +29,7 @@ def pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int],
 
 
 def layout_shared(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
-    """Shared variables: the static ones, then the dynamic array (declared without a size)."""
+    """Return the layout of shared variables: static ones, then the dynamic array (declared without a size)."""
     shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
     layout, end = pack([v for v in shared if v.size])
     dynamic = [v for v in shared if not v.size]

@@ -48,7 +48,7 @@ _MAX_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (
 
 
 @dataclass(frozen=True)
-class Emulate:
+class EmulateRequest:
     """A request to run a kernel.
 
     kernel: its name, mangled or not; None for the only kernel of the file. args: see emulator/arguments.py. buffers: in
@@ -122,7 +122,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     thread: tuple[int, int, int] | None = None
 
 
-class Emulated(msgspec.Struct, frozen=True, kw_only=True):
+class EmulateResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run. ``faults`` give the reasons for a failure, ``failures`` the same as text.
 
     Both are empty if no fault was found. ``failures`` omit formal findings if these are only reported. A fault that
@@ -147,7 +147,7 @@ class Emulated(msgspec.Struct, frozen=True, kw_only=True):
     saved: list[str]
 
 
-def emulate(request: Emulate) -> Emulated:
+def emulate(request: EmulateRequest) -> EmulateResult:
     """Compile and run a kernel, and check its outputs.
 
     Raises UsageError for a wrong request, CompileError, KernelFaultError for a fault of the kernel, UnsupportedError
@@ -156,17 +156,17 @@ def emulate(request: Emulate) -> Emulated:
     start = time.perf_counter()
     _check_launch(request)
     arguments = read_arguments(request.args, request.seed, request.buffers)
-    expected = {name: _expected(name, path, arguments) for name, path in request.expected.items()}
+    expected = {name: _load_expected(name, path, arguments) for name, path in request.expected.items()}
     if request.save is not None:
         check_writable(request.save, "--save")
-    ptx, entry, target, resources = _translate(request)
+    ptx, entry, target, resources = _compile(request)
     _check_bounds(request, ptx, entry)
-    module, program = _program(request, ptx, entry)
-    program.function.shapes = read_shapes(_sources(request, module))
+    module, program = _load_program(request, ptx, entry)
+    program.function.shapes = read_shapes(_read_sources(request, module))
     check_parameters(program.function, arguments, request.kernel or entry)
     threads = math.prod(request.grid) * math.prod(request.block)
     orders = request.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
-    first, races = _run(request, ptx, entry, arguments, orders)
+    first, races = _run_orders(request, ptx, entry, arguments, orders)
     unwritten = {n: count for n, count in first.unwritten.items() if count and n not in arguments.inputs}
     faults = [
         *(
@@ -181,15 +181,15 @@ def emulate(request: Emulate) -> Emulated:
             )
             for n, count in unwritten.items()
         ),
-        *(("depends-on-launches", text) for text in _changes_in_later_launches(first)),
+        *(("depends-on-launches", text) for text in _compare_later_launches(first)),
         *(("depends-on-order", text) for text in races),
         *(
             ("unexpected-value", text)
             for name, want in expected.items()
-            for text in _difference(name, first.outputs[name], want, request.tolerance)
+            for text in _compare(name, first.outputs[name], want, request.tolerance)
         ),
     ]
-    return Emulated(
+    return EmulateResult(
         file=str(request.file),
         kernel=entry,
         target=target or module.target,
@@ -201,19 +201,19 @@ def emulate(request: Emulate) -> Emulated:
         orders=orders,
         seconds=round(time.perf_counter() - start, 3),
         outputs=[
-            _output(n, a, None if n in arguments.inputs else first.unwritten[n]) for n, a in first.outputs.items()
+            _summarize(n, a, None if n in arguments.inputs else first.unwritten[n]) for n, a in first.outputs.items()
         ],
         printed=first.printed,
         counts=first.counts.record(),
         faults=[
             *(Fault(level="error", kind=kind, message=text) for kind, text in faults),
-            *map(_fault_of, first.findings),
+            *map(_convert_finding, first.findings),
         ],
         failures=[
             *(text for _, text in faults),
             *(f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL and request.formal),
         ],
-        saved=_save(request.save, first.outputs),
+        saved=_save_outputs(request.save, first.outputs),
     )
 
 
@@ -233,7 +233,7 @@ _KINDS = {
 }
 
 
-def describe_fault(request: Emulate, error: KernelFaultError) -> Emulated:
+def describe_fault(request: EmulateRequest, error: KernelFaultError) -> EmulateResult:
     """Return the result of a run that ended with a fault."""
     where = error.location
     reason = error.reason or str(error)
@@ -247,7 +247,7 @@ def describe_fault(request: Emulate, error: KernelFaultError) -> Emulated:
         more["stack"] = [
             Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
         ]
-    return Emulated(
+    return EmulateResult(
         file=str(request.file),
         kernel=error.kernel or request.kernel or "",
         target=request.arch or "",
@@ -267,39 +267,43 @@ def describe_fault(request: Emulate, error: KernelFaultError) -> Emulated:
     )
 
 
-def _fault_of(finding: Finding) -> Fault:
+def _convert_finding(finding: Finding) -> Fault:
     """Return a finding that did not end the run, in the form of a fault."""
     file, _, line = finding.location.rpartition(":")
     number = int(line) if line.isdigit() else None
     return Fault(level=finding.level, kind=finding.name, message=finding.text, file=file or None, line=number)
 
 
-def _check_launch(request: Emulate) -> None:
+def _check_launch(request: EmulateRequest) -> None:
     """Raise UsageError for a launch that every GPU refuses."""
     threads = math.prod(request.block)
     if threads > _MAX_THREADS or any(size > limit for size, limit in zip(request.block, _MAX_BLOCK, strict=True)):
         raise UsageError(
-            f"--block {_comma(request.block)}: a block has at most {_MAX_THREADS} threads, and at most "
-            f"{_comma(_MAX_BLOCK)} in x, y, z"
+            f"--block {_format_extent(request.block)}: a block has at most {_MAX_THREADS} threads, and at most "
+            f"{_format_extent(_MAX_BLOCK)} in x, y, z"
         )
     if any(size > limit for size, limit in zip(request.grid, _MAX_GRID, strict=True)):
-        raise UsageError(f"--grid {_comma(request.grid)}: at most {_comma(_MAX_GRID)} blocks in x, y, z")
+        raise UsageError(
+            f"--grid {_format_extent(request.grid)}: at most {_format_extent(_MAX_GRID)} blocks in x, y, z"
+        )
 
 
-def _check_bounds(request: Emulate, ptx: str, entry: str) -> None:
+def _check_bounds(request: EmulateRequest, ptx: str, entry: str) -> None:
     """Raise UsageError where the block has more threads than the kernel's __launch_bounds__."""
     directives = re.search(rf"\.entry\s+{re.escape(entry)}\s*(?:\([^)]*\))?([^{{;]*)\{{", ptx)
     limit = re.search(r"\.maxntid\s+([\d,\s]+)", directives[1]) if directives else None
     maximum = math.prod(int(size) for size in limit[1].split(",")) if limit else _MAX_THREADS
     if math.prod(request.block) > maximum:
-        raise UsageError(f"--block {_comma(request.block)}: __launch_bounds__ of {entry} allows {maximum} threads")
+        raise UsageError(
+            f"--block {_format_extent(request.block)}: __launch_bounds__ of {entry} allows {maximum} threads"
+        )
 
 
-def _comma(extent: Extent) -> str:
+def _format_extent(extent: Extent) -> str:
     return ",".join(map(str, extent))
 
 
-def _translate(request: Emulate) -> tuple[str, str, str, Resources | None]:
+def _compile(request: EmulateRequest) -> tuple[str, str, str, Resources | None]:
     """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
     try:
         text = read_file(request.file).decode()
@@ -309,15 +313,15 @@ def _translate(request: Emulate) -> tuple[str, str, str, Resources | None]:
     if request.file.suffix == ".ptx":
         if request.arch or request.defines or request.includes:
             raise UsageError("--arch, --define and --include are for a CUDA source; a PTX file is compiled already")
-        return text, _entry(request, entries(text)), "", None
-    defines = [_define(text) for text in request.defines]
+        return text, _choose_entry(request, entries(text)), "", None
+    defines = [_format_define(text) for text in request.defines]
     if defines:  # messages keep the lines of the file
         text = "\n".join([*defines, f'#line 1 "{request.file.name}"', text])
     folders = (request.file.resolve().parent, *request.includes)
     source = KernelSource(request.kernel or "", text, request.file.name, folders, request.block, request.smem)
     target = Target.parse(request.arch or DEFAULT_TARGET)
     ptx = to_ptx(source, target, isolated=True)
-    entry = _entry(request, entries(ptx))
+    entry = _choose_entry(request, entries(ptx))
     resources = compile_kernel(dataclasses.replace(source, entry=entry), target, isolated=True).resources
     limit = 1024 * _MAX_SHARED[target.capability]
     if resources.smem_bytes > limit:
@@ -328,7 +332,7 @@ def _translate(request: Emulate) -> tuple[str, str, str, Resources | None]:
     return ptx, entry, target.name, resources
 
 
-def _program(request: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
+def _load_program(request: EmulateRequest, ptx: str, entry: str) -> tuple[Module, Program]:
     """Return the kernel's program. Raise UsageError for PTX that was truncated or edited."""
     try:
         return load_program(ptx, entry)
@@ -338,7 +342,7 @@ def _program(request: Emulate, ptx: str, entry: str) -> tuple[Module, Program]:
         raise UsageError(f"{request.file}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
-def _sources(request: Emulate, module: Module) -> list[str]:
+def _read_sources(request: EmulateRequest, module: Module) -> list[str]:
     """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's that are not there."""
     paths = {request.file, *(Path(name) for name in module.files if Path(name).is_absolute())}
     texts = []
@@ -348,14 +352,14 @@ def _sources(request: Emulate, module: Module) -> list[str]:
     return [*(f"#define {text.replace('=', ' ', 1)}" for text in request.defines), *texts]
 
 
-def _define(text: str) -> str:
+def _format_define(text: str) -> str:
     match = re.fullmatch(r"([A-Za-z_]\w*)(?:=([^\n]*))?", text)
     if match is None:
         raise UsageError(f"--define {text!r}: give NAME or NAME=VALUE")
     return f"#define {match[1]} {'1' if match[2] is None else match[2]}"
 
 
-def _entry(request: Emulate, names: Sequence[str]) -> str:
+def _choose_entry(request: EmulateRequest, names: Sequence[str]) -> str:
     """Return the kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
     if not names:
         raise UsageError(f"{request.file} holds no kernel; a template needs an explicit instantiation in the file")
@@ -373,7 +377,9 @@ def _entry(request: Emulate, names: Sequence[str]) -> str:
     raise UsageError(f"{request.file} holds several kernels; name one with --kernel: {', '.join(fitting)}")
 
 
-def _run(request: Emulate, ptx: str, entry: str, arguments: Arguments, orders: int) -> tuple[GridResult, list[str]]:
+def _run_orders(
+    request: EmulateRequest, ptx: str, entry: str, arguments: Arguments, orders: int
+) -> tuple[GridResult, list[str]]:
     """Return the result of the first order of warps, and how others differ from it."""
     plan = Launch(request.grid, tuple(arguments.launch), cooperative=True)
     results = []
@@ -407,32 +413,40 @@ def _run(request: Emulate, ptx: str, entry: str, arguments: Arguments, orders: i
         first.findings += [f for f in other.findings if (f.name, f.location) not in known]
         known |= {(f.name, f.location) for f in other.findings}
     return first, [
-        f"{name!r} differs between {orders} orders of the warps, by up to {_largest(differences):g}: a race, a missing "
-        "fence, or atomics that round differently in another order"
+        f"{name!r} differs between {orders} orders of the warps, by up to {_max_error(differences):g}: a race, a "
+        "missing fence, or atomics that round differently in another order"
         for name, data in first.outputs.items()
-        if (differences := [_error(data, o.outputs[name]) for o in others if not _same(data, o.outputs[name])])
+        if (
+            differences := [
+                _absolute_error(data, o.outputs[name]) for o in others if not _equal_bits(data, o.outputs[name])
+            ]
+        )
     ]
 
 
-def _changes_in_later_launches(first: GridResult) -> list[str]:
+def _compare_later_launches(first: GridResult) -> list[str]:
     """Describe how later launches in the same memory, with the variables of the first one, differ from it."""
     names = ", ".join(sorted({name for _, name in first.changed}))
     result = []
     for name, data in first.outputs.items():
-        errors = [_error(data, later.outputs[name]) for later in first.later if not _same(data, later.outputs[name])]
+        errors = [
+            _absolute_error(data, later.outputs[name])
+            for later in first.later
+            if not _equal_bits(data, later.outputs[name])
+        ]
         if errors:
             missing = max(later.unwritten[name] for later in first.later) - first.unwritten[name]
             change = f"has {missing} bytes more that are never written" if missing > 0 else "differs"
-            by = f", by up to {_largest(errors):g}" if missing <= 0 else ""
+            by = f", by up to {_max_error(errors):g}" if missing <= 0 else ""
             result.append(f"{name!r} {change} in a later launch{by}, with {names} changed by an earlier launch")
     return result
 
 
-def _same(a: Array, b: Array) -> bool:
+def _equal_bits(a: Array, b: Array) -> bool:
     return a.tobytes() == b.tobytes()
 
 
-def _error(a: Array, b: Array) -> NDArray[np.float64]:
+def _absolute_error(a: Array, b: Array) -> NDArray[np.float64]:
     """Return absolute differences of elements; 0 where both are NaN."""
     with np.errstate(all="ignore"):
         error: NDArray[np.float64] = np.abs(a.astype(np.float64) - b.astype(np.float64))
@@ -440,13 +454,13 @@ def _error(a: Array, b: Array) -> NDArray[np.float64]:
     return error
 
 
-def _largest(errors: Sequence[NDArray[np.float64]]) -> float:
+def _max_error(errors: Sequence[NDArray[np.float64]]) -> float:
     """Return the largest error; infinite if one is NaN."""
     largest = [float(error.max()) for error in errors]
     return max(value if value == value else math.inf for value in largest)
 
 
-def _expected(name: str, path: Path, arguments: Arguments) -> Array:
+def _load_expected(name: str, path: Path, arguments: Arguments) -> Array:
     """Load the expected values of an output. Raise UsageError for another shape or an unknown output."""
     if name not in arguments.outputs:
         raise unknown("output in --expect", name, arguments.outputs)
@@ -457,9 +471,9 @@ def _expected(name: str, path: Path, arguments: Arguments) -> Array:
     return want
 
 
-def _difference(name: str, got: Array, want: Array, tolerance: float) -> list[str]:
+def _compare(name: str, got: Array, want: Array, tolerance: float) -> list[str]:
     """Describe the difference between an output and its expected values; empty if they agree. NaN agrees with NaN."""
-    error = _error(got, want)
+    error = _absolute_error(got, want)
     bad = ~(error <= tolerance) if tolerance else ~((got == want) | ((got != got) & (want != want)))
     if not bad.any():
         return []
@@ -467,11 +481,11 @@ def _difference(name: str, got: Array, want: Array, tolerance: float) -> list[st
     location = f"{name}[{', '.join(map(str, first))}]"
     return [
         f"{int(bad.sum())} of {got.size} elements of {name!r} differ from what is expected by more than {tolerance:g}, "
-        f"at most by {_largest([error]):g}; the first is {location} = {got[first]}, expected {want[first]}"
+        f"at most by {_max_error([error]):g}; the first is {location} = {got[first]}, expected {want[first]}"
     ]
 
 
-def _output(name: str, data: Array, unwritten: int | None) -> Output:
+def _summarize(name: str, data: Array, unwritten: int | None) -> Output:
     numbers = data[data == data]
     some = numbers.size > 0
     with np.errstate(all="ignore"):
@@ -488,7 +502,7 @@ def _output(name: str, data: Array, unwritten: int | None) -> Output:
         )
 
 
-def _save(folder: Path | None, outputs: Mapping[str, Array]) -> list[str]:
+def _save_outputs(folder: Path | None, outputs: Mapping[str, Array]) -> list[str]:
     saved = []
     for name, data in outputs.items() if folder is not None else ():
         assert folder is not None

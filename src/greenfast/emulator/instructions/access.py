@@ -132,7 +132,7 @@ def count_access(m: ResidentBlocks, space: str, store: bool, offsets: Offsets, l
 
 
 def load(i: Instruction) -> Operation:
-    """ld: values come back only from bytes that something wrote."""
+    """Build ld: values come back only from bytes that something wrote."""
     space = parse_space(i)
     if space == "param" and isinstance(getattr(i.operands[1], "base", None), Symbol):
         return _load_param(i)
@@ -173,7 +173,7 @@ def peek(arena: Arena, offsets: Offsets, size: int) -> NDArray[np.uint8]:
 
 
 def store(i: Instruction) -> Operation:
-    """st."""
+    """Build st."""
     space = parse_space(i)
     kind = parse_type(i)
     source = i.operands[1]
@@ -242,7 +242,7 @@ REDUCTIONS = (*_ATOMIC, "inc", "dec")
 
 
 def atomic(i: Instruction) -> Operation:
-    """atom and red: the threads of a warp go one after the other, in order."""
+    """Build atom and red: the threads of a warp go one after the other, in order."""
     space = parse_space(i)
     kind = parse_type(i)
     dtype = parse_dtype(kind)
@@ -266,7 +266,7 @@ def atomic(i: Instruction) -> Operation:
         watched = actual in ("global", "shared")
         if watched:
             m.access_lanes = lanes
-            m.races.atomics.meet(actual, offsets, whole, scope, lock=operation in ("cas", "exch"))
+            m.races.atomics.check(actual, offsets, whole, scope, lock=operation in ("cas", "exch"))
             m.races.synchronize(actual, offsets, lanes, returns, True, releases, scope)
             if m.races.stale is not None:
                 m.races.stale.read(actual, offsets, before, lanes, newest=True)
@@ -312,7 +312,7 @@ def atomic_result(operation: str, kind: str, space: str) -> Callable[..., Any]:
 
 
 def asynchronous_copy(i: Instruction) -> Operation:
-    """cp.async: the data is read now and lands at the wait; until then reading it is a fault."""
+    """Build cp.async: the data is read now and lands at the wait; until then reading it is a fault."""
     if "commit_group" in i.parts:
         return _commit
     if "wait_group" in i.parts:
@@ -407,9 +407,9 @@ def land(m: ResidentBlocks, lanes: ThreadSet, which: Callable[[Copy], Any]) -> N
         done = waiting[copy.lanes] & which(copy)
         if done.any():
             m.shared.place(copy.offsets[done], copy.values[done])
-            m.races.finished(copy.offsets[done], copy.values.shape[1], copy.lanes[done], True, copy.instruction)
+            m.races.record_finished(copy.offsets[done], copy.values.shape[1], copy.lanes[done], True, copy.instruction)
             if m.proxies is not None:
-                m.proxies.landed(copy.offsets[done], copy.lanes[done], copy.instruction)
+                m.proxies.record_cp_async(copy.offsets[done], copy.lanes[done], copy.instruction)
         if not done.all():
             left = ~done
             in_flight.append(

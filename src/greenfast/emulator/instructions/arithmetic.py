@@ -22,7 +22,7 @@ def _pairs(function: Function, kind: str) -> Function:
 
 
 def add_like(function: Function, of_floats: Callable[[Instruction], Operation]) -> Callable[[Instruction], Operation]:
-    """add and sub: integers wrap, .sat saturates s32."""
+    """Build add and sub: integers wrap, .sat saturates s32."""
 
     def build(i: Instruction) -> Operation:
         if floats.is_float(i):
@@ -67,7 +67,7 @@ def _product(i: Instruction) -> tuple[Function, str]:
 
 
 def mul(i: Instruction) -> Operation:
-    """mul."""
+    """Build mul."""
     if floats.is_float(i):
         return floats.multiply(i)
     function, out = _product(i)
@@ -75,7 +75,7 @@ def mul(i: Instruction) -> Operation:
 
 
 def mad(i: Instruction) -> Operation:
-    """mad."""
+    """Build mad."""
     if floats.is_float(i):
         return floats.multiply_add(i)
     if "cc" in i.parts:
@@ -89,7 +89,7 @@ def mad(i: Instruction) -> Operation:
 
 
 def product24(i: Instruction) -> Operation:
-    """mul24 and mad24: of the low 24 bits of the factors bits 47..16 or 31..0 of the product."""
+    """Build mul24 and mad24: of the low 24 bits of the factors bits 47..16 or 31..0 of the product."""
     dtype = parse_dtype(parse_type(i))
     wide = np.int64 if dtype.kind == "i" else np.uint64
 
@@ -147,7 +147,7 @@ def carrying(i: Instruction) -> Operation:
 
 
 def divide(i: Instruction) -> Operation:
-    """div: integers truncate toward zero."""
+    """Build div: integers truncate toward zero."""
     if floats.is_float(i):
         return floats.divide(i)
     signed = parse_dtype(parse_type(i)).kind == "i"
@@ -160,7 +160,7 @@ def divide(i: Instruction) -> Operation:
 
 
 def remainder(i: Instruction) -> Operation:
-    """rem, of the sign of the dividend."""
+    """Build rem, of the sign of the dividend."""
     return _by_no_zero(i, np.fmod)
 
 
@@ -184,12 +184,12 @@ def _by_no_zero(i: Instruction, function: Callable[[Values, Values], Values]) ->
 
 
 def sum_of_differences(i: Instruction) -> Operation:
-    """sad: c + |a - b|."""
+    """Build sad: c + |a - b|."""
     return elementwise(i, lambda a, b, c: c + np.where(a < b, b - a, a - b))
 
 
 def dot_product(i: Instruction) -> Operation:
-    """dp4a and dp2a: c plus the products of bytes with bytes, or of halves with the lower or upper two bytes."""
+    """Build dp4a and dp2a: c plus the products of bytes with bytes, or of halves with the lower or upper two bytes."""
     kinds = [p for p in i.parts if p in ("u32", "s32")]
     signs = ["i" if k == "s32" else "u" for k in kinds]
     out = "s32" if "s32" in kinds else "u32"
@@ -210,7 +210,7 @@ def dot_product(i: Instruction) -> Operation:
 
 
 def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
-    """min and max; .relu also clamps at 0."""
+    """Build min and max; .relu also clamps at 0."""
 
     def build(i: Instruction) -> Operation:
         if floats.is_float(i):
@@ -223,12 +223,12 @@ def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
 
 
 def negate(i: Instruction) -> Operation:
-    """neg."""
+    """Build neg."""
     return floats.negate(i) if floats.is_float(i) else elementwise(i, np.negative)
 
 
 def absolute(i: Instruction) -> Operation:
-    """abs."""
+    """Build abs."""
     return floats.absolute(i) if floats.is_float(i) else elementwise(i, np.abs)
 
 

@@ -39,7 +39,7 @@ class NamedBarriers:
         self.released: list[NDArray[np.intp]] = []
 
     def arrive(self, i: Instruction, pc: int, lanes: ThreadSet) -> bool:
-        """Threads come to a barrier instruction; returns whether they wait there."""
+        """Arrive at a barrier instruction. Return whether the threads wait there."""
         m = self.m
         form = _BarrierForm(i)
         indices = lane_indices(lanes)
@@ -88,7 +88,7 @@ class NamedBarriers:
         return form.waits
 
     def release_ended(self) -> None:
-        """Threads have ended: release barriers that now wait for no other thread."""
+        """Release barriers that wait for no other thread after threads have ended."""
         begun = np.flatnonzero(self.arrived)
         if len(begun):
             self._release(begun[self._complete(begun)])
@@ -121,7 +121,7 @@ class NamedBarriers:
         done = np.zeros(len(self.arrived) + 1, np.bool_)  # the last for those that wait nowhere
         done[complete] = True
         go = np.flatnonzero(done[self.waiting])
-        self.m.races.barrier(complete, go, self.waiting[go], BARRIERS)
+        self.m.races.complete_barriers(complete, go, self.waiting[go], BARRIERS)
         self._require_aligned(go)
         self._reduce(go)
         self.waiting[go] = _NOT_WAITING

@@ -15,18 +15,18 @@ from greenfast.emulator.ptx.unsupported import unsupported
 
 
 def bitwise(function: Function) -> Callable[[Instruction], Operation]:
-    """and, or, xor, not."""
+    """Build and, or, xor, not."""
     return lambda i: elementwise(i, function)
 
 
 def logical_not(i: Instruction) -> Operation:
-    """cnot: 1 for 0, else 0."""
+    """Build cnot: 1 for 0, else 0."""
     dtype = parse_dtype(parse_type(i))
     return elementwise(i, lambda a: np.asarray(a == 0).astype(dtype))
 
 
 def shift(right: bool) -> Callable[[Instruction], Operation]:
-    """shl and shr: amounts beyond the width shift everything out."""
+    """Build shl and shr: amounts beyond the width shift everything out."""
 
     def build(i: Instruction) -> Operation:
         kind = parse_type(i)
@@ -46,7 +46,7 @@ def shift(right: bool) -> Callable[[Instruction], Operation]:
 
 
 def funnel_shift(i: Instruction) -> Operation:
-    """shf: the upper word of {b, a} shifted left, or the lower word of it shifted right."""
+    """Build shf: the upper word of {b, a} shifted left, or the lower word of it shifted right."""
     left, clamps = "l" in i.parts, "clamp" in i.parts
 
     def function(a: Values, b: Values, c: Values) -> Values:
@@ -70,7 +70,7 @@ _PERMUTE_MODES = {
 
 
 def permute_bytes(i: Instruction) -> Operation:
-    """prmt: each selector digit picks a byte, its top bit replicates that byte's sign; a mode has its own digits."""
+    """Build prmt: a selector digit picks a byte, its top bit replicates the byte's sign; a mode sets the digits."""
     mode = next((p for p in i.parts if p in _PERMUTE_MODES), None)
     table = None
     if mode is not None:
@@ -106,7 +106,7 @@ def _amount(values: Values, bits: int) -> Values:
 
 
 def insert_bits(i: Instruction) -> Operation:
-    """bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
+    """Build bfi: ``length`` bits of a into b at ``position``; what reaches beyond the width is left out."""
     kind = parse_type(i)
     bits = 8 * parse_dtype(kind).itemsize
 
@@ -121,7 +121,7 @@ def insert_bits(i: Instruction) -> Operation:
 
 
 def extract_bits(i: Instruction) -> Operation:
-    """bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with a's."""
+    """Build bfe: ``length`` bits of a from ``position`` on; a signed one is filled with its sign, beyond a with a's."""
     kind = parse_type(i)
     dtype = parse_dtype(kind)
     bits = 8 * dtype.itemsize
@@ -140,7 +140,7 @@ def extract_bits(i: Instruction) -> Operation:
 
 
 def count_bits(function: Function) -> Callable[[Instruction], Operation]:
-    """popc and clz."""
+    """Build popc and clz."""
     return lambda i: elementwise(i, function, out="u32")
 
 
@@ -154,7 +154,7 @@ def _leading_zeros(a: Values) -> Values:
 
 
 def find_bit(i: Instruction) -> Operation:
-    """bfind: the position of the highest bit that is not the sign's, or with .shiftamt its distance to the top."""
+    """Build bfind: the position of the highest non-sign bit, or with .shiftamt its distance to the top."""
     dtype = parse_dtype(parse_type(i))
     bits = 8 * dtype.itemsize
 
@@ -168,7 +168,7 @@ def find_bit(i: Instruction) -> Operation:
 
 
 def reverse_bits(i: Instruction) -> Operation:
-    """brev."""
+    """Build brev."""
     bits = 8 * parse_dtype(parse_type(i)).itemsize
 
     def function(a: Values) -> Values:
@@ -183,7 +183,7 @@ def reverse_bits(i: Instruction) -> Operation:
 
 
 def bit_mask(i: Instruction) -> Operation:
-    """bmsk: b set bits from position a on."""
+    """Build bmsk: b set bits from position a on."""
     clamps = "clamp" in i.parts
 
     def function(a: Values, b: Values) -> Values:
@@ -195,7 +195,7 @@ def bit_mask(i: Instruction) -> Operation:
 
 
 def extend(i: Instruction) -> Operation:
-    """szext: the lowest b bits of a, extended by their sign or by zeros."""
+    """Build szext: the lowest b bits of a, extended by their sign or by zeros."""
     clamps, dtype = "clamp" in i.parts, parse_dtype(parse_type(i))
 
     def function(a: Values, b: Values) -> Values:
@@ -207,7 +207,7 @@ def extend(i: Instruction) -> Operation:
 
 
 def lop3(i: Instruction) -> Operation:
-    """lop3: any function of three bits, by its truth table; with .or or .and also whether it is not 0, combined."""
+    """Build lop3: any function of three bits, by its truth table; .or and .and also combine a predicate."""
 
     def function(a: Values, b: Values, c: Values, lut: Values) -> Values:
         result: Any = np.uint32(0)
@@ -236,7 +236,7 @@ def lop3(i: Instruction) -> Operation:
 
 
 def find_nth(i: Instruction) -> Operation:
-    """fns: the position of the n-th set bit of a mask, from a position on, upwards or (n < 0) downwards."""
+    """Build fns: the position of the n-th set bit of a mask, from a position on, upwards or (n < 0) downwards."""
 
     def function(mask: Values, base: Values, offset: Values) -> Values:
         mask, base, offset = np.broadcast_arrays(mask, base, offset)

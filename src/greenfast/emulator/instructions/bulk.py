@@ -123,7 +123,7 @@ def read_tiles(
 
 
 def _plain_tile(m: ResidentBlocks, indices: NDArray[np.intp], length: int, start: Offsets, outward: Offsets) -> Tile:
-    """Copies of ``length`` bytes."""
+    """Return the tile of copies of ``length`` bytes."""
     if length % BULK_ALIGNMENT:
         raise m.fault(f"a bulk copy of {length} bytes, not a multiple of 16", int(indices[0]))
     start = _shared_start(m, start, indices, length, BULK_ALIGNMENT)

@@ -19,7 +19,7 @@ from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
 def mapa(i: Instruction) -> Operation:
-    """mapa: the address of a variable in the shared memory of a block of the cluster."""
+    """Build mapa: the address of a variable in the shared memory of a block of the cluster."""
     kind = parse_type(i)
     generic = not any(p.startswith("shared") for p in i.parts)
     read, rank, write = reader(i.operands[1], kind, i), reader(i.operands[2], "u32", i), writer(i.operands[0], kind, i)
@@ -42,7 +42,7 @@ def mapa(i: Instruction) -> Operation:
 
 
 def read_rank(i: Instruction) -> Operation:
-    """getctarank: the block of the cluster that an address belongs to."""
+    """Build getctarank: the block of the cluster that an address belongs to."""
     kind = parse_type(i)
     generic = not any(p.startswith("shared") for p in i.parts)
     read, write = reader(i.operands[1], kind, i), writer(i.operands[0], "u32", i)
@@ -57,7 +57,7 @@ def read_rank(i: Instruction) -> Operation:
 
 
 def barrier(i: Instruction) -> Operation:
-    """barrier.cluster.arrive and wait: every thread of the cluster arrives once per phase."""
+    """Build barrier.cluster.arrive and wait: every thread of the cluster arrives once per phase."""
     if i.parts[1] == "wait":
         return _wait
     relaxed = "relaxed" in i.parts
@@ -105,7 +105,7 @@ def _phases(m: ResidentBlocks) -> NDArray[np.int64]:
 
 
 def store(i: Instruction) -> Operation:
-    """st, also st.async: data that lands in a block's shared memory later, and then counts at an mbarrier there."""
+    """Build st and st.async: data arrives in a block's shared memory later, and then counts at an mbarrier."""
     if "async" not in i.parts:
         return access.store(i)
     kind = parse_type(i)

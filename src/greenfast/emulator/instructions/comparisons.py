@@ -79,7 +79,7 @@ def _combined(i: Instruction) -> tuple[Function | None, Reader | None]:
 
 
 def setp(i: Instruction) -> Operation:
-    """setp. A second predicate gets the complement, or of packed halves the comparison of the upper ones."""
+    """Build setp. A second predicate gets the complement, or of packed halves the comparison of the upper ones."""
     kind = parse_type(i)
     compare = _comparison(i)
     targets = i.operands[0].items if isinstance(i.operands[0], Vector) else (i.operands[0],)
@@ -100,7 +100,7 @@ def setp(i: Instruction) -> Operation:
 
 
 def set_value(i: Instruction) -> Operation:
-    """set: all ones, or 1.0 in a float, where the comparison is true, else zero; packed halves each for itself."""
+    """Build set: all ones, or 1.0 in a float, if the comparison is true, else zero; per packed half."""
     kind = parse_type(i)
     compare = _comparison(i)
     out = next(p for p in i.parts if p in TYPES)
@@ -124,13 +124,13 @@ def set_value(i: Instruction) -> Operation:
 
 
 def selp(i: Instruction) -> Operation:
-    """selp."""
+    """Build selp."""
     kind = parse_type(i)
     return elementwise(i, lambda a, b, p: np.where(p, a, b), types=[kind, kind, "pred"])
 
 
 def slct(i: Instruction) -> Operation:
-    """slct: a where c >= 0, else b, also for NaN."""
+    """Build slct: a where c >= 0, else b, also for NaN."""
     kind, third = (p for p in i.parts if p in TYPES)
     if "ftz" in i.parts:  # a subnormal c counts as zero
         function: Function = lambda a, b, c: np.where(flush(c, "f32") >= 0, a, b)  # noqa: E731

@@ -75,7 +75,7 @@ class SyncGroups:
         return bool((np.asarray(sync_group.mask(self.m, lanes)) == _ALL).all())
 
     def arrive(self, pc: int, lanes: ThreadSet) -> list[NDArray[np.intp]]:
-        """Threads come to an instruction; returns those that can go on now, in groups with one mask for each warp."""
+        """Arrive at an instruction. Return the threads that can run now, in groups with one mask for each warp."""
         sync_group = self.sync_groups[pc]
         key = sync_group.key or pc
         arrived = self.arrived.get(key)

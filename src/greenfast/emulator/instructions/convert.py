@@ -50,7 +50,7 @@ def encode(values: Values, name: str) -> Values:
 
 
 def convert(i: Instruction) -> Operation:
-    """cvt.<rounding>.<to>.<from>."""
+    """Build cvt.<rounding>.<to>.<from>."""
     if "pack" in i.parts:
         return _packed(i)
     kinds = [p for p in i.parts if p in TYPES or p in ("tf32", *_EIGHT_BITS)]
@@ -227,7 +227,7 @@ def _from_eight_bits(i: Instruction, to: str, source: str) -> Operation:
 
 
 def _packed(i: Instruction) -> Operation:
-    """cvt.pack: two integers, saturated, into the lowest bits; of bytes a third operand shifted above them."""
+    """Build cvt.pack: two integers, saturated, into the lowest bits; of bytes a third operand shifted above them."""
     kind = next(p for p in i.parts if p in TYPES)
     bits = 8 * parse_dtype(kind).itemsize
     limits = np.iinfo(parse_dtype(kind))

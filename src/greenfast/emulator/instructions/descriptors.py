@@ -48,7 +48,7 @@ class MatrixDescriptor:
             raise DescriptorError("a matrix descriptor with a base offset, unknown to the emulator")
 
     def offsets(self, address: NDArray[np.int64], rows: int, width: int, transposed: bool) -> NDArray[np.int64]:
-        """(matrices, a, b) offsets of 16-byte chunks in the block's shared memory; ``address``: where matrices start.
+        """Return (matrices, a, b) offsets of 16-byte chunks in shared memory; ``address``: the starts of the matrices.
 
         rows: extent in M or N; width: bytes of K that a row has (K-major), or 2 * K (transposed, 16-bit elements).
         K-major: a is the row, b the chunk along K. Transposed: a is k, b the chunk along M or N.

@@ -57,7 +57,7 @@ def _fence_map(i: Instruction) -> Operation:
 
 
 def grid_order(i: Instruction) -> Operation:
-    """griddepcontrol: after a wait, earlier launches are complete for the warps of the waiting threads."""
+    """Build griddepcontrol: after a wait, earlier launches are complete for the warps of the waiting threads."""
     waits = "wait" in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:

@@ -136,7 +136,7 @@ _SMALLEST_NORMAL = np.asarray(2.0**-126)
 
 
 def fused(a: Values, b: Values, c: Values) -> Values:
-    """a * b + c of float32 numbers with one rounding, to the nearest."""
+    """Compute a * b + c of float32 numbers with one rounding, to the nearest."""
     # The product of two float32 is exact in float64. Rounding the sum to float64 first changes the result only if the
     # sum is halfway between two float32, or below the normal numbers.
     product = np.multiply(a, b, dtype=np.float64)
@@ -179,7 +179,7 @@ _rounded_reciprocal = arithmetic(
 
 
 def divide(i: Instruction) -> Operation:
-    """div; .approx is a * (1 / b), where 1 / b of |b| > 2^126 is taken for zero."""
+    """Build div; .approx is a * (1 / b), where 1 / b of |b| > 2^126 is taken for zero."""
     if "approx" not in i.parts:
         return _rounded_quotient(i)
 
@@ -221,14 +221,14 @@ def _gross(function: Function) -> Callable[[Instruction], Operation]:
 
 
 def reciprocal(i: Instruction) -> Operation:
-    """rcp."""
+    """Build rcp."""
     if "approx" in i.parts and parse_type(i) == "f64":
         return _gross(lambda a: 1.0 / a)(i)
     return _rounded_reciprocal(i)
 
 
 def reciprocal_root(i: Instruction) -> Operation:
-    """rsqrt."""
+    """Build rsqrt."""
     if parse_type(i) == "f64" and "ftz" in i.parts:
         return _gross(lambda a: 1.0 / np.sqrt(a))(i)
     return approximate(lambda a: 1.0 / np.sqrt(a))(i)
@@ -281,7 +281,7 @@ def _layout(kind: str) -> tuple[Any, Any]:
 
 
 def extreme(smaller: bool) -> Callable[[Instruction], Operation]:
-    """min and max: of a number and NaN the number, with .NaN NaN; -0 is less than +0.
+    """Build min and max: of a number and NaN the number, with .NaN NaN; -0 is less than +0.
 
     .xorsign.abs: of the magnitudes, with the product's sign.
     """
@@ -344,13 +344,13 @@ absolute = _signed(lambda a, sign: a & ~sign)
 
 
 def copysign(i: Instruction) -> Operation:
-    """copysign: the sign of a on b."""
+    """Build copysign: the sign of a on b."""
     sign, _ = _layout(parse_type(i))
     return _bit_function(i, lambda a, b: (a & sign) | (b & ~sign))
 
 
 def testp(i: Instruction) -> Operation:
-    """testp: whether a number is of a class; zeros count as normal."""
+    """Build testp: whether a number is of a class; zeros count as normal."""
     kind = parse_type(i)
     tiny = FORMATS[kind].smallest_normal
     classes: dict[str, Function] = {

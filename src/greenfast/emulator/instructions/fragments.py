@@ -120,7 +120,7 @@ def _stacked(m: ResidentBlocks, read: Sequence[Reader], lanes: ThreadSet) -> Val
 
 
 def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kinds: Sequence[str]) -> Operation:
-    """d = a * b + c; ``kinds``: the types of D, A, B and C."""
+    """Compute d = a * b + c; ``kinds``: the types of D, A, B and C."""
     rows, columns, k = parse_shape(i)
     out, left_kind, right_kind, addend = kinds
     if BITS[left_kind] != BITS[right_kind]:
@@ -182,7 +182,7 @@ def write_sums(
 
 
 def mma(i: Instruction) -> Operation:
-    """mma.sync."""
+    """Build mma.sync."""
     kinds = [p for p in i.parts if p in BITS or p in ("f32", "s32")]
     fragments = [o for o in i.operands if isinstance(o, Vector)]
     if len(fragments) != 4 or len(i.operands) != 4:

@@ -73,7 +73,7 @@ def _integers(values: Values, lanes: ThreadSet) -> NDArray[np.int64]:
 
 
 def init(i: Instruction) -> Operation:
-    """mbarrier.init."""
+    """Build mbarrier.init."""
     where, count = _words(i.operands[0], i, parse_space(i)), reader(i.operands[1], "u32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -86,7 +86,7 @@ def init(i: Instruction) -> Operation:
 
 
 def invalidate(i: Instruction) -> Operation:
-    """mbarrier.inval: the memory may be used for something else."""
+    """Build mbarrier.inval: the memory may be used for something else."""
     where = find_mbarriers(i.operands[0], i, parse_space(i))
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -98,7 +98,7 @@ def invalidate(i: Instruction) -> Operation:
 
 
 def transactions(i: Instruction) -> Operation:
-    """mbarrier.expect_tx and mbarrier.complete_tx."""
+    """Build mbarrier.expect_tx and mbarrier.complete_tx."""
     where, count = find_mbarriers(i.operands[0], i, parse_space(i)), reader(i.operands[1], "u32", i)
     sign = 1 if i.parts[0] == "expect_tx" else -1
 
@@ -111,7 +111,7 @@ def transactions(i: Instruction) -> Operation:
 
 
 def arrive(i: Instruction) -> Operation:
-    """mbarrier.arrive and arrive_drop, with .expect_tx and .noComplete; they return the state before them."""
+    """Build mbarrier.arrive and arrive_drop, with .expect_tx and .noComplete; they return the state before them."""
     operands = list(i.operands)
     # A remote arrival returns no state, and may be written without a place for one.
     token = operands.pop(0) if not hasattr(operands[0], "offset") else None
@@ -140,7 +140,7 @@ def arrive(i: Instruction) -> Operation:
 
 
 def wait(i: Instruction) -> Operation:
-    """mbarrier.try_wait and test_wait, for a parity or for the state that an arrival returned."""
+    """Build mbarrier.try_wait and test_wait, for a parity or for the state that an arrival returned."""
     where = find_mbarriers(i.operands[1], i, parse_space(i))
     parity, relaxed = "parity" in i.parts, "relaxed" in i.parts
     phase = reader(i.operands[2], "u32" if parity else "u64", i)
@@ -154,7 +154,7 @@ def wait(i: Instruction) -> Operation:
             raise m.fault(f"a phase parity of {wanted[index]}, neither 0 nor 1", int(lane_indices(lanes)[index]))
         done = m.mbarriers.passed(rows, wanted) if parity else m.mbarriers.phase[rows] > wanted >> PHASE_SHIFT
         if done.any():
-            m.races.leave(rows[done], lane_indices(lanes)[done], relaxed)
+            m.races.wait_for(rows[done], lane_indices(lanes)[done], relaxed)
         if done.all() or m.random.random() < GIVES_UP:
             write(m, lanes, done)
             return None
@@ -169,7 +169,7 @@ def wait(i: Instruction) -> Operation:
 
 
 def pending_count(i: Instruction) -> Operation:
-    """mbarrier.pending_count: of the state that an arrival returned."""
+    """Build mbarrier.pending_count: of the state that an arrival returned."""
     read, write = reader(i.operands[1], "u64", i), writer(i.operands[0], "b32", i)
     return lambda m, lanes: write(m, lanes, (np.asarray(read(m, lanes)) & PENDING).astype(np.uint32))
 

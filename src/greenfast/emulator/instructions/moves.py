@@ -15,7 +15,7 @@ from greenfast.emulator.ptx.syntax import Instruction, Vector
 
 
 def move(i: Instruction) -> Operation:
-    """mov, also packing {a, b} into one register and unpacking it, and taking a variable's address."""
+    """Build mov, also packing {a, b} into one register and unpacking it, and taking a variable's address."""
     kind = parse_type(i)
     destination, source = i.operands
     if isinstance(source, Vector):
@@ -54,7 +54,7 @@ def _unpack(i: Instruction, kind: str, destination: Vector, source: Any) -> Oper
 
 
 def cvta(i: Instruction) -> Operation:
-    """cvta: global addresses are generic already; shared and local ones move into or out of their window."""
+    """Build cvta: global addresses are generic already; shared and local ones move into or out of their window."""
     from_generic = "to" in i.parts
     space = next(name for p in i.parts if (name := p.split(":")[0]) in ("global", "shared", "local", "const", "param"))
     base = _WINDOWS.get(space, 0)

@@ -17,7 +17,7 @@ _SPECIFIER = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(hh|h|ll|l|z)?([diouxXeEfFgGcsp%
 
 
 def call(i: Instruction) -> Operation:
-    """call of vprintf(format, arguments) or __assertfail(condition, file, line, function, size)."""
+    """Build call of vprintf(format, arguments) or __assertfail(condition, file, line, function, size)."""
     name = next((o.name for o in i.operands if isinstance(o, Symbol)), "")
     vectors = [[item.name for item in o.items if isinstance(item, Symbol)] for o in i.operands if isinstance(o, Vector)]
     if name == "__assertfail" and vectors:

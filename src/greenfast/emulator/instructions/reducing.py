@@ -17,7 +17,7 @@ from greenfast.emulator.ptx.syntax import Instruction
 
 
 def reduce(i: Instruction) -> Operation:
-    """cp.reduce.async.bulk to global memory: an atomic operation for each element, by itself.
+    """Build cp.reduce.async.bulk to global memory: an atomic operation for each element, by itself.
 
     They happen here when they are issued; the source is held as a store's is.
     """
@@ -54,7 +54,7 @@ def _reduce_at(
     size = values.dtype.itemsize
     with m.accessing(lanes, "global"):
         m.memory.read(offsets, size, f"{size}-byte atomic access", True)
-    m.races.atomics.meet("global", offsets, size, DEVICE, lock=False)
+    m.races.atomics.check("global", offsets, size, DEVICE, lock=False)
     m.races.synchronize("global", offsets, lanes, False, True, False, DEVICE)
     cells, after = m.memory.data.view(values.dtype), atomic_result(operation, kind, "global")
     changed = np.zeros(len(offsets), np.bool_)

@@ -94,7 +94,7 @@ def widen(values: Values, kind: str) -> Wide:
 
 
 def narrow(x: Values, kind: str, mode: str = "rn") -> Values:
-    """Numbers of at most 24 significant bits, or rounded to odd, as stored values of a kind; NaN is canonical."""
+    """Store numbers of at most 24 significant bits, or rounded to odd, as a kind; NaN is canonical."""
     x = np.asarray(x)
     if kind == "f64":
         return canonical(x.astype(np.float64), kind)
@@ -156,7 +156,7 @@ def _number(bits: Any) -> Wide:
 
 
 def sum_to_odd(a: Wide, b: Wide, mode: str = "rn") -> Wide:
-    """a + b, and the sign that a zero gets in a rounding mode."""
+    """Compute a + b, and the sign that a zero gets in a rounding mode."""
     total = np.asarray(a + b)
     part = total - a
     error = (a - (total - part)) + (b - part)  # exact (Knuth's TwoSum)
@@ -178,7 +178,7 @@ def _with_rest(result: Wide, kept_bits: int, remainder: Callable[[Wide], Wide], 
 
 
 def quotient_to_odd(a: Wide, b: Wide) -> Wide:
-    """a / b of numbers of at most 24 bits."""
+    """Compute a / b of numbers of at most 24 bits."""
     result = np.asarray(a / b)
     return _with_rest(
         result, 27, lambda q: a - q * b, lambda left: (np.signbit(left) ^ np.signbit(b)) == np.signbit(result)

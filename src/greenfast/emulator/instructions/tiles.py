@@ -52,7 +52,7 @@ def _read_rows(
 
 
 def ldmatrix(i: Instruction) -> Operation:
-    """ldmatrix: 1, 2 or 4 tiles, transposed or not."""
+    """Build ldmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
     write = [writer(r, "b32", i) for r in _registers(i.operands[0])]
     where = _read_rows(i, i.operands[1], count)
@@ -72,7 +72,7 @@ def ldmatrix(i: Instruction) -> Operation:
 
 
 def stmatrix(i: Instruction) -> Operation:
-    """stmatrix: 1, 2 or 4 tiles, transposed or not."""
+    """Build stmatrix: 1, 2 or 4 tiles, transposed or not."""
     count, transposed = _count(i), "trans" in i.parts
     read = [reader(r, "b32", i) for r in _registers(i.operands[1])]
     where = _read_rows(i, i.operands[0], count)
@@ -91,7 +91,7 @@ def stmatrix(i: Instruction) -> Operation:
 
 
 def movmatrix(i: Instruction) -> Operation:
-    """movmatrix.trans: transpose one tile between the registers of a warp."""
+    """Build movmatrix.trans: transpose one tile between the registers of a warp."""
     if "trans" not in i.parts or "m8n8" not in i.parts or parse_type(i) != "b16":
         raise unsupported(i)
     read, write = reader(i.operands[1], "b32", i), writer(i.operands[0], "b32", i)

@@ -31,7 +31,7 @@ _BARRIER_BYTES = 8
 
 
 def copy(i: Instruction) -> Operation:
-    """cp.async of any kind."""
+    """Build cp.async of any kind."""
     if i.parts[:2] == ("async", "mbarrier"):
         return _arrive_when_landed(i)
     if "bulk" not in i.parts:
@@ -59,7 +59,7 @@ def copy(i: Instruction) -> Operation:
 
 
 def _arrive_when_landed(i: Instruction) -> Operation:
-    """cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
+    """Build cp.async.mbarrier.arrive: the threads' earlier cp.async land, and arrive, when the scheduler chooses."""
     barrier = find_mbarriers(i.operands[0], i, parse_space(i))
     increases = "noinc" not in i.parts
 
@@ -126,7 +126,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
             m.shared.data.reshape(-1, tile.unit)[location // tile.unit] = data
             m.shared.state.reshape(-1, tile.unit)[location // tile.unit] = WRITTEN
             if m.proxies is not None:
-                m.proxies.overwritten(location)
+                m.proxies.clear_writes(location)
             m.races.arrive_at(rows, indices[copies])
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
@@ -176,7 +176,7 @@ def _store(i: Instruction, tensor: bool) -> Operation:
         with m.accessing(owners[inside], "global"):
             m.memory.require_free(tile.outer[inside], tile.unit, "bulk write")
             m.memory.mark(tile.outer[inside], tile.unit, IN_FLIGHT, "bulk write")
-            m.races.global_write(tile.outer[inside], tile.unit, values[inside.ravel()])
+            m.races.write_global(tile.outer[inside], tile.unit, values[inside.ravel()])
         count_bulk(m, True, tile, owners, inside)
         chunks = chunk_indices(tile.shared)
         hold(m.shared, chunks)
@@ -240,7 +240,7 @@ def _wait(i: Instruction) -> Operation:
             reading = now & s.reading
             if reading.any():
                 owners = np.broadcast_to(s.lanes[reading][:, None], s.chunks[reading].shape).ravel()
-                m.races.finished(s.chunks[reading].ravel() * CHUNK, CHUNK, owners, False, s.instruction)
+                m.races.record_finished(s.chunks[reading].ravel() * CHUNK, CHUNK, owners, False, s.instruction)
             s.release(m.shared, now)
             if not only_read:
                 s.land(m.memory, now)

@@ -78,7 +78,7 @@ def _operation(i: Instruction, name: str) -> Callable[[Wide, Wide], Wide]:
 
 
 def scalar(i: Instruction) -> Operation:
-    """vadd, vsub, vabsdiff, vmin, vmax, vshl, vshr, vset: then joined with c (.add, .min, .max), or merged into c."""
+    """Build vadd, vsub, vabsdiff, vmin, vmax, vshl, vshr, vset, combined with c (.add, .min, .max) or merged into c."""
     kinds = [p for p in i.parts if p in ("u32", "s32")]
     out = "u32" if i.name == "vset" else kinds[0]
     left, right = kinds[-2:]
@@ -117,7 +117,7 @@ def scalar(i: Instruction) -> Operation:
 
 
 def multiply_add(i: Instruction) -> Operation:
-    """vmad: a * b + c, shifted. Negated operands are refused."""
+    """Build vmad: a * b + c, shifted. Negated operands are refused."""
     out, left, right = (p for p in i.parts if p in ("u32", "s32"))
     if len(i.operands) != 4 or any(isinstance(o, Symbol) for o in i.operands):
         raise unsupported(i, "has operands that are not known to the emulator")

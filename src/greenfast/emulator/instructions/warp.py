@@ -114,7 +114,7 @@ def _bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def shuffle(i: Instruction) -> Operation:
-    """shfl.sync: bfly, up, down and idx within segments."""
+    """Build shfl.sync: bfly, up, down and idx within segments."""
     mode = next(p for p in i.parts if p in ("bfly", "up", "down", "idx"))
     first, *remainder = _targets(i.operands[0])
     write, write_inside = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
@@ -149,7 +149,7 @@ def shuffle(i: Instruction) -> Operation:
 
 
 def vote(i: Instruction) -> Operation:
-    """vote.sync: all, any, uni, ballot."""
+    """Build vote.sync: all, any, uni, ballot."""
     mode = next(p for p in i.parts if p in ("all", "any", "uni", "ballot"))
     read, mask = reader(i.operands[1], "pred", i), reader(i.operands[2], "u32", i)
     write = writer(i.operands[0], "b32" if mode == "ballot" else "pred", i)
@@ -171,7 +171,7 @@ def vote(i: Instruction) -> Operation:
 
 
 def elect(i: Instruction) -> Operation:
-    """elect.sync: the lowest thread of a group leads."""
+    """Build elect.sync: the lowest thread of a group leads."""
     first, *remainder = _targets(i.operands[0])
     write_lane, write_flag = writer(first, "b32", i), [writer(p, "pred", i) for p in remainder]
     mask = reader(i.operands[1], "u32", i)
@@ -193,7 +193,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def reduce(i: Instruction) -> Operation:
-    """redux.sync over the threads of a group."""
+    """Build redux.sync over the threads of a group."""
     kind = parse_type(i)
     name = next(p for p in i.parts if p in _REDUCTIONS)
     function = _REDUCTIONS[name]
@@ -214,7 +214,7 @@ def reduce(i: Instruction) -> Operation:
 
 
 def match(i: Instruction) -> Operation:
-    """match.sync: which threads of a group hold the same value (any), or all of them if all do (all)."""
+    """Build match.sync: which threads of a group hold the same value (any), or all of them if all do (all)."""
     kind = parse_type(i)
     first, *remainder = _targets(i.operands[0])
     write, write_flag = writer(first, "b32", i), [writer(t, "pred", i) for t in remainder]
@@ -236,7 +236,7 @@ def match(i: Instruction) -> Operation:
 
 
 def active_mask(i: Instruction) -> Operation:
-    """activemask: the threads of the warp that run this together."""
+    """Build activemask: the threads of the warp that run this together."""
     write = writer(i.operands[0], "b32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:

@@ -76,7 +76,7 @@ def _wait(i: Instruction) -> Operation:
             _release(m, go)
             leads = go[::WARP]
             if m.proxies is not None:
-                m.proxies.multiplied(leads, p.before[leads // WARP, p.done[leads] % GROUPS])
+                m.proxies.fence_products(leads, p.before[leads // WARP, p.done[leads] % GROUPS])
         return stay
 
     return run
@@ -190,7 +190,7 @@ def _flag(operand: Operand, i: Instruction) -> int:
 
 
 def multiply(i: Instruction) -> Operation:
-    """wgmma.mma_async."""
+    """Build wgmma.mma_async."""
     form = _WgmmaForm(i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
@@ -319,7 +319,7 @@ def is_plain(i: Instruction) -> bool:
 
 
 def move(i: Instruction) -> Operation:
-    """mov of a register in a kernel with wgmma: the state of the source goes with its value.
+    """Build mov of a register in a kernel with wgmma: the state of the source goes with its value.
 
     Such moves are the compiler's, between a wgmma and its wait and after a fence too; machine code has one register.
     """

@@ -38,7 +38,7 @@ _Places = NDArray[np.int64]
 
 
 def wmma(i: Instruction) -> Operation:
-    """wmma.load, wmma.mma and wmma.store."""
+    """Build wmma.load, wmma.mma and wmma.store."""
     action = i.parts[0]
     if action == "load":
         return _load(i)

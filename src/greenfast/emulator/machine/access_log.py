@@ -126,20 +126,20 @@ class GlobalRecord:
         self.inputs = {memory.number(name) for name in inputs}
         self.input_writes: dict[str, str] = {}
 
-    def inputs_among(self, offsets: Numbers, owners: set[int]) -> list[tuple[str, int]]:
+    def find_inputs(self, offsets: Numbers, owners: set[int]) -> list[tuple[str, int]]:
         """Return the inputs among the allocations of an access, each with its first element there."""
-        names = [self.memory.name_of(owner) for owner in owners & self.inputs]
-        spans = [(name, self.memory.starts[name], self.memory.end_of(name)) for name in names]
+        names = [self.memory.get_name(owner) for owner in owners & self.inputs]
+        spans = [(name, self.memory.starts[name], self.memory.get_end(name)) for name in names]
         return [(name, int(np.flatnonzero((offsets >= a) & (offsets < b))[0])) for name, a, b in spans]
 
-    def table(self, unit: int, atomic: bool = False) -> Numbers:
+    def last_writes(self, unit: int, atomic: bool = False) -> Numbers:
         """Return the last writes by unit."""
         tables = self.atomics if atomic else self.writes
         if unit not in tables:
             tables[unit] = np.zeros(len(self.memory.data) // unit, np.uint64)
         return tables[unit]
 
-    def written(self, offsets: Numbers, size: int) -> tuple[int, str] | None:
+    def find_write(self, offsets: Numbers, size: int) -> tuple[int, str] | None:
         """Return the first element of a non-coherent read of written memory, and the fault in words."""
         for unit, table in self.writes.items():
             result = table[offsets[:, None] // unit + np.arange(max(1, size // unit))].max(axis=1)
@@ -151,7 +151,7 @@ class GlobalRecord:
                 return row, f"a read by ld.global.nc of {location} that was written in this launch at {by.source}"
         return None
 
-    def readers(self, unit: int) -> tuple[Numbers, Numbers]:
+    def last_reads(self, unit: int) -> tuple[Numbers, Numbers]:
         """Return the last reads by unit, and the last ones before them by another block."""
         if unit not in self.reads:
             size = len(self.memory.data) // unit
@@ -194,18 +194,20 @@ class AccessTable:
         writes: Numbers = numbers.astype(np.uint64) << _SHIFT | threads.view(np.uint32)
         return writes
 
-    def agree(self, rows: Numbers, size: int, number: int, values: Numbers, threads: Numbers, owners: Numbers) -> None:
+    def record_uniform(
+        self, rows: Numbers, size: int, number: int, values: Numbers, threads: Numbers, owners: Numbers
+    ) -> None:
         """Note which threads of a write that was put left the value of the last one; owners: of a thread, its block."""
         units = size // self.unit
         threads = np.broadcast_to(threads, (len(rows), units))
-        if not (self.by(rows, size) != threads).any():
+        if not (self.get_threads(rows, size) != threads).any():
             return
         if self.agreeing is None:
             self.agreeing = UniformWrites(len(self.entries))
         places = self._places(rows, size).ravel()
         self.agreeing.put(places, number, values.reshape(-1, self.unit), threads.ravel(), owners)
 
-    def wrote(self, rows: Numbers, size: int, numbers: Numbers, threads: Numbers, owners: Numbers) -> Numbers:
+    def is_writer(self, rows: Numbers, size: int, numbers: Numbers, threads: Numbers, owners: Numbers) -> Numbers:
         """Return (elements, units):
 
         whether each thread took part in the last write there, if that write has this number.
@@ -213,28 +215,28 @@ class AccessTable:
         if self.agreeing is None:
             return np.zeros(numbers.shape, np.bool_)
         places = self._places(rows, size)
-        same: Numbers = owners[threads] == owners[self.by(rows, size) % len(owners)]
+        same: Numbers = owners[threads] == owners[self.get_threads(rows, size) % len(owners)]
         return same & self.agreeing.has(places, numbers, threads % WARP)
 
-    def newest(self, but: int) -> int:
+    def latest_other(self, but: int) -> int:
         """Return the latest access of any other warp."""
         return max((n for warp, n in enumerate(self.latest) if warp != but), default=0)
 
     def put(self, rows: Numbers, size: int, number: int, warp: int, threads: Numbers) -> None:
-        """Threads of a warp (-1: an asynchronous copy) access elements of ``size`` bytes, whole units."""
+        """Record an access by a warp's threads (-1: an asynchronous copy) to elements of ``size`` bytes."""
         self.threads.reshape(-1, size // self.unit)[rows] = threads
         view = _VIEWS[size // self.unit]
         self.entries.view(view)[rows] = np.full(size // self.unit, number, np.uint32).view(view)[0]
         self.latest[warp] = number
 
-    def by(self, rows: Numbers, size: int) -> Any:
-        """Return (elements, units) threads, as ``get`` gives the numbers."""
+    def get_threads(self, rows: Numbers, size: int) -> Any:
+        """Return (elements, units) threads, as ``get_numbers`` gives the numbers."""
         units = size // self.unit
         if units <= 1:
             return self.threads[rows if units else rows * size // self.unit][:, None]
         return self.threads.reshape(-1, units)[rows]
 
-    def get(self, rows: Numbers, size: int) -> Any:
+    def get_numbers(self, rows: Numbers, size: int) -> Any:
         """Return (elements, units) numbers; an element may be a part of a unit, or many."""
         units = size // self.unit
         if units <= 1:

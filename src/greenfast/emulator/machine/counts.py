@@ -117,7 +117,7 @@ def _sectors(offsets: NDArray[np.int64], warps: NDArray[np.int64], size: int) ->
 
 
 def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> tuple[int, int]:
-    """Passes over shared memory and how many of them are conflicts, of one access by some warps.
+    """Return the passes over shared memory of one access by some warps, and the conflicts among them.
 
     Most often all warps are whole and access one pattern, each at a different place: it is counted once.
     """
@@ -138,12 +138,12 @@ def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> t
 
 
 def _total(passes: NDArray[np.int64]) -> tuple[int, int]:
-    """Passes and conflicts of all parts of warps: a part with a thread in it needs one pass."""
+    """Return passes and conflicts of all parts of warps: a part with a thread needs one pass."""
     return int(passes.sum()), int(np.maximum(passes - 1, 0).sum())
 
 
 def _passes(words: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Passes of each part of each warp's access; words: (warps, 32), the first word per thread, -1 for none.
+    """Return the passes of each part of each warp's access; words: (warps, 32), the first per thread, -1 for none.
 
     A pass serves each bank once, and any number of threads that want its word. Accesses of 8 and 16 bytes are served in
     halves and quarters of a warp, as the hardware does.

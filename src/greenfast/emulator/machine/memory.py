@@ -125,7 +125,7 @@ class Arena:
         self.readers = np.zeros(len(self.data) // CHUNK, np.uint16)
 
     def _rows(self, offsets: Addresses, size: int, access: str) -> NDArray[np.int64]:
-        """Indices of elements of ``size`` bytes; raises BadAccessError for misaligned ones and such beyond the end."""
+        """Return element indices. Raise BadAccessError for misaligned and out-of-bounds elements."""
         if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
             i = int(np.flatnonzero(offsets & (size - 1))[0])
             raise BadAccessError(f"misaligned {access}", i, int(offsets[i]))
@@ -193,7 +193,7 @@ class Arena:
             self.on_generic(offsets, True, not atomic)
 
     def require_free(self, offsets: Addresses, size: int, access: str) -> NDArray[np.int64]:
-        """Rows of elements that may be overwritten now; raises BadAccessError for others."""
+        """Return the indices of elements that may be overwritten now. Raise BadAccessError for others."""
         rows = self._rows(offsets, size, access)
         before = elements(self.state, size)[rows]
         if not ((before == _state(WRITTEN, size)) | (before == _state(UNWRITTEN, size))).all():
@@ -255,7 +255,7 @@ class GlobalMemory(Arena):
         """Return the number of an allocation, in their order."""
         return list(self.starts).index(name)
 
-    def name_of(self, number: int) -> str:
+    def get_name(self, number: int) -> str:
         """Return the name of an allocation."""
         return list(self.starts)[number]
 
@@ -270,17 +270,17 @@ class GlobalMemory(Arena):
         """Return the generic address of an allocation."""
         return self.base + self.starts[name]
 
-    def end_of(self, name: str) -> int:
+    def get_end(self, name: str) -> int:
         """Return the end offset of an allocation."""
         return self.starts[name] + self.sizes[name]
 
-    def bytes_of(self, name: str) -> Bytes:
+    def get_bytes(self, name: str) -> Bytes:
         """Return an allocation's bytes, as a view."""
-        return self.data[self.starts[name] : self.end_of(name)]
+        return self.data[self.starts[name] : self.get_end(name)]
 
-    def states_of(self, name: str) -> Bytes:
+    def get_states(self, name: str) -> Bytes:
         """Return the states of an allocation's bytes, as a view."""
-        return self.state[self.starts[name] : self.end_of(name)]
+        return self.state[self.starts[name] : self.get_end(name)]
 
     def describe(self, offset: int) -> str:
         """Describe an offset: its position in, before or after an allocation."""

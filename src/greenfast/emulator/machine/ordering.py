@@ -98,7 +98,7 @@ class Ordering:
         np.maximum(mine, known, out=mine)
 
     def fence_proxy(self, blocks: Any, warps: Any, until: Any, kinds: slice) -> None:
-        """Proxy fences by warps of blocks, for writes or reads that they know, up to the access ``until``."""
+        """Execute proxy fences of warps, for writes or reads ordered before them, up to the access ``until``."""
         if self.proxied is not None:
             known = np.minimum(self.warps[blocks, warps], np.asarray(until)[..., None])[..., None, :]
             self.proxied[blocks, warps, kinds] = np.maximum(self.proxied[blocks, warps, kinds], known)
@@ -119,7 +119,7 @@ class Ordering:
             self._barriers[key] = known if before is None else np.maximum(before, known)
 
     def complete_barriers(self, waiting: dict[int, tuple[int, list[int]]]) -> None:
-        """Barriers are complete; ``waiting``: by barrier, the block and the warps that wait there."""
+        """Complete barriers; ``waiting``: by barrier, the block and its waiting warps."""
         for key, (block, warps) in waiting.items():
             known = self._barriers.pop(key, np.zeros(1, np.int64))
             for warp in warps:
@@ -138,7 +138,7 @@ class Ordering:
         self.update_min(own)
 
     def sync_cluster(self, blocks: NDArray[np.int64], until: int) -> None:
-        """Warps of a cluster's blocks leave a barrier that all of them came to after the access ``until``."""
+        """Synchronize the warps of a cluster at its barrier, up to the access ``until``."""
         self.warps[blocks] = np.maximum(self.warps[blocks], until)
         self.update_min(np.arange(self.warps.shape[1]))
         if self.through_memory:

@@ -26,7 +26,7 @@ class PhaseCounts:
     """
 
     def __init__(self, function: Function) -> None:
-        """Raises UsageError for a kernel that reads no clock, or in more places than a sum has bits."""
+        """Raise UsageError for a kernel without clock reads, or with more of them than a sum has bits."""
         reads = [i for i in function.code if any(isinstance(o, Special) and o.name in CLOCKS for o in i.operands)]
         if not 0 < len(reads) <= _MOST_READS:
             raise UsageError(

@@ -44,8 +44,8 @@ class Proxies:
         #: In clusters: per block, the last access before a fence.
         self._fences = np.zeros(len(machine.blocks), np.int64)
 
-    def touched(self, offsets: Numbers, writes: bool, counted: bool) -> None:
-        """Threads of a warp read or write through the generic proxy; ``counted``: an access that has its number."""
+    def record_access(self, offsets: Numbers, writes: bool, counted: bool) -> None:
+        """Record a generic access of a warp's threads; ``counted``: the access already has a number."""
         warp = self.races.warp
         number = self.ordering.now if counted else self.races.begin()
         if writes:
@@ -56,7 +56,7 @@ class Proxies:
         self._reads[warp][offsets >> _SHIFT] = number
         self._last[READS, warp] = number
 
-    def landed(self, offsets: Numbers, lanes: Numbers, instruction: Instruction) -> None:
+    def record_cp_async(self, offsets: Numbers, lanes: Numbers, instruction: Instruction) -> None:
         """Record the arrival of cp.async copies of a warp; cp.async uses the generic proxy."""
         warp = int(lanes[0]) // self.m.threads_per_warp_slot
         self.ordering.now = self.races.record.accesses.add(instruction, warp)
@@ -66,17 +66,17 @@ class Proxies:
         self._writes[offsets >> _SHIFT] = number
         self._last[WRITES, warp] = number
 
-    def overwritten(self, offsets: Numbers) -> None:
+    def clear_writes(self, offsets: Numbers) -> None:
         """Forget generic writes that a bulk copy has overwritten."""
         self._writes[offsets >> _SHIFT] = 0
 
     def fence(self, lanes: ThreadSet) -> None:
-        """Threads of a warp execute fence.proxy.async."""
+        """Execute fence.proxy.async for threads of a warp."""
         blocks = np.unique(self.m.block_of[lanes])
         self._fences[blocks] = self.ordering.now
         self.ordering.fence_proxy(blocks, self.races.warp, self.ordering.now, _BOTH)
 
-    def multiplied(self, lanes: Numbers, until: Numbers) -> None:
+    def fence_products(self, lanes: Numbers, until: Numbers) -> None:
         """Warps, a thread of each, have waited for products; until: the last access before each one's was committed."""
         self.ordering.fence_proxy(self.m.block_of[lanes], lanes // self.m.threads_per_warp_slot, until, _READS)
 

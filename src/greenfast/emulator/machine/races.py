@@ -81,8 +81,8 @@ class Races:
 
     # ---- synchronizing ----------------------------------------------------------------------------------------------
 
-    def barrier(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
-        """Barriers are complete, of ``per_block`` in each block; waiting: threads that leave the barriers ``of``."""
+    def complete_barriers(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
+        """Complete barriers (``per_block`` in each block); waiting: the threads released from the barriers ``of``."""
         m = self.m
         if m.launches is not None:
             behind = np.unique(of[m.after_pdl_wait[waiting]])
@@ -110,15 +110,15 @@ class Races:
         self.warp_sync.sync_groups(lanes, self.ordering.now)
 
     def arrive_at(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
-        """Threads arrive at mbarriers; relaxed: without release semantics."""
+        """Arrive at mbarriers; relaxed: without release semantics."""
         if self.m.launches is not None:
             self._pdl_mbarriers.update(rows[self.m.after_pdl_wait[lanes]].tolist())
         self.warp_sync.arrive(lanes, self.ordering.now)
         for row, block, warp, _ in self._each(rows, lanes):
             self.ordering.release(row, block, warp, relaxed)
 
-    def leave(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
-        """Threads have waited for mbarriers; relaxed: without acquire semantics, so they learn at their next fence."""
+    def wait_for(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
+        """Complete waits for mbarriers; relaxed: without acquire semantics until the next fence."""
         if self.m.launches is not None and self._pdl_mbarriers:
             self.m.after_pdl_wait[lanes] |= np.isin(rows, list(self._pdl_mbarriers))
         self.warp_sync.wait(lanes, self.ordering.now)
@@ -157,7 +157,7 @@ class Races:
             yield int(places[index[0]]), warp % blocks, warp // blocks, np.sort(index)
 
     def fence(self, lanes: ThreadSet, scope: int) -> None:
-        """Threads execute a fence."""
+        """Execute a fence."""
         for block in np.unique(self.m.block_of[lanes]).tolist() if self._relaxed_waits else ():
             for row, threads in self._relaxed_waits.pop((block, self.warp), ()):
                 self.warp_sync.join_all(threads, self.ordering.acquire(row, block, self.warp))
@@ -167,7 +167,7 @@ class Races:
     def synchronize(
         self, space: str, offsets: Numbers, lanes: ThreadSet, reads: bool, writes: bool, releases: bool, scope: int
     ) -> None:
-        """Threads read or write, one by one, in a way that may synchronize them with others."""
+        """Execute synchronizing reads or writes of threads, one after the other."""
         self.m.access_lanes = lanes
         if space == "global":
             self._check_launches(offsets, 4, writes)
@@ -210,11 +210,11 @@ class Races:
         """
         ordering = self.ordering
         if space == "global":
-            tag = int(self.record.table(WORD)[offset // WORD])
+            tag = int(self.record.last_writes(WORD)[offset // WORD])
             writer, number = int(self._position[(tag & int(_BLOCK)) - 1]) if tag else -1, tag >> 32
             if writer >= 0 and writer != block:
                 if scope >= DEVICE:
-                    self.record.table(WORD)[offset // WORD] = 0
+                    self.record.last_writes(WORD)[offset // WORD] = 0
                     np.maximum(ordering.blocks[block], ordering.fenced[DEVICE][writer], out=ordering.blocks[block])
                 return
         else:
@@ -234,12 +234,12 @@ class Races:
 
     # ---- shared memory ----------------------------------------------------------------------------------------------
 
-    def shared_read(self, offsets: Numbers, size: int) -> None:
-        """Threads read ``size`` bytes each."""
+    def read_shared(self, offsets: Numbers, size: int) -> None:
+        """Check and record a read of ``size`` bytes per thread."""
         number = self.begin()
         floor, least = self.ordering.min_clock[self.warp], self.warp_sync.min_clock(self.warp)
         for table in self.shared_writes.values():
-            if table.newest(self.warp) > floor:
+            if table.latest_other(self.warp) > floor:
                 _, rows, whole = group_units(offsets, size)
                 self.check_shared(table, rows, whole, "read", "write", None)
             if table.latest[self.warp] > least:
@@ -250,7 +250,7 @@ class Races:
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
 
-    def shared_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
+    def write_shared(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Check and record a write of ``size`` bytes per thread; values: (threads, size), None if they arrive later."""
         number = self.begin()
         threads = self.threads(len(offsets))
@@ -258,13 +258,13 @@ class Races:
         floor, mine = self.ordering.min_clock[self.warp], threads_by_unit(threads, len(rows), size // unit)
         silent = np.zeros(len(rows), np.bool_)
         for table in self.shared_writes.values():
-            if table.newest(self.warp) > floor:
+            if table.latest_other(self.warp) > floor:
                 unchanged = self.check_shared(table, rows, size, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
             if values is not None:
                 unchanged = self._check_warp(table, rows, size, mine, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
-        self.atomics.written(rows, size, values)
+        self.atomics.check_write(rows, size, values)
         if self.m.products is not None and self.warp_sync.is_single_block:
             self._check_products(offsets)
         for warp, tables in enumerate(self._shared_reads):
@@ -287,7 +287,7 @@ class Races:
             table.put_silent(rows[silent], size, number)
         table.put(rows, size, number, self.warp, mine)
         if values is not None and not self.warp_sync.collective:
-            table.agree(rows, size, number, values, mine, self.m.block_of)
+            table.record_uniform(rows, size, number, values, mine, self.m.block_of)
 
     def _check_products(self, offsets: Numbers) -> None:
         """Report a write that is not ordered after a warp's wait for a wgmma that reads the same memory."""
@@ -314,7 +314,9 @@ class Races:
                     reason += " (released too early?), found"
                     raise m.fault(reason, lane, location)
 
-    def finished(self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction) -> None:
+    def record_finished(
+        self, offsets: Numbers, size: int, lanes: Numbers, writes: bool, instruction: Instruction
+    ) -> None:
         """Note accesses to shared memory that threads of one warp began before and have waited for now."""
         warp = int(lanes[0]) // self.m.threads_per_warp_slot
         number = self.ordering.now = self.record.accesses.add(instruction, warp)
@@ -350,12 +352,12 @@ class Races:
         least = self.warp_sync.min_clock(self.warp)
         if table.latest[self.warp] <= least:
             return _NONE
-        numbers = table.get(rows, size)
+        numbers = table.get_numbers(rows, size)
         late = (numbers > least) & (self.record.accesses.warps[numbers] == self.warp)
         if not late.any():
             return _NONE
         mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
-        others = table.by(rows, size)
+        others = table.get_threads(rows, size)
         bad = late & self.warp_sync.unordered(numbers, mine, others)
         if not bad.any():
             return _NONE
@@ -365,7 +367,7 @@ class Races:
             silent, bad = np.flatnonzero((bad & ~changed).any(axis=1)), bad & changed
         harmful = bad
         if access == "read":
-            bad &= ~table.wrote(rows, size, numbers, mine, self.m.block_of)
+            bad &= ~table.is_writer(rows, size, numbers, mine, self.m.block_of)
             first_numbers, first_threads = table.origins(rows, size)
             harmful = bad & self.warp_sync.unordered(first_numbers, mine, first_threads)
         if bad.any():
@@ -383,7 +385,7 @@ class Races:
 
         Return the elements that leave the value of an unordered write.
         """
-        numbers, m = table.get(rows, size), self.m
+        numbers, m = table.get_numbers(rows, size), self.m
         floor = self.ordering.min_clock[self.warp]
         if int(numbers.max()) <= floor:
             return _NONE
@@ -392,7 +394,7 @@ class Races:
         if not len(late):
             return _NONE
         elements, numbers = late // numbers.shape[1], numbers.ravel()[late]
-        others = table.by(rows, size).ravel()[late]
+        others = table.get_threads(rows, size).ravel()[late]
         bad = self._is_unordered(rows, elements, size, numbers, others)
         if not bad.any():
             return _NONE
@@ -428,8 +430,8 @@ class Races:
 
     # ---- global memory ----------------------------------------------------------------------------------------------
 
-    def global_read(self, offsets: Numbers, size: int) -> None:
-        """Threads read ``size`` bytes each."""
+    def read_global(self, offsets: Numbers, size: int) -> None:
+        """Check and record a read of ``size`` bytes per thread."""
         record = self.record
         self._check_launches(offsets, size, False)
         owners = record.memory.owners(offsets)
@@ -439,12 +441,12 @@ class Races:
         number = self.begin()
         mine = self.tags(number, len(offsets))
         self.check_global(record.writes, offsets, size, mine, "read", "write", None)
-        if "nc" in self.m.current.parts and (result := record.written(offsets, size)) is not None:
+        if "nc" in self.m.current.parts and (result := record.find_write(offsets, size)) is not None:
             raise self.m.fault(result[1], self._lane(result[0], len(offsets)))
         record.read.update(owners - record.tracked - record.dirty)
         unit, places = unit_indices(offsets, size)
         mine = mine[:, None]
-        last, other = record.readers(unit)
+        last, other = record.last_reads(unit)
         before = last[places]
         moved = (before & _BLOCK != mine & _BLOCK) & (before > 0)
         other[places[moved]] = before[moved]
@@ -452,14 +454,14 @@ class Races:
         lost = last[places] & _BLOCK != mine & _BLOCK  # two blocks in one access
         other[places[lost]] = np.broadcast_to(mine, places.shape)[lost]
 
-    def global_write(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
-        """Threads write (threads, size) bytes."""
+    def write_global(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
+        """Check and record a write of (threads, size) bytes."""
         record = self.record
         self._check_launches(offsets, size, True)
         owners = record.memory.owners(offsets)
         self._note_inputs(offsets, owners)
         for owner in (owners & record.read) - record.tracked:
-            raise RestartWithReadTracking(record.memory.name_of(owner))
+            raise RestartWithReadTracking(record.memory.get_name(owner))
         record.dirty |= owners
         number = self.begin()
         mine = self.tags(number, len(offsets))
@@ -468,7 +470,7 @@ class Races:
         self.check_global(record.atomics, offsets, size, mine, "write", "atomic access", values)
         for n in range(2):
             self.check_global({u: t[n] for u, t in record.reads.items()}, offsets, size, mine, "write", "read", values)
-        table = record.table(unit)
+        table = record.last_writes(unit)
         if len(silent):
             records = record.silent.setdefault(unit, SilentWrites(len(table)))
             records.put(places[silent], number, table[places[silent]])
@@ -486,7 +488,7 @@ class Races:
             agreeing.put(places.ravel(), number, values.reshape(-1, unit), threads, self.m.block_of)
 
     def fence_tensormap(self, offset: int, blocks: list[int]) -> None:
-        """Threads of some blocks execute fence.proxy.tensormap::generic.acquire for a tensor map."""
+        """Execute fence.proxy.tensormap::generic.acquire for a tensor map in some blocks."""
         number = self.begin()
         for block in blocks:
             self._map_fences[block, offset] = number
@@ -501,7 +503,7 @@ class Races:
 
     def _note_inputs(self, offsets: Numbers, owners: set[int]) -> None:
         """Record writes to inputs, also those that leave the value: a kernel may restore values that it overwrote."""
-        for name, row in self.record.inputs_among(offsets, owners):
+        for name, row in self.record.find_inputs(offsets, owners):
             reason = f"a write to an input: {self.m.memory.describe(int(offsets[row]))}"
             self.record.input_writes.setdefault(name, str(self.m.fault(reason, self._lane(row, len(offsets)))))
 
@@ -657,8 +659,8 @@ class Atomics:
         self.races = races
         self._shared = AccessTables(len(races.m.shared.data), races.m.warps)
 
-    def meet(self, space: str, offsets: Numbers, size: int, scope: int, lock: bool) -> None:
-        """Threads access ``size`` bytes each atomically: a fault for a racing write, unless it may take a lock.
+    def check(self, space: str, offsets: Numbers, size: int, scope: int, lock: bool) -> None:
+        """Check an atomic access of ``size`` bytes per thread against racing writes, unless it may take a lock.
 
         scope: within which it is atomic.
         """
@@ -673,7 +675,7 @@ class Atomics:
         else:
             floor = races.ordering.min_clock[races.warp]
             for table in races.shared_writes.values():
-                if table.newest(races.warp) > floor:
+                if table.latest_other(races.warp) > floor:
                     _, rows, whole = group_units(offsets, size)
                     races.check_shared(table, rows, whole, "atomic access", "write", None)
 
@@ -716,15 +718,15 @@ class Atomics:
         number = races.begin()
         if space == "global":
             unit, places = unit_indices(offsets, size)
-            races.record.table(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
+            races.record.last_writes(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
         else:
             unit, rows, whole = group_units(offsets, size)
             threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
             self._shared[unit].put(rows, whole, number, races.warp, threads)
 
-    def written(self, rows: Numbers, size: int, values: Numbers | None) -> None:
+    def check_write(self, rows: Numbers, size: int, values: Numbers | None) -> None:
         """Check an ordinary write to shared memory against atomic accesses."""
         races = self.races
         for table in self._shared.values():
-            if table.newest(races.warp) > races.ordering.min_clock[races.warp]:
+            if table.latest_other(races.warp) > races.ordering.min_clock[races.warp]:
                 races.check_shared(table, rows, size, "write", "atomic access", values)

@@ -59,7 +59,7 @@ class RedundantLoads:
         return any(i is load for load in self._loads)
 
     def begin(self, launch: int, machine: BlockState) -> None:
-        """Before blocks begin."""
+        """Start to record stores before the blocks begin, unless there is a poison value."""
         if self.fill is not None:
             return
         told = machine.memory.on_write

@@ -17,7 +17,7 @@ class Stack:
         self.kept: list[dict[str, NDArray[Any]]] = []
 
     def push(self, lanes: NDArray[np.intp], pc: int) -> None:
-        """Threads call, to return to an instruction."""
+        """Push a return address."""
         depths = self.depth[lanes]
         while len(self.returns) <= int(depths.max()):
             self.returns.append(np.zeros(len(self.depth), np.int64))
@@ -26,7 +26,7 @@ class Stack:
         self.depth[lanes] += 1
 
     def pop(self, lanes: NDArray[np.intp]) -> NDArray[np.int64]:
-        """Threads return; gives where to."""
+        """Pop the return addresses."""
         self.depth[lanes] -= 1
         result = np.zeros(len(lanes), np.int64)
         for depth in np.unique(self.depth[lanes]):

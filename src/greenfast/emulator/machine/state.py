@@ -121,9 +121,9 @@ class ResidentBlocks(BlockState):
         self.proxies = Proxies(self, self.races) if asynchronous else None
         if self.proxies is not None:
             self.shared.watch_asynchronous_reads()
-            self.shared.on_generic = self.proxies.touched
-        self.shared.on_read, self.shared.on_write = self.races.shared_read, self.races.shared_write
-        self.memory.on_read, self.memory.on_write = self.races.global_read, self.races.global_write
+            self.shared.on_generic = self.proxies.record_access
+        self.shared.on_read, self.shared.on_write = self.races.read_shared, self.races.write_shared
+        self.memory.on_read, self.memory.on_write = self.races.read_global, self.races.write_global
         #: Loads with poison values for all threads except one per block; None outside of such a rerun.
         self.redundant_loads: RedundantLoads | None = None
         self.executed = 0

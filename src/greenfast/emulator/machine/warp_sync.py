@@ -53,7 +53,7 @@ class WarpSync:
         self._last_remote: dict[int, tuple[int, int, Instruction]] = {}
 
     def record_remote_access(self, blocks: NDArray[np.intp], lanes: NDArray[np.intp]) -> None:
-        """Threads access the shared memory of blocks, possibly of other blocks than theirs."""
+        """Record accesses to the shared memory of blocks, possibly of other blocks than the threads' own."""
         m = self.m
         self._remote_count += 1
         for n in np.flatnonzero(blocks != m.block_of[lanes]).tolist():
@@ -104,12 +104,12 @@ class WarpSync:
         self.wait(lanes, now)
 
     def wait(self, lanes: ThreadSet, now: int) -> None:
-        """Threads of a cluster's block have waited for something."""
+        """Record that threads have waited for a barrier."""
         self.synced[lanes] = self._released[lanes] = now
         self._remote_count_at_sync[lanes] = self._remote_count
 
     def arrive(self, lanes: ThreadSet, now: int) -> None:
-        """Threads arrive at an mbarrier or at a cluster's barrier."""
+        """Record an arrival at an mbarrier or a cluster barrier."""
         if not self.is_single_block:
             self._released[lanes] = now
 

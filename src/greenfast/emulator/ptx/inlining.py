@@ -190,7 +190,7 @@ class _Inliner:
     # ---- branches by table ------------------------------------------------------------------------------------------
 
     def branch(self, i: Instruction, guard: tuple[str, bool] | None, function: Function, names: _Names) -> None:
-        """brx.idx: one comparison and branch for each label; an index beyond them is a trap."""
+        """Append brx.idx: one comparison and branch for each label; an index beyond them is a trap."""
         table = i.operands[1] if len(i.operands) == 2 else None
         labels = function.tables.get(table.name) if isinstance(table, Symbol) else None
         if labels is None:

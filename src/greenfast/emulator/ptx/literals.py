@@ -90,7 +90,7 @@ class Tokens:
     """The tokens of an operand or of an initial value. ``subject``: names the text in errors."""
 
     def __init__(self, text: str, subject: str) -> None:
-        """Raises UsageError for text that is no sequence of tokens."""
+        """Split a text into tokens. Raise UsageError for invalid text."""
         self.text, self.subject, self.position = text, subject, 0
         self.tokens: list[tuple[str, str]] = []
         end, last = 0, len(text.rstrip())
