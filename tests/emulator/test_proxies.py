@@ -57,9 +57,9 @@ def reading(**parts: str) -> str:
 
 @SEEDS
 @pytest.mark.parametrize("place", ["CONSUMER", "LEADER", "PRODUCER"])
-def test_a_fence_between_loads_and_a_bulk_copy_over_them(location: str, seed: int) -> None:
+def test_a_fence_between_loads_and_a_bulk_copy_over_them(place: str, seed: int) -> None:
     """The fence is in the reading threads, in a thread synchronized with them, or in the copying thread after that."""
-    values = result(reading(**{location: "proxy_fence();"}), seed=seed)
+    values = result(reading(**{place: "proxy_fence();"}), seed=seed)
     assert np.array_equal(values, X)
 
 
