@@ -156,7 +156,7 @@ def test_machines_are_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> 
         alive.append(sum(isinstance(x, real) for x in gc.get_objects()))
         return real(**supplied)
 
-    monkeypatch.setattr(grid, "Machine", machine)
+    monkeypatch.setattr(grid, "ResidentBlocks", machine)
     case = Case({"x": np.ones(N, np.float32)}, {"y": OutputSpec((1,), "float32", zeros=True)})
     gc.collect()
     gc.disable()
