@@ -1,8 +1,8 @@
 """A differential fuzzer: ``python -m tests.fuzz --device cuda --seconds 60 --seed 1``.
 
-Draws calls of the operators, compares each with attention in float64, repeats it for races, and watches the bytes
-around what it allocates. Each call has a number; ``--only NUMBER`` draws the same one again, for the same device. Ends
-with 1 where a call is wrong. ``--compile`` compiles the kernels of all draws for Hopper, which needs no GPU.
+It draws calls of the operators, compares each with attention in float64, repeats it to find races, and checks guard
+bytes around its allocations. Each call has a number; ``--only NUMBER`` draws the same one again, for the same device.
+The exit code is 1 if a call is wrong. ``--compile`` compiles the kernels of all draws for Hopper, without a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sources(target: Target) -> Iterator[KernelSource]:
 
 
 def faults_of(call: Draw, run: Run) -> list[str]:
-    """What is wrong with a call; an exception is a fault too."""
+    """Return the faults of a call; an exception is a fault too."""
     try:
         return call.faults(run)
     except Exception as e:

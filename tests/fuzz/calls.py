@@ -1,4 +1,4 @@
-"""What all draws of the fuzzer share: a call that is repeated, and where its faults are told."""
+"""The common part of all draws of the fuzzer: repeated calls and the report of faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT_ONCE = 10  # repetitions that are queued before their results are compared
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how often calls are run. busy: another stream multiplies matrices meanwhile."""
+    """The device and the number of runs. busy: another stream multiplies matrices meanwhile."""
 
     device: str
     repeats: int
@@ -31,7 +31,7 @@ class Draw(Protocol):
     """A random call. Its repr shows the parameters."""
 
     def faults(self, run: Run) -> list[str]:
-        """What is wrong with it; empty where all is well."""
+        """Return the faults of the call; empty if it is correct."""
 
 
 def bits(x: Tensor) -> Tensor:
@@ -53,24 +53,24 @@ def repeated(run: Run, call: Callable[[], Any]) -> tuple[tuple[Tensor, ...], lis
     """The results of a call in guarded memory, and faults: guards, and other bits when it is repeated."""
 
     def results() -> tuple[Tensor, ...]:
-        found = call()
-        return found if isinstance(found, tuple) else (found,)
+        result = call()
+        return result if isinstance(result, tuple) else (result,)
 
     with Guards() as guards:
         first = results()
     if run.on_gpu:
         torch.cuda.synchronize()
-    found = guards.faults()
+    result = guards.faults()
     if run.busy and run.on_gpu:
         _keep_busy()
     for done in range(1, run.repeats, _AT_ONCE):
         queued = [results() for _ in range(min(_AT_ONCE, run.repeats - done))]  # without a pause between them
         for n, again in enumerate(queued, done):
             for i, (one, other) in enumerate(zip(first, again, strict=True)):
-                found += differ(f"repeat {n}, result {i}", one, other)
-        if found:
+                result += differ(f"repeat {n}, result {i}", one, other)
+        if result:
             break
-    return first, found
+    return first, result
 
 
 def _keep_busy() -> None:

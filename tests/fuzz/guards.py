@@ -1,4 +1,4 @@
-"""Buffers that the operators allocate, between guard bytes and filled with NaN: what they leave or touch shows."""
+"""Guard bytes around the buffers of operators. Buffers are filled with NaN, to show missing and stray writes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Guards:
-    """While entered, ``torch.empty``, ``Tensor.new_empty`` and ``new_empty_strided`` give guarded memory.
+    """Guards the memory of ``torch.empty``, ``Tensor.new_empty`` and ``new_empty_strided`` while it is entered.
 
-    Only what is allocated from Python by these names is covered: outputs, workspaces and codes of the operators.
+    It covers only allocations from Python by these names: outputs, workspaces and codes of the operators.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Guards:
 
     def _made(self, shape: Any, strides: Any, dtype: torch.dtype, device: Any) -> Tensor:
         shape = tuple(shape)
-        found, memory = guarded(shape, dense(shape) if strides is None else tuple(strides), dtype, device)
+        result, memory = guarded(shape, dense(shape) if strides is None else tuple(strides), dtype, device)
         self._kept.append(memory)
-        return found
+        return result
 
     def __enter__(self) -> Guards:
         def empty(*shape: Any, **options: Any) -> Tensor:
@@ -82,11 +82,11 @@ class Guards:
 
     def faults(self) -> list[str]:
         """Guard bytes that were written to."""
-        found = []
+        result = []
         for number, memory in enumerate(self._kept):
             around = torch.cat([memory[:GUARD], memory[-GUARD:]])
             if not bool((around == FILL).all()):
                 at = int((around != FILL).nonzero()[0])
                 where = f"{GUARD - at} bytes before" if at < GUARD else f"{at - GUARD} bytes behind"
-                found.append(f"guard: buffer {number} of {memory.numel() - 2 * GUARD} bytes, written {where} it")
-        return found
+                result.append(f"guard: buffer {number} of {memory.numel() - 2 * GUARD} bytes, written {where} it")
+        return result

@@ -1,7 +1,7 @@
 """Random calls of ``greenfast.sdpa`` and ``greenfast.attention``, compared with attention in float64.
 
-The output is held to the bound of the kernel's error (docs/correctness.md) on the numbers that the codes stand for; the
-codes to half a step of their format; gradients to three times the error of 16-bit attention.
+The limit of the output is the bound of the kernel's error (docs/correctness.md) on the dequantized numbers. The limit
+of codes is half a step of their format, that of gradients three times the error of 16-bit attention.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.ops.gradient_cases import gradients, torch_attention
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 256, 257, 300, 511, 513, 700, 1000, 1024, 2048, 3000, 4096)
 LAYOUTS = ("dense", "transposed", "packed", "sliced", "odd", "shared")
 VALUES = ("normal", "normal", "uniform", "biased", "outliers", "logits", "constant", "tiny", "sink", "zeros")
-#: As the task fp8_attention has it; of variants three times as much (docs/correctness.md).
+#: The limit of the task fp8_attention; three times as much for variants (docs/correctness.md).
 RELATIVE = 0.03
 FORMAT = {"fp8": 0.075, "int8": 0.06, "int8_fine": 0.06}
 _sdpa: Any = greenfast.sdpa
 _attend: Any = greenfast.attention
-#: Head dim, dtype and precision of the kernels that are drawn; 80 stands for the head dims that are padded.
+#: Head dim, dtype and precision of the drawn kernels; 80 represents padded head dims.
 KINDS: tuple[tuple[int, torch.dtype, Any], ...] = (
     *((d, torch.bfloat16, p) for d in (64, 128, 256) for p in PRECISIONS),
     *((80, torch.float16, p) for p in PRECISIONS),
@@ -124,13 +124,13 @@ class SdpaDraw:
             return self._mask_faults(q, k, v)
         before = [x.clone() for x in (q, k, v)]
         options = self.options() | {"precision": self.precision, "enable_gqa": True}
-        found, wrong = repeated(run, lambda: _sdpa(q, k, v, return_lse=self.return_lse, **options))
+        result, wrong = repeated(run, lambda: _sdpa(q, k, v, return_lse=self.return_lse, **options))
         codes = greenfast.quantize(q, k, v, precision=self.precision, log_sum_exp=True)
         of_codes, more = repeated(run, lambda: _attend(codes, return_lse=self.return_lse, **self.options()))
         wrong += [f"attention on codes, {fault}" for fault in more]
-        wrong += differ("sdpa and attention on its codes", found[0], of_codes[0])
+        wrong += differ("sdpa and attention on its codes", result[0], of_codes[0])
         wrong += [f"codes of {fault}" for fault in code_faults(codes, q, k, v)]
-        wrong += self._output_faults(codes, found, q, k, v)
+        wrong += self._output_faults(codes, result, q, k, v)
         wrong += self._slice_faults(codes, of_codes[0])
         if self.gradients:
             wrong += self._gradient_faults([q, k, v])
@@ -190,7 +190,7 @@ class SdpaDraw:
         self, lse: Tensor, codes: QuantizedQKV, numbers: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor],
         mask: Tensor | None,
     ) -> list[str]:  # fmt: skip
-        """The log-sum-exp of the codes' scores, and what the mean of the keys adds."""
+        """Check the log-sum-exp of the codes' scores, and the contribution of the keys' mean."""
         assert codes.key_mean is not None
         share, d = self.heads // self.kv_heads, self.head_dim
         matrix = reference.build_rotation(codes.key_mean.shape[-1]).to(lse.device).double()
@@ -218,7 +218,7 @@ class SdpaDraw:
         return wrong[:4]
 
     def _slice_faults(self, codes: QuantizedQKV, whole: Tensor) -> list[str]:
-        """Codes of one sequence of the batch, which are views."""
+        """Check codes of one sequence of the batch, as views."""
         if self.batch == 1:
             return []
         at = slice(1, 2)
@@ -226,8 +226,8 @@ class SdpaDraw:
             codes.query[at], codes.key[at], codes.value[at], codes.query_scale[at], codes.key_scale[at],
             codes.value_scale[at], None, codes.precision, codes.head_dim, codes.key_length, codes.dtype,
         )  # fmt: skip
-        found, wanted = _attend(part, **self.options()).double(), whole[at].double()  # perhaps of other tiles
-        off = float((found - wanted).norm())
+        result, wanted = _attend(part, **self.options()).double(), whole[at].double()  # perhaps of other tiles
+        off = float((result - wanted).norm())
         if off <= 6 * RELATIVE * float(wanted.norm()) + 1e-30:
             return []
         return [f"codes of a slice of the batch: {off / float(wanted.norm())} off the whole"]
@@ -237,9 +237,9 @@ class SdpaDraw:
         generator = torch.Generator().manual_seed(self.seed)
         mask = torch.rand(self.q_len, self.kv_len, generator=generator) < 0.7
         mask[0, 0] = False
-        given = mask if self.seed % 2 else torch.where(mask, 0.0, -3.0).to(self.dtype)
+        inputs = mask if self.seed % 2 else torch.where(mask, 0.0, -3.0).to(self.dtype)
         try:
-            _sdpa(q, k, v, given.to(q.device), enable_gqa=True, precision=self.precision)
+            _sdpa(q, k, v, inputs.to(q.device), enable_gqa=True, precision=self.precision)
         except NotImplementedError:
             return []
         return ["attn_mask: left out without a word"]
@@ -250,17 +250,19 @@ class SdpaDraw:
         grad = grad.to(self.dtype).to(tensors[0].device)
         options = self.options() | {"scale": None, "precision": self.precision, "enable_gqa": True}
         mask = self._mask(grad.device.type)
-        found = gradients(lambda *x: _sdpa(*x, **options), tensors, grad)
+        result = gradients(lambda *x: _sdpa(*x, **options), tensors, grad)
         exact = gradients(lambda q, k, v: _differentiable(q, k, v, mask), [x.double() for x in tensors], grad.double())
         theirs = gradients(lambda q, k, v: torch_attention(q, k, v, self.causal), tensors, grad)
         wrong = []
-        one_key = self.kv_len == 1 or (self.causal == 1 and self.q_len == 1)  # to which all attend: dQ and dK are 0
-        for name, mine, other, wanted in zip("qkv", found, theirs, exact, strict=True):
+        one_key = self.kv_len == 1 or (
+            self.causal == 1 and self.q_len == 1
+        )  # all queries attend to it: dQ and dK are 0
+        for name, mine, other, wanted in zip("qkv", result, theirs, exact, strict=True):
             if one_key and name != "v":
                 continue
-            most, off = gradient_bound(other.nan_to_num(), wanted, grad), gradient_error(mine, wanted, grad)
-            if not off <= most:
-                wrong.append(f"gradient of {name}: relative error {off}, {most} allowed")
+            limit, off = gradient_bound(other.nan_to_num(), wanted, grad), gradient_error(mine, wanted, grad)
+            if not off <= limit:
+                wrong.append(f"gradient of {name}: relative error {off}, {limit} allowed")
         return wrong
 
 
@@ -285,14 +287,14 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, factor: float, mask: Tensor | None) -> Tensor:
-    """In float64, head after head."""
-    found = torch.empty_like(q)
+    """Compute attention in float64, head by head."""
+    result = torch.empty_like(q)
     for h in range(len(q)):
         scores = q[h] @ k[h].T * factor
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        found[h] = torch.softmax(scores, -1).nan_to_num(0.0) @ v[h]
-    return found
+        result[h] = torch.softmax(scores, -1).nan_to_num(0.0) @ v[h]
+    return result
 
 
 def code_faults(codes: QuantizedQKV, q: Tensor, k: Tensor, v: Tensor) -> list[str]:
@@ -313,9 +315,9 @@ def code_faults(codes: QuantizedQKV, q: Tensor, k: Tensor, v: Tensor) -> list[st
     wrong = []
     for name, (exact, numbers, precision) in wanted.items():
         rows = 128 if name != "q" else 1 if codes.precision == "int8_fine" else 16
-        most = _largest(exact.abs(), rows)  # of the block
-        in_float32 = 2.0**-16 * (_largest(keys.abs(), rows) + most if name == "k" else most)
-        step = 2.0**-4 * exact.abs() + most * 2.0**-10 / 448 if precision == "fp8" else most / 127 / 2
+        limit = _largest(exact.abs(), rows)  # of the block
+        in_float32 = 2.0**-16 * (_largest(keys.abs(), rows) + limit if name == "k" else limit)
+        step = 2.0**-4 * exact.abs() + limit * 2.0**-10 / 448 if precision == "fp8" else limit / 127 / 2
         beyond = ~((numbers.double() - exact).abs() <= step * (1 + 2.0**-8) + in_float32)
         if beyond.any():
             first = beyond.nonzero()[0].tolist()
@@ -328,13 +330,13 @@ def _largest(x: Tensor, rows: int) -> Tensor:
     length = x.shape[2]
     padded = torch.nn.functional.pad(x.amax(-1), (0, -length % rows))
     blocks = padded.view(*padded.shape[:2], -1, rows).amax(-1)
-    found: Tensor = blocks.repeat_interleave(rows, 2)[..., :length].unsqueeze(-1)
-    return found
+    result: Tensor = blocks.repeat_interleave(rows, 2)[..., :length].unsqueeze(-1)
+    return result
 
 
 def draw(rng: random.Random, seed: int, on_gpu: bool) -> SdpaDraw:
     """A call, small on the CPU."""
-    most = 1 << 26 if on_gpu else _FEW
+    limit = 1 << 26 if on_gpu else _FEW
     kv_heads, group = rng.choice([1, 1, 2, 3, 5, 8, 16]), rng.choice([1, 1, 1, 2, 4, 7])
     batch, heads = rng.choice([1, 1, 2, 3]), kv_heads * group
     q_len, kv_len = (rng.choice(LENGTHS) if rng.random() < 0.7 else rng.randint(1, 1500) for _ in range(2))
@@ -343,7 +345,7 @@ def draw(rng: random.Random, seed: int, on_gpu: bool) -> SdpaDraw:
     if on_gpu and rng.random() < 0.1:  # all blocks of a launch run at once, beside the quantizer's last ones
         batch, kv_heads, heads, q_len = 1, 16, rng.choice([16, 32]), rng.choice([1024, 2048])
         kv_len = q_len
-    while batch * heads * q_len * kv_len > 2 * most:
+    while batch * heads * q_len * kv_len > 2 * limit:
         if heads > 4 and rng.random() < 0.5:
             kv_heads, heads = 1, group
             batch = 1
@@ -356,6 +358,6 @@ def draw(rng: random.Random, seed: int, on_gpu: bool) -> SdpaDraw:
         batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
         dtype=dtype, precision=precision, causal=rng.choice([0, 1, 1, 2]),
         scale=rng.choice([None, None, None, 0.05, 0.3]), layout=rng.choice(LAYOUTS), values=rng.choice(VALUES),
-        return_lse=rng.random() < 0.4, gradients=rng.random() < 0.25 and q_len * kv_len * heads * batch < most / 4,
+        return_lse=rng.random() < 0.4, gradients=rng.random() < 0.25 and q_len * kv_len * heads * batch < limit / 4,
         masked=rng.random() < 0.04, seed=seed,
     )  # fmt: skip

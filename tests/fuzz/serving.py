@@ -47,7 +47,7 @@ APPENDS: tuple[dict[str, Any], ...] = (
     {"head_dim": 64, "page_size": 32, "scales": "head", "rotary_dim": 32, "interleaved": True},
     {"head_dim": 128, "page_size": 64, "grouped": False, "queries": False},
 )  # fmt: skip
-#: What rotates, norms and quantizes in the draws of ``CacheDraw`` and ``KeysDraw``: no kernels but these.
+#: The only kernels of rotation, norm and quantization in the draws of ``CacheDraw`` and ``KeysDraw``.
 _LIKE_KEYS = tuple(
     {"head_dim": d, "page_size": p, "dtype": t, "queries": q, "rotary_dim": d * q, "interleaved": bool(q)}
     for (d, t), p, q in product(((64, BF16), (128, BF16)), (64, 128), (0, 1))
@@ -76,18 +76,18 @@ def sources(target: Target) -> Iterator[KernelSource]:
         tensors = {name: x.to("meta") for name, x in Append([0, 1], **options).tensors().items()}
         names = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "q_weight", "k_weight",
                  "cos", "sin", "positions")  # fmt: skip
-        given = tuple(tensors.get(name) for name in names)
-        yield serving_cuda.build_append_step(given, 1e-6, options.get("interleaved", False)).source
+        inputs = tuple(tensors.get(name) for name in names)
+        yield serving_cuda.build_append_step(inputs, 1e-6, options.get("interleaved", False)).source
     yield slots.KERNEL
 
 
 def moved(x: Tensor, device: str) -> Tensor:
-    """A copy with the same strides, and with what lies between the elements."""
+    """Return a copy with the same strides, including the memory between the elements."""
     kind = x.dtype
     bits = x.view(torch.uint8) if kind == torch.float8_e4m3fn else x
     whole = torch.as_strided(bits, (bits.untyped_storage().size() // bits.element_size(),), (1,), 0).clone().to(device)
-    found = torch.as_strided(whole, x.shape, x.stride(), x.storage_offset())
-    return found.view(kind) if kind == torch.float8_e4m3fn else found
+    result = torch.as_strided(whole, x.shape, x.stride(), x.storage_offset())
+    return result.view(kind) if kind == torch.float8_e4m3fn else result
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ServingDraw:
             scales=scales, strides=self.strides, fp8_queries=fp8, sinks=self.sinks, dtype=dtype, seed=self.seed,
             softcap=cap, window=self.window, causal=self.causal,
         )  # fmt: skip
-        if self.garbage:  # behind the pages of each sequence
+        if self.garbage:  # after the pages of each sequence
             made.block_table[made.block_table < 0] = 2**31 - 7
         return made
 
@@ -137,40 +137,40 @@ class ServingDraw:
         return wrong
 
     def _called(self, c: Case) -> tuple[Tensor, Tensor]:
-        o, most = c.options, max(n for n, _ in self.lengths)
+        o, limit = c.options, max(n for n, _ in self.lengths)
         left, right = self.window
         if self.call == "operator":
             return serving_ops.paged_attention(
                 c.q, c.k_cache, c.v_cache, c.block_table, c.cu_seqlens_q, c.seqused_k, c.k_scale, c.v_scale, c.q_scale,
-                c.sinks, None, most, self.causal, left, right, self.kind[4], o["softmax_scale"], o["out_dtype"],
+                c.sinks, None, limit, self.causal, left, right, self.kind[4], o["softmax_scale"], o["out_dtype"],
             )  # fmt: skip
         options: dict[str, Any] = {
             "q_descale": c.q_scale, "k_descale": c.k_scale, "v_descale": c.v_scale, "causal": self.causal,
             "window_size": self.window, "softcap": self.kind[4], "s_aux": c.sinks, "return_softmax_lse": True,
         }  # fmt: skip
         if self.call == "kvcache":
-            found = flash_attn_with_kvcache(
+            result = flash_attn_with_kvcache(
                 c.q, c.k_cache, c.v_cache, cache_seqlens=c.seqused_k, page_table=c.block_table,
-                cu_seqlens_q=c.cu_seqlens_q, max_seqlen_q=most, **options,
+                cu_seqlens_q=c.cu_seqlens_q, max_seqlen_q=limit, **options,
             )  # fmt: skip
         else:
             memory = None
             if self.call == "plan":
                 options["scheduler_metadata"] = greenfast.ServingPlan(
-                    c.cu_seqlens_q, c.seqused_k, most, heads=c.q.shape[1], kv_heads=self.kv_heads,
+                    c.cu_seqlens_q, c.seqused_k, limit, heads=c.q.shape[1], kv_heads=self.kv_heads,
                     head_dim=c.q.shape[2], causal=self.causal, window_size=self.window,
                 )  # fmt: skip
             elif self.call == "out":
                 shape = tuple(c.q.shape)
                 options["out"], memory = guarded(shape, dense(shape), o["out_dtype"], c.q.device)
-            found = flash_attn_varlen_func(
-                c.q, c.k_cache, c.v_cache, c.cu_seqlens_q, None, most, 1, seqused_k=c.seqused_k,
+            result = flash_attn_varlen_func(
+                c.q, c.k_cache, c.v_cache, c.cu_seqlens_q, None, limit, 1, seqused_k=c.seqused_k,
                 block_table=c.block_table, **options,
             )  # fmt: skip
             if memory is not None:
                 assert bool((memory[:GUARD] == FILL).all() & (memory[-GUARD:] == FILL).all()), "guard around out"
-        assert isinstance(found, tuple)
-        return found
+        assert isinstance(result, tuple)
+        return result
 
     def _alone(self, c: Case, out: Tensor, lse: Tensor) -> list[str]:
         """One of the sequences without the others, in the operator's own call: the same bits."""
@@ -253,20 +253,20 @@ class KeysDraw:
             def call() -> Any:
                 return flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(q_lengths), max(kv_lengths), **options)
 
-        found, wrong = repeated(run, call)
-        for name, x, y in zip(("out", "lse"), found, wanted, strict=True):
+        result, wrong = repeated(run, call)
+        for name, x, y in zip(("out", "lse"), result, wanted, strict=True):
             wrong += differ(f"{name} in one call and in two", x, y)
         if self.cached:
             for name, x, y in zip(("k_cache", "v_cache", "k_scale", "v_scale"), cache, mine, strict=True):
                 wrong += differ(f"{name} in one call and in two", x, y)
         else:
-            wrong += self._exact_faults(q, k, v, found[0])
+            wrong += self._exact_faults(q, k, v, result[0])
         return wrong
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        most = max(-(-(n + 1600) // 64) for _, n in self.lengths)
-        return most * len(self.lengths), 64, self.kv_heads, self.head_dim
+        limit = max(-(-(n + 1600) // 64) for _, n in self.lengths)
+        return limit * len(self.lengths), 64, self.kv_heads, self.head_dim
 
     def _cache(self, normal: Any, new: list[int], device: str) -> tuple[Any, Tensor, list[int]]:
         """Pages with the keys that are there before, in random order, and their block table."""
@@ -312,20 +312,20 @@ class AppendDraw:
         wanted = self.call.tensors()
         q_wanted = on_cpu(self.call, wanted)
         there = {name: moved(x, run.device) for name, x in self.call.tensors().items()}
-        there |= {name: there[name].contiguous() for name in ("cos", "sin") if name in there}  # which the call asks for
-        given: dict[str, Any] = {"q": None, **there}
-        kept = {name: there[name].clone() for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
+        there |= {name: there[name].contiguous() for name in ("cos", "sin") if name in there}  # requested by the call
+        inputs: dict[str, Any] = {"q": None, **there}
+        saved = {name: there[name].clone() for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
 
         def call() -> Any:
-            for name, x in kept.items():
+            for name, x in saved.items():
                 _copy(there[name], x)
-            q = append_kv(**given, interleaved=self.call.interleaved)
-            written = tuple(flat(there[name]).clone() for name in kept)
+            q = append_kv(**inputs, interleaved=self.call.interleaved)
+            written = tuple(flat(there[name]).clone() for name in saved)
             return written if q is None else (q, *written)
 
-        found, wrong = repeated(run, call)
-        expected = [flat(wanted[name]) for name in kept]
-        for name, x, y in zip(("q", *kept)[-len(found) :], found, ([q_wanted] if q_wanted is not None else []) +
+        result, wrong = repeated(run, call)
+        expected = [flat(wanted[name]) for name in saved]
+        for name, x, y in zip(("q", *saved)[-len(result) :], result, ([q_wanted] if q_wanted is not None else []) +
                               expected, strict=True):  # fmt: skip
             if not (x.is_floating_point() and bool((x.cpu().isnan() & y.isnan()).any())):
                 wrong += differ(f"{name}, and the CPU's", x.cpu(), y)

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing on the CPU, finds what is put there to be found, and knows the kernels of its draws."""
+"""The fuzzer finds nothing on the CPU, finds planted faults, and lists the kernels of its draws."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_a_key_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = reference._mask_scores
 
     def without_one(scores: torch.Tensor, *rest: Any) -> torch.Tensor:
-        found = masked(scores, *rest)
-        if found.shape[-1] > 8:
-            found[..., 5:6] = -torch.inf
-        return found
+        result = masked(scores, *rest)
+        if result.shape[-1] > 8:
+            result[..., 5:6] = -torch.inf
+        return result
 
     monkeypatch.setattr(reference, "_mask_scores", without_one)
     assert any("beyond the kernel's bound" in fault for fault in wrong("sdpa", 12))
@@ -79,7 +79,7 @@ def test_bytes_around_and_other_bits() -> None:
     assert x.isnan().all()
     assert y.stride() == (8, 1)
     assert guards.faults() == []
-    x.as_strided((1,), (1,), x.storage_offset() + 128)[0] = 1  # behind the 256 bytes that it has
+    x.as_strided((1,), (1,), x.storage_offset() + 128)[0] = 1  # after its 256 bytes
     assert [fault[:15] for fault in guards.faults()] == ["guard: buffer 0"]
     rng = random.Random(0)
     assert repeated(Run("cpu", 3), lambda: torch.tensor([rng.random()]))[1]

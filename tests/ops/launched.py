@@ -70,7 +70,7 @@ class PretendedGpu:
         self.real = False
         self._ranges: list[tuple[int, int]] = []
         self._workspaces: dict[int, int] = {}  # the one that each thread holds
-        self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # what each thread last asked for an address
+        self._memory: dict[tuple[int, int], StorageWeakRef] = {}  # the last tensor of each thread
         gpu = self
 
         class Prepared(bound_launch.BoundLaunch):
@@ -79,14 +79,14 @@ class PretendedGpu:
                 self._kernel, self._stream = kernel.name, args[4]
 
             def __call__(self) -> None:
-                given = [place.value for _, place in self.places() if isinstance(place, ctypes.c_uint64)]
+                inputs = [position.value for _, position in self.places() if isinstance(position, ctypes.c_uint64)]
                 held = gpu._workspaces.get(threading.get_ident(), 0)
-                assert all(a < _WORKSPACE or a >= held > 0 for a in given), "the workspace was given back"
+                assert all(a < _WORKSPACE or a >= held > 0 for a in inputs), "the workspace was given back"
                 sizes = [len(value_bytes(a, lambda _: 0, lambda _: bytes(MAP_BYTES))) for a in self._arguments]
-                found = [ctypes.string_at(place, size) for place, size in zip(self._places, sizes, strict=True)]
+                result = [ctypes.string_at(position, size) for position, size in zip(self._places, sizes, strict=True)]
                 grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
                 noted = gpu.launches.setdefault(threading.get_ident(), [])
-                noted.append(Launch(self._kernel, grid, tuple(found), self._stream))
+                noted.append(Launch(self._kernel, grid, tuple(result), self._stream))
 
         queue = launch_plans.LaunchPlan.launch
 
@@ -141,13 +141,13 @@ class PretendedGpu:
             self._ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def launched(self) -> list[Launch]:
-        """What this thread launched since the last time."""
+        """Return the launches of this thread since the last call."""
         return self.launches.pop(threading.get_ident(), [])
 
     def _given_back(self, address: int) -> bool:
-        """Whether what this thread asked for the address is gone, and nothing of another thread is there.
+        """Return whether an address is free: this thread has freed its tensor there, and no other thread has one.
 
-        Addresses follow from contents, so lengths that another thread made for the same stream have the same one.
+        Addresses follow from contents, so equal lengths that another thread made for the same stream have the same one.
         """
         own = self._memory.get((threading.get_ident(), address))
         if own is None or not own.expired():  # type: ignore[no-untyped-call]
@@ -155,21 +155,21 @@ class PretendedGpu:
         return all(x.expired() for (_, at), x in list(self._memory.items()) if at == address)  # type: ignore[no-untyped-call]
 
     def _address(self, x: Tensor) -> int:
-        found = self._address_of(x)
-        self._memory[threading.get_ident(), found] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
-        return found
+        result = self._address_of(x)
+        self._memory[threading.get_ident(), result] = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+        return result
 
     def _address_of(self, x: Tensor) -> int:
         real: int = _ADDRESS(x)
         if self.real or any(a <= real < b for a, b in self._ranges):
             return real
         constant = next((k for k, c in serving_call._CONSTANTS.items() if _ADDRESS(c) == real), None)
-        values = x.tolist() if x.dtype == torch.int32 and x.dim() == 1 else []  # lengths, whose values matter
+        values = x.tolist() if x.dtype == torch.int32 and x.dim() == 1 else []  # lengths: their values matter
         kind = repr((x.dtype, x.numel(), constant, values)).encode()
         return int.from_bytes(hashlib.sha256(kind).digest()[:5], "little") << 8
 
 
 def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
-    """CPU tensors say that they are on a GPU."""
+    """Make CPU tensors report that they are on a GPU."""
     patch.setattr(Tensor, "is_cuda", property(lambda _: True))
     patch.setattr(Tensor, "is_cpu", property(lambda _: False))

@@ -21,27 +21,27 @@ from tests.kernels.serving.appends import Append
 
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What the last plan was launched with by name, on CPU tensors that are taken for a GPU's."""
-    found: dict[str, int] = {}
+    """Return the addresses of the last plan by name, with CPU tensors in place of a GPU's."""
+    result: dict[str, int] = {}
     target = Target("sm_90a")
 
     def launch(plan: LaunchPlan, addresses: Sequence[int]) -> None:
-        found.update(zip(plan.names, addresses, strict=True))
+        result.update(zip(plan.names, addresses, strict=True))
 
     for module in (cuda, serving_cuda):
         monkeypatch.setattr(module, "get_target", lambda _: target)
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(LaunchPlan, "launch", launch)
-    return found
+    return result
 
 
 def odd(x: Tensor) -> Tensor:
-    """A copy with the same strides that begins one element behind a multiple of 16 bytes."""
+    """Return a copy with the same strides that begins one element after a multiple of 16 bytes."""
     whole = x.new_empty(x.untyped_storage().nbytes() // x.element_size() + 64)
     first = -(whole.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
-    found = whole.as_strided(x.shape, x.stride(), first)
-    assert not is_aligned(found.data_ptr())
-    return found.copy_(x)
+    result = whole.as_strided(x.shape, x.stride(), first)
+    assert not is_aligned(result.data_ptr())
+    return result.copy_(x)
 
 
 @pytest.mark.parametrize("norm", [torch.float32, torch.bfloat16])
@@ -52,8 +52,8 @@ def test_what_is_appended_is_read_at_multiples_of_16_bytes(
     tensors = Append([0, 1, 5], norm=norm, rotary_dim=16).tensors()
     tensors |= {table: tensors[table].contiguous() for table in ("cos", "sin")}
     tensors[name] = odd(tensors[name])
-    given: list[Any] = [tensors.get(n) for n in serving_cuda._APPEND_BUFFERS[:-1]]
-    serving_cuda.append_kv(*given, 1e-6, False)
+    inputs: list[Any] = [tensors.get(n) for n in serving_cuda._APPEND_BUFFERS[:-1]]
+    serving_cuda.append_kv(*inputs, 1e-6, False)
     assert all(is_aligned(addresses[n]) for n in ("q", "k", "v", "q_weight", "k_weight", "cos", "sin"))
     assert all(addresses[n] == tensors[n].data_ptr() for n in ("k_cache", "v_cache", "k_scale", "v_scale"))
 

@@ -1,4 +1,4 @@
-"""Attention on quantized inputs: the kernels' numbers, masks, lengths, log-sum-exp, and what is refused."""
+"""Attention on quantized inputs: the kernels' numbers, masks, lengths, log-sum-exp, and refusals."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_within_the_kernels_error(dims: dict[str, int], precision: Precision) ->
     fmt = "int8" if precision == "int8" else "e4m3"
     references = attention_problem.references({**dims, **BLOCKS}, 0, fmt)
     quantized = quantize(*inputs(dims), precision=precision, subtract_key_mean=False, rotate=False)
-    found = attention(quantized, **options(dims))
-    assert isinstance(found, Tensor)
-    assert found.dtype == torch.float16
-    out = found.flatten(0, 1).double().numpy()
+    result = attention(quantized, **options(dims))
+    assert isinstance(result, Tensor)
+    assert result.dtype == torch.float16
+    out = result.flatten(0, 1).double().numpy()
     assert worst_bound_ratio(out, references.exact, references.bounds["e4m3"]) <= 1
     assert error_stats(out, references.exact, 1).relative_error <= 0.03
 
@@ -107,10 +107,10 @@ def test_rows_without_a_key() -> None:
 @pytest.mark.parametrize("shape", [(0, 2, 5, 64), (1, 2, 0, 64)])
 def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
     q = torch.zeros(shape, dtype=torch.bfloat16)
-    found = attention(quantize(q, q, q))
-    assert isinstance(found, Tensor)
-    assert found.shape == shape
-    assert found.dtype == torch.bfloat16
+    result = attention(quantize(q, q, q))
+    assert isinstance(result, Tensor)
+    assert result.shape == shape
+    assert result.dtype == torch.bfloat16
 
 
 def test_row_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +123,11 @@ def test_row_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_padded_head_dim_keeps_its_scale() -> None:
     q, k, v = (x[..., :40] for x in inputs({"B": 1, "H": 2, "S": 70, "D": 64}))
-    found = attention(quantize(q, k, v))
-    assert isinstance(found, Tensor)
-    assert found.shape == q.shape
+    result = attention(quantize(q, k, v))
+    assert isinstance(result, Tensor)
+    assert result.shape == q.shape
     wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
-    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.08
+    assert float((result.float() - wanted).norm() / wanted.norm()) < 0.08
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
@@ -151,9 +151,9 @@ def test_finer_choices_err_less() -> None:
     wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
 
     def error(**choices: Any) -> float:
-        found = attention(quantize(q, k, v, **choices))
-        assert isinstance(found, Tensor)
-        relative = (found.float() - wanted).flatten(0, 2).norm(dim=0) / wanted.flatten(0, 2).norm(dim=0)
+        result = attention(quantize(q, k, v, **choices))
+        assert isinstance(result, Tensor)
+        relative = (result.float() - wanted).flatten(0, 2).norm(dim=0) / wanted.flatten(0, 2).norm(dim=0)
         return float(relative.square().mean().sqrt())
 
     assert error(precision="int8") < error()

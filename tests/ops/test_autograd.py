@@ -130,11 +130,11 @@ def test_a_training_step_by_functional_call() -> None:
     def step(parameters: dict[str, Tensor]) -> Tensor:
         return loss(torch.func.functional_call(layer, parameters, (q.float(),)).bfloat16(), k, v)
 
-    found = torch.func.grad(step)(dict(layer.named_parameters()))
+    result = torch.func.grad(step)(dict(layer.named_parameters()))
     step(dict(layer.named_parameters())).backward()  # type: ignore[no-untyped-call]
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None
-        assert torch.allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-5 * float(parameter.grad.abs().max()))
+        assert torch.allclose(result[name], parameter.grad, rtol=1e-5, atol=1e-5 * float(parameter.grad.abs().max()))
 
 
 def of_codes(*tensors: Any) -> Tensor:
@@ -176,11 +176,11 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_codes_work_in_grad_mode_but_refuse_gradients() -> None:
     tensors = inputs(grad=True)
-    found = of_codes(*tensors)
+    result = of_codes(*tensors)
     with torch.no_grad():
-        assert torch.equal(found, of_codes(*tensors))
+        assert torch.equal(result, of_codes(*tensors))
     with pytest.raises(NotImplementedError, match=CODES):
-        torch.autograd.grad(found, tensors)
+        torch.autograd.grad(result, tensors)
     quantized = greenfast.quantize(*tensors, log_sum_exp=True)
     for scales in (quantized.query_scale, quantized.key_mean, quantized.mean_scores):
         assert scales is not None
@@ -212,10 +212,10 @@ def test_compiled() -> None:
     with pytest.raises(NotImplementedError, match=LSE):
         torch.autograd.grad(compiled(*leaves)[1].sum(), leaves)
     codes = torch.compile(of_codes, fullgraph=True, backend="aot_eager")
-    found = codes(*leaves)
-    assert torch.equal(found, of_codes(*leaves)), "inference in grad mode"
+    result = codes(*leaves)
+    assert torch.equal(result, of_codes(*leaves)), "inference in grad mode"
     with pytest.raises(NotImplementedError, match=CODES):
-        torch.autograd.grad(found, leaves)
+        torch.autograd.grad(result, leaves)
     q, k, v = tensors
     inner = torch.compile(lambda q: torch.func.grad(loss)(q, k, v), fullgraph=True, backend="aot_eager")
     same([inner(q)], backward(tensors)[:1])
@@ -269,10 +269,10 @@ def test_subclasses_of_tensor_see_the_call() -> None:
             return plain.__torch_function__(func, types, args, kwargs or {})
 
     q, k, v = inputs()
-    found = sdpa(q, k.as_subclass(Logged), v)
+    result = sdpa(q, k.as_subclass(Logged), v)
     assert calls[0] is greenfast.sdpa
-    assert type(found) is Logged, "as from PyTorch's attention"
-    assert torch.equal(found.as_subclass(Tensor), sdpa(q, k, v))
+    assert type(result) is Logged, "as from PyTorch's attention"
+    assert torch.equal(result.as_subclass(Tensor), sdpa(q, k, v))
 
 
 def flops(function: Callable[[], Any]) -> int:
@@ -304,7 +304,7 @@ def test_flops_equal_pytorchs() -> None:
 def test_the_registration(op: str, head_dim: int, grad: bool) -> None:
     tensors, _ = case("normal", Sizes(60, 60, head_dim), torch.bfloat16)
     tensors = [x.requires_grad_(grad) for x in tensors]
-    # With gradients, the last check asks for one of every output, also of the log-sum-exp, which is refused.
+    # With gradients, the last check needs one for every output, but the log-sum-exp refuses it.
     names = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     some = names[: 3 if grad and op == "sdpa_lse" else 4]
     torch.library.opcheck(getattr(torch.ops.greenfast, op).default, (*tensors, "fp8", 1, 0.125), test_utils=some)
@@ -315,9 +315,9 @@ def test_the_registration_of_the_other_operators() -> None:
     for flags in ((True, "block", True, True), (True, "channel", True, True), (False, "head", False, False)):
         codes = torch_ops.QUANTIZE(q, k, v, "int8", *flags)
         torch.library.opcheck(torch_ops.QUANTIZE, (q, k, v, "int8", *flags))
-        rest = ("int8", 64, 150, torch.bfloat16, 0, 0.125)
-        torch.library.opcheck(torch_ops.ATTENTION, (*codes[:6], *rest))
-        torch.library.opcheck(torch_ops.ATTENTION_LSE, (*codes[:6], *rest))
+        remaining = ("int8", 64, 150, torch.bfloat16, 0, 0.125)
+        torch.library.opcheck(torch_ops.ATTENTION, (*codes[:6], *remaining))
+        torch.library.opcheck(torch_ops.ATTENTION_LSE, (*codes[:6], *remaining))
         if flags[2]:
             torch.library.opcheck(torch_ops.MEAN_SCORES, (q, codes[6], True))
     others = torch.ops.greenfast
@@ -327,14 +327,14 @@ def test_the_registration_of_the_other_operators() -> None:
 
 
 def all_results(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """The results of every operator, with biased keys, whose mean dominates the scores."""
+    """Return the results of every operator. The keys are biased, and their mean dominates the scores."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse = sdpa(*leaves, is_causal=True, return_lse=True)
     (out.float() * torch.arange(64)).sum().backward()
     codes = greenfast.quantize(q, k, v, scales="head", value_scales="channel", log_sum_exp=True)
-    kept = greenfast.attention(codes, return_lse=True)
+    saved = greenfast.attention(codes, return_lse=True)
     direct = torch.ops.greenfast.sdpa(q, k, v, "int8", 0, 0.125)
-    return [out, lse, *[x.grad for x in leaves if x.grad is not None], *codes.tensors(), *kept, direct]
+    return [out, lse, *[x.grad for x in leaves if x.grad is not None], *codes.tensors(), *saved, direct]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -347,8 +347,8 @@ def test_autocast_leaves_the_operators_arithmetic_alone(dtype: torch.dtype) -> N
         singles = [x.float() for x in tensors]
         same([compiled(*singles, return_lse=True)[1]], [sdpa(*tensors, return_lse=True)[1]])
         leaves = [x.requires_grad_() for x in singles]
-        found = torch.autograd.grad(compiled(*leaves).sum(), leaves)
-        same(found, torch.autograd.grad(sdpa(*leaves).sum(), leaves))
+        result = torch.autograd.grad(compiled(*leaves).sum(), leaves)
+        same(result, torch.autograd.grad(sdpa(*leaves).sum(), leaves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8])

@@ -22,7 +22,7 @@ def test_a_model_is_run_with_each_attention(model: str, tmp_path: Path, monkeypa
     plain, fp8, int8 = benchmark.main([*command.split(), "--json", str(file)])
     assert (plain.taken, fp8.taken, int8.taken) == (0, 2, 0), "short sequences are routed only where that is asked for"
     assert plain.difference == 0.0
-    # any mode turns off the fast path of PyTorch's layers, which rounds elsewhere
+    # any mode turns off the fast path of PyTorch's layers; it rounds at other points
     assert 0 < int8.difference < 0.004 if model == "vit" else int8.difference == 0.0
     assert 0.001 < fp8.difference < 0.1
     assert fp8.torch_errors == plain.errors == int8.errors

@@ -23,8 +23,8 @@ def made(**choices: Any) -> QuantizedQKV:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 40, 72), (2, 2, 300, 72), (2, 2, 300, 72))
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    found: QuantizedQKV = greenfast.quantize(q, k, v, **choices)
-    return found
+    result: QuantizedQKV = greenfast.quantize(q, k, v, **choices)
+    return result
 
 
 CHOICES: tuple[dict[str, Any], ...] = (
@@ -181,7 +181,7 @@ def test_it_is_saved_and_copied(choices: dict[str, Any]) -> None:
 
 
 def test_codes_of_tensors_with_gradients_are_saved_without_history() -> None:
-    """The scales have autograd history, which refuses gradients; a copy of their values has none."""
+    """The scales have autograd history; a copy of their values has none."""
     q, k, v = (torch.randn(1, 2, 40, 64).bfloat16().requires_grad_() for _ in range(3))
     quantized = greenfast.quantize(q, k, v, log_sum_exp=True)
     assert quantized.query_scale.requires_grad

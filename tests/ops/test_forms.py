@@ -1,4 +1,4 @@
-"""What PyTorch's attention accepts: greenfast.sdpa computes it right or names what it refuses, as explain says."""
+"""All forms of PyTorch's attention: greenfast.sdpa computes them right, or refuses them with the reason of explain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import greenfast.ops.torch_ops
 Shape = tuple[int, ...]
 Case = tuple[tuple[Shape, Shape, Shape], dict[str, Any]]
 
-#: What the docs say is refused although PyTorch computes it.
+#: The documented refusals of calls that PyTorch computes.
 DOCUMENTED = (
     "attn_mask: the kernels take causal masks only",
     "dropout_p: the kernels have no dropout",
@@ -98,7 +98,7 @@ def tensors(shapes: tuple[Shape, ...], dtype: torch.dtype = torch.bfloat16) -> A
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """PyTorch's result in float64; None where it refuses the call."""
+    """Return PyTorch's result in float64; None if PyTorch refuses the call."""
     mask = options.get("attn_mask")
     if type(mask) is Tensor and mask.dtype == torch.bfloat16:
         options = {**options, "attn_mask": mask.double()}
@@ -116,10 +116,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor | 
 
 def outcome(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor | Exception:
     try:
-        found: Tensor = greenfast.sdpa(q, k, v, **options)
+        result: Tensor = greenfast.sdpa(q, k, v, **options)
     except (TypeError, ValueError, NotImplementedError) as e:
         return e
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ def test_right_or_refused_by_name(cases: Any, least: int, most_refused: int) -> 
     for shapes, options in cases():
         q, k, v = tensors(shapes)
         wanted = exact(q, k, v, options)
-        found = greenfast.explain(q, k, v, **options)
+        result = greenfast.explain(q, k, v, **options)
         out = outcome(q, k, v, options)
         if isinstance(out, Exception):
-            assert not found.taken, (shapes, options)
-            assert str(out).startswith(found.reason), (shapes, options)
+            assert not result.taken, (shapes, options)
+            assert str(out).startswith(result.reason), (shapes, options)
             if wanted is not None:
                 assert isinstance(out, NotImplementedError), (shapes, options, out)
                 assert str(out).startswith(DOCUMENTED), (shapes, options, out)
                 accepted += 1
                 refused[str(out).split(":")[0]] += 1
             continue
-        assert found.taken, (shapes, options)
+        assert result.taken, (shapes, options)
         assert wanted is not None, (shapes, options)
         accepted += 1
         assert out.shape == wanted.shape
@@ -212,8 +212,8 @@ def test_broadcast_heads_are_not_quantized_again(monkeypatch: pytest.MonkeyPatch
 
     def record(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         seen.append((tuple(k.shape), tuple(v.shape), k.stride(0)))
-        found: Tensor = op(q, k, v, *rest)
-        return found
+        result: Tensor = op(q, k, v, *rest)
+        return result
 
     monkeypatch.setattr(greenfast.ops.torch_ops, "SDPA", record)
     greenfast.sdpa(*tensors(((2, 4, 5, 64), (1, 7, 64), (1, 1, 7, 64))))
@@ -247,8 +247,8 @@ def test_float32_by_choice(cast: torch.dtype) -> None:
     assert q.grad.dtype == torch.float32
     lse = greenfast.sdpa(q, k, v, float32_as=cast, return_lse=True)[1]
     assert lse.dtype == torch.float32
-    kept = greenfast.sdpa(q.bfloat16(), k.bfloat16(), v.bfloat16(), float32_as=cast)
-    assert kept.dtype == torch.bfloat16, "other dtypes stay"
+    saved = greenfast.sdpa(q.bfloat16(), k.bfloat16(), v.bfloat16(), float32_as=cast)
+    assert saved.dtype == torch.bfloat16, "other dtypes stay"
     with pytest.raises(TypeError, match="another dtype"):
         greenfast.sdpa(q, k.half() if cast == torch.bfloat16 else k.bfloat16(), v, float32_as=cast)
     with torch.autocast("cpu", torch.bfloat16):
@@ -256,7 +256,7 @@ def test_float32_by_choice(cast: torch.dtype) -> None:
 
 
 def test_float32_errs_as_its_cast_does() -> None:
-    """The cast adds little to the error of eight bits, as the docs say."""
+    """The cast adds little to the error of eight bits (docs/operator.md)."""
     q, k, v = tensors(((1, 4, 512, 64),) * 3, torch.float32)
     wanted = scaled_dot_product_attention(q.double(), k.double(), v.double())
     for cast in (torch.bfloat16, torch.float16):
@@ -337,8 +337,8 @@ def test_a_wrong_argument_is_named(change: dict[str, Any], error: type[Exception
 )
 def test_numbers_of_any_kind(change: dict[str, Any], plain: dict[str, Any]) -> None:
     assert greenfast.explain(Q, K, V, **change).taken
-    found, wanted = greenfast.sdpa(Q, K, V, **change), greenfast.sdpa(Q, K, V, **plain)
-    assert float((found - wanted).abs().max()) <= 1e-2
+    result, wanted = greenfast.sdpa(Q, K, V, **change), greenfast.sdpa(Q, K, V, **plain)
+    assert float((result - wanted).abs().max()) <= 1e-2
 
 
 @pytest.mark.parametrize("function", [greenfast.sdpa, greenfast.quantize], ids=["sdpa", "quantize"])
@@ -384,8 +384,8 @@ def test_other_forms_compiled() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
     for length in (40, 33):
-        found, wanted = compiled(Q[:, :, :length]), attend(Q[:, :, :length])
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        result, wanted = compiled(Q[:, :, :length]), attend(Q[:, :, :length])
+        assert all(torch.equal(x, y) for x, y in zip(result, wanted, strict=True))
 
 
 def test_a_mask_that_transformers_hands_on_is_not_lost() -> None:

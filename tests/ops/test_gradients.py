@@ -33,11 +33,11 @@ SIZES = (
 def judge(kind: str, several: Sequence[Sizes], dtype: torch.dtype) -> None:
     for sizes in several:
         inputs, grad = case(kind, sizes, dtype)
-        found = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
+        result = gradients(lambda q, k, v, s=sizes: sdpa(q, k, v, **s.options()), inputs, grad)
         theirs = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), inputs, grad)
         doubles = [x.double() for x in inputs]
         exact = gradients(lambda q, k, v, s=sizes: torch_attention(q, k, v, s.causal), doubles, grad.double())
-        for name, mine, other, wanted in zip("qkv", found, theirs, exact, strict=True):
+        for name, mine, other, wanted in zip("qkv", result, theirs, exact, strict=True):
             assert mine.dtype == dtype
             assert torch.isfinite(wanted).all()
             assert error(mine, wanted, grad) <= bound(other, wanted, grad), (sizes, name)
@@ -65,20 +65,20 @@ def test_any_sizes(kind: str) -> None:
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_the_precision_of_the_forward_does_not_matter(precision: Any) -> None:
     inputs, grad = case("biased 10", Sizes(60, 60, causal=1), torch.bfloat16)
-    found = gradients(lambda *x: sdpa(*x, is_causal=True, precision=precision), inputs, grad)
+    result = gradients(lambda *x: sdpa(*x, is_causal=True, precision=precision), inputs, grad)
     wanted = of_reference(grad, *inputs, 1, 1 / 8)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, wanted, strict=True))
 
 
 def test_a_scale_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_ROWS", 16)
     inputs, grad = case("normal", Sizes(70, 90), torch.float16)
-    found = gradients(lambda *x: sdpa(*x, scale=0.3), inputs, grad)
+    result = gradients(lambda *x: sdpa(*x, scale=0.3), inputs, grad)
     doubles = [x.double() for x in inputs]
     wanted = gradients(
         lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3), doubles, grad.double()
     )
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(result, wanted, strict=True):
         assert error(mine, theirs, grad) < 2e-3
 
 
@@ -88,8 +88,8 @@ def test_a_scale_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_empty_inputs(shapes: Any, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     q, k = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
-    found = function(q, q, k, k, 0, 0.125)
-    assert all(torch.equal(x, torch.zeros_like(y)) for x, y in zip(found, (q, k, k), strict=True))
+    result = function(q, q, k, k, 0, 0.125)
+    assert all(torch.equal(x, torch.zeros_like(y)) for x, y in zip(result, (q, k, k), strict=True))
 
 
 def test_one_input_alone_and_gradients_of_any_layout() -> None:
@@ -114,7 +114,7 @@ def test_one_input_alone_and_gradients_of_any_layout() -> None:
 def test_the_parts_for_kernels_that_align_masks_at_the_end(
     q_len: int, kv_len: int, causal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parts that a GPU's backward passes to PyTorch's kernels add up, with stand-ins for those kernels."""
+    """The parts for PyTorch's kernels add up to the whole; stand-ins replace those kernels."""
 
     def kernels(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, masked: bool, scale: float) -> tuple[Tensor, ...]:
         assert not masked or q.shape[2] <= k.shape[2]
@@ -126,9 +126,9 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     sliced = [torch.cat([x, x], -1)[..., :64] for x in strided]  # as from one projection to Q, K and V
     for tensors in (inputs, strided, sliced):
-        found = of_gpu(grad.expand(1, 4, q_len, 64), *tensors, causal, 1 / 8)
+        result = of_gpu(grad.expand(1, 4, q_len, 64), *tensors, causal, 1 / 8)
         wanted = of_reference(grad, *inputs, causal, 1 / 8)
-        for x, mine, theirs in zip(tensors, found, wanted, strict=True):
+        for x, mine, theirs in zip(tensors, result, wanted, strict=True):
             assert mine.stride() == torch.empty_like(x).stride()
             assert error(mine, theirs, grad) < 1e-3
 
@@ -138,18 +138,18 @@ def test_the_parts_for_kernels_that_align_masks_at_the_end(
     "sizes", [Sizes(50, 50), Sizes(20, 50, heads=4, causal=2), Sizes(50, 20, 72, causal=1)], ids=str
 )
 def test_pytorchs_kernels_accept_the_arguments(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as meta tensors can show."""
+    """Meta tensors check the arguments."""
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(backward, "_uses_cudnn", lambda *args: cudnn)
     inputs, grad = case("normal", sizes, torch.bfloat16)
     monkeypatch.setattr(backward, "make_tma_compatible", lambda x, unique_rows: x.to("meta"))
     meta = [x.to("meta") for x in inputs]
-    found = of_gpu(grad, *meta, sizes.causal, 0.1)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
+    result = of_gpu(grad, *meta, sizes.causal, 0.1)
+    assert [x.shape for x in result] == [x.shape for x in inputs]
 
 
 class Block(nn.Module):
-    """A layer of a language model, whose keys have a bias in every channel."""
+    """A layer of a language model. Its keys have a bias in every channel."""
 
     def __init__(self, width: int, heads: int, bias: float) -> None:
         super().__init__()
@@ -175,23 +175,23 @@ def losses(attention: Any, text: Tensor, steps: int, length: int = 64) -> Tensor
     """The losses of a two-layer model that learns to continue the text, averaged over every 40 steps."""
     torch.manual_seed(0)
     symbols = int(text.max()) + 1
-    symbol, place = nn.Embedding(symbols, 64), nn.Embedding(length, 64)
+    symbol, position = nn.Embedding(symbols, 64), nn.Embedding(length, 64)
     blocks = nn.ModuleList(Block(64, 2, bias=10.0) for _ in range(2))
     head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, symbols))
-    model = nn.ModuleList([symbol, place, blocks, head])
+    model = nn.ModuleList([symbol, position, blocks, head])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    found = []
+    result = []
     for _ in range(steps):
         some = text[torch.randint(0, len(text) - length - 1, (8, 1)) + torch.arange(length + 1)]
-        x = symbol(some[:, :-1]) + place.weight
+        x = symbol(some[:, :-1]) + position.weight
         for block in blocks:
             x = block(x, attention)
         loss = nn.functional.cross_entropy(head(x).flatten(0, 1), some[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        found.append(loss.detach())
-    return torch.stack(found).view(-1, 40).mean(1)
+        result.append(loss.detach())
+    return torch.stack(result).view(-1, 40).mean(1)
 
 
 @pytest.mark.slow
@@ -199,6 +199,6 @@ def test_a_language_model_learns_as_with_bfloat16(pytestconfig: pytest.Config) -
     letters = torch.tensor(list((pytestconfig.rootpath / "LICENSE").read_bytes()))
     text = torch.unique(letters, return_inverse=True)[1]
     wanted = losses(nn.functional.scaled_dot_product_attention, text, 320)
-    found = losses(greenfast.sdpa, text, 320)
+    result = losses(greenfast.sdpa, text, 320)
     assert wanted[-1] < 0.7 * wanted[0], "it learns"
-    assert ((found - wanted).abs() / wanted).max() < 0.01
+    assert ((result - wanted).abs() / wanted).max() < 0.01

@@ -30,8 +30,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
 def tensors(heads: int, kv_heads: int, length: int, keys: int, head_dim: int, dtype: torch.dtype, rows: bool) -> Any:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, length, head_dim), *[(1, kv_heads, keys, head_dim)] * 2]
-    found = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
-    return [x.transpose(1, 2).contiguous().transpose(1, 2) if rows else x for x in found]
+    result = [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) if rows else x for x in result]
 
 
 SDPA: list[Call] = [cuda.sdpa, cuda.sdpa_lse]
@@ -44,22 +44,22 @@ OUTPUTS = [(torch.float16, 0, 0.1), (torch.bfloat16, 0, 0.1), (torch.float16, 1,
 
 
 def calls() -> list[partial[Any]]:
-    found: list[partial[Any]] = []
+    result: list[partial[Any]] = []
     dtypes = (torch.float16, torch.bfloat16)
     for shape, head_dim, dtype, rows in itertools.product(SHAPES, (64, 72, 128), dtypes, (False, True)):
         inputs = tensors(*shape, head_dim, dtype, rows)
-        found += [partial(op, *inputs, *more) for more in SCORES for op in SDPA]
-        found += [partial(QUANTIZE, *inputs, precision, True, "block", *more) for precision, *more in RECIPES]
+        result += [partial(op, *inputs, *more) for more in SCORES for op in SDPA]
+        result += [partial(QUANTIZE, *inputs, precision, True, "block", *more) for precision, *more in RECIPES]
     for shape, (scales, values), precision in itertools.product(SHAPES, SCALES, ("fp8", "int8")):
         inputs = tensors(*shape, 64, torch.float16, False)
         codes = quantize(*inputs, precision=precision, scales=scales, value_scales=values)  # type: ignore[arg-type]
         fields = (*codes.tensors()[:6], precision, 64, shape[3])
-        found += [partial(op, *fields, *more) for more in OUTPUTS for op in (cuda.attention, cuda.attention_lse)]
-    return found
+        result += [partial(op, *fields, *more) for more in OUTPUTS for op in (cuda.attention, cuda.attention_lse)]
+    return result
 
 
 def assert_launches_repeat(gpu: PretendedGpu, every: Sequence[Call], times: int, seed: int) -> None:
-    """Each call launches in any order, ``times`` times, what it launches with nothing cached."""
+    """Check that each call, in any order and ``times`` times, has the launches of a call with empty caches."""
     fresh = []
     for call in every:
         gpu.forget()
@@ -120,8 +120,8 @@ def forms() -> list[Call]:
         tensors(4, 4, 40, 40, 64, torch.bfloat16, True), tensors(4, 4, 40, 90, 64, torch.bfloat16, False),
         tensors(4, 4, 40, 40, 72, torch.bfloat16, False), tensors(4, 4, 40, 40, 64, torch.bfloat16, False),
     ]  # fmt: skip
-    found = [partial(greenfast.sdpa, *given, **more) for given in inputs for more in options]
-    return [*found, *(partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in options[:8])]
+    result = [partial(greenfast.sdpa, *given, **more) for given in inputs for more in options]
+    return [*result, *(partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in options[:8])]
 
 
 def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monke
     plain = [call for call in every if not {"return_lse", "scale"} & set(call.keywords)]  # type: ignore[attr-defined]
     for call in plain:
         call()
-    monkeypatch.setattr(sdpa, "is_canonical", None)  # only a first call asks
+    monkeypatch.setattr(sdpa, "is_canonical", None)  # only a first call checks
     for call in plain:
         call()
     for wrong in ({"is_causal": 1}, {"enable_gqa": 1}, {"scale": True}, {"scale": -0.5}, {"precision": "fp4"}):
@@ -152,15 +152,15 @@ def test_a_view_that_negates_memory_goes_through_the_dispatcher(
     pretend_cuda(monkeypatch)
     monkeypatch.setattr(torch_ops, "SDPA", lambda *args: "dispatched")
     q, k, v = tensors(2, 2, 64, 64, 64, torch.float16, False)
-    given = [q, k, v]
-    given[place] = torch._neg_view(given[place])
+    inputs = [q, k, v]
+    inputs[place] = torch._neg_view(inputs[place])
     assert greenfast.sdpa(q, k, v) != "dispatched"
     for _ in range(2):
-        assert greenfast.sdpa(*given) == "dispatched"
+        assert greenfast.sdpa(*inputs) == "dispatched"
 
 
 class Subclass(Tensor):
-    """As a module's parameter, or a DTensor, it must be seen."""
+    """Stands for a module's parameter or a DTensor: the dispatcher must see it."""
 
 
 def test_tensors_are_alike_in_all_that_a_launch_depends_on() -> None:
@@ -208,15 +208,15 @@ def test_other_arguments_are_alike_in_type_and_value() -> None:
 
 
 def test_a_tensor_may_be_in_several_places() -> None:
-    """A launch depends on where each tensor lies alone."""
+    """A launch depends only on the address of each tensor."""
     cache = call_cache.CallCache(4)
     x, y, z = (torch.zeros(3) for _ in range(3))
     cache.put((x, y, x, x), "as often")
-    for given in ((x, y, x, x), (z, x, z, z), (x, y, z, x)):
-        assert cache.get(given) == ("as often", given)
-    for place in range(4):
+    for inputs in ((x, y, x, x), (z, x, z, z), (x, y, z, x)):
+        assert cache.get(inputs) == ("as often", inputs)
+    for position in range(4):
         changed = [x, y, x, x]
-        changed[place] = torch.zeros(4)
+        changed[position] = torch.zeros(4)
         assert cache.get((*changed,))[0] is None
     assert cache.get((x, x, x, x))[0] is None
     cache.put((x, x, x, x), "everywhere")
@@ -225,11 +225,11 @@ def test_a_tensor_may_be_in_several_places() -> None:
 
 def test_no_tensor_is_kept_and_few_kinds_are() -> None:
     cache = call_cache.CallCache(1)
-    kept = []
+    saved = []
     for n in range(6):
         x = torch.zeros(n + 1)
-        kept.append(weakref.ref(x))
+        saved.append(weakref.ref(x))
         cache.put((x,), n)
     del x
-    assert not any(ref() is not None for ref in kept)
+    assert not any(ref() is not None for ref in saved)
     assert [cache.get((torch.zeros(n + 1),))[0] for n in range(6)] == [None, None, 2, 3, 4, 5]

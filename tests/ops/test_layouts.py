@@ -47,7 +47,7 @@ def test_an_output_has_the_layout_of_its_query(order: tuple[int, ...], head_dim:
 
 
 def test_heads_and_columns_merge_in_a_view() -> None:
-    """What models do after attention, with queries from a separate projection or from a fused one of Q, K and V."""
+    """Models do this after attention, with queries from a separate projection or from a fused one of Q, K and V."""
     packed = torch.randn(2, 5, 3, 4, 80, dtype=torch.bfloat16)
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
     out = greenfast.sdpa(q, k, v)
@@ -152,6 +152,6 @@ def test_what_a_gpu_writes_into(
     if target == "sm_90a":
         assert cuda.sdpa_lse(q, q, q, "fp8", 0, 1.0)[0].stride() == q.stride()
         codes = greenfast.quantize(q, q, q)
-        kept = cuda.attention(*codes.tensors()[:6], "fp8", 72, LENGTH, dtype, 0, 1.0)
-        assert kept.is_contiguous()
-        assert kept.shape == q.shape
+        saved = cuda.attention(*codes.tensors()[:6], "fp8", 72, LENGTH, dtype, 0, 1.0)
+        assert saved.is_contiguous()
+        assert saved.shape == q.shape

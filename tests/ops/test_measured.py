@@ -1,4 +1,4 @@
-"""Which calls are routed by measurement, and sdpa(precision="auto")."""
+"""Routing of calls by measurement, and sdpa(precision="auto")."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def tensors(length: int = 64, keys: int = 64, head_dim: int = 64, heads: int = 2
 )
 def test_a_rule_decides(rules: None, shape: dict[str, int], causal: bool, precision: Any, wanted: str) -> None:
     q, k, v = tensors(**shape)
-    found = greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision=precision, min_length=None)
-    assert found.precision == wanted
-    assert found.taken == bool(wanted)
+    result = greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision=precision, min_length=None)
+    assert result.precision == wanted
+    assert result.taken == bool(wanted)
     if precision == "auto":
-        assert greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision="auto") == found
+        assert greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision="auto") == result
     out = greenfast.sdpa(q, k, v, is_causal=causal, enable_gqa=True, precision="auto")
     auto = greenfast.explain(q, k, v, is_causal=causal, enable_gqa=True, precision="auto").precision
     if auto:
@@ -117,14 +117,14 @@ def test_the_measurement_is_quoted(rules: None) -> None:
 )
 def test_what_a_mask_leaves_is_what_counts(rules: None, lengths: tuple[int, int], alignment: Any, wanted: str) -> None:
     q, k, v = tensors(lengths[0], lengths[1], 128)
-    found = greenfast.explain(q, k, v, is_causal=True, precision="auto", causal_alignment=alignment)
-    assert found.precision == wanted
+    result = greenfast.explain(q, k, v, is_causal=True, precision="auto", causal_alignment=alignment)
+    assert result.precision == wanted
 
 
 def test_a_precision_that_was_not_measured_is_not_called_slower(rules: None) -> None:
     q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16)
-    found = greenfast.explain(q, q, q, precision="int8_fine", min_length=None)
-    assert (found.precision, found.taken) == ("int8_fine", True)
+    result = greenfast.explain(q, q, q, precision="int8_fine", min_length=None)
+    assert (result.precision, result.taken) == ("int8_fine", True)
     left = greenfast.explain(q[:, :, 1:], q, q, precision="int8_fine", min_length=None)
     assert left.reason == "such calls have not been measured; they are taken from 4096 queries and keys on"
 
@@ -133,8 +133,8 @@ def test_a_later_flash_attention_has_rules_of_its_own(rules: None, monkeypatch: 
     q, k, v = tensors(127, 128)
     assert greenfast.explain(q, k, v, precision="auto").precision == "fp8"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-    kept = greenfast.explain(q, k, v, precision="auto")
-    assert (kept.kernel, kept.taken) == ("torch", False)
+    saved = greenfast.explain(q, k, v, precision="auto")
+    assert (saved.kernel, saved.taken) == ("torch", False)
     taken = greenfast.explain(*tensors(128, 128), precision="auto")
     assert taken.precision == "fp8"
     assert f"times as fast as {FA3} on" in taken.reason
@@ -146,10 +146,10 @@ def test_use_follows_the_rules_and_counts(rules: None) -> None:
     q, k, v = tensors()
     short = tensors(length=8)
     with greenfast.use("auto") as routed:
-        found = functional.scaled_dot_product_attention(q, k, v)
-        kept = functional.scaled_dot_product_attention(*short)
-    assert torch.equal(found, greenfast.sdpa(q, k, v))
-    assert torch.equal(kept, functional.scaled_dot_product_attention(*short))
+        result = functional.scaled_dot_product_attention(q, k, v)
+        saved = functional.scaled_dot_product_attention(*short)
+    assert torch.equal(result, greenfast.sdpa(q, k, v))
+    assert torch.equal(saved, functional.scaled_dot_product_attention(*short))
     assert (routed.taken, routed.fallen_back.total()) == (1, 1)
     with greenfast.use("auto", min_length=65) as routed:
         functional.scaled_dot_product_attention(q, k, v)
@@ -169,26 +169,26 @@ def test_auto_takes_what_no_kernel_takes(rules: None) -> None:
 
 def test_auto_aligns_masks_and_casts_as_asked(rules: None) -> None:
     q, k, v = tensors(length=8, keys=40)
-    found = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto")
+    result = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto")
     wanted = functional.scaled_dot_product_attention(q, k, v, causal_lower_right(8, 40))
-    assert torch.equal(found, wanted)
+    assert torch.equal(result, wanted)
     wide = [x.float() for x in (q, k, v)]
-    found = greenfast.sdpa(*wide, precision="auto", float32_as=torch.bfloat16)  # type: ignore[call-overload]
-    assert found.dtype == torch.float32
-    assert torch.equal(found, functional.scaled_dot_product_attention(q, k, v).float())
+    result = greenfast.sdpa(*wide, precision="auto", float32_as=torch.bfloat16)  # type: ignore[call-overload]
+    assert result.dtype == torch.float32
+    assert torch.equal(result, functional.scaled_dot_product_attention(q, k, v).float())
 
 
 @pytest.mark.parametrize("enable_gqa", [False, True])
 def test_auto_leaves_rows_without_keys_zero(rules: None, enable_gqa: bool) -> None:
-    """By PyTorch as by the kernels; PyTorch's own are NaN."""
+    """PyTorch and the kernels agree; PyTorch's own function would give NaN."""
     q, k, v = tensors(length=14, keys=8, heads=4 if enable_gqa else 2)
     wanted = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", enable_gqa=enable_gqa)
     forms: Any = ({"is_causal": True, "causal_alignment": "lower_right"}, {"attn_mask": causal_lower_right(14, 8)})
     for more in forms:
         assert not greenfast.explain(q, k, v, enable_gqa=enable_gqa, precision="auto", **more).taken
-        found = greenfast.sdpa(q, k, v, enable_gqa=enable_gqa, precision="auto", **more)
-        assert torch.equal(found[:, :, :6], torch.zeros_like(found[:, :, :6]))
-        assert float((found - wanted).norm() / wanted.norm()) < 0.08
+        result = greenfast.sdpa(q, k, v, enable_gqa=enable_gqa, precision="auto", **more)
+        assert torch.equal(result[:, :, :6], torch.zeros_like(result[:, :, :6]))
+        assert float((result - wanted).norm() / wanted.norm()) < 0.08
 
 
 def test_auto_takes_a_mask_that_masks_nothing_with_either_alignment(rules: None) -> None:
@@ -203,9 +203,9 @@ def test_auto_takes_a_mask_that_masks_nothing_with_either_alignment(rules: None)
 
 def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
     q, k, v = tensors(length=8)
-    found = greenfast.sdpa(q, k, v, precision="auto", return_lse=True)
+    result = greenfast.sdpa(q, k, v, precision="auto", return_lse=True)
     wanted = greenfast.sdpa(q, k, v, precision="fp8", return_lse=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -223,10 +223,10 @@ def test_use_follows_the_rules_in_a_graph(rules: None, precision: Any, inside: b
 
     compiled = torch.compile(routed if inside else attend, backend="eager", fullgraph=True, dynamic=True)
     for length in (64, 15, 96):
-        given = tensors(length)
+        inputs = tensors(length)
         with nullcontext() if inside else greenfast.use(precision):
-            found = compiled(*given)
-        assert torch.equal(found, routed(*given)), length
+            result = compiled(*inputs)
+        assert torch.equal(result, routed(*inputs)), length
 
 
 @pytest.mark.parametrize("alignment", ["", "upper_left", "lower_right"])
@@ -241,25 +241,25 @@ def test_rules_hold_while_a_graph_is_traced(rules: None, alignment: str) -> None
     compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=True)
     for lengths in ((64, 64), (96, 96), (8, 8), (15, 40), (70, 60), (60, 70)):
         inputs = tensors(*lengths, head_dim=128 if alignment else 64)
-        found, wanted = compiled(*inputs), attend(*inputs)
+        result, wanted = compiled(*inputs), attend(*inputs)
         assert (
-            float((found - wanted).norm() / wanted.norm()) < 0.005
+            float((result - wanted).norm() / wanted.norm()) < 0.005
         )  # PyTorch's kernels with masks differ by roundings
 
 
 def test_unmeasured_calls_need_long_sequences() -> None:
     q = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16, device="meta")
     assert greenfast.explain(q, q, q, precision="auto").precision == "fp8"
-    found = greenfast.explain(q[:, :, 1:], q, q, precision="int8", min_length=None)
-    assert (found.kernel, found.precision) == ("torch", "")
-    assert "they are taken from 4096 queries and keys on" in found.reason
+    result = greenfast.explain(q[:, :, 1:], q, q, precision="int8", min_length=None)
+    assert (result.kernel, result.precision) == ("torch", "")
+    assert "they are taken from 4096 queries and keys on" in result.reason
 
 
 def test_the_packages_rules_are_of_measured_head_dims() -> None:
-    found = routing_rules.load_data()["rules"]
-    assert {(rule["against"], rule["precision"], rule["head_dim"], rule["causal"]) for rule in found} == set(
+    result = routing_rules.load_data()["rules"]
+    assert {(rule["against"], rule["precision"], rule["head_dim"], rule["causal"]) for rule in result} == set(
         product((TORCH, FA3), PRECISIONS, routing_rules.HEAD_DIMS, (False, True))
     )
-    for rule in found:
+    for rule in result:
         assert rule["least"] is None or rule["slowest"] >= 1.0
         assert 0 <= rule["shapes"] <= rule["of"]

@@ -39,9 +39,9 @@ def run(
     }  # fmt: skip
     if expected.key_mean is not None:
         outputs["k_mean"] = expected.key_mean
-    given = {"q": q, "k": k, "v": v} | ({} if samples is None else {"samples": samples})
+    inputs = {"q": q, "k": k, "v": v} | ({} if samples is None else {"samples": samples})
     case = Case(
-        {name: x.view(torch.uint16).numpy() for name, x in given.items()},
+        {name: x.view(torch.uint16).numpy() for name, x in inputs.items()},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
     )
     sampled = samples is not None
@@ -79,7 +79,7 @@ def test_codes_equal_the_cpus(
     q, k, v = inputs(kv_len, head_dim, dtype)
     config = config_for(head_dim, dtype, **choices)
     expected = reference.quantize(q, k, v, config)
-    found = run(q, k, v, config, expected)
+    result = run(q, k, v, config, expected)
     exact = not (config.rotate or config.key_mean)  # sums in another order
     for name, codes, scale in (
         ("q", expected.query, expected.query_scale),
@@ -87,13 +87,13 @@ def test_codes_equal_the_cpus(
         ("v", expected.value, expected.value_scale),
     ):
         if exact or name == "v":
-            assert np.array_equal(found[f"{name}_codes"], codes.numpy()), name
-            assert np.array_equal(found[f"{name}_scale"], scale.numpy()), name
+            assert np.array_equal(result[f"{name}_codes"], codes.numpy()), name
+            assert np.array_equal(result[f"{name}_scale"], scale.numpy()), name
         else:
-            assert np.allclose(found[f"{name}_scale"], scale.numpy(), rtol=1e-5), name
-            assert np.mean(found[f"{name}_codes"] != codes.numpy()) < 1e-3, name
+            assert np.allclose(result[f"{name}_scale"], scale.numpy(), rtol=1e-5), name
+            assert np.mean(result[f"{name}_codes"] != codes.numpy()) < 1e-3, name
     if expected.key_mean is not None:
-        assert np.allclose(found["k_mean"], expected.key_mean.numpy(), atol=1e-5)
+        assert np.allclose(result["k_mean"], expected.key_mean.numpy(), atol=1e-5)
 
 
 def test_parts_of_the_keys_have_the_mean_of_all() -> None:
@@ -108,10 +108,10 @@ def test_parts_of_the_keys_have_the_mean_of_all() -> None:
     assert torch.equal(expected.key, whole.key[:, :, 256:])
     assert torch.equal(expected.key_scale, whole.key_scale[..., 2:])
     assert not torch.equal(expected.key, reference.quantize(q, part_k, part_v, config).key)
-    found = run(q, part_k, part_v, config, expected, samples)
-    assert np.allclose(found["k_mean"], expected.key_mean, atol=1e-5)  # type: ignore[arg-type]
-    assert np.mean(found["k_codes"] != expected.key.numpy()) < 1e-3
-    assert np.array_equal(found["v_codes"], expected.value.numpy())
+    result = run(q, part_k, part_v, config, expected, samples)
+    assert np.allclose(result["k_mean"], expected.key_mean, atol=1e-5)  # type: ignore[arg-type]
+    assert np.mean(result["k_codes"] != expected.key.numpy()) < 1e-3
+    assert np.array_equal(result["v_codes"], expected.value.numpy())
 
 
 EXTREMES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -130,16 +130,16 @@ def test_extremes_are_as_on_the_cpu(name: str, rotate: bool, precision: str) -> 
     q, k, v = (EXTREMES[name](x.float()).bfloat16() for x in inputs(140, 64, torch.bfloat16))
     config = config_for(64, q.dtype, rotate=rotate, key_mean=True, precision=precision)
     expected = reference.quantize(q, k, v, config)
-    found = run(q, k, v, config, expected)
+    result = run(q, k, v, config, expected)
     fine = precision == "int8_fine"
     for of in "qkv":
         scale, code = getattr(expected, SCALES[of]).numpy(), getattr(expected, CODES[of]).numpy()
-        assert np.allclose(found[f"{of}_scale"], scale, rtol=1e-5, atol=0, equal_nan=True), of
-        assert np.mean(found[f"{of}_codes"] != code) < 2e-3, of
+        assert np.allclose(result[f"{of}_scale"], scale, rtol=1e-5, atol=0, equal_nan=True), of
+        assert np.mean(result[f"{of}_codes"] != code) < 2e-3, of
     unknown = name in ("not a number", "infinite")
-    assert np.isnan(found["k_scale"]).tolist() == [[[[unknown] * 4, [False] * 4] if fine else [unknown, False]]]
-    assert np.isnan(found["v_scale"]).tolist() == [[[unknown, False]]]
-    assert np.isnan(found["q_scale"]).sum() == 2 * unknown, "one block of 16 rows, or one row, of each head"
+    assert np.isnan(result["k_scale"]).tolist() == [[[[unknown] * 4, [False] * 4] if fine else [unknown, False]]]
+    assert np.isnan(result["v_scale"]).tolist() == [[[unknown, False]]]
+    assert np.isnan(result["q_scale"]).sum() == 2 * unknown, "one block of 16 rows, or one row, of each head"
 
 
 def test_blocks_take_several_tiles_of_many() -> None:

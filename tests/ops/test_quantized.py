@@ -37,7 +37,7 @@ def test_codes_equal_the_problems(values: Any, extras: dict[str, int], fmt: str)
     dims = {"B": 2, "H": 4, "HK": 2, "S": 40, "KV": 300, "D": 64, **extras}
     case = attention_problem.make_case(dims, 3, fmt)
     q, k, v = attention_problem._tensors(*read_dims(dims, fmt), 3)
-    found = quantize(
+    result = quantize(
         *(x.view(2, -1, *x.shape[1:]) for x in (q, k, v)),
         precision="int8" if fmt == "int8" else "fp8",
         scales="block" if extras else "head",
@@ -46,8 +46,8 @@ def test_codes_equal_the_problems(values: Any, extras: dict[str, int], fmt: str)
         rotate=False,
     )
     for name, tensor in (
-        ("q", found.query), ("k", found.key), ("v_t", found.value),
-        ("q_scale", found.query_scale), ("k_scale", found.key_scale), ("v_scale", found.value_scale),
+        ("q", result.query), ("k", result.key), ("v_t", result.value),
+        ("q_scale", result.query_scale), ("k_scale", result.key_scale), ("v_scale", result.value_scale),
     ):  # fmt: skip
         wanted = case.inputs[name]
         assert np.array_equal(tensor.flatten(0, 1).numpy().reshape(wanted.shape), wanted), name
@@ -69,11 +69,11 @@ def test_strides_do_not_matter() -> None:
 
 def test_a_head_dim_is_padded() -> None:
     q, k, v = tensors(head_dim=40)
-    found = quantize(q, k, v, rotate=False)
-    assert found.query.shape[-1] == 64
-    assert found.head_dim == 40
-    assert (found.query[..., 40:] == 0).all()
-    assert (found.value[:, :, 40:] == 0).all()
+    result = quantize(q, k, v, rotate=False)
+    assert result.query.shape[-1] == 64
+    assert result.head_dim == 40
+    assert (result.query[..., 40:] == 0).all()
+    assert (result.value[:, :, 40:] == 0).all()
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -108,8 +108,8 @@ def test_rotation_spreads_outliers_of_int8() -> None:
     exact = q.float() @ k.float().repeat_interleave(2, 1).transpose(-1, -2)
 
     def error(rotate: bool) -> float:
-        found = quantize(q, k, v, precision="int8", subtract_key_mean=False, rotate=rotate)
-        scores = dequantize_queries(found) @ dequantize_keys(found).repeat_interleave(2, 1).transpose(-1, -2)
+        result = quantize(q, k, v, precision="int8", subtract_key_mean=False, rotate=rotate)
+        scores = dequantize_queries(result) @ dequantize_keys(result).repeat_interleave(2, 1).transpose(-1, -2)
         return float((scores - exact).norm() / exact.norm())
 
     assert error(True) < 0.5 * error(False)
@@ -122,8 +122,8 @@ def test_fine_scales_are_of_rows_and_of_the_keys_that_a_thread_holds() -> None:
     worst = {}
     for precision in ("int8", "int8_fine"):
         codes = quantize(q, k, v, precision=precision, rotate=False, subtract_key_mean=False)
-        for name, found, x in (("q", dequantize_queries(codes), q), ("k", dequantize_keys(codes), k)):
-            worst[name, precision] = ((found - x.float()).norm(dim=3) / x.float().norm(dim=3)).max().item()
+        for name, result, x in (("q", dequantize_queries(codes), q), ("k", dequantize_keys(codes), k)):
+            worst[name, precision] = ((result - x.float()).norm(dim=3) / x.float().norm(dim=3)).max().item()
     assert worst["q", "int8_fine"] < 0.012
     assert worst["k", "int8_fine"] < 0.02
     assert worst["q", "int8"] > 0.5 < worst["k", "int8"], "which have one scale for large and small ones"
@@ -143,20 +143,20 @@ def test_a_sink_leaves_other_blocks_of_keys_their_precision(precision: Any, most
     scores = q.double() @ k.double().transpose(2, 3) / 8
     assert scores.softmax(-1)[..., 0].min() > 0.999
     wanted = scores.softmax(-1) @ v.double()
-    found = greenfast.sdpa(q, k, v, precision=precision).double()
-    assert (found - wanted).norm() < most * wanted.norm()
+    result = greenfast.sdpa(q, k, v, precision=precision).double()
+    assert (result - wanted).norm() < most * wanted.norm()
 
 
 @pytest.mark.parametrize("bad", [1e3, -6e4, torch.inf, torch.nan])
 def test_no_single_key_dominates_the_mean(bad: float) -> None:
     q, k, v = tensors(length=1024, keys=1024)
-    for place in (0, 32, 64, 1023):
+    for position in (0, 32, 64, 1023):
         hurt = k.clone()
-        hurt[:, :, place] = hurt[:, :, place] * bad if bad == bad else bad
-        found, plain = (quantize(q, x, v, rotate=False).key_mean for x in (hurt, k))
-        assert found is not None
+        hurt[:, :, position] = hurt[:, :, position] * bad if bad == bad else bad
+        result, plain = (quantize(q, x, v, rotate=False).key_mean for x in (hurt, k))
+        assert result is not None
         assert plain is not None
-        assert (found - plain).abs().max() < 1
+        assert (result - plain).abs().max() < 1
 
 
 @pytest.mark.parametrize("period", [16, 31, 32, 33, 64, 128])
@@ -164,18 +164,18 @@ def test_recurring_keys_do_not_dominate_the_mean(period: int) -> None:
     q, k, v = tensors(length=1024, keys=1024)
     loud = k.clone()
     loud[:, :, ::period] += 100
-    found = quantize(q, loud, v, rotate=False).key_mean
-    assert found is not None
-    assert found.abs().max() < 2
+    result = quantize(q, loud, v, rotate=False).key_mean
+    assert result is not None
+    assert result.abs().max() < 2
 
 
 def test_the_mean_of_biased_keys() -> None:
     q, k, v = tensors()
     biased = k + 8 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(2)).half()
-    found = quantize(q, biased, v, rotate=False)
-    assert found.key_mean is not None
-    assert (found.key_mean - biased.float().mean(2)).abs().max() < 1, "the mean of some keys is near the mean of all"
-    whole = dequantize_keys(found) + found.key_mean.unsqueeze(2)
+    result = quantize(q, biased, v, rotate=False)
+    assert result.key_mean is not None
+    assert (result.key_mean - biased.float().mean(2)).abs().max() < 1, "the mean of some keys is near the mean of all"
+    whole = dequantize_keys(result) + result.key_mean.unsqueeze(2)
     plain = dequantize_keys(quantize(q, biased, v, subtract_key_mean=False, rotate=False))
     assert (whole - biased).norm() < 0.3 * (plain - biased).norm()
 

@@ -1,4 +1,4 @@
-"""Which calls of PyTorch's attention are routed, by the same rules as greenfast.sdpa."""
+"""Routing of PyTorch's attention, by the same rules as greenfast.sdpa."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(zip(("query", "key", "value"), LONG, strict=True)), "query: head_dim 264; the kernels take multiples"),
     ({"key": K.to("meta"), "value": V.to("meta")}, "key: on another device than query"),
 ]
-#: Calls that greenfast.sdpa computes but routing leaves to PyTorch.
+#: Calls that greenfast.sdpa computes but routing passes to PyTorch.
 LEFT: list[tuple[dict[str, Any], str]] = [
     ({"query": named(Q)}, "query: a Named; the kernels take plain tensors"),
     ({"value": named(V)}, "value: a Named; the kernels take plain tensors"),
@@ -106,11 +106,11 @@ def without_length(change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED + LEFT, ids=[names(c) for c, _ in REFUSED + LEFT])
 def test_what_pytorch_keeps_and_why(change: dict[str, Any], reason: str) -> None:
-    found = call(greenfast.explain, change)
-    assert found.kernel == "torch"
-    assert not found.taken
-    assert found.reason.startswith(reason)
-    assert str(found) == f"torch: {found.reason}"
+    result = call(greenfast.explain, change)
+    assert result.kernel == "torch"
+    assert not result.taken
+    assert result.reason.startswith(reason)
+    assert str(result) == f"torch: {result.reason}"
 
 
 @pytest.mark.parametrize("change", [c for c, _ in REFUSED], ids=names)
@@ -121,10 +121,10 @@ def test_greenfast_refuses_what_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", TAKEN, ids=names)
 def test_greenfast_computes_what_is_taken(change: dict[str, Any]) -> None:
-    found = call(greenfast.explain, change)
+    result = call(greenfast.explain, change)
     on_meta = "query" in change and change["query"].is_meta
-    assert found.kernel == ("meta" if on_meta else "reference")
-    assert found.taken
+    assert result.kernel == ("meta" if on_meta else "reference")
+    assert result.taken
     change = without_length(change)
     out = call(greenfast.sdpa, change)
     with greenfast.use(min_length=0) as routed:
@@ -147,23 +147,23 @@ def test_what_is_not_taken_is_as_without_routing(change: dict[str, Any], reason:
 
     wanted = outcome()
     with greenfast.use(min_length=change.get("min_length", 0)) as routed:
-        found = outcome()
+        result = outcome()
     assert routed.taken == 0
-    assert [kept.startswith(reason) for kept in routed.fallen_back] == [True]
+    assert [saved.startswith(reason) for saved in routed.fallen_back] == [True]
     if isinstance(wanted, str):
-        assert found == wanted
+        assert result == wanted
     else:
-        assert type(found) is type(wanted)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        assert type(result) is type(wanted)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_left_to_pytorch(layout: torch.layout) -> None:
     parts = [torch.randn(n, 2, 16).bfloat16() for n in (3, 5)]
     x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
-    found = greenfast.explain(x, x, x)
-    assert found.kernel == "torch"
-    assert "strided tensors" in found.reason or "plain tensors" in found.reason
+    result = greenfast.explain(x, x, x)
+    assert result.kernel == "torch"
+    assert "strided tensors" in result.reason or "plain tensors" in result.reason
 
 
 def test_autocast_decides_the_dtype() -> None:
@@ -183,7 +183,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", FLOATS)
 def test_autocast_and_a_mask(cast: torch.dtype, mask: torch.dtype) -> None:
-    """``use`` computes or raises as PyTorch does, and routes as ``explain`` says."""
+    """``use`` computes or raises as PyTorch does, and routes as ``explain`` reports."""
 
     def call() -> Any:
         try:
@@ -197,13 +197,13 @@ def test_autocast_and_a_mask(cast: torch.dtype, mask: torch.dtype) -> None:
         with torch.autocast("cpu", cast):
             wanted, taken = call(), greenfast.explain(q, k, k, attn_mask=zeros).taken
             with greenfast.use(min_length=0) as routed:
-                found = call()
+                result = call()
         assert routed.taken == taken, dtypes
         if isinstance(wanted, str):
-            assert found == wanted, dtypes
+            assert result == wanted, dtypes
         else:
-            assert found.dtype == wanted.dtype, dtypes
-            assert (found.double() - wanted.double()).norm() < 0.2 * wanted.double().norm(), dtypes
+            assert result.dtype == wanted.dtype, dtypes
+            assert (result.double() - wanted.double()).norm() < 0.2 * wanted.double().norm(), dtypes
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_unknown_choices(wrong: dict[str, Any], says: str) -> None:
 
 
 def test_an_explanation_does_not_change() -> None:
-    found = greenfast.explain(Q, K, V)
-    assert isinstance(found, greenfast.Explanation)
+    result = greenfast.explain(Q, K, V)
+    assert isinstance(result, greenfast.Explanation)
     with pytest.raises(FrozenInstanceError):
-        found.kernel = "hopper"  # type: ignore[misc]
+        result.kernel = "hopper"  # type: ignore[misc]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""greenfast.sdpa on the CPU: the semantics of PyTorch's own function, what is refused, and how it behaves."""
+"""greenfast.sdpa on the CPU: the semantics of PyTorch's own function, refusals, and behaviour."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def error(found: Tensor, wanted: Tensor) -> float:
 )
 def test_agrees_with_pytorch(sizes: dict[str, Any], options: dict[str, Any], precision: Any) -> None:
     q, k, v = inputs(**sizes)
-    found = greenfast.sdpa(q, k, v, precision=precision, **options)
+    result = greenfast.sdpa(q, k, v, precision=precision, **options)
     wanted = torch_sdpa(q.float(), k.float(), v.float(), **options)
-    assert found.shape == wanted.shape
-    assert found.dtype == q.dtype
-    assert error(found, wanted) < (0.07 if precision == "fp8" else 0.06), "within the formats' error"
+    assert result.shape == wanted.shape
+    assert result.dtype == q.dtype
+    assert error(result, wanted) < (0.07 if precision == "fp8" else 0.06), "within the formats' error"
 
 
 def test_the_lower_right_alignment_and_the_log_sum_exp() -> None:
@@ -93,10 +93,10 @@ def test_vmap_over_nothing(dim: int) -> None:
 def test_vmap() -> None:
     q, k, v = inputs()
     batch: Any = [torch.stack([x, x.flip(2)]) for x in (q, k, v)]
-    found = torch.vmap(greenfast.sdpa)(*batch)
-    assert torch.equal(found[0], greenfast.sdpa(q, k, v))
+    result = torch.vmap(greenfast.sdpa)(*batch)
+    assert torch.equal(result[0], greenfast.sdpa(q, k, v))
     shared = torch.vmap(greenfast.sdpa, in_dims=(0, None, None))(batch[0], k, v)
-    assert torch.equal(shared[0], found[0])
+    assert torch.equal(shared[0], result[0])
 
 
 def test_autocast_takes_its_dtype() -> None:
@@ -228,8 +228,8 @@ def test_the_first_launch_of_a_thread_gets_a_context(monkeypatch: pytest.MonkeyP
             launched.append((name, value))
 
     one, two = Launch(), Launch()
-    kept = launch_plans.BoundLaunches((one, two), ())  # type: ignore[arg-type]
-    launch_plans.LaunchPlan(3, (), idle={5: [kept]}).launch(())
+    saved = launch_plans.BoundLaunches((one, two), ())  # type: ignore[arg-type]
+    launch_plans.LaunchPlan(3, (), idle={5: [saved]}).launch(())
     assert launched == [one, two]
     assert current == [3]
     current.clear()

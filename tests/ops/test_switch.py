@@ -105,9 +105,9 @@ def test_other_modes_see_what_is_left() -> None:
 
 def test_booleans_are_numbers_where_pytorch_takes_them_so() -> None:
     with greenfast.use(min_length=0) as routed:
-        found = functional.scaled_dot_product_attention(Q, K, V, scale=True, dropout_p=False)
+        result = functional.scaled_dot_product_attention(Q, K, V, scale=True, dropout_p=False)
         functional.scaled_dot_product_attention(Q, K, V, dropout_p=True)
-    assert torch.equal(found, greenfast.sdpa(Q, K, V, scale=1.0))
+    assert torch.equal(result, greenfast.sdpa(Q, K, V, scale=1.0))
     assert (routed.taken, routed.fallen_back) == (1, {"dropout_p: the kernels have no dropout": 1})
 
 
@@ -119,13 +119,13 @@ def test_multi_head_attention(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         wanted = layer(x, x, x, need_weights=False)[0]
         with greenfast.use(min_length=0) as routed:
-            found = layer(x, x, x, need_weights=False)[0]
+            result = layer(x, x, x, need_weights=False)[0]
             layer(x, x, x, need_weights=False, attn_mask=torch.ones(50, 50).bool().tril(-1))
-    found, wanted = found.detach(), wanted.detach()
+    result, wanted = result.detach(), wanted.detach()
     assert routed.taken == 1
     assert routed.fallen_back == {MASK: 1}
     # on N(0, 1) inputs the error of the FP8 kernels is 0.053 (evidence/h200/peers), and the projections add roundings
-    assert 0.01 < float((found - wanted).norm() / wanted.norm()) < 0.08
+    assert 0.01 < float((result - wanted).norm() / wanted.norm()) < 0.08
 
 
 def test_multi_head_attention_of_a_subclass_is_the_subclasses() -> None:
@@ -141,10 +141,10 @@ def test_multi_head_attention_of_a_subclass_is_the_subclasses() -> None:
     x = torch.randn(2, 50, 128).bfloat16()
     mine = x.as_subclass(Mine)
     with greenfast.use(min_length=0) as routed:
-        found = layer(mine, mine, mine, need_weights=False)[0]
+        result = layer(mine, mine, mine, need_weights=False)[0]
     assert functional.multi_head_attention_forward in seen
     assert routed.taken == 0
-    assert torch.equal(found.as_subclass(Tensor), layer(x, x, x, need_weights=False)[0])
+    assert torch.equal(result.as_subclass(Tensor), layer(x, x, x, need_weights=False)[0])
 
 
 def test_modes_around_multi_head_attention_see_what_it_calls() -> None:
@@ -171,18 +171,18 @@ def test_a_transformer_layer(causal: bool) -> None:
     with torch.no_grad():  # routing turns off the fast path, a single function that does not call attention
         wanted = layer(x, src_mask=mask, is_causal=causal)
         with greenfast.use(min_length=0) as routed:
-            found = layer(x, src_mask=mask, is_causal=causal)
+            result = layer(x, src_mask=mask, is_causal=causal)
     assert routed.taken == 1
-    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.05, "the layer adds attention to its input"
+    assert 0 < float((result - wanted).norm() / wanted.norm()) < 0.05, "the layer adds attention to its input"
 
 
 def test_gradients_are_those_of_greenfast() -> None:
     q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
     with greenfast.use(min_length=0) as routed:
-        found = torch.autograd.grad(functional.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+        result = torch.autograd.grad(functional.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
     assert routed.taken == 1
     wanted = torch.autograd.grad(greenfast.sdpa(q, k, v).sum(), (q, k, v))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
 def test_checkpoints_recompute_what_is_decorated() -> None:
@@ -267,8 +267,8 @@ def test_compiled_for_any_length() -> None:
     for length in (10, 20, 29, 30, 35, 40):
         x = Q[:, :, :length].contiguous()
         with greenfast.use(min_length=30):
-            found = compiled(x)
-        assert torch.equal(found, fp8(x) if length >= 30 else attend(x)), length
+            result = compiled(x)
+        assert torch.equal(result, fp8(x) if length >= 30 else attend(x)), length
         frames.append(counter.frame_count)
     assert frames[0] == frames[2] < frames[3] == frames[5], "traced again only at min_length"
 
@@ -292,13 +292,13 @@ def test_compiled_multi_head_attention_is_left_to_pytorch(backend: str, fullgrap
 
     compiled = torch.compile(routed_inside if inside else model, backend=backend, fullgraph=fullgraph)
     with greenfast.use(min_length=0) as routed:
-        found = compiled(x)
-    assert torch.equal(found, model(x))
+        result = compiled(x)
+    assert torch.equal(result, model(x))
     assert (routed.taken, routed.fallen_back) == (0, {})
 
 
 def precisions(function: Callable[[], tuple[Tensor, ...]]) -> list[str]:
-    """What computed each result: PyTorch, or greenfast in a precision."""
+    """Return, for each result, PyTorch or the precision of greenfast."""
     known = {"torch": PLAIN, "fp8": fp8(), "int8": fp8(precision="int8")}
     return [next(name for name, wanted in known.items() if torch.equal(x, wanted)) for x in function()]
 

@@ -1,4 +1,4 @@
-"""Where ``greenfast.use`` holds: in tasks, threads, coroutines and generators, and however it is left."""
+"""The scope of ``greenfast.use`` in tasks, threads, coroutines and generators, and all ways to leave it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ RESULTS = {"torch": attend(), "fp8": greenfast.sdpa(Q, K, V), "int8": greenfast.
 
 def computed_by() -> str:
     """The name of what computes a call of attention here."""
-    found = attend()
-    (name,) = (name for name, x in RESULTS.items() if torch.equal(x, found))
+    result = attend()
+    (name,) = (name for name, x in RESULTS.items() if torch.equal(x, result))
     return name
 
 
@@ -122,12 +122,12 @@ def test_it_holds_in_tasks_that_are_started_inside_while_it_is_open() -> None:
         left = asyncio.Event()
 
         async def child() -> list[str]:
-            found = [computed_by()]
+            result = [computed_by()]
             with routes("int8"):
-                found.append(computed_by())
+                result.append(computed_by())
                 await left.wait()
-                found.append(computed_by())
-            return [*found, computed_by()]
+                result.append(computed_by())
+            return [*result, computed_by()]
 
         with routes():
             assert await asyncio.gather(asyncio.to_thread(computed_by), wrapped()) == ["torch", "fp8"]  # type: ignore[comparison-overlap]
@@ -208,7 +208,7 @@ def test_other_modes_stay_where_they_are() -> None:
 
 
 def test_it_is_left_in_another_context() -> None:
-    """As in frameworks that run the two halves of a dependency in separate contexts."""
+    """Some frameworks run the two halves of a dependency in separate contexts."""
     route, outer = routes(), routes("int8")
     with outer:
         contextvars.copy_context().run(route.__enter__)
@@ -233,11 +233,11 @@ def test_it_cannot_be_left_in_another_thread() -> None:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
     thread.start()
     thread.join()
-    return found[0]
+    return result[0]
 
 
 def test_it_holds_in_its_thread_alone() -> None:
@@ -271,12 +271,12 @@ def test_calls_of_many_threads_are_all_counted() -> None:
 
 
 async def asks(*between: Callable[[], Awaitable[Any]]) -> list[str]:
-    """What computes attention at its start and after each step."""
-    found = [computed_by()]
+    """Return the implementation of attention at its start and after each step."""
+    result = [computed_by()]
     for wait in between:
         await wait()
-        found.append(computed_by())
-    return found
+        result.append(computed_by())
+    return result
 
 
 def test_a_decorated_coroutine() -> None:
@@ -336,21 +336,21 @@ def test_a_coroutine_that_is_driven_by_hand_holds_nothing_between(thread: bool) 
 
     assert (in_thread(finish) if thread else finish()) == ("fp8", "sent", "fp8")
     if thread:
-        with routes():  # takes away what the other thread could not
+        with routes():  # removes the hook that the other thread could not remove
             pass
 
 
 def test_a_coroutine_that_is_cancelled_ends_routed() -> None:
-    found = []
+    result = []
 
     @routes()
     async def body() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            found.append(computed_by())
+            result.append(computed_by())
             await asyncio.sleep(0)
-            found.append(computed_by())
+            result.append(computed_by())
 
     async def main() -> None:
         task = asyncio.create_task(body())
@@ -360,11 +360,11 @@ def test_a_coroutine_that_is_cancelled_ends_routed() -> None:
             await task
 
     run(main())
-    assert found == ["fp8", "fp8"]
+    assert result == ["fp8", "fp8"]
 
 
 def generator() -> Generator[str, str, str]:
-    """Yields what computes attention, and what it was sent and thrown."""
+    """Yield the implementation of attention, and the values sent and thrown."""
     got = yield computed_by()
     try:
         yield f"{got} {computed_by()}"
@@ -398,14 +398,14 @@ def test_interleaved_generators() -> None:
 
 
 def test_a_generator_that_is_closed_early_ends_routed() -> None:
-    found = []
+    result = []
 
     @routes()
     def body() -> Iterator[int]:
         try:
             yield 1
         finally:
-            found.append(computed_by())
+            result.append(computed_by())
 
     steps = body()
     next(steps)
@@ -415,7 +415,7 @@ def test_a_generator_that_is_closed_early_ends_routed() -> None:
     dropped = body()
     next(dropped)
     del dropped
-    assert found == ["fp8", "fp8"]
+    assert result == ["fp8", "fp8"]
 
 
 def test_a_with_block_in_a_generator_is_left_when_that_is_closed() -> None:
@@ -437,23 +437,23 @@ def test_a_context_manager_made_of_a_decorated_generator() -> None:
     def body() -> Iterator[str]:
         yield computed_by()
 
-    with body() as found:
-        assert (found, computed_by()) == ("fp8", "torch")
+    with body() as result:
+        assert (result, computed_by()) == ("fp8", "torch")
 
 
 def test_blocks_inside_a_decorated_body_hold_in_its_next_steps() -> None:
     @routes()
     async def coroutine(other: str) -> list[str]:
-        found = []
+        result = []
         with greenfast.use(min_length=10**9):
             for _ in range(2):
-                found.append(computed_by())
+                result.append(computed_by())
                 await asyncio.sleep(0)
             with routes("int8"):
                 await asyncio.sleep(0)
-                found.append(computed_by())
+                result.append(computed_by())
         await asyncio.sleep(0)
-        return [*found, computed_by()]
+        return [*result, computed_by()]
 
     @routes()
     def generator() -> Generator[str, Any, None]:
@@ -482,10 +482,10 @@ def test_blocks_inside_a_decorated_body_hold_in_its_next_steps() -> None:
             both = await asyncio.gather(coroutine("a"), coroutine("b"))
             assert computed_by() == "int8"
         assert list(both) == [["torch", "torch", "int8", "fp8"]] * 2
-        found = []
+        result = []
         async for name in async_generator():
-            found += [name, computed_by()]
-        assert found == ["torch", "torch", "torch", "torch", "int8", "torch", "fp8", "torch"]
+            result += [name, computed_by()]
+        assert result == ["torch", "torch", "torch", "torch", "int8", "torch", "fp8", "torch"]
 
     run(main())
     assert [*generator()] == ["torch", "torch", "int8", "fp8"]
@@ -526,7 +526,7 @@ def test_a_decorated_generator_leaves_no_mode_of_others() -> None:
 
 
 def test_what_a_decorated_body_enters_and_does_not_leave_is_its_callers() -> None:
-    """As what any function enters on a caller's ExitStack."""
+    """The same holds for a function that enters a context on a caller's ExitStack."""
 
     @routes()
     async def coroutine(stack: ExitStack) -> str:
@@ -603,9 +603,9 @@ async def items() -> AsyncIterator[str]:
     """Yields what computes attention, before and after it waits."""
     try:
         for _ in range(3):
-            found = computed_by()
+            result = computed_by()
             await asyncio.sleep(0)
-            yield f"{found} {computed_by()}"
+            yield f"{result} {computed_by()}"
     except KeyError:
         yield f"caught {computed_by()}"
     finally:
@@ -672,13 +672,13 @@ def test_a_choice_of_math_only_is_respected(inside: bool) -> None:
     outer, inner = (routes(), sdpa_kernel(SDPBackend.MATH)) if inside else (sdpa_kernel(SDPBackend.MATH), routes())
     with outer, inner:
         route = outer if isinstance(outer, greenfast.use) else inner
-        found = attend()
+        result = attend()
         assert str(greenfast.explain(Q, K, V)) == f"torch: {OFF}"
     assert isinstance(route, greenfast.use)
     assert (route.routed.taken, route.routed.fallen_back) == (0, {OFF: 1})
     with sdpa_kernel(SDPBackend.MATH):
-        assert torch.equal(found, attend())
-    assert not torch.equal(found, RESULTS["fp8"])
+        assert torch.equal(result, attend())
+    assert not torch.equal(result, RESULTS["fp8"])
 
 
 @pytest.mark.parametrize(
@@ -701,8 +701,8 @@ def test_math_alone_in_a_compiled_function() -> None:
     torch._dynamo.reset()
     wanted = function()
     with routes():
-        found, other = torch.compile(both, backend="aot_eager", fullgraph=True)()
-    assert torch.equal(found, wanted)
+        result, other = torch.compile(both, backend="aot_eager", fullgraph=True)()
+    assert torch.equal(result, wanted)
     assert torch.equal(other, RESULTS["fp8"])
 
 
@@ -721,6 +721,6 @@ def test_a_compiled_function_in_a_decorated_coroutine_and_in_a_generator() -> No
 
     for _ in range(2):
         assert torch.equal(run(coroutine()), RESULTS["fp8"])
-        for found in steps():
-            assert torch.equal(found, RESULTS["int8"])
+        for result in steps():
+            assert torch.equal(result, RESULTS["int8"])
             assert torch.equal(compiled(), RESULTS["torch"])

@@ -158,11 +158,11 @@ def packed(q: Tensor, k: Tensor, keep: Tensor, measured: bool) -> Tensor:
         check: Any = torch._check
         check(longest >= 0)
         check(longest <= k.shape[1])
-    found = greenfast.flash_attn_varlen_func(
+    result = greenfast.flash_attn_varlen_func(
         q.flatten(0, 1), k[keep], k[keep], starts_q, starts_k, q.shape[1], longest, causal=True
     )
-    assert isinstance(found, Tensor)
-    return found
+    assert isinstance(result, Tensor)
+    return result
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -182,8 +182,8 @@ def test_packed_keys_whose_number_is_data(measured: bool) -> None:
 def test_a_flag_that_compares_sizes(name: str) -> None:
     def call(x: Tensor) -> Tensor:
         flags: Any = {name: x.shape[2] > 3}
-        found: Tensor = greenfast.sdpa(x, x, x, **flags)
-        return found
+        result: Tensor = greenfast.sdpa(x, x, x, **flags)
+        return result
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
     for length in (20, 33, 2, 3):

@@ -69,16 +69,16 @@ def test_rows_do_not_depend_on_later_tokens(shape: tuple[int, ...], alignment: A
         lambda x: x * math.inf,
     )
     for change in changes:
-        found = rows(
+        result = rows(
             _later_tokens(query, first, change),
             _later_tokens(key, first_key, change),
             _later_tokens(value, first_key, change),
         )
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_the_other_precisions_do_depend_on_them() -> None:
-    """The page says so; if this fails, the page and the docstring of sdpa can promise more."""
+    """docs/operator.md claims this. If the test fails, the page and the docstring of sdpa can promise more."""
     torch.manual_seed(1)
     query, key, value = _inputs((1, 1, 1, 128, 128, 64))
     later = _later_tokens(key, 127, lambda x: x * 300)
@@ -121,12 +121,12 @@ def test_tiny_and_huge_values(factor: float) -> None:
 def test_gradients_are_those_of_fp8() -> None:
     torch.manual_seed(4)
     made = _inputs((2, 4, 2, 30, 30, 64))
-    found = []
+    result = []
     for precision in ("fp8", "fp8_token"):
         inputs = [x.clone().requires_grad_() for x in made]
         out = greenfast.sdpa(*inputs, is_causal=True, enable_gqa=True, precision=precision)  # type: ignore[call-overload]
-        found.append(torch.autograd.grad(out.float().sum() + out[..., 0].float().sum(), inputs))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        result.append(torch.autograd.grad(out.float().sum() + out[..., 0].float().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*result, strict=True))
 
 
 def test_transforms_and_graphs() -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers with attn_implementation="greenfast": a small Llama, and what is left to transformers."""
+"""Hugging Face transformers with attn_implementation="greenfast": a small Llama, and calls left to transformers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def tokens() -> Tensor:
 def logits(model: Any, tokens: Tensor, attention: str, **more: Any) -> Tensor:
     model.set_attn_implementation(attention)
     with torch.no_grad():
-        found: Tensor = model(tokens, **more).logits.float()
-    return found
+        result: Tensor = model(tokens, **more).logits.float()
+    return result
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -52,13 +52,13 @@ def error(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_a_llama_agrees_with_its_sdpa(llama: Any, tokens: Tensor, with_mask: bool, precision: Any) -> None:
-    """A mask of ones counts as no mask: transformers leaves it out."""
+    """A mask of ones counts as no mask: transformers omits it."""
     more = {"attention_mask": torch.ones_like(tokens)} if with_mask else {}
     routed = greenfast.register_with_transformers(precision, min_length=0)
-    found = logits(llama, tokens, "greenfast", **more)
+    result = logits(llama, tokens, "greenfast", **more)
     assert (routed.taken, routed.fallen_back) == (LAYERS, {})
     # Each layer adds attention to its input; attention's error in FP8 is 0.053 (evidence/h200/peers).
-    assert error(found, logits(llama, tokens, "sdpa", **more)) < 0.053
+    assert error(result, logits(llama, tokens, "sdpa", **more)) < 0.053
 
 
 def test_heads_that_queries_share_are_not_repeated(llama: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,9 @@ def test_a_padded_batch_is_left_to_transformers(llama: Any, tokens: Tensor) -> N
     mask = torch.ones_like(tokens)
     mask[0, :30] = 0
     routed = greenfast.register_with_transformers(min_length=0)
-    found = logits(llama, tokens, "greenfast", attention_mask=mask)
+    result = logits(llama, tokens, "greenfast", attention_mask=mask)
     assert (routed.taken, routed.fallen_back) == (0, {MASK: LAYERS})
-    assert torch.equal(found, logits(llama, tokens, "sdpa", attention_mask=mask))
+    assert torch.equal(result, logits(llama, tokens, "sdpa", attention_mask=mask))
 
 
 def test_a_window_is_left_to_transformers(tokens: Tensor) -> None:
@@ -112,11 +112,11 @@ def test_activation_checkpoints_recompute_in_fp8(llama: Any, tokens: Tensor) -> 
 def test_generation_takes_the_prompt_and_leaves_decoding(llama: Any, tokens: Tensor, cache: str) -> None:
     routed = greenfast.register_with_transformers(min_length=16)
     llama.set_attn_implementation("greenfast")
-    found = llama.generate(
+    result = llama.generate(
         tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False, cache_implementation=cache, disable_compile=True
     )
-    assert found.shape == (2, 108)
-    assert torch.equal(found[:, :100], tokens)
+    assert result.shape == (2, 108)
+    assert torch.equal(result[:, :100], tokens)
     assert routed.taken == LAYERS
     assert routed.fallen_back.total() == 7 * LAYERS
     reasons = [reason.split(":")[0] for reason in routed.fallen_back]
@@ -144,8 +144,8 @@ def test_compiled(llama: Any, tokens: Tensor) -> None:
     wanted = logits(llama, tokens, "greenfast")
     with torch.no_grad():
         compiled: Any = torch.compile(llama, backend="aot_eager", fullgraph=True)
-        found = compiled(tokens).logits.float()
-    assert error(found, wanted) < 1e-3 < error(logits(llama, tokens, "sdpa"), wanted)
+        result = compiled(tokens).logits.float()
+    assert error(result, wanted) < 1e-3 < error(logits(llama, tokens, "sdpa"), wanted)
 
 
 class Layer(nn.Module):
@@ -167,10 +167,10 @@ def inputs(q_len: int = 20, keys: int = 20) -> list[Tensor]:
 
 def attend(layer: Layer, tensors: list[Tensor], attention_mask: Tensor | None = None, **more: Any) -> Tensor:
     """(B, H, S, D), as PyTorch's attention returns it."""
-    found, weights = library.AttentionInterface()["greenfast"](layer, *tensors, attention_mask, **more)
+    result, weights = library.AttentionInterface()["greenfast"](layer, *tensors, attention_mask, **more)
     assert weights is None
-    assert found.is_contiguous(), "the layer views it as (B, S, H * D)"
-    out: Tensor = found.transpose(1, 2)
+    assert result.is_contiguous(), "the layer views it as (B, S, H * D)"
+    out: Tensor = result.transpose(1, 2)
     return out
 
 
@@ -192,13 +192,13 @@ def test_the_mask_and_scale_that_the_layer_means(
 ) -> None:
     routed = greenfast.register_with_transformers(min_length=0)
     q, k, v = inputs(**sizes)
-    found = attend(Layer(**attributes), [q, k, v], **more)
+    result = attend(Layer(**attributes), [q, k, v], **more)
     assert routed.taken == 1
     keys = q.shape[2] if causal else k.shape[2]  # unfilled keys of a static cache do not count
     choices: dict[str, Any] = {"is_causal": causal, "scale": more.get("scaling"), "enable_gqa": True}
-    assert torch.equal(found, greenfast.sdpa(q, k[:, :, :keys], v[:, :, :keys], **choices))
+    assert torch.equal(result, greenfast.sdpa(q, k[:, :, :keys], v[:, :, :keys], **choices))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, **choices)
-    assert error(found.float(), exact.float()) < 0.08
+    assert error(result.float(), exact.float()) < 0.08
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_the_mask_and_scale_that_the_layer_means(
 def test_what_is_left_to_transformers(more: dict[str, Any], reason: str) -> None:
     routed = greenfast.register_with_transformers(min_length=0)
     torch.manual_seed(0)
-    found = attend(Layer(), inputs(), **more)
+    result = attend(Layer(), inputs(), **more)
     assert routed.taken == 0
-    assert [kept.startswith(reason) for kept in routed.fallen_back] == [True]
+    assert [saved.startswith(reason) for saved in routed.fallen_back] == [True]
     torch.manual_seed(0)
     wanted = library.AttentionInterface()["sdpa"](Layer(), *inputs(), **{"attention_mask": None, **more})[0]
-    assert torch.equal(found, wanted.transpose(1, 2))
+    assert torch.equal(result, wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "sinks", "indices", "block_indices"])
@@ -245,7 +245,7 @@ def test_nothing_is_left_to_transformers_in_a_context_parallel(llama: Any, token
 
     context_stack.ACTIVE.append(SimpleNamespace(size=2, sdpa=of_all_ranks))
     try:
-        routed = greenfast.register_with_transformers()  # by whose rules 100 tokens are PyTorch's
+        routed = greenfast.register_with_transformers()  # by its rules PyTorch computes 100 tokens
         logits(llama, tokens, "greenfast")
         assert (routed.taken, taken) == (LAYERS, [True] * LAYERS)
         padded = torch.ones_like(tokens)
@@ -277,9 +277,9 @@ def test_registering_again_replaces(llama: Any, tokens: Tensor) -> None:
 
 def test_use_routes_an_unchanged_model(llama: Any, tokens: Tensor) -> None:
     with greenfast.use(min_length=0) as routed:
-        found = logits(llama, tokens, "sdpa")
+        result = logits(llama, tokens, "sdpa")
     greenfast.register_with_transformers(min_length=0)
-    assert torch.equal(found, logits(llama, tokens, "greenfast"))
+    assert torch.equal(result, logits(llama, tokens, "greenfast"))
     assert routed.taken == LAYERS
 
 

@@ -1,4 +1,4 @@
-"""Which models of transformers may use greenfast: only models that keep their masks with it."""
+"""The models of transformers that may use greenfast: only those that keep their masks with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNFIT = (
     "longformer", "splinter", "mpt", "canine", "mpnet", "rembert", "imagegpt", "falcon", "deepseek_v32",
 )  # fmt: skip
 FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5", "deepseek_v3")
-#: Where transformers' own "sdpa" and "eager" differ; greenfast then agrees with "sdpa", transformers' default.
+#: Models for which transformers' "sdpa" and "eager" differ; greenfast agrees with "sdpa", the default.
 AS_SDPA = {
     "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',
     "doge": "before 5.23, no causal mask reaches its attention where there is no padding",
@@ -94,20 +94,20 @@ def judge(name: str) -> Verdict:
     failed = ""
     for config in configs:
         eager = zoo.build(kind, config, "sdpa" if name in AS_SDPA else "eager")
-        for given in zoo.inputs(eager):
+        for inputs in zoo.inputs(eager):
             try:
-                wanted, again = zoo.outputs(eager, given), zoo.outputs(eager, given)
-            except Exception as e:  # not what this model takes
+                wanted, again = zoo.outputs(eager, inputs), zoo.outputs(eager, inputs)
+            except Exception as e:  # wrong inputs for this model
                 failed = failed or repr(e)
                 continue
             if wanted and all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(wanted, again, strict=True)):
-                return compare(kind, config, eager, given, wanted)
+                return compare(kind, config, eager, inputs, wanted)
             failed = failed or "no numbers, or random ones"
     return Verdict("not run", failed)
 
 
 def compare(kind: Any, config: Any, eager: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> Verdict:
-    """In float32 with exact attention, which has to agree, and in bfloat16 with FP8."""
+    """Compare in float32 with exact attention, for equality, and in bfloat16 with FP8."""
     routed = greenfast.register_with_transformers(min_length=0)
     try:
         with exact_attention():
@@ -125,8 +125,8 @@ def compare(kind: Any, config: Any, eager: Any, given: dict[str, Tensor], wanted
 
 def error(model: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> float:
     given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in given.items()}
-    found = zoo.outputs(model, given)[0]
-    return float((found - wanted[0]).norm() / wanted[0].norm())
+    result = zoo.outputs(model, given)[0]
+    return float((result - wanted[0]).norm() / wanted[0].norm())
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -135,8 +135,8 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 def differences(mine: Any, eager: Any, given: dict[str, Tensor], wanted: list[Tensor]) -> Iterator[str]:
     """Differences with greenfast: without padding, padded on either side, and dependence on masked tokens."""
-    found = zoo.outputs(mine, given)
-    yield from (f"output {i} differs by {e:.1e}" for i, e in enumerate(map(difference, found, wanted)) if not e < SAME)
+    result = zoo.outputs(mine, given)
+    yield from (f"output {i} differs by {e:.1e}" for i, e in enumerate(map(difference, result, wanted)) if not e < SAME)
     parameters = inspect.signature(type(eager).forward).parameters
     name = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
     if name not in given or wanted[0].shape[:2] != given[name].shape:
@@ -162,7 +162,7 @@ def differences(mine: Any, eager: Any, given: dict[str, Tensor], wanted: list[Te
         yield from chunks_differ(mine, eager, given)
     changed = {**given, name: torch.cat((given[name][:, :-1], other(given[name][:, -1:])), dim=1)}
     after, before = (zoo.outputs(model, changed)[0][:, :-1] for model in (mine, eager))
-    if difference(before, wanted[0][:, :-1]) < INDEPENDENT <= (leak := difference(after, found[0][:, :-1])):
+    if difference(before, wanted[0][:, :-1]) < INDEPENDENT <= (leak := difference(after, result[0][:, :-1])):
         yield f"depends on a later token, {leak:.1e}"
 
 
@@ -170,13 +170,13 @@ def chunks_differ(mine: Any, eager: Any, given: dict[str, Tensor]) -> Iterator[s
     """A prompt in two parts and a token after it, with the cache that the model makes."""
 
     def in_chunks(model: Any) -> list[Tensor]:
-        cache, found = None, []
+        cache, result = None, []
         for part in (slice(0, 10), slice(10, 19), slice(19, 20)):
             with torch.no_grad():
                 out = model(**{name: x[:, part] for name, x in given.items()}, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            found.append(out[0])
-        return found
+            result.append(out[0])
+        return result
 
     try:
         wanted = in_chunks(eager)
@@ -207,10 +207,10 @@ def test_every_model_that_can_be_built_small(part: int, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", FIT)
 def test_models_that_are_right(name: str) -> None:
-    found = judge(name)
-    assert (found.status, found.detail) == ("right", "")
-    assert (found.taken > 0) == (name != "t5"), "which adds a bias to its scores"
-    assert found.fp8_error <= FORMATS * found.bf16_error
+    result = judge(name)
+    assert (result.status, result.detail) == ("right", "")
+    assert (result.taken > 0) == (name != "t5"), "which adds a bias to its scores"
+    assert result.fp8_error <= FORMATS * result.bf16_error
 
 
 def made(name: str, attention: Any) -> Any:
@@ -225,29 +225,29 @@ def test_models_that_would_lose_their_masks_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=REFUSAL):
         made(name, "greenfast")
     model = made(name, "eager")
-    given, wanted = first_that_runs(model)
+    inputs, wanted = first_that_runs(model)
     if model._can_set_attn_implementation():
         with pytest.raises(ValueError, match=REFUSAL):
             model.set_attn_implementation("greenfast")
     else:
-        model.set_attn_implementation("greenfast")  # transformers warns, and leaves it
+        model.set_attn_implementation("greenfast")  # transformers warns and changes nothing
     assert model.config._attn_implementation == "eager"
-    assert torch.equal(zoo.outputs(model, given)[0], wanted[0])
+    assert torch.equal(zoo.outputs(model, inputs)[0], wanted[0])
     model.config._attn_implementation = "greenfast"
     refused = ""
     try:
-        found = zoo.outputs(model, given)
+        result = zoo.outputs(model, inputs)
     except ValueError as e:
         refused = str(e)
-    assert REFUSAL in refused or difference(found[0], wanted[0]) < SAME, "the latter where it makes its masks itself"
+    assert REFUSAL in refused or difference(result[0], wanted[0]) < SAME, "the latter where it makes its masks itself"
 
 
 def first_that_runs(model: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     failed: Exception | None = None
-    for given in zoo.inputs(model):
+    for inputs in zoo.inputs(model):
         try:
-            return given, zoo.outputs(model, given)
-        except Exception as e:  # not what this model takes
+            return inputs, zoo.outputs(model, inputs)
+        except Exception as e:  # wrong inputs for this model
             failed = e
     raise AssertionError(f"nothing runs: {failed!r}")
 

@@ -44,7 +44,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def kernels_of_a_call(
     query: Shape, key: Shape, dtype: str = "float16", precision: str = "fp8", causal: int = 0, lse: bool = False
 ) -> list[KernelSource]:
-    """What ``sdpa`` and ``attention`` compile for tensors of these shapes, as the operator plans it."""
+    """Return the kernels of ``sdpa`` and ``attention`` for tensors of these shapes, from their plans."""
     q, k = (torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in (query, key))
     config = build_sdpa_config(HOPPER, q.shape[3], q.dtype, precision, causal, lse=lse)
     on_codes = build_attention_step(replace(config, fuse_q_quant=False), get_sizes(q.shape, k.shape), 0.1, HOPPER)
@@ -62,7 +62,7 @@ def tiny(count: int) -> list[KernelSource]:
 
 
 def test_every_call_finds_its_kernels_compiled() -> None:
-    found, seen = set(kernels_for(HOPPER, log_sum_exp=True)), set()
+    result, seen = set(kernels_for(HOPPER, log_sum_exp=True)), set()
     draw = random.Random(0)
     lengths = (1, 7, 64, 100, 200, 256, 300, 500, 512, 1000, 1024, 2048, 4096, 9000, 16384, 16385, 32768, 70000)
     kinds = product((64, 128, 256), ("float16", "bfloat16"), ("fp8", "int8"), (0, 1, 2), (False, True))
@@ -73,24 +73,24 @@ def test_every_call_finds_its_kernels_compiled() -> None:
         kv_heads = heads // batch
         query, key = (batch, kv_heads * draw.choice((1, 4)), q_len, head_dim), (batch, kv_heads, kv_len, head_dim)
         call = kernels_of_a_call(query, key, dtype, precision, causal, lse)
-        assert found.issuperset(call), (query, key, dtype, precision, causal, lse)
+        assert result.issuperset(call), (query, key, dtype, precision, causal, lse)
         seen.update(call)
-    assert len(seen) > 0.8 * len(found), "few kernels that no call needs"
+    assert len(seen) > 0.8 * len(result), "few kernels that no call needs"
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 512, 2048, 8192])
 def test_one_length_is_enough_for_any_number_of_heads(length: int) -> None:
     options = {**SMALL, "lengths": [length], "log_sum_exp": True, "causal": [False, True]}
-    found = set(kernels_for(HOPPER, **options))  # type: ignore[arg-type]
+    result = set(kernels_for(HOPPER, **options))  # type: ignore[arg-type]
     for heads in [*range(1, 140), 200, 256, 500, 512, 1000, 1024, 3000]:
         for lse in (False, True):
-            assert found.issuperset(kernels_of_a_call((1, heads, length, 64), (1, heads, length, 64), lse=lse)), heads
+            assert result.issuperset(kernels_of_a_call((1, heads, length, 64), (1, heads, length, 64), lse=lse)), heads
 
 
 def test_a_padded_head_dim_has_its_own_quantizer() -> None:
-    found = kernels_for(HOPPER, head_dims=[80], lengths=[300])
-    assert set(found).issuperset(kernels_of_a_call((2, 3, 300, 80), (2, 3, 300, 80)))
-    assert len(found) == len(set(found))
+    result = kernels_for(HOPPER, head_dims=[80], lengths=[300])
+    assert set(result).issuperset(kernels_of_a_call((2, 3, 300, 80), (2, 3, 300, 80)))
+    assert len(result) == len(set(result))
 
 
 def test_the_options_leave_kernels_out() -> None:
@@ -116,11 +116,11 @@ def test_the_options_leave_kernels_out() -> None:
 
 def test_what_a_target_has_no_kernel_for_is_left_out_and_named() -> None:
     left_out: list[str] = []
-    found = kernels_for(
+    result = kernels_for(
         Target("sm_89"), head_dims=[64, 256], precisions=["fp8"], log_sum_exp=True, left_out=left_out.append
     )
-    assert {source.entry for source in found} == {"fp8_attention_ada", "quantize_qkv"}
-    assert "kHeadDim = 256" not in "".join(source.source for source in found)
+    assert {source.entry for source in result} == {"fp8_attention_ada", "quantize_qkv"}
+    assert "kHeadDim = 256" not in "".join(source.source for source in result)
     assert left_out == [
         "head dim 64, float16, fp8, log-sum-exp",
         *[f"head dim 64, bfloat16, fp8{more}" for more in ("", ", log-sum-exp")],
@@ -201,7 +201,7 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
         ends = [pool.submit(process.communicate, "go\n", 120) for process in processes]
         while not all(end.done() for end in ends):
             for entry in cache_folder.glob("entries/*/*"):
-                _, lengths, parts = entry.read_bytes().split(b"\n", 2)  # behind the digest
+                _, lengths, parts = entry.read_bytes().split(b"\n", 2)  # after the digest
                 assert sum(json.loads(lengths)) == len(parts), "an entry that is there is whole"
                 seen += 1
     outputs = [end.result() for end in ends]
@@ -213,9 +213,9 @@ def test_processes_that_warm_at_once_leave_a_whole_cache(cache_folder: Path) -> 
     assert len(list(cache_folder.glob("entries/*/*"))) == 12
     assert list(cache_folder.glob("tmp/*")) == [], "nothing half-written is left"
     for source in tiny(12):
-        kept, fresh = compile_kernel(source, HOPPER), compile_kernel(source, HOPPER, use_cache=False)
-        assert kept.from_cache
-        assert (kept.cubin, kept.ptx, kept.resources) == (fresh.cubin, fresh.ptx, fresh.resources)
+        saved, fresh = compile_kernel(source, HOPPER), compile_kernel(source, HOPPER, use_cache=False)
+        assert saved.from_cache
+        assert (saved.cubin, saved.ptx, saved.resources) == (fresh.cubin, fresh.ptx, fresh.resources)
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -257,8 +257,8 @@ def test_an_interrupt_stops_what_has_not_begun() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         warm(sources, HOPPER, interrupt, workers=1)
-    kept, _ = cache.usage()
-    assert 1 <= kept < len(sources)
+    saved, _ = cache.usage()
+    assert 1 <= saved < len(sources)
 
 
 @pytest.mark.usefixtures("cache_folder")

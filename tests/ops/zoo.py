@@ -70,7 +70,7 @@ def _default(plain: Any, name: str) -> Any:
 
 
 def _smaller(plain: Any, name: str) -> Any:
-    """The smaller value for this number; None where it stays."""
+    """Return the smaller value for this number; None to keep it."""
     value = _default(plain, name)
     if isinstance(value, bool) or not isinstance(value, int):
         return None
@@ -114,24 +114,24 @@ def small(kind: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class for a configuration, with a head for text where there is one; None where there is no class."""
+    """Return the class for a configuration, with a head for text if available; None without a class."""
     auto = library.models.auto.modeling_auto
     for mapping in (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_MAPPING,
     ):  # fmt: skip
         try:
-            found = mapping[type(config)]
+            result = mapping[type(config)]
         except (KeyError, ValueError):
             continue
-        return found[0] if isinstance(found, tuple) else found
+        return result[0] if isinstance(result, tuple) else result
     home = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         classes = vars(importlib.import_module(home)).values()
     except ImportError:
         return None
-    found = [c for c in classes if isinstance(c, type) and getattr(c, "config_class", None) is type(config)]
-    return next((c for c in found if not c.__name__.endswith("PreTrainedModel")), None)
+    result = [c for c in classes if isinstance(c, type) and getattr(c, "config_class", None) is type(config)]
+    return next((c for c in result if not c.__name__.endswith("PreTrainedModel")), None)
 
 
 def _tokens(generator: torch.Generator) -> Tensor:
@@ -206,6 +206,6 @@ def outputs(model: Any, given: dict[str, Tensor]) -> list[Tensor]:
     """The floating tensors that a model returns, logits first."""
     torch.manual_seed(0)
     with torch.no_grad():
-        found = model(**given)
-    named = dict(found) if hasattr(found, "keys") else {"": found[0] if isinstance(found, tuple) else found}
+        result = model(**given)
+    named = dict(result) if hasattr(result, "keys") else {"": result[0] if isinstance(result, tuple) else result}
     return [x.float() for x in named.values() if isinstance(x, Tensor) and x.is_floating_point()]

@@ -1,4 +1,4 @@
-"""What ranks run: functions of a mesh, called by ``tests.parallel.ranks``."""
+"""Functions of a mesh that ``tests.parallel.ranks`` runs on each rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from greenfast.parallel import varlen as varlen_ranks
 from greenfast.parallel.ulysses import HeadExchange
 from tests import snippets
 
-_TIMEOUT = 30.0  # seconds, where no rank is lost
+_TIMEOUT = 30.0  # seconds, if no rank is lost
 Array = np.ndarray[Any, Any]
-sdpa: Any = greenfast.sdpa  # whose overloads do not take options as they come here
+sdpa: Any = greenfast.sdpa  # its overloads do not accept these options
 attend_varlen: Any = greenfast.flash_attn_varlen_func
 
 
@@ -55,19 +55,19 @@ def construct(mesh: DeviceMesh, options: dict[str, Any]) -> None:
 
 
 def layout(mesh: DeviceMesh) -> list[bool]:
-    """Whether a rank's rows are those that PyTorch's context_parallel gives it, and a whole comes back of them."""
+    """Return whether a rank's rows equal those of PyTorch's context_parallel, and unshard restores the whole."""
     experimental: Any = importlib.import_module("torch.distributed.tensor.experimental")
     cp = greenfast.context_parallel(mesh, timeout=_TIMEOUT)
     whole = torch.arange(24.0 * mesh.size()).view(2, -1, 3)
     buffer = whole.clone()
     with experimental.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}):
         mine = buffer.clone()
-    found = [torch.equal(mine, cp.shard(whole, 1)), torch.equal(cp.unshard(mine, -2), whole)]
+    result = [torch.equal(mine, cp.shard(whole, 1)), torch.equal(cp.unshard(mine, -2), whole)]
     try:
         cp.unshard(mine[:, 1:], 1)
     except ValueError as error:
-        found.append("3 rows of a rank; with load_balance two chunks" in str(error))
-    return found
+        result.append("3 rows of a rank; with load_balance two chunks" in str(error))
+    return result
 
 
 def on(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
@@ -86,9 +86,9 @@ def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[s
     shards = [cp.shard(x, 2) for x in tensors]
     grouped = tensors[0].shape[1] != tensors[1].shape[1]
     with cp:
-        found = sdpa(*shards, enable_gqa=grouped, **options)
+        result = sdpa(*shards, enable_gqa=grouped, **options)
     chosen = cp.explain(*shards, is_causal=options.get("is_causal", False), enable_gqa=grouped)
-    results = found if isinstance(found, tuple) else (found,)
+    results = result if isinstance(result, tuple) else (result,)
     return [array(cp.unshard(x, 2)) for x in results], str(chosen)
 
 
@@ -105,7 +105,7 @@ def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, ba
 
 
 def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, balanced: bool) -> Any:
-    """Each rank's rows of sequences that lie one after another: the outputs and log-sum-exps, a sequence at a time."""
+    """Compute each rank's rows of packed sequences: the outputs and log-sum-exps, one sequence at a time."""
     cp: Any = greenfast.context_parallel(mesh, method, load_balance=balanced, timeout=_TIMEOUT)
     whole = [on(mesh, {"shape": (1, 4, n, 64), "kv_heads": 2, "seed": n}) for n in lengths]
     q, k, v = (torch.cat([cp.shard(x[i], 2) for x in whole], 2)[0].transpose(0, 1) for i in range(3))
@@ -125,7 +125,7 @@ def varlen(mesh: DeviceMesh, method: Any, lengths: list[int], causal: bool, bala
 
 
 def as_dtensors(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
-    """Attention of DTensors, whose layout is not head-tail: the output as a whole, its placements, and gradients."""
+    """Compute attention of DTensors without the head-tail layout: the whole output, its placements, and gradients."""
     cp = greenfast.context_parallel(mesh, "ulysses", load_balance=False, timeout=_TIMEOUT)
     whole = on(mesh, given)
     parts = [cp.shard(x, 2).requires_grad_() for x in whole]
@@ -153,14 +153,14 @@ def compiled(mesh: DeviceMesh, method: Any, given: dict[str, Any]) -> Any:
 
     graph = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=method == "auto")
     alone = graph(*shards)
-    found = []
+    result = []
     for call in (model, graph):
         tensors = [x.clone().requires_grad_() for x in shards]
         with cp:
             out: Any = call(*tensors)
             out.sum().backward()
-        found.append([array(x) for x in (out, *(t.grad for t in tensors))])
-    return found, array(alone), array(model(*shards))
+        result.append([array(x) for x in (out, *(t.grad for t in tensors))])
+    return result, array(alone), array(model(*shards))
 
 
 def benchmark(mesh: DeviceMesh) -> Any:
@@ -176,18 +176,18 @@ def routed(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     own = partial(sdpa, is_causal=True)
     theirs: Any = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     again: Any = partial(checkpoint, use_reentrant=False)
-    found = []
+    result = []
     for call in (own, theirs, partial(again, own), partial(again, greenfast.use(min_length=0)(theirs))):
         tensors = [cp.shard(x, 2).requires_grad_() for x in on(mesh, given)]
         with cp, greenfast.use(min_length=0):
             out = call(*tensors)
             out.float().square().sum().backward()
-        found.append([array(x) for x in (out, *(t.grad for t in tensors))])
-    return found
+        result.append([array(x) for x in (out, *(t.grad for t in tensors))])
+    return result
 
 
 def left_to_pytorch(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
-    """Short shards under the default rules of ``use``: outputs; and the errors of what a context does not compute."""
+    """Run short shards under the default rules of ``use``: outputs; and the errors of unsupported calls."""
     cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
     shards = [cp.shard(x, 2) for x in on(mesh, given)]
     theirs: Any = torch.nn.functional.scaled_dot_product_attention
@@ -195,7 +195,7 @@ def left_to_pytorch(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
     with cp:
         own = sdpa(*shards, is_causal=True)
         with greenfast.use() as routed:
-            found = theirs(*shards, is_causal=True)
+            result = theirs(*shards, is_causal=True)
             refused = []
             for change in ({"attn_mask": mask}, {"dropout_p": 0.5}, {"scale": -1.0}):
                 try:
@@ -206,7 +206,7 @@ def left_to_pytorch(mesh: DeviceMesh, given: dict[str, Any]) -> Any:
                 theirs(*(x.float() for x in shards))
             except TypeError as error:
                 refused.append(str(error))
-    return array(own), array(found), routed.taken, refused
+    return array(own), array(result), routed.taken, refused
 
 
 def placed(mesh: DeviceMesh) -> list[str]:
@@ -240,7 +240,7 @@ def placed(mesh: DeviceMesh) -> list[str]:
     return refused
 
 
-#: DTensors on a mesh of 2 x 2, the second dimension of which is the context's: shapes of Q and of K and V, the
+#: DTensors on a mesh of 2 x 2; the context has its second dimension: shapes of Q and of K and V, the
 #: dimension that the first one shards of each, and whether heads are shared.
 PLACED: list[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None, bool]] = [
     ((2, 3, 64, 64), (2, 3, 64, 64), 1, 1, False),  # 2 heads and 1
@@ -258,36 +258,36 @@ PLACED: list[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None, boo
 
 
 def dtensors(mesh: DeviceMesh) -> list[Any]:
-    """Whole outputs, log-sum-exps and gradients of ``PLACED``, or the error; and what one process computes."""
+    """Return whole outputs, log-sum-exps and gradients of ``PLACED``, or the error; and the results of one process."""
     square = DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("other", "cp"))
     cp = greenfast.context_parallel(square["cp"], "ulysses", load_balance=False, timeout=_TIMEOUT)
-    found: list[Any] = []
+    result: list[Any] = []
     for shape, kv_shape, of_query, of_keys, shared in PLACED:
-        generator = torch.Generator().manual_seed(len(found))
+        generator = torch.Generator().manual_seed(len(result))
         whole = [torch.randn(s, generator=generator).bfloat16() for s in (shape, kv_shape, kv_shape)]
         alone = [x.clone().requires_grad_() for x in whole]
         out, lse = sdpa(*alone, is_causal=True, enable_gqa=shared, return_lse=True)
         weights = torch.randn(out.shape, generator=generator).bfloat16()
         out.backward(weights)
         wanted = [array(x) for x in (out, lse, *(x.grad for x in alone))]
-        given = []
+        inputs = []
         for x, dim in zip(whole, (of_query, of_keys, of_keys), strict=True):
             placements = [Replicate() if dim is None else Shard(dim), Shard(x.dim() - 2)]
-            given.append(distribute_tensor(x, square, placements).requires_grad_())
+            inputs.append(distribute_tensor(x, square, placements).requires_grad_())
         try:
             with cp:
-                out, lse = sdpa(*given, is_causal=True, enable_gqa=shared, return_lse=True)
+                out, lse = sdpa(*inputs, is_causal=True, enable_gqa=shared, return_lse=True)
                 out.backward(distribute_tensor(weights, square, out.placements))
         except ValueError as error:
-            found.append((str(error), wanted))
+            result.append((str(error), wanted))
             continue
-        grads: Any = [x.grad for x in given]
-        found.append(([array(x.full_tensor()) for x in (out, lse, *grads)], wanted))
-    return found
+        grads: Any = [x.grad for x in inputs]
+        result.append(([array(x.full_tensor()) for x in (out, lse, *grads)], wanted))
+    return result
 
 
 def unlike(mesh: DeviceMesh) -> list[str]:
-    """The errors for DTensors whose parts are of other batches, heads or rows than those of the others."""
+    """Return the errors for DTensors with parts of different batches, heads or rows."""
     square = DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], mesh_dim_names=("other", "cp"))
     cp = greenfast.context_parallel(square["cp"], load_balance=False, timeout=_TIMEOUT)
     rows = Shard(2)
@@ -319,7 +319,7 @@ def unlike(mesh: DeviceMesh) -> list[str]:
                 sdpa(q, k, v, enable_gqa=shared)
             except ValueError as error:
                 refused.append(str(error))
-    turned = DeviceMesh(mesh.device_type, [2, 0, 3, 1])  # whose process group is the mesh's
+    turned = DeviceMesh(mesh.device_type, [2, 0, 3, 1])  # it has the process group of the mesh
     x = DTensor.from_local(plain, turned, (rows,), run_check=False)
     with greenfast.context_parallel(mesh, load_balance=False, timeout=_TIMEOUT):
         try:
@@ -345,15 +345,15 @@ def unlike(mesh: DeviceMesh) -> list[str]:
 def examples(mesh: DeviceMesh, page: str) -> list[Array]:
     """Run a page's blocks for several processes: its first whole output, the model's last weights, the last output."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    found = []
+    result = []
     with patch.dict(os.environ, {"WORLD_SIZE": str(mesh.size())}):  # as torchrun sets it
         for block in snippets.blocks(page, snippets.read(page)):
             if "2 processes" in block.needs:
                 code = snippets.runnable(block, "").replace(snippets.ANY_DEVICE, '"cuda"')
                 code = code.replace('"cuda"', f'"{mesh.device_type}"')
                 snippets.execute(block, code, names)
-                found.append(array(names["out"]))
-    return [array(names["whole"]), array(names["model"].logits.weight), found[-1]]
+                result.append(array(names["out"]))
+    return [array(names["whole"]), array(names["model"].logits.weight), result[-1]]
 
 
 def mismatch(mesh: DeviceMesh, kind: str) -> None:
@@ -384,7 +384,7 @@ def raised_on_all(mesh: DeviceMesh) -> list[str]:
     q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
     rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
     starts = torch.tensor([0, 64], dtype=torch.int32)
-    found = []
+    result = []
     calls: Any = (
         (blocks, "attend", partial(sdpa, q, k, v)),
         (varlen_ranks, "_attend", partial(attend_varlen, *rows, starts, starts, 64, 64)),
@@ -396,9 +396,9 @@ def raised_on_all(mesh: DeviceMesh) -> list[str]:
                 try:
                     call()
                 except MemoryError as error:
-                    found.append(str(error))
+                    result.append(str(error))
             assert torch.equal(call(), wanted)
-    return found
+    return result
 
 
 def die(mesh: DeviceMesh, timeout: float, when: str) -> None:
@@ -438,7 +438,7 @@ def catches(mesh: DeviceMesh, kind: str) -> list[str]:
                 out.sum().backward()
 
     module, name = {"varlen": (varlen_ranks, "_attend"), "ring": (blocks, "attend")}.get(kind, (HeadExchange, "wait"))
-    said = []
+    message = []
     with cp:
         call()
         cp.group.timeout = 2.0
@@ -448,15 +448,15 @@ def catches(mesh: DeviceMesh, kind: str) -> list[str]:
         try:
             call()
         except RuntimeError as error:
-            said.append(str(error))
-    return said
+            message.append(str(error))
+    return message
 
 
 def out_of_step(mesh: DeviceMesh) -> list[str]:
-    """Rank 1 has begun an exchange less than the others, which have not waited for it, as with NCCL."""
+    """Let rank 1 begin one exchange less than the others, which do not wait for it, as with NCCL."""
     cp = greenfast.context_parallel(mesh, "ring", timeout=_TIMEOUT)
     q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
-    said = []
+    message = []
     behind = cp.group.rank == 1
     with cp:
         sdpa(q, k, v)
@@ -465,30 +465,30 @@ def out_of_step(mesh: DeviceMesh) -> list[str]:
             try:
                 sdpa(q, k, v)
             except RuntimeError as error:
-                said.append(str(error))
+                message.append(str(error))
         cp.group.exchanges += behind
         sdpa(q, k, v)
-    return said
+    return message
 
 
 def under_autocast(mesh: DeviceMesh, method: Any) -> Any:
     """Outputs, log-sum-exps and gradients of float32 tensors under autocast, and of the same in bfloat16 without it."""
     cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
     whole = [x.float() for x in on(mesh, {"shape": (1, 2, 96, 64), "kv_heads": 2, "seed": 1, "bias": 9.0})]
-    found = []
+    result = []
     for dtype in (torch.float32, torch.bfloat16):
         tensors = [cp.shard(x, 2).to(dtype).requires_grad_() for x in whole]
         with cp, torch.autocast(mesh.device_type, torch.bfloat16, enabled=dtype == torch.float32):
             out, lse = sdpa(*tensors, is_causal=True, return_lse=True)
             out.sum().backward()
-        found.append([str(out.dtype), *(array(x) for x in (out, lse, *(t.grad for t in tensors)))])
-    return found
+        result.append([str(out.dtype), *(array(x) for x in (out, lse, *(t.grad for t in tensors)))])
+    return result
 
 
 def nothing(mesh: DeviceMesh, method: Any) -> list[bool]:
-    """Whether calls without rows, keys, batches or heads give what they give outside, and gradients of zeros."""
+    """Return whether calls without rows, keys, batches or heads agree with calls outside, with zero gradients."""
     cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
-    found = []
+    result = []
     for shape, keys in (((1, 2, 0, 64), 32), ((1, 2, 16, 64), 0), ((0, 2, 16, 64), 16), ((1, 0, 16, 64), 16)):
         lengths = (shape[2], keys, keys)
         tensors = [torch.ones(*shape[:2], n, 64, dtype=torch.bfloat16, requires_grad=True) for n in lengths]
@@ -497,16 +497,16 @@ def nothing(mesh: DeviceMesh, method: Any) -> list[bool]:
             out.sum().backward()
         wanted, sums = sdpa(*tensors, return_lse=True)
         without = all(x.grad is not None and not x.grad.any() for x in tensors)
-        found.append(torch.equal(out, wanted) and torch.equal(lse, sums) and without)
+        result.append(torch.equal(out, wanted) and torch.equal(lse, sums) and without)
     q = torch.zeros(0, 4, 64, dtype=torch.bfloat16)
     starts = torch.zeros(3, dtype=torch.int32)
     with cp:
-        found.append(attend_varlen(q, q, q, starts, starts, 0, 0, causal=True).shape == q.shape)
-    return found
+        result.append(attend_varlen(q, q, q, starts, starts, 0, 0, causal=True).shape == q.shape)
+    return result
 
 
 def other_calls(mesh: DeviceMesh) -> list[Any]:
-    """What ``explain`` says inside; contexts that are left in another order; gradients by ``torch.func``."""
+    """Call ``explain`` inside, leave contexts in another order, and compute gradients by ``torch.func``."""
     ring, plain = (greenfast.context_parallel(mesh, "ring", load_balance=b, timeout=_TIMEOUT) for b in (True, False))
     q, k, v = on(mesh, {"shape": (1, 2, 64, 64), "kv_heads": 2, "seed": 0})
     with ring:
@@ -527,13 +527,13 @@ def other_calls(mesh: DeviceMesh) -> list[Any]:
 
 
 def alone(mesh: DeviceMesh) -> list[bool]:
-    """Whether a mesh of one gives what there is outside of it, where several ranks would refuse the call too."""
+    """Return whether a mesh of one agrees with calls outside of it, for calls that several ranks would refuse."""
     cp = greenfast.context_parallel(mesh)
     q, k, v = on(mesh, {"shape": (1, 2, 7, 64), "kv_heads": 2, "seed": 0, "keys": 19})
-    found = []
+    result = []
     for options in ({"is_causal": True}, {"is_causal": True, "causal_alignment": "lower_right"}, {"return_lse": True}):
         with cp:
             mine = sdpa(q, k, v, **options)
         wanted = sdpa(q, k, v, **options)
-        found.append(all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)))
-    return found
+        result.append(all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)))
+    return result

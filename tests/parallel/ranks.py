@@ -24,7 +24,7 @@ _PRELOADED = ["torch", "torch.distributed.tensor", "greenfast.parallel.context",
 
 
 class Ranks:
-    """The processes. A call runs a function of ``tests.parallel.cases`` on the ranks of a mesh, which comes first."""
+    """The processes. A call runs a function of ``tests.parallel.cases`` on the ranks of a mesh, its first argument."""
 
     def __init__(self, count: int, folder: Path, meshes: Sequence[str], device: str = "cpu") -> None:
         context = multiprocessing.get_context("forkserver")
@@ -44,22 +44,22 @@ class Ranks:
     def __call__(
         self, mesh: str, function: str, *args: Any, lost: Sequence[int] = (), seconds: float = 60.0
     ) -> list[Any]:
-        """What the function returned on each rank of the mesh, in the mesh's order; an exception as itself.
+        """Return the result of the function on each rank of the mesh, in the mesh's order; an exception as itself.
 
-        lost: ranks that are not waited for. Raises TimeoutError where another takes longer.
+        lost: ranks without a result. Raises TimeoutError if another rank takes longer.
         """
         ranks = MESHES[mesh]
         for rank in ranks:
             self.pipes[rank].send((mesh, function, args))
-        found: dict[int, Any] = dict.fromkeys(ranks)
+        result: dict[int, Any] = dict.fromkeys(ranks)
         waiting: dict[Any, int] = {self.pipes[rank]: rank for rank in ranks if rank not in lost}
         while waiting:
             ready: list[Any] = wait(list(waiting), timeout=seconds)
             if not ready:
                 raise TimeoutError(f"{function}: ranks {sorted(waiting.values())} took more than {seconds} s")
             for pipe in ready:
-                found[waiting.pop(pipe)] = pipe.recv()
-        return [found[rank] for rank in ranks]
+                result[waiting.pop(pipe)] = pipe.recv()
+        return [result[rank] for rank in ranks]
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -71,7 +71,7 @@ class Ranks:
 
 @contextmanager
 def running(count: int, folder: Path, meshes: Sequence[str], device: str = "cpu") -> Iterator[Ranks]:
-    """Ranks on gloo, or with device "cuda" on NCCL, each on its GPU; where there are fewer they share the first one."""
+    """Start ranks on gloo, or with device "cuda" on NCCL, each on its GPU. With fewer GPUs they share the first one."""
     ranks = Ranks(count, folder, meshes, device)
     try:
         yield ranks
@@ -105,7 +105,7 @@ def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: s
         else:
             _share_a_gpu()
     dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=60))
-    found = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
+    actual = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
     cases = importlib.import_module("tests.parallel.cases")
     while True:
         try:
@@ -113,7 +113,7 @@ def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: s
         except EOFError:
             return
         try:
-            result = getattr(cases, function)(found[mesh], *args)
+            result = getattr(cases, function)(actual[mesh], *args)
         except Exception as error:
             result = error
         pipe.send(result)

@@ -25,12 +25,12 @@ from tests.parallel.ranks import MESHES, Ranks, running
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with running(4, tmp_path_factory.mktemp("ranks"), list(MESHES)) as found:
-        yield found
+    with running(4, tmp_path_factory.mktemp("ranks"), list(MESHES)) as result:
+        yield result
 
 
 def results(found: list[Any]) -> list[Any]:
-    """What the ranks returned, where none raised an error."""
+    """Return the results of the ranks, unless one raised an error."""
     for one in found:
         if isinstance(one, Exception):
             raise one
@@ -69,10 +69,10 @@ def test_agrees_with_one_process(
     ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool, balanced: bool, method: str
 ) -> None:
     options = {"is_causal": causal, "return_lse": True}
-    found = results(ranks(mesh, "attend", method, sizes, options, balanced))
-    (out, lse), chosen = found[0]
+    result = results(ranks(mesh, "attend", method, sizes, options, balanced))
+    (out, lse), chosen = result[0]
     assert chosen.startswith(f"{method}: ")
-    for (other, _), _ in found[1:]:
+    for (other, _), _ in result[1:]:
         assert np.array_equal(out, other), "all ranks gathered the same"
     tensors = cases.inputs(**sizes)
     alone, lse_alone = cases.sdpa(*tensors, enable_gqa=True, **options)
@@ -90,12 +90,12 @@ def test_agrees_with_one_process(
 @pytest.mark.parametrize(("precision", "method"), [("int8", "ring"), ("int8_fine", "ring"), ("int8_fine", "ulysses")])
 def test_int8(ranks: Ranks, precision: str, method: str) -> None:
     sizes, options = given(512), {"is_causal": True, "precision": precision, "scale": 0.2}
-    (found, _), *_ = results(ranks("2", "attend", method, sizes, options, True))
+    (result, _), *_ = results(ranks("2", "attend", method, sizes, options, True))
     tensors = cases.inputs(**sizes)
     alone = cases.sdpa(*tensors, **options)
-    assert method == "ring" or np.array_equal(found[0], alone.float().numpy())
-    assert error(found[0], alone.double()) < 0.03
-    assert not np.array_equal(found[0], cases.sdpa(*tensors, is_causal=True, scale=0.2).float().numpy())
+    assert method == "ring" or np.array_equal(result[0], alone.float().numpy())
+    assert error(result[0], alone.double()) < 0.03
+    assert not np.array_equal(result[0], cases.sdpa(*tensors, is_causal=True, scale=0.2).float().numpy())
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -114,16 +114,16 @@ def test_the_result_does_not_depend_on_which_rank_is_where(ranks: Ranks, mesh: s
     [("2", given(128), True), ("3", given(96, heads=4, kv_heads=2), True), ("4", given(64, kv_heads=1), False)],
 )
 def test_gradients(ranks: Ranks, mesh: str, sizes: dict[str, Any], causal: bool, method: str) -> None:
-    found = results(ranks(mesh, "train", method, sizes, causal))[0]
+    result = results(ranks(mesh, "train", method, sizes, causal))[0]
     tensors = [x.double().requires_grad_() for x in cases.inputs(**sizes)]
     grad = cases.inputs(sizes["shape"], 1, 99)[0]
     exact(tensors, causal).backward(grad.double())
     alone = [x.requires_grad_() for x in cases.inputs(**sizes)]
     cases.sdpa(*alone, is_causal=causal, enable_gqa=True).backward(grad)
-    for name, mine, wanted, one in zip("qkv", found, tensors, alone, strict=True):
+    for name, mine, wanted, one in zip("qkv", result, tensors, alone, strict=True):
         assert wanted.grad is not None
         assert one.grad is not None
-        # Ranks with copies of a head of K and V round their sums, of which the sum is rounded again: sqrt(2) as much.
+        # Ranks with copies of a head of K and V round their sums, and their sum is rounded again: sqrt(2) as much.
         copies = name != "q" and sizes["kv_heads"] < len(MESHES[mesh])
         assert error(mine, wanted.grad) < (1.5 if copies else 1.001) * error(one.grad, wanted.grad), name
 
@@ -174,8 +174,8 @@ def test_compiled(ranks: Ranks, method: str) -> None:
 
 
 def test_pytorchs_attention_is_routed_and_checkpointed(ranks: Ranks) -> None:
-    for wanted, *found in results(ranks("2", "routed", given(128))):
-        for mine in found:
+    for wanted, *result in results(ranks("2", "routed", given(128))):
+        for mine in result:
             for one, other in zip(mine, wanted, strict=True):
                 assert np.array_equal(one, other)
 
@@ -196,8 +196,8 @@ def test_pytorchs_attention_is_routed_and_checkpointed(ranks: Ranks) -> None:
     ],
 )
 def test_calls_that_differ_end_on_all_ranks(ranks: Ranks, kind: str, says: tuple[str, ...]) -> None:
-    found = ranks("3", "mismatch", kind)
-    for rank, one in enumerate(found):
+    result = ranks("3", "mismatch", kind)
+    for rank, one in enumerate(result):
         assert isinstance(one, ValueError), one
         if "refused" not in kind or rank != 1:
             assert "the ranks of the group make different calls" in str(one)
@@ -220,11 +220,11 @@ def test_the_examples_of_the_page(ranks: Ranks) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 16, 64, 128, dtype=torch.bfloat16) for _ in range(3))
     alone = cases.sdpa(q, k, v, is_causal=True)
-    found = results(ranks("4", "examples", "docs/parallel.md"))
-    for whole, weights, out in found:
+    result = results(ranks("4", "examples", "docs/parallel.md"))
+    for whole, weights, out in result:
         assert error(whole, alone.double()) < 0.05
         assert np.isfinite(weights).all()
-        assert (weights == found[0][1]).all(), "a training step gives all ranks the same parameters"
+        assert (weights == result[0][1]).all(), "a training step gives all ranks the same parameters"
         assert out.shape == ((256 + 64 + 512) // 4, 16, 128)
         assert np.isfinite(out).all()
 
@@ -241,9 +241,9 @@ def test_the_examples_of_the_page(ranks: Ranks) -> None:
 def test_a_rank_that_is_lost_is_named(tmp_path: Any, when: str, timeout: float, says: str) -> None:
     with running(3, tmp_path, ["3"]) as ranks:
         began = time.monotonic()
-        found = ranks("3", "die", timeout, when, lost=[1])
+        result = ranks("3", "die", timeout, when, lost=[1])
         assert time.monotonic() - began < 10
-    for one in (found[0], found[2]):
+    for one in (result[0], result[2]):
         assert isinstance(one, RuntimeError), one
         assert f"rank 1 of the ranks [0, 1, 2] {says}" in str(one)
 
@@ -253,17 +253,17 @@ def test_a_rank_that_catches_its_error_is_named(tmp_path: Any) -> None:
     kinds = {"3": "varlen", "2 turned": "gradient"}
     with running(3, tmp_path, list(kinds)) as ranks:
         for mesh, kind in kinds.items():
-            found = results(ranks(mesh, "catches", kind))
+            result = results(ranks(mesh, "catches", kind))
             lost = MESHES[mesh][1]
-            for (said,) in found:
-                assert f"rank {lost} of the ranks {list(MESHES[mesh])} left a call in the middle" in said, kind
-                assert "MemoryError: too little" in said
+            for (message,) in result:
+                assert f"rank {lost} of the ranks {list(MESHES[mesh])} left a call in the middle" in message, kind
+                assert "MemoryError: too little" in message
 
 
 def test_ranks_that_are_out_of_step_compute_nothing(ranks: Ranks) -> None:
-    for said in results(ranks("3", "out_of_step")):
-        assert len(said) == 2
-        assert all("rank 1 of the ranks [0, 1, 2] left a call in the middle" in one for one in said)
+    for message in results(ranks("3", "out_of_step")):
+        assert len(message) == 2
+        assert all("rank 1 of the ranks [0, 1, 2] left a call in the middle" in one for one in message)
 
 
 def test_a_store_that_is_lost() -> None:
@@ -279,7 +279,7 @@ def test_a_store_that_is_lost() -> None:
 @pytest.mark.parametrize(("call", "lost"), [(4, [8]), (5, [8]), (6, [8]), (3, [7, 8])])
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
-    """A rank can have failed in the call before, or behind this one; what it said of an older one is no answer."""
+    """A rank can have failed in the call before or after this one; its answer to an older call does not count."""
     group = object.__new__(RankGroup)
     group.store, group.ranks, group.rank, group.calls = torch._C._distributed_c10d.HashStore(), [7, 8, 9], 2, 5
     group.timeout, group.since = 0.1, time.monotonic()
@@ -288,7 +288,7 @@ def test_a_roll_call(call: int, lost: list[int], closed: bool) -> None:
 
 
 def test_the_store_outlives_its_readers() -> None:
-    """A rank that knows who is lost does not end before the others know it too."""
+    """A rank that has found the lost ranks does not end before the others have found them too."""
     store = torch._C._distributed_c10d.HashStore()
     group = object.__new__(RankGroup)
     group.store, group.ranks, group.rank, group.calls, group.timeout = store, [7, 8, 9], 2, 5, 20.0
@@ -312,9 +312,9 @@ def test_the_host_waits_with_a_limit_where_gloo_exchanges(backend: str, limits: 
 
 
 def test_nothing_is_left_to_pytorch(ranks: Ranks) -> None:
-    """Which would attend to the rows of one rank, without a word."""
-    for own, found, taken, refused in results(ranks("2", "left_to_pytorch", given(256))):
-        assert np.array_equal(own, found)
+    """PyTorch would silently attend to one rank's rows."""
+    for own, result, taken, refused in results(ranks("2", "left_to_pytorch", given(256))):
+        assert np.array_equal(own, result)
         assert taken == 1
         assert [message.partition(":")[0] for message in refused] == ["attn_mask", "dropout_p", "scale", "query"]
 
@@ -329,9 +329,9 @@ def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
 
 def test_dtensors_of_uneven_parts_and_of_other_dimensions(ranks: Ranks) -> None:
     """Outputs, log-sum-exps and gradients have the global shape and the global order of batches and heads."""
-    for found in results(ranks("4", "dtensors")):
-        assert len(found) == len(cases.PLACED)
-        for (shape, kv_shape, *_, shared), (mine, wanted) in zip(cases.PLACED, found, strict=True):
+    for result in results(ranks("4", "dtensors")):
+        assert len(result) == len(cases.PLACED)
+        for (shape, kv_shape, *_, shared), (mine, wanted) in zip(cases.PLACED, result, strict=True):
             if shape == (1, 9, 32, 64):
                 assert "key: a DTensor of 3 heads, sharded so that some rank has the query heads 0 to 4" in mine
                 continue
@@ -364,8 +364,8 @@ def test_dtensors_of_other_parts_than_the_others_are_refused(ranks: Ranks) -> No
 
 
 def test_an_error_on_all_ranks_leaves_them_in_step(ranks: Ranks) -> None:
-    for found in results(ranks("3", "raised_on_all")):
-        assert found == ["in attend", "in _attend"]
+    for result in results(ranks("3", "raised_on_all")):
+        assert result == ["in attend", "in _attend"]
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -379,14 +379,14 @@ def test_autocast(ranks: Ranks, method: str) -> None:
 @pytest.mark.parametrize("mesh", ["1", "3"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_nothing_to_compute(ranks: Ranks, mesh: str, method: str) -> None:
-    for found in results(ranks(mesh, "nothing", method)):
-        assert found == [True] * 5, "no queries, keys, batches, heads, tokens"
+    for result in results(ranks(mesh, "nothing", method)):
+        assert result == [True] * 5, "no queries, keys, batches, heads, tokens"
 
 
 @pytest.mark.parametrize("mesh", ["2", "3"])
 def test_the_layout_is_pytorchs(ranks: Ranks, mesh: str) -> None:
-    for found in results(ranks(mesh, "layout")):
-        assert found == [True] * 3
+    for result in results(ranks(mesh, "layout")):
+        assert result == [True] * 3
 
 
 def test_a_mesh_of_one(ranks: Ranks) -> None:
@@ -412,6 +412,6 @@ def test_explanations_and_order(ranks: Ranks) -> None:
     ],
 )
 def test_arguments(ranks: Ranks, options: dict[str, Any], says: str) -> None:
-    (found,) = ranks("1", "construct", options)
-    assert isinstance(found, TypeError | ValueError)
-    assert says in str(found)
+    (result,) = ranks("1", "construct", options)
+    assert isinstance(result, TypeError | ValueError)
+    assert says in str(result)

@@ -1,4 +1,4 @@
-"""``greenfast.parallel.cuda`` with the emulator in the GPU's place: its launches, and what they compute."""
+"""``greenfast.parallel.cuda`` on the emulator: its launches and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRITTEN = ("out", "lse", "k_codes", "v_codes", "k_scale", "v_scale", "k_mean", 
 
 
 def memory(x: Tensor) -> Any:
-    """What lies from a tensor's first element on, of which a view is a part."""
+    """Return the memory of a view, from its first element to the end of the storage."""
     flat = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.as_strided((flat,), (1,)).view(torch.uint16 if x.itemsize == 2 else x.dtype).numpy()
 
@@ -31,7 +31,7 @@ def memory(x: Tensor) -> Any:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Launches run on the emulator; the numbers of their blocks."""
-    found: list[int] = []
+    actual: list[int] = []
 
     def launch(device: int, at: Any, step: Any, buffers: dict[str, Tensor]) -> None:
         made: LaunchStep = step()
@@ -45,14 +45,14 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for name in writes:
             values = torch.from_numpy(np.asarray(result.outputs[name])).view(buffers[name].dtype)
             buffers[name].copy_(values.view(buffers[name].shape))
-        found.append(made.launch.grid[0])
+        actual.append(made.launch.grid[0])
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(cuda, "_get_target", lambda device: hopper.TARGET)
-    return found
+    return actual
 
 
-#: What a kernel reads although another one writes it.
+#: Buffers that one kernel reads and another one writes.
 _READ = {"fp8_attention": ("k_codes", "v_codes", "k_scale", "v_scale", "q_codes", "q_scale")}
 
 
@@ -90,8 +90,8 @@ def test_some_queries_over_the_first_of_kept_keys(
     some, scale = q[:, :, first:], head_dim**-0.5
     out, lse = blocks.attend(some, keys, count, precision, causal, scale, True)
     for exact in (True, False):
-        found, sums = cuda.attend(some, keys, count, precision, causal, scale, exact)
-        assert error(found, out) < 0.02, "weights are rounded at other sums"
+        result, sums = cuda.attend(some, keys, count, precision, causal, scale, exact)
+        assert error(result, out) < 0.02, "weights are rounded at other sums"
         assert float((sums - lse).abs().max()) < (1e-3 if exact else 0.05)
 
 

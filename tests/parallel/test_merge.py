@@ -47,8 +47,8 @@ def test_merge(dtypes: tuple[str, str, str], columns: int, first: int, in_place:
     launch = merge.launch((2, 3, 9, columns), first, *strides)
     inputs["a"] = a.numpy()
     outputs["out"] = OutputSpec((2, 3, 9, columns), dtypes[2])
-    found = run_source(merge.kernel(columns, *dtypes, in_place=in_place), launch, Case(inputs, outputs)).outputs
-    assert np.allclose(found["lse_out"], sums, atol=1e-5)
+    result = run_source(merge.kernel(columns, *dtypes, in_place=in_place), launch, Case(inputs, outputs)).outputs
+    assert np.allclose(result["lse_out"], sums, atol=1e-5)
     rows = slice(first, None) if in_place else slice(None)  # in place, the rows before are not written
     tolerance = 2e-6 if dtypes[2] == "float32" else 2e-3
-    assert np.allclose(found["out"][:, :, rows].astype(float), wanted[:, :, rows], atol=tolerance)
+    assert np.allclose(result["out"][:, :, rows].astype(float), wanted[:, :, rows], atol=tolerance)

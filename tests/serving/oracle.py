@@ -17,7 +17,7 @@ NAN_CODE = 0x7F
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors of a paged attention by the names of the reference's arguments, and what they were made from."""
+    """Tensors of a paged attention by the names of the reference's arguments, and their source data."""
 
     q: Tensor
     k_cache: Tensor
@@ -102,10 +102,10 @@ def case(
 def grouped(rows: Tensor) -> Tensor:
     """V bytes (pages, page_size, kv_heads, head_dim) in the layout "grouped", written out index by index."""
     pages, page_size, heads, head_dim = rows.shape
-    found = torch.empty(pages, heads, page_size // 16, head_dim, 16, dtype=rows.dtype)
-    for place, token in enumerate(KEY_ORDER):
-        found[..., place] = rows[:, token::16].permute(0, 2, 1, 3)
-    return found
+    result = torch.empty(pages, heads, page_size // 16, head_dim, 16, dtype=rows.dtype)
+    for position, token in enumerate(KEY_ORDER):
+        result[..., position] = rows[:, token::16].permute(0, 2, 1, 3)
+    return result
 
 
 def places(table: Tensor, length: int, page_size: int) -> tuple[Tensor, Tensor]:
@@ -118,11 +118,11 @@ def rows_at(cache: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     """Numbers of tokens, float64 (tokens, kv_heads, head_dim)."""
     codes, (pages, slots) = cache.view(torch.uint8), at
     if cache.dim() == 4:
-        found = codes[pages, slots]
+        result = codes[pages, slots]
     else:
-        place = torch.tensor([KEY_ORDER.index(i) for i in range(16)])[slots % 16]
-        found = codes[pages, :, slots // 16, :, place]
-    return found.contiguous().view(E4M3).double()
+        position = torch.tensor([KEY_ORDER.index(i) for i in range(16)])[slots % 16]
+        result = codes[pages, :, slots // 16, :, position]
+    return result.contiguous().view(E4M3).double()
 
 
 def scales_at(scale: Tensor, b: int, at: tuple[Tensor, Tensor], kv_heads: int) -> Tensor:
@@ -142,23 +142,23 @@ def quantized_queries(q: Tensor) -> tuple[Tensor, Tensor]:
 def visible(q_len: int, kv_len: int, causal: bool, window: tuple[int, int]) -> Tensor:
     """bool (q_len, kv_len): whether a query attends to a key."""
     ahead = torch.arange(kv_len) - (torch.arange(q_len).unsqueeze(1) + kv_len - q_len)
-    found = torch.ones(q_len, kv_len, dtype=torch.bool)
+    result = torch.ones(q_len, kv_len, dtype=torch.bool)
     if causal:
-        found &= ahead <= 0
+        result &= ahead <= 0
     if window[0] >= 0:
-        found &= -ahead <= window[0]
+        result &= -ahead <= window[0]
     if window[1] >= 0:
-        found &= ahead <= window[1]
-    return found
+        result &= ahead <= window[1]
+    return result
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Of attention on the numbers that the codes stand for, in float64.
+    """Attention on the dequantized numbers, in float64.
 
-    out: (total_q, heads, head_dim). lse: (heads, total_q). bound: what rounding weights to E4M3 can change of each
-    element of out: half a step of 3 mantissa bits, or of the smallest numbers where a row's maximum has a weight of 56.
-    deviation: a bound on its root of mean squares, as the errors of different keys are independent.
+    out: (total_q, heads, head_dim). lse: (heads, total_q). bound: the largest effect of rounding weights to E4M3 on
+    each element of out: half a step of 3 mantissa bits, or of the smallest numbers if a row's maximum has a weight of
+    56. deviation: a bound on its root of mean squares, because the errors of different keys are independent.
     """
 
     out: Tensor
@@ -206,7 +206,7 @@ def exact(c: Case) -> Exact:
         lse[:, rows] = sums
         out[rows] = (weights @ v).transpose(0, 1)
         if kv_len:
-            # What is rounded is the weight times the value's scale, next to the largest such product of the row.
+            # The weight times the value's scale is rounded, relative to the largest such product of the row.
             each = (v_scale if c.v_scale.dim() == 3 else torch.ones_like(v_scale)).unsqueeze(1)
             step = mask * (weights * each).amax(-1, keepdim=True) * 2.0**-10 / 56 / each
             bound[rows] = ((2.0**-4 * weights + step) @ v.abs()).transpose(0, 1)
@@ -215,7 +215,7 @@ def exact(c: Case) -> Exact:
 
 
 def faults(c: Case, out: Tensor, lse: Tensor) -> list[str]:
-    """What of a result is further from ``exact`` than its rounding explains; empty where all is well.
+    """Return the elements of a result that differ from ``exact`` by more than rounding; empty if all agree.
 
     Scores up to some 30, in float32, have an absolute error of 1e-5.
     """
@@ -224,18 +224,18 @@ def faults(c: Case, out: Tensor, lse: Tensor) -> list[str]:
     of_output = step * (wanted.out.abs() + wanted.bound) + 2.0**-25
     difference = (out.double() - wanted.out).abs()
     off = ~(difference <= wanted.bound * (1 + 2.0**-10) + of_output)
-    found = (
+    result = (
         [] if not off.any() else [f"out: {int(off.sum())} of {off.numel()} off, first at {off.nonzero()[0].tolist()}"]
     )
     if not difference.norm() <= wanted.deviation.norm() + of_output.norm():
-        found.append(f"out: off by {float(difference.norm())}, where rounding makes {float(wanted.deviation.norm())}")
+        result.append(f"out: off by {float(difference.norm())}, where rounding makes {float(wanted.deviation.norm())}")
     if not torch.equal(lse.isneginf(), wanted.lse.isneginf()):
-        found.append("lse: -inf elsewhere")
+        result.append("lse: -inf elsewhere")
     finite = wanted.lse.isfinite()
     of_lse = (lse.double() - wanted.lse)[finite].abs()
     if of_lse.numel() and not float(of_lse.max()) < 2e-5:
-        found.append(f"lse: off by {float(of_lse.max())}")
-    return found
+        result.append(f"lse: off by {float(of_lse.max())}")
+    return result
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:

@@ -87,8 +87,11 @@ def test_a_row_without_keys_has_no_weight_whatever_its_query(wrong: float) -> No
     q[0, 0, 3, 0] = wrong
     options: Any = {"is_causal": True, "causal_alignment": "lower_right", "return_lse": True}
     for precision in ("fp8", "int8", "int8_fine"):
-        kept = greenfast.quantize(q, k, k, precision=precision, log_sum_exp=True)
-        for out, lse in (greenfast.sdpa(q, k, k, precision=precision, **options), greenfast.attention(kept, **options)):
+        saved = greenfast.quantize(q, k, k, precision=precision, log_sum_exp=True)
+        for out, lse in (
+            greenfast.sdpa(q, k, k, precision=precision, **options),
+            greenfast.attention(saved, **options),
+        ):
             assert (lse[0, 0, :32] == -math.inf).all()
             assert (out[0, 0, :32] == 0).all()
             assert lse[0, 0, 32:].isfinite().all()
@@ -163,12 +166,12 @@ def changed(x: Any) -> list[Any]:
     if not isinstance(x, Tensor):
         return []
     wide = x.float() if x.is_floating_point() else x
-    found = [wide.double(), x.unsqueeze(0), x.to("meta"), wide.half()]
+    result = [wide.double(), x.unsqueeze(0), x.to("meta"), wide.half()]
     if x.dim():
-        found += [x[..., :0], x[:1].expand(x.shape), x[:-1], torch.cat([wide, wide], -1).to(x.dtype)[..., ::2]]
+        result += [x[..., :0], x[:1].expand(x.shape), x[:-1], torch.cat([wide, wide], -1).to(x.dtype)[..., ::2]]
     if x.dtype == torch.bfloat16:
-        found.append(x.clone().requires_grad_())
-    return found
+        result.append(x.clone().requires_grad_())
+    return result
 
 
 def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -212,22 +215,22 @@ def test_a_call_that_raises_writes_nothing(name: str) -> None:
     refused = 0
     for argument in names:
         for n in range(len(WRONG) + len(changed(names[argument]))):
-            given = calls()[name][1]
-            wrong = WRONG[n] if n < len(WRONG) else changed(given[argument])[n - len(WRONG)]
-            given[argument] = wrong
+            inputs = calls()[name][1]
+            wrong = WRONG[n] if n < len(WRONG) else changed(inputs[argument])[n - len(WRONG)]
+            inputs[argument] = wrong
             tensors = [
-                x for x in given.values() if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse
+                x for x in inputs.values() if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_sparse
             ]
             before = [x.detach().contiguous().clone() for x in tensors]
             error = None
             try:
-                function(**given)
+                function(**inputs)
             except (TypeError, ValueError, NotImplementedError) as e:
                 error = e
             if error is None:
                 continue
             refused += 1
-            for x, kept in zip(tensors, before, strict=True):
-                now, old = (t.view(-1).view(torch.uint8) for t in (x.detach().contiguous(), kept))
+            for x, saved in zip(tensors, before, strict=True):
+                now, old = (t.view(-1).view(torch.uint8) for t in (x.detach().contiguous(), saved))
                 assert torch.equal(now, old), (argument, wrong, error)
     assert refused > 10 * len(names)

@@ -16,7 +16,7 @@ paged: Any = importlib.import_module("transformers.generation.continuous_batchin
 
 @pytest.fixture(autouse=True)
 def no_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks for one at the end of each run, which in a process of many tests takes most of the time."""
+    """Skip the garbage collection that transformers runs at the end: with many tests it takes most of the time."""
     monkeypatch.setattr("gc.collect", lambda *_: 0)
 
 

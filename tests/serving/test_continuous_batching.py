@@ -20,7 +20,7 @@ library: Any = importlib.import_module("transformers")
 paged: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
 BatchingConfig: Any = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
 #: Root of the mean square of what rounding to three bits of mantissa does to weights just above a power of two.
-#: Weights are what attention rounds besides Q, K and V, which the reference here is given rounded.
+#: Attention rounds the weights besides Q, K and V; the reference here has rounded inputs.
 ERROR = 2**-4 / 3**0.5
 ALL_ERROR = 0.06  # of attention with Q, K and V of N(0, 1) rounded too: docs/serving.md
 NAME = "paged|greenfast"
@@ -32,7 +32,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def no_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks for one at the end of each run, which in a process of many tests takes most of the time."""
+    """Skip the garbage collection that transformers runs at the end: with many tests it takes most of the time."""
     monkeypatch.setattr("gc.collect", lambda *_: 0)
 
 
@@ -91,12 +91,12 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def generate(model: Any, inputs: list[list[int]], new: int, **config: Any) -> list[Any]:
-    found = model.generate_batch(
+    result = model.generate_batch(
         inputs=inputs,
         generation_config=library.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1),
         continuous_batching_config=BatchingConfig(**{"page_size": 16, "return_logprobs": True, **config}),
     )
-    outputs = sorted(found.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
+    outputs = sorted(result.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
     assert [x.error for x in outputs] == [None] * len(inputs)
     assert [x.prompt_ids for x in outputs] == inputs
     return outputs
@@ -134,10 +134,10 @@ class Watch:
                 assert before[0].shape[1] >= past
                 k, v = (torch.cat([x[:, :past], y], 1) for x, y in zip(before, (k, v), strict=True))
             self.kept[request, module.layer_idx] = k, v
-            found, of_sizes = (reference(q, k, x, more).transpose(0, 1) for x in (v, v.abs()))
+            result, of_sizes = (reference(q, k, x, more).transpose(0, 1) for x in (v, v.abs()))
             # Weights are rounded by a sixteenth, below the normal numbers by 2^-10 of at most 448; bfloat16 by 2^-9.
-            wanted[0, part] = found
-            bound[0, part] = 1.001 * of_sizes / 16 + found.abs() / 2**8 + keys / 2**10 / 448 * float(v.abs().max())
+            wanted[0, part] = result
+            bound[0, part] = 1.001 * of_sizes / 16 + result.abs() / 2**8 + keys / 2**10 / 448 * float(v.abs().max())
             if allocator.layer_type == "sliding_attention":
                 live = sum(page > 0 for page in allocator.block_table[request])
                 self.most_pages = max(self.most_pages, live)
@@ -156,12 +156,12 @@ def rounded(x: Tensor, *, appended: bool) -> Tensor:
 
     On the CPU: on a GPU PyTorch multiplies by the inverse of 448 where this divides, and codes at ties would differ.
     """
-    given = x.float().cpu()
-    most = given.abs().amax(-1, keepdim=True)
-    most = torch.where(most == 0, 448, most)
-    scale = most / 448
-    times = 1 / scale if appended else torch.full_like(most, 448) / most
-    return ((given * times).to(torch.float8_e4m3fn).double() * scale).to(x.device)
+    inputs = x.float().cpu()
+    limit = inputs.abs().amax(-1, keepdim=True)
+    limit = torch.where(limit == 0, 448, limit)
+    scale = limit / 448
+    times = 1 / scale if appended else torch.full_like(limit, 448) / limit
+    return ((inputs * times).to(torch.float8_e4m3fn).double() * scale).to(x.device)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, more: dict[str, Any]) -> Tensor:
@@ -179,23 +179,23 @@ def reference(q: Tensor, k: Tensor, v: Tensor, more: dict[str, Any]) -> Tensor:
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, q.shape[1], 1)], 2)
-    found: Tensor = scores.softmax(-1)[..., : k.shape[1]] @ v
-    return found
+    result: Tensor = scores.softmax(-1)[..., : k.shape[1]] @ v
+    return result
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    found = Watch()
+    result = Watch()
     for name in ("fill_block_table", "extend_read_and_write_indices"):
         original = getattr(paged.PagedAttentionCache, name)
 
         def told(self: Any, request_id: str, *args: Any, original: Any = original) -> None:
-            found.see(request_id)
+            result.see(request_id)
             original(self, request_id, *args)
 
         monkeypatch.setattr(paged.PagedAttentionCache, name, told)
-    library.AttentionInterface.register(continuous_batching.PAGED, found.attend)
-    yield found
+    library.AttentionInterface.register(continuous_batching.PAGED, result.attend)
+    yield result
     library.AttentionInterface.register(continuous_batching.PAGED, continuous_batching.attend)
 
 
@@ -214,7 +214,7 @@ def test_every_layer_of_every_step_is_attention_within_the_error_of_fp8(make: An
 @pytest.mark.parametrize("make", [llama, pytest.param(gemma, marks=pytest.mark.slow)])
 def test_more_requests_than_fit_wait(make: Any, watch: Watch) -> None:
     inputs = prompts(*[60, 33, 70, 20, 64, 48, 15, 66])
-    # Blocks that are shared hold keys of whichever request came first, which the watch does not follow.
+    # Shared blocks hold keys of the first request; the watch does not follow these.
     config = {"max_batch_tokens": 64, "num_blocks": 5, "allow_block_sharing": False}
     outputs = generate(made(make), inputs, 12, **config)
     assert 1 < watch.most_requests < len(inputs)
@@ -224,20 +224,20 @@ def test_more_requests_than_fit_wait(make: Any, watch: Watch) -> None:
 
 @pytest.mark.parametrize("make", [llama, pytest.param(gemma, marks=pytest.mark.slow)])
 def test_logits_are_those_of_the_model(make: Any) -> None:
-    """The log-probabilities of what was generated, against the model's own attention in bfloat16 on the same tokens."""
+    """Compare log-probabilities of generated tokens with the model's own attention in bfloat16 on the same tokens."""
     model = made(make, 1.0)
     outputs = generate(model, prompts(90, 13, 50), 8, max_batch_tokens=64, num_blocks=64)
     model.set_attn_implementation("eager")
-    found, wanted = [], []
+    result, wanted = [], []
     for x in outputs:
         tokens = torch.tensor([x.prompt_ids + x.generated_tokens])
         with torch.no_grad():
             logits = model(tokens).logits.float()[0, len(x.prompt_ids) - 1 : -1]
         chosen = torch.tensor(x.generated_tokens).unsqueeze(1)
         wanted.append(logits.log_softmax(-1).gather(1, chosen).squeeze(1))
-        found.append(torch.tensor(x.logprobs))
+        result.append(torch.tensor(x.logprobs))
     uniform = -math.log(128)
-    a, b = torch.cat(found) - uniform, torch.cat(wanted) - uniform
+    a, b = torch.cat(result) - uniform, torch.cat(wanted) - uniform
     assert float((a - b).norm() / b.norm()) < ALL_ERROR
 
 
@@ -288,20 +288,20 @@ def test_greenfast_generates_batches_in_the_same_way_and_is_itself_again() -> No
     config = {"max_batch_tokens": 64, "num_blocks": 64}
     wanted = generate(model, prompts(30), 4, **config)[0]
     model.set_attn_implementation("greenfast")
-    found = generate(model, prompts(30), 4, **config)[0]
-    assert found.logprobs == wanted.logprobs
+    result = generate(model, prompts(30), 4, **config)[0]
+    assert result.logprobs == wanted.logprobs
     assert model.config._attn_implementation == "greenfast"
 
 
 def test_the_default_page_size_becomes_128() -> None:
-    config, given = made(llama).config, BatchingConfig()
+    config, inputs = made(llama).config, BatchingConfig()
     api: Any = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
     takes = inspect.signature(api.resolve_continuous_batching_config).parameters
     more = [torch.device("cpu")] if "device" in takes else []
-    assert api.resolve_continuous_batching_config(config, given, None, False, *more).page_size == 128
-    assert given.page_size == 256
+    assert api.resolve_continuous_batching_config(config, inputs, None, False, *more).page_size == 128
+    assert inputs.page_size == 256
     config._attn_implementation = "sdpa"
-    assert api.resolve_continuous_batching_config(config, given, None, False, *more).page_size == 256
+    assert api.resolve_continuous_batching_config(config, inputs, None, False, *more).page_size == 256
 
 
 @pytest.mark.parametrize(

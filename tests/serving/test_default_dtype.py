@@ -62,9 +62,9 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]
 def test_results_are_the_same(default_dtype: Callable[[], None], call: str) -> None:
     wanted = CALLS[call]()
     default_dtype()
-    found = CALLS[call]()
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted)
+    result = CALLS[call]()
+    assert result.dtype == wanted.dtype
+    assert torch.equal(result, wanted)
 
 
 def test_what_kernels_read_as_float32_is_float32(

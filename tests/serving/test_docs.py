@@ -9,7 +9,7 @@ from pathlib import Path
 from greenfast import flash_attn
 
 DOCS = Path(__file__).parents[2] / "docs"
-#: Arguments that mean what they mean in FlashAttention.
+#: Arguments with the same meaning as in FlashAttention.
 THE_SAME = {"q", "k_cache", "v_cache", "cu_seqlens_q", "max_seqlen_q", "softcap", "cache_batch_idx", "cu_seqlens_k_new"}
 THE_SAME |= {"rotary_seqlens"}
 

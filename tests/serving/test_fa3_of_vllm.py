@@ -30,20 +30,20 @@ class Library:
         cp_tot_seqused_k: None,
     ) -> list[Tensor]:  # fmt: skip
         assert (num_splits, sm_margin, cp_world_size, cp_rank) == (0, 0, 1, 0)
-        found = torch.zeros_like(q)
+        result = torch.zeros_like(q)
         for b in range(page_table.shape[0] if page_table is not None else cu_seqlens_q.shape[0] - 1):
             if page_table is not None:
                 n, size = int(seqused_k[b]), k.shape[1]
                 for x, new in ((k, k_new), (v, v_new)):
                     x[page_table[b, n // size], n % size] = new[b, 0]
                 keys, values = (x[page_table[b].long()].flatten(0, 1)[: n + 1] for x in (k, v))
-                queries, into = q[b], found[b]
+                queries, into = q[b], result[b]
             else:
                 (a, e), (c, d) = cu_seqlens_q[b : b + 2].tolist(), cu_seqlens_k[b : b + 2].tolist()
-                keys, values, queries, into = k[c:d], v[c:d], q[a:e], found[a:e]
+                keys, values, queries, into = k[c:d], v[c:d], q[a:e], result[a:e]
             right = 0 if is_causal else window_right
             into[:] = attention(queries, keys, values, softmax_scale, (window_left, right), softcap)
-        return [found]
+        return [result]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], softcap: float) -> Tensor:
@@ -93,11 +93,11 @@ def test_transformers_finds_the_package(monkeypatch: pytest.MonkeyPatch, library
     # what transformers would pass is what these functions take
     utils: Any = importlib.import_module("transformers.modeling_flash_attention_utils")
     process = utils._lazy_define_process_function(fa3.flash_attn_with_kvcache)
-    given = process(
+    inputs = process(
         query_length=1, key_length=90, is_causal=True, softmax_scale=0.1, sliding_window=48, block_table=1,
         cache_seqlens=2, max_seqlen_q=1, max_seqlen_k=90, dropout=0.0, softcap=None, s_aux=None,
     )  # fmt: skip
-    assert given == {
+    assert inputs == {
         "causal": True, "softmax_scale": 0.1, "window_size": (47, 47), "page_table": 1, "cache_seqlens": 2
     }  # fmt: skip
-    inspect.signature(fa3.flash_attn_with_kvcache).bind(*range(5), **given)
+    inspect.signature(fa3.flash_attn_with_kvcache).bind(*range(5), **inputs)

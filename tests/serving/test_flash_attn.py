@@ -69,9 +69,9 @@ def both(found: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_in_no_cache(dtype: torch.dtype) -> None:
-    given = varlen(dtype)
-    out, lse = both(flash_attn_varlen_func(**given, return_attn_probs=True))
-    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((given["q"], 0), (given["k"], 1), (given["v"], 1))]
+    inputs = varlen(dtype)
+    out, lse = both(flash_attn_varlen_func(**inputs, return_attn_probs=True))
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((inputs["q"], 0), (inputs["k"], 1), (inputs["v"], 1))]
     wanted, sums = exact(list(parts[0]), list(parts[1]), list(parts[2]))
     assert out.dtype == dtype
     assert lse.shape == (4, 50)
@@ -97,15 +97,15 @@ def filled(
 
 @pytest.mark.parametrize("values", ["grouped", "rows"])
 def test_keys_in_no_cache_and_in_one_give_the_same_bits(values: Any) -> None:
-    given = varlen()
-    wanted, sums = both(flash_attn_varlen_func(**given, return_softmax_lse=True))
+    inputs = varlen()
+    wanted, sums = both(flash_attn_varlen_func(**inputs, return_softmax_lse=True))
     lengths = [n for _, n in LENGTHS]
-    cache, table = filled(list(given["k"].split(lengths)), list(given["v"].split(lengths)), values=values)
+    cache, table = filled(list(inputs["k"].split(lengths)), list(inputs["v"].split(lengths)), values=values)
     pages = cache.layer()
     # as vLLM calls it
     out, lse = both(
         flash_attn_varlen_func(
-            q=given["q"], k=pages.k_cache, v=pages.v_cache, out=None, cu_seqlens_q=given["cu_seqlens_q"],
+            q=inputs["q"], k=pages.k_cache, v=pages.v_cache, out=None, cu_seqlens_q=inputs["cu_seqlens_q"],
             max_seqlen_q=40,
             seqused_k=torch.tensor(lengths).int(), max_seqlen_k=130, softmax_scale=0.125, causal=True,
             alibi_slopes=None, window_size=[-1, -1], block_table=table, softcap=0, scheduler_metadata=None,
@@ -155,20 +155,20 @@ def test_codes_in_no_cache() -> None:
 
 
 def test_lengths_that_use_a_part_of_the_keys() -> None:
-    given = varlen()
+    inputs = varlen()
     used = torch.tensor([100, 7, 0, 12, 1], dtype=torch.int32)
-    out = flash_attn_varlen_func(**given, seqused_k=used)
-    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((given["q"], 0), (given["k"], 1), (given["v"], 1))]
+    out = flash_attn_varlen_func(**inputs, seqused_k=used)
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((inputs["q"], 0), (inputs["k"], 1), (inputs["v"], 1))]
     k, v = ([x[:n] for x, n in zip(p, used.tolist(), strict=True)] for p in parts[1:])
     assert relative(out, exact(list(parts[0]), k, v)[0]) < OF_FORMAT
 
 
 def test_tokens_of_no_sequence() -> None:
-    """Padding behind the last sequence, in queries and keys: it changes nothing, also where it is NaN."""
-    given = varlen()
-    wanted = flash_attn_varlen_func(**given)
-    padded = {name: torch.cat([given[name], torch.full_like(given[name][:9], math.nan)]) for name in "qkv"}
-    out = flash_attn_varlen_func(**(given | padded | {"max_seqlen_q": 64, "max_seqlen_k": 500}))
+    """Padding after the last sequence, in queries and keys, changes nothing, even if it is NaN."""
+    inputs = varlen()
+    wanted = flash_attn_varlen_func(**inputs)
+    padded = {name: torch.cat([inputs[name], torch.full_like(inputs[name][:9], math.nan)]) for name in "qkv"}
+    out = flash_attn_varlen_func(**(inputs | padded | {"max_seqlen_q": 64, "max_seqlen_k": 500}))
     assert torch.equal(out[:50], wanted)
 
 
@@ -181,57 +181,57 @@ def test_no_keys_at_all() -> None:
 
 
 def test_sinks_of_16_bits_and_rows_that_are_no_rows() -> None:
-    given = varlen()
+    inputs = varlen()
     sinks = torch.tensor([0.5, 1.0, -2.0, 3.0])
-    wanted = flash_attn_varlen_func(**given, s_aux=sinks)
-    assert not torch.equal(wanted, flash_attn_varlen_func(**given))
+    wanted = flash_attn_varlen_func(**inputs, s_aux=sinks)
+    assert not torch.equal(wanted, flash_attn_varlen_func(**inputs))
     for name in "qkv":
-        given[name] = given[name].transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(wanted, flash_attn_varlen_func(**given, s_aux=sinks.bfloat16()))
+        inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(wanted, flash_attn_varlen_func(**inputs, s_aux=sinks.bfloat16()))
 
 
 def test_out() -> None:
-    given = varlen()
-    wanted = flash_attn_varlen_func(**given)
-    into = torch.empty_like(given["q"])
-    assert flash_attn_varlen_func(**given, out=into) is into
+    inputs = varlen()
+    wanted = flash_attn_varlen_func(**inputs)
+    into = torch.empty_like(inputs["q"])
+    assert flash_attn_varlen_func(**inputs, out=into) is into
     assert torch.equal(into, wanted)
     with pytest.raises(TypeError, match=r"out: its dtype is torch.float32; allowed: torch.bfloat16"):
-        flash_attn_varlen_func(**given, out=into.float())
+        flash_attn_varlen_func(**inputs, out=into.float())
     with pytest.raises(ValueError, match="out: its shape is"):
-        flash_attn_varlen_func(**given, out=into[1:])
+        flash_attn_varlen_func(**inputs, out=into[1:])
 
 
 def cached(dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     k, v = ([normal(n, 2, 64, seed=s + n, dtype=dtype) for n in (70, 33, 5)] for s in (0, 1000))
     cache, table = filled(k, v)
     pages = cache.layer()
-    given = {
+    inputs = {
         "q": normal(3, 2, 4, 64, seed=9, dtype=dtype), "k_cache": pages.k_cache, "v_cache": pages.v_cache,
         "page_table": table, "cache_seqlens": torch.tensor([70, 33, 5], dtype=torch.int32), "k_descale": pages.k_scale,
         "v_descale": pages.v_scale, "causal": True,
     }  # fmt: skip
-    return k, v, given
+    return k, v, inputs
 
 
 def test_a_cache_of_pages() -> None:
-    k, v, given = cached()
-    out, lse = both(flash_attn_with_kvcache(**given, return_softmax_lse=True))
-    wanted, sums = exact(list(given["q"]), k, v)
-    assert out.shape == given["q"].shape
+    k, v, inputs = cached()
+    out, lse = both(flash_attn_with_kvcache(**inputs, return_softmax_lse=True))
+    wanted, sums = exact(list(inputs["q"]), k, v)
+    assert out.shape == inputs["q"].shape
     assert lse.shape == (3, 4, 2)
     assert relative(out, wanted.view_as(out)) < OF_FORMAT
     assert (lse - sums.view(4, 3, 2).transpose(0, 1)).abs().max() < 0.1
     rows, of_rows = both(
         flash_attn_with_kvcache(
-            **(given | {"q": given["q"].flatten(0, 1), "page_table": None}), block_table=given["page_table"],
+            **(inputs | {"q": inputs["q"].flatten(0, 1), "page_table": None}), block_table=inputs["page_table"],
             cu_seqlens_q=torch.tensor([0, 2, 4, 6], dtype=torch.int32), max_seqlen_q=2, return_softmax_lse=True,
         )
     )  # fmt: skip
     assert torch.equal(rows, out.flatten(0, 1))
     assert torch.equal(of_rows.view(4, 3, 2).transpose(0, 1), lse)
     into = torch.empty_like(out)
-    assert flash_attn_with_kvcache(**given, out=into) is into
+    assert flash_attn_with_kvcache(**inputs, out=into) is into
     assert torch.equal(into, out)
 
 
@@ -259,20 +259,20 @@ def test_a_cache_without_pages(length: Any) -> None:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Each pair of columns as a complex number times cos + i sin, in float64; x (tokens, heads, head_dim)."""
     half = cos.shape[1]
-    turning, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()
+    turning, others = x[..., : 2 * half].double(), x[..., 2 * half :].double()
     shape = turning.shape[:-1]
     pairs = turning.view(*shape, half, 2) if interleaved else turning.view(*shape, 2, half).transpose(-1, -2)
     product = torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin).to(torch.complex128).unsqueeze(1)
-    found = torch.view_as_real(product)
-    found = found.flatten(-2) if interleaved else found.transpose(-1, -2).flatten(-2)
-    return torch.cat([found, rest], -1)
+    result = torch.view_as_real(product)
+    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
+    return torch.cat([result, others], -1)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("new", [1, 2])
 def test_appending_with_rotation(interleaved: bool, new: int) -> None:
-    k, v, given = cached()
-    given["q"] = given["q"][:, :new]
+    k, v, inputs = cached()
+    inputs["q"] = inputs["q"][:, :new]
     angles = torch.rand(100, 16, generator=torch.Generator().manual_seed(7)) * 6
     cos, sin = angles.cos(), angles.sin()
     k_new, v_new = normal(3, new, 2, 64, seed=21), normal(3, new, 2, 64, seed=22)
@@ -281,55 +281,55 @@ def test_appending_with_rotation(interleaved: bool, new: int) -> None:
     ]
     tables = [x.view(3, new, 16) for x in tables]
     out = flash_attn_with_kvcache(
-        **given, k=k_new, v=v_new, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved
+        **inputs, k=k_new, v=v_new, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved
     )
-    turned = [[rotated(x[b], tables[0][b], tables[1][b], interleaved) for b in range(3)] for x in (given["q"], k_new)]
+    turned = [[rotated(x[b], tables[0][b], tables[1][b], interleaved) for b in range(3)] for x in (inputs["q"], k_new)]
     keys = [torch.cat([old.double(), x]) for old, x in zip(k, turned[1], strict=True)]
     values = [torch.cat([old, x]) for old, x in zip(v, v_new, strict=True)]
     wanted, _ = exact(turned[0], keys, values)
     assert relative(out, wanted.view_as(out)) < OF_FORMAT
     # the cache holds the new keys now
     more = flash_attn_with_kvcache(
-        **(given | {"cache_seqlens": given["cache_seqlens"] + new, "q": torch.stack(turned[0]).bfloat16()})
+        **(inputs | {"cache_seqlens": inputs["cache_seqlens"] + new, "q": torch.stack(turned[0]).bfloat16()})
     )
     assert relative(more, wanted.view_as(out)) < OF_FORMAT
 
 
 def test_appending_sequences_of_other_lengths() -> None:
-    k, v, given = cached()
+    k, v, inputs = cached()
     lengths = [3, 0, 40]
     k_new, v_new = normal(43, 2, 64, seed=21), normal(43, 2, 64, seed=22)
-    table = given["page_table"].clone()
+    table = inputs["page_table"].clone()
     table[:, 3:8] = torch.arange(15).view(3, 5) + 20
     table[2, 1:3] = torch.tensor([38, 39])
     out = flash_attn_with_kvcache(
-        **(given | {"page_table": table}), k=k_new, v=v_new, cu_seqlens_k_new=cumulative(lengths)
+        **(inputs | {"page_table": table}), k=k_new, v=v_new, cu_seqlens_k_new=cumulative(lengths)
     )
     keys, values = (
         [torch.cat([old, x]) for old, x in zip(olds, torch.split(new, lengths), strict=True)]
         for olds, new in ((k, k_new), (v, v_new))
     )
-    assert relative(out, exact(list(given["q"]), keys, values)[0].view_as(out)) < OF_FORMAT
+    assert relative(out, exact(list(inputs["q"]), keys, values)[0].view_as(out)) < OF_FORMAT
 
 
 def test_nothing_is_written_by_a_call_that_is_refused() -> None:
-    _, _, given = cached()
-    before = given["k_cache"].view(torch.uint8).clone()
+    _, _, inputs = cached()
+    before = inputs["k_cache"].view(torch.uint8).clone()
     new = normal(3, 2, 2, 64)
     for changes, error, message in (
         ({"v": new[:, :1]}, ValueError, "v: its shape"),
         ({"s_aux": torch.ones(3)}, ValueError, "s_aux"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
-        ({"page_table": given["page_table"][:2]}, ValueError, "page_table"),
+        ({"page_table": inputs["page_table"][:2]}, ValueError, "page_table"),
         ({"rotary_cos": torch.ones(100, 16)}, ValueError, "sin: None"),
         ({"cu_seqlens_k_new": torch.ones(4)}, ValueError, "k: .*total_new"),
         ({"rotary_seqlens": torch.ones(2).int()}, ValueError, r"rotary_seqlens: .*int32 \(3,\) is needed"),
-        ({"page_table": given["page_table"][:, :0]}, ValueError, "page_table: .*new keys need pages"),
+        ({"page_table": inputs["page_table"][:, :0]}, ValueError, "page_table: .*new keys need pages"),
         ({"k_descale": torch.ones(3, 2), "v_descale": torch.ones(3, 2)}, ValueError, "k_descale"),
     ):
         with pytest.raises(error, match=message):
-            flash_attn_with_kvcache(**(given | {"k": new, "v": new} | changes))
-        assert torch.equal(given["k_cache"].view(torch.uint8), before)
+            flash_attn_with_kvcache(**(inputs | {"k": new, "v": new} | changes))
+        assert torch.equal(inputs["k_cache"].view(torch.uint8), before)
 
 
 UNSUPPORTED = [
@@ -342,9 +342,9 @@ UNSUPPORTED = [
 def test_what_no_kernel_computes(changes: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=rf"{next(iter(changes))}: .*docs/flash_attn.md"):
         flash_attn_varlen_func(**varlen(), **changes)
-    found = greenfast.explain_call(flash_attn_varlen_func, **varlen(), **changes)
-    assert not found.taken
-    assert found.reason.startswith(next(iter(changes)))
+    result = greenfast.explain_call(flash_attn_varlen_func, **varlen(), **changes)
+    assert not result.taken
+    assert result.reason.startswith(next(iter(changes)))
 
 
 @pytest.mark.parametrize(
@@ -415,27 +415,27 @@ def test_positional_arguments_are_flash_attention_3s() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_whole(dynamic: bool) -> None:
-    given = varlen()
+    inputs = varlen()
     compiled = COMPILE(flash_attn_varlen_func, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    assert torch.equal(compiled(**given), flash_attn_varlen_func(**given))
+    assert torch.equal(compiled(**inputs), flash_attn_varlen_func(**inputs))
     _, _, eager = cached()
     _, _, traced = cached()
     new = normal(3, 2, 2, 64, seed=5)
     angles = torch.rand(100, 16)
     more: dict[str, Any] = {"k": new, "v": new, "rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     wanted = flash_attn_with_kvcache(**eager, **more)
-    found = COMPILE(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager", dynamic=dynamic)(**traced, **more)
-    assert torch.equal(found, wanted)
+    result = COMPILE(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager", dynamic=dynamic)(**traced, **more)
+    assert torch.equal(result, wanted)
     assert torch.equal(traced["k_cache"].view(torch.uint8), eager["k_cache"].view(torch.uint8))
 
 
 def test_explanations() -> None:
-    _, _, given = cached()
-    before = given["k_cache"].view(torch.uint8).clone()
+    _, _, inputs = cached()
+    before = inputs["k_cache"].view(torch.uint8).clone()
     new = normal(3, 2, 2, 64)
-    found = greenfast.explain_call(flash_attn_with_kvcache, **given, k=new, v=new)
-    assert found.kernel == "reference"
-    assert torch.equal(given["k_cache"].view(torch.uint8), before)
+    result = greenfast.explain_call(flash_attn_with_kvcache, **inputs, k=new, v=new)
+    assert result.kernel == "reference"
+    assert torch.equal(inputs["k_cache"].view(torch.uint8), before)
     assert greenfast.explain_call(flash_attn_varlen_func, **varlen()).kernel == "reference"
     on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in varlen().items()}
     assert greenfast.explain_call(flash_attn_varlen_func, **on_meta).kernel == "meta"
@@ -471,7 +471,7 @@ def test_lengths_on_a_gpu_are_read_only_where_asked(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_case_of_many_options() -> None:
-    """What the calls pass on: against the same numbers in float64."""
+    """The calls pass all options on: compared with the same numbers in float64."""
     c: Case = case([(3, 257), (1, 64), (5, 129)], group=8, sinks=True, window=(64, 3), softcap=20.0, causal=False)
     out, lse = both(
         flash_attn_varlen_func(

@@ -1,4 +1,4 @@
-"""The registered operators: what they check, their shapes for tracing, what they change, and plans."""
+"""The registered operators: checks, shapes for tracing, mutations, and plans."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def to_append(**changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(5, n, 64, generator=generator).bfloat16() for n in (4, 2, 2))
     cache = greenfast.PagedKVCache(4, 16, 2, 64)
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, **cache.layer()._asdict()}
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, **cache.layer()._asdict()}
     for name in ("k_cache", "v_cache"):
-        given[name].view(torch.uint8).zero_()
-    given["k_scale"].fill_(1)
-    given["v_scale"].fill_(1)
+        inputs[name].view(torch.uint8).zero_()
+    inputs["k_scale"].fill_(1)
+    inputs["v_scale"].fill_(1)
     angles = torch.rand(40, 16, generator=generator)
-    given |= {
+    inputs |= {
         "slot_mapping": torch.tensor([3, 17, -1, 40, 63]), "q_weight": torch.rand(64, generator=generator),
         "k_weight": torch.rand(64, generator=generator), "cos": angles.cos(), "sin": angles.sin(),
         "positions": torch.tensor([3, 1, 0, 39, 5]), "eps": 1e-6, "interleaved": False,
     }  # fmt: skip
-    return given | changes
+    return inputs | changes
 
 
 ORDER = (
@@ -67,24 +67,24 @@ def test_attention_is_the_reference() -> None:
 
 def test_append_is_the_reference() -> None:
     mine, theirs = to_append(), to_append()
-    found = APPEND(*(mine[name] for name in ORDER))
+    result = APPEND(*(mine[name] for name in ORDER))
     wanted = serving_append.append(**theirs)
     assert wanted is not None
-    assert torch.equal(found, wanted)
+    assert torch.equal(result, wanted)
     for name in MUTATED:
         assert torch.equal(mine[name].view(torch.uint8), theirs[name].view(torch.uint8))
     assert APPEND(*(to_append(q=None, q_weight=None)[name] for name in ORDER)).shape == (0,)
 
 
 def check(op: Any, args: tuple[Any, ...], mutated: tuple[int, ...] = ()) -> None:
-    """opcheck, and what its test_schema looks at, which PyTorch cannot compare for E4M3: what changes, and aliases."""
+    """Run opcheck. Its test_schema cannot compare E4M3, so mutations and aliases are checked here."""
     before = [x.clone() if isinstance(x, Tensor) else x for x in args]
-    found = op(*args)
+    result = op(*args)
     for i, x in enumerate(args):
         if isinstance(x, Tensor) and i not in mutated:
             assert torch.equal(x.view(torch.uint8), before[i].view(torch.uint8)) if x.dim() else x.equal(before[i]), i
     memory = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-    results = found if isinstance(found, tuple) else (found,)
+    results = result if isinstance(result, tuple) else (result,)
     assert not memory & {x.untyped_storage().data_ptr() for x in results if x.numel()}
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
     torch.library.opcheck(op, args, test_utils=others)
@@ -110,8 +110,8 @@ _CHANGES: list[dict[str, Any]] = [{}, {"q": None, "q_weight": None}, {"cos": Non
 
 @pytest.mark.parametrize("changes", _CHANGES, ids=list)
 def test_opcheck_of_append(changes: dict[str, Any]) -> None:
-    given = to_append(**changes)
-    check(APPEND, tuple(given[name] for name in ORDER), tuple(ORDER.index(name) for name in MUTATED))
+    inputs = to_append(**changes)
+    check(APPEND, tuple(inputs[name] for name in ORDER), tuple(ORDER.index(name) for name in MUTATED))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -132,9 +132,9 @@ def test_compiled_whole(dynamic: bool) -> None:
     c = case([(1, 1)])
     eager, traced = to_append(), to_append()
     wanted, _ = step(eager, c)
-    found, _ = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(traced, c)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+    result, _ = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(traced, c)
+    assert torch.equal(result[0], wanted[0])
+    assert torch.equal(result[1], wanted[1])
     for name in MUTATED:
         assert torch.equal(traced[name].view(torch.uint8), eager[name].view(torch.uint8))
 
@@ -181,11 +181,11 @@ NAMES = (
     ("name", "change", "error", "message"), BAD_ATTENTION, ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_what_attention_refuses(name: str, change: Any, error: type[Exception], message: str) -> None:
-    given = dict(zip(NAMES, arguments(case([(3, 70), (1, 20)])), strict=True))
-    given[name] = change(given[name])
+    inputs = dict(zip(NAMES, arguments(case([(3, 70), (1, 20)])), strict=True))
+    inputs[name] = change(inputs[name])
     for op in (ATTENTION, serving_ops.paged_attention):
         with pytest.raises(error, match=message):
-            op(*given.values())
+            op(*inputs.values())
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_what_attention_refuses(name: str, change: Any, error: type[Exception], 
     ],
 )
 def test_numbers_that_attention_refuses(name: str, value: Any, message: str) -> None:
-    given = dict(zip(NAMES, arguments(case([(3, 70), (1, 20)])), strict=True)) | {name: value}
+    inputs = dict(zip(NAMES, arguments(case([(3, 70), (1, 20)])), strict=True)) | {name: value}
     with pytest.raises((ValueError, TypeError), match=message):
-        ATTENTION(*given.values())
+        ATTENTION(*inputs.values())
 
 
 @pytest.mark.parametrize(
@@ -232,26 +232,26 @@ def test_numbers_that_attention_refuses(name: str, value: Any, message: str) -> 
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
 def test_what_append_refuses(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    given = to_append(**changes)
-    before = given["k_cache"].view(torch.uint8).clone()
-    for call in (lambda: greenfast.append_kv(**given), lambda: APPEND(*(given[name] for name in ORDER))):
+    inputs = to_append(**changes)
+    before = inputs["k_cache"].view(torch.uint8).clone()
+    for call in (lambda: greenfast.append_kv(**inputs), lambda: APPEND(*(inputs[name] for name in ORDER))):
         with pytest.raises(error, match=message):
             call()
-    assert torch.equal(given["k_cache"].view(torch.uint8), before)
+    assert torch.equal(inputs["k_cache"].view(torch.uint8), before)
 
 
 def test_no_tensor_at_all() -> None:
-    given = arguments(case([(3, 70)]))
+    inputs = arguments(case([(3, 70)]))
     with pytest.raises(TypeError, match=r"k_cache: a torch.Tensor is needed, got NoneType"):
-        serving_ops.paged_attention(given[0], None, *given[2:])
+        serving_ops.paged_attention(inputs[0], None, *inputs[2:])
     with pytest.raises(TypeError, match=r"seqused_k \(cache_seqlens\): it is nested or sparse"):
-        serving_ops.paged_attention(*given[:5], given[5].to_sparse(), *given[6:])
+        serving_ops.paged_attention(*inputs[:5], inputs[5].to_sparse(), *inputs[6:])
 
 
 def test_a_gradient_is_refused() -> None:
-    given = arguments(case([(3, 70)]))
-    given[0] = given[0].requires_grad_()
-    out, _ = ATTENTION(*given)
+    inputs = arguments(case([(3, 70)]))
+    inputs[0] = inputs[0].requires_grad_()
+    out, _ = ATTENTION(*inputs)
     with pytest.raises(NotImplementedError, match=r"greenfast.flash_attn: no gradient flows through a quantized cache"):
         out.sum().backward()
 
@@ -264,21 +264,21 @@ def test_a_plan_is_for_its_lengths_and_layers() -> None:
         "seqused_k": c.seqused_k, "block_table": c.block_table, "causal": True, "scheduler_metadata": plan,
         "k_descale": c.k_scale, "v_descale": c.v_scale,
     }  # fmt: skip
-    given = (c.q, c.k_cache, c.v_cache, c.cu_seqlens_q, None, 3, 70)
+    inputs = (c.q, c.k_cache, c.v_cache, c.cu_seqlens_q, None, 3, 70)
     for _ in range(2):
-        found = greenfast.flash_attn_varlen_func(*given, **call)
-        assert isinstance(found, Tensor)
-        assert torch.equal(found, serving.paged_attention(**c.arguments())[0])
+        result = greenfast.flash_attn_varlen_func(*inputs, **call)
+        assert isinstance(result, Tensor)
+        assert torch.equal(result, serving.paged_attention(**c.arguments())[0])
     c.seqused_k[1] = 19
     with pytest.raises(ValueError, match=r"plan \(scheduler_metadata\): it was made for other lengths"):
-        greenfast.flash_attn_varlen_func(*given, **call)
+        greenfast.flash_attn_varlen_func(*inputs, **call)
     plan.update()
-    greenfast.flash_attn_varlen_func(*given, **call)
+    greenfast.flash_attn_varlen_func(*inputs, **call)
     with pytest.raises(ValueError, match="made for causal and window_size"):
-        greenfast.flash_attn_varlen_func(*given, **(call | {"window_size": (5, 0)}))
+        greenfast.flash_attn_varlen_func(*inputs, **(call | {"window_size": (5, 0)}))
     with pytest.raises(ValueError, match="made for max_seqlen_q 3, called with 16"):
-        greenfast.flash_attn_varlen_func(*given[:5], 16, 70, **call)
+        greenfast.flash_attn_varlen_func(*inputs[:5], 16, 70, **call)
     with pytest.raises(TypeError, match="scheduler_metadata: a Tensor; a greenfast"):
-        greenfast.flash_attn_varlen_func(*given, **(call | {"scheduler_metadata": plan.tensor}))
+        greenfast.flash_attn_varlen_func(*inputs, **(call | {"scheduler_metadata": plan.tensor}))
     with pytest.raises(ValueError, match="cu_seqlens_q: its shape"):
         greenfast.ServingPlan(c.cu_seqlens_q[:2], c.seqused_k, 3, **sizes)

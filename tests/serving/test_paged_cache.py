@@ -26,9 +26,9 @@ def test_tensors(page_size: int, layout: Any, values: Any) -> None:
 
 
 def test_given_scales() -> None:
-    given = torch.tensor([0.5, 2.0])
-    layer = greenfast.PagedKVCache(2, 16, 2, 64, scales="head", k_scale=given).layer()
-    assert layer.k_scale is given
+    inputs = torch.tensor([0.5, 2.0])
+    layer = greenfast.PagedKVCache(2, 16, 2, 64, scales="head", k_scale=inputs).layer()
+    assert layer.k_scale is inputs
     assert layer.v_scale.shape == ()
     assert float(layer.v_scale) == 1
 
@@ -65,9 +65,9 @@ def test_slots() -> None:
     cache.reserve("a", 20)
     cache.reserve("b", 3)
     (a0, a1), (b0,) = cache.pages_of("a"), cache.pages_of("b")
-    found = cache.slot_mapping(["b", "a"], [0, 15], [2, 3])
-    assert found.dtype == torch.int64
-    assert found.tolist() == [b0 * 16, b0 * 16 + 1, a0 * 16 + 15, a1 * 16, a1 * 16 + 1]
+    result = cache.slot_mapping(["b", "a"], [0, 15], [2, 3])
+    assert result.dtype == torch.int64
+    assert result.tolist() == [b0 * 16, b0 * 16 + 1, a0 * 16 + 15, a1 * 16, a1 * 16 + 1]
     assert cache.slot_mapping(["a"], [3], [17]).tolist() == [
         *range(a0 * 16 + 3, a0 * 16 + 16),
         *range(a1 * 16, a1 * 16 + 4),

@@ -1,4 +1,4 @@
-"""Where tokens lie: temporary pages and slots, against loops over tokens."""
+"""Temporary pages and slots of tokens, compared with loops over tokens."""
 
 from __future__ import annotations
 

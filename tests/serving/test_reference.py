@@ -70,16 +70,16 @@ def part(c: Case, b: int, rows: slice) -> Case:
 def test_decode_equals_prefill_bit_for_bit(
     scales: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One query at a time, and chunks of queries, over a cache in which later keys lie already."""
+    """One query at a time, and chunks of queries, over a cache that already has later keys."""
     c = case([(1300, 1300), (7, 40), (130, 700)], group=3, scales=scales, **options)
     out, lse = attend(c)
     for b, q_len in ((0, 1300), (1, 7), (2, 130)):
         begin = int(c.cu_seqlens_q[b])
         for rows in (slice(0, 1), slice(5, 6), slice(q_len - 1, q_len), slice(2, 7), slice(0, q_len // 2)):
             at = slice(begin + rows.start, begin + rows.stop)
-            found = attend(part(c, b, rows))
-            assert torch.equal(found[0], out[at])
-            assert torch.equal(found[1], lse[:, at])
+            result = attend(part(c, b, rows))
+            assert torch.equal(result[0], out[at])
+            assert torch.equal(result[1], lse[:, at])
     monkeypatch.setattr(serving, "_MOST_SCORES", 1)
     again = attend(part(c, 2, slice(0, 130)))
     assert torch.equal(again[0], out[-130:])
@@ -117,7 +117,7 @@ def test_random_batches_give_the_same_bits(seed: int) -> None:
 
 
 def test_bytes_that_no_key_holds_change_nothing() -> None:
-    """Slots behind a sequence's keys, pages of no sequence, entries of the table behind the used ones."""
+    """Slots after a sequence's keys, pages of no sequence, unused entries of the table."""
     c = case([(2, 130), (4, 17)])
     assert (c.k_cache.view(torch.uint8) == NAN_CODE).any()
     out, lse = attend(c)
@@ -147,7 +147,7 @@ def test_nan_in_a_key_or_value_reaches_the_rows_that_attend_to_it() -> None:
 
 
 def test_a_scale_of_nan_reaches_the_rows_that_attend_to_its_key() -> None:
-    """What ``append_kv`` writes for a key or value that is not finite."""
+    """``append_kv`` writes such a scale for a key or value that is not finite."""
     c = case([(100, 100)], page_size=128)
     wanted, sums = attend(c)
     for name in ("k_scale", "v_scale"):
@@ -184,19 +184,19 @@ def test_queries_of_zeros_and_tiny_ones(tiny: float) -> None:
 
 
 def test_a_rows_largest_weight_is_exact() -> None:
-    """The weight of the only key is 56, which E4M3 has: the output is that key's value, not off by a rounding."""
+    """The weight of the only key is 56. E4M3 has this number, so the output is exactly that key's value."""
     c = case([(1, 1)], out_dtype=torch.float32)
     assert torch.allclose(attend(c)[0].double(), exact(c).out, rtol=1e-6, atol=0)
 
 
 def test_a_needle_in_a_long_context() -> None:
-    """One key that the last query looks for, far behind; its value comes out, at any depth."""
+    """The last query matches one distant key; its value is the output, at any depth."""
     length, head_dim = 16384, 64
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn(length, 1, head_dim, generator=generator)
     values = torch.randn(length, 1, head_dim, generator=generator)
-    for place in (0, 100, 8191, length - 1):
-        q = keys[place : place + 1] * (30 * head_dim**0.5 / keys[place].square().sum())
+    for position in (0, 100, 8191, length - 1):
+        q = keys[position : position + 1] * (30 * head_dim**0.5 / keys[position].square().sum())
         (k, ks), (v, vs) = serving.quantize_rows(keys), serving.quantize_rows(values)
         out, _ = serving.paged_attention(
             q.bfloat16(), k.view(-1, 128, 1, head_dim), v.view(-1, 128, 1, head_dim),
@@ -204,7 +204,7 @@ def test_a_needle_in_a_long_context() -> None:
             k_scale=ks.view(-1, 1, 128), v_scale=vs.view(-1, 1, 128), causal=True, softmax_scale=head_dim**-0.5,
             out_dtype=torch.float32,
         )  # fmt: skip
-        assert relative(out[0], values[place].double()) < 0.06
+        assert relative(out[0], values[position].double()) < 0.06
 
 
 def test_values_in_groups() -> None:

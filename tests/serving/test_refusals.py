@@ -75,17 +75,17 @@ def test_keys_that_are_not_there(changes: dict[str, Any], error: type[Exception]
 
 
 def step() -> tuple[dict[str, Any], list[Tensor]]:
-    """Three new tokens for each of two sequences, and the cache's tensors, which hold NaN."""
+    """Return three new tokens for each of two sequences, and a cache filled with NaN."""
     tensors = list(greenfast.PagedKVCache(8, 16, 2, 64).layer())
     for x in tensors:
         x.fill_(torch.nan) if x.dtype == torch.float32 else x.view(torch.uint8).fill_(0x7F)
     k_cache, v_cache, k_scale, v_scale = tensors
-    given = {
+    inputs = {
         "q": normal(2, 3, 4, 64), "k_cache": k_cache, "v_cache": v_cache, "k": normal(2, 3, 2, 64),
         "v": normal(2, 3, 2, 64), "cache_seqlens": int32(0, 5), "page_table": int32(*range(8)).view(2, 4),
         "k_descale": k_scale, "v_descale": v_scale, "causal": True,
     }  # fmt: skip
-    return given, tensors
+    return inputs, tensors
 
 
 def plan(**changes: Any) -> greenfast.ServingPlan:
@@ -129,14 +129,14 @@ def plan(**changes: Any) -> greenfast.ServingPlan:
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )  # fmt: skip
 def test_nothing_is_written(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    given, tensors = step()
+    inputs, tensors = step()
     with pytest.raises(error, match=message):
-        with_kvcache(**given | changes)
+        with_kvcache(**inputs | changes)
     k_cache, v_cache, k_scale, v_scale = tensors
     assert all((x.view(torch.uint8) == 0x7F).all() for x in (k_cache, v_cache))
     assert k_scale.isnan().all()
     assert v_scale.isnan().all()
-    with_kvcache(**given)
+    with_kvcache(**inputs)
     assert not k_scale[0, :, :3].isnan().any()
 
 
@@ -184,10 +184,10 @@ def changed(rng: random.Random, x: Any) -> Any:
 def test_a_call_that_raises_changes_no_tensor(seed: int) -> None:
     """With any wrong argument; and its error is of the documented types and short."""
     rng, messages = random.Random(seed), list[str]()
-    for function, given in written_calls() * 6:
-        name = rng.choice(sorted(given))
-        call = given | {name: changed(rng, given[name])}
-        tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    for function, inputs in written_calls() * 6:
+        name = rng.choice(sorted(inputs))
+        call = inputs | {name: changed(rng, inputs[name])}
+        tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
         before = [x.clone() for x in tensors]
         try:
             function(**call)
@@ -203,10 +203,10 @@ def test_a_call_that_raises_changes_no_tensor(seed: int) -> None:
     "wrong", [None, "x", torch.ones(9), normal(2, 16, 2, 64).to_sparse()], ids=["None", "text", "1-D", "sparse"]
 )
 def test_pages_that_are_none(wrong: Any) -> None:
-    _, given = written_calls()[1]
+    _, inputs = written_calls()[1]
     for name in ("k", "v"):
         with pytest.raises((TypeError, ValueError), match=rf"^{name}: "):
-            varlen(**given | {name: wrong})
+            varlen(**inputs | {name: wrong})
     with pytest.raises(TypeError, match=r"^out: it is nested or sparse"):
         with_kvcache(**step()[0], out=normal(2, 3, 4, 64).to_sparse())
 
@@ -214,19 +214,19 @@ def test_pages_that_are_none(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_gradient_of_any_input_is_refused(name: str) -> None:
     """Also where Q has none, as with keys that a prefix adds to frozen queries."""
-    for call, given in ((varlen, keys()), (with_kvcache, step()[0] | {"cache_seqlens": 0})):
-        wanted = call(**given)
-        given[name] = given[name].clone().requires_grad_()
-        found = call(**given)
-        assert found.requires_grad
-        assert torch.equal(found, wanted)
+    for call, inputs in ((varlen, keys()), (with_kvcache, step()[0] | {"cache_seqlens": 0})):
+        wanted = call(**inputs)
+        inputs[name] = inputs[name].clone().requires_grad_()
+        result = call(**inputs)
+        assert result.requires_grad
+        assert torch.equal(result, wanted)
         with pytest.raises(NotImplementedError, match="no gradient flows"):
-            found.float().sum().backward()
+            result.float().sum().backward()
         with pytest.raises(NotImplementedError, match="out: given, while"):
-            call(**given, out=torch.empty_like(wanted))
+            call(**inputs, out=torch.empty_like(wanted))
         with torch.no_grad():
             out = torch.empty_like(wanted)
-            assert torch.equal(call(**given, out=out), wanted)
+            assert torch.equal(call(**inputs, out=out), wanted)
 
 
 #: Inputs of ``append_kv`` that may have a gradient.
@@ -236,7 +236,7 @@ APPENDED = ["q", "k", "v", "q_weight", "k_weight", "cos", "sin", "k_scale", "v_s
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize("name", APPENDED)
 def test_a_gradient_of_what_is_appended_is_refused(name: str, scales: Any) -> None:
-    """By Q where there is one, which attention depends on; else at once, and before the cache is written."""
+    """With Q the refusal comes from the output; without Q it comes at once, before the cache is written."""
 
     def given(**more: Any) -> tuple[Any, ...]:
         cache = greenfast.PagedKVCache(4, 16, 2, 64, scales=scales).layer()
@@ -253,10 +253,10 @@ def test_a_gradient_of_what_is_appended_is_refused(name: str, scales: Any) -> No
 
     tensors, _ = given()
     tensors[name].requires_grad_()
-    found = greenfast.append_kv(**tensors)
-    assert found is not None
+    result = greenfast.append_kv(**tensors)
+    assert result is not None
     with pytest.raises(NotImplementedError, match=r"append_kv: no gradient flows"):
-        found.float().sum().backward()  # type: ignore[no-untyped-call]
+        result.float().sum().backward()  # type: ignore[no-untyped-call]
     if name in ("q", "q_weight"):
         return
     tensors, k_cache = given(q=None, q_weight=None)
@@ -274,28 +274,28 @@ def test_a_gradient_of_what_is_appended_is_refused(name: str, scales: Any) -> No
 
 @pytest.mark.parametrize("name", ["out", "s_aux", "k_descale", "v_descale", "rotary_cos", "k"])
 def test_out_is_refused_where_it_would_drop_a_gradient(name: str) -> None:
-    given, (k_cache, *_) = step()
-    given |= {"cache_seqlens": 0, "out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
-    given |= {"rotary_cos": torch.ones(9, 16), "rotary_sin": torch.zeros(9, 16)}
-    given[name].requires_grad_()
+    inputs, (k_cache, *_) = step()
+    inputs |= {"cache_seqlens": 0, "out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
+    inputs |= {"rotary_cos": torch.ones(9, 16), "rotary_sin": torch.zeros(9, 16)}
+    inputs[name].requires_grad_()
     with pytest.raises(NotImplementedError, match="out: given, while it or an input requires a gradient"):
-        with_kvcache(**given)
+        with_kvcache(**inputs)
     assert (k_cache.view(torch.uint8) == 0x7F).all()
     with torch.no_grad():
-        assert with_kvcache(**given) is given["out"]
+        assert with_kvcache(**inputs) is inputs["out"]
 
 
 @pytest.mark.parametrize("name", ["out", "s_aux", "q_descale", "k_descale"])
 def test_out_of_a_call_that_only_reads(name: str) -> None:
-    given, _ = step()
-    given = {x: given[x] for x in ("k_cache", "v_cache", "page_table", "k_descale", "v_descale")}
-    given |= {"q": normal(2, 3, 4, 64).to(torch.float8_e4m3fn), "q_descale": torch.ones(2, 2), "cache_seqlens": 5}
-    given |= {"out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
-    given[name].requires_grad_()
+    inputs, _ = step()
+    inputs = {x: inputs[x] for x in ("k_cache", "v_cache", "page_table", "k_descale", "v_descale")}
+    inputs |= {"q": normal(2, 3, 4, 64).to(torch.float8_e4m3fn), "q_descale": torch.ones(2, 2), "cache_seqlens": 5}
+    inputs |= {"out": normal(2, 3, 4, 64), "s_aux": torch.ones(4)}
+    inputs[name].requires_grad_()
     with pytest.raises(NotImplementedError, match="out: given, while it or an input requires a gradient"):
-        with_kvcache(**given)
+        with_kvcache(**inputs)
     with torch.no_grad():
-        with_kvcache(**given)
+        with_kvcache(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_plan_that_no_kernel_could_count() -> None:
 
 
 def test_a_plan_of_another_batch_whose_row_tiles_are_others() -> None:
-    """Of 69 sequences, in wide row tiles, and of one, in narrow ones: a plan's size says which it has."""
+    """69 sequences have wide row tiles, one has narrow tiles: the size of a plan shows which."""
     (_, of_many), (_, of_one) = (_get_planner(-1, (batch, 48, 32, 8, 128, None), True, -1, -1) for batch in (69, 1))
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 128, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(1, 2), meta(2), meta(1), scale, scale, None, None)
@@ -370,7 +370,7 @@ def test_the_size_of_a_plan_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [31 + 512, 32 * 512])
 @pytest.mark.parametrize(("total_q", "wide"), [(31 + 512, False), (32 * 512, True), (None, True)])
 def test_a_call_has_the_row_tiles_of_its_plan(tokens: int, total_q: int | None, wide: bool) -> None:
-    """Of a step of 31 sequences that decode and one of 512 tokens; however many tokens the call has."""
+    """A step of 31 decoding sequences and one of 512 tokens; the tokens of the call do not matter."""
     _, size = _get_planner(-1, (32, 512, 32, 8, 64, total_q), True, -1, -1)
     cache, scale = greenfast.PagedKVCache(2, 16, 8, 64, device="meta").layer(), meta(dtype=torch.float32)
     of_batch = (meta(32, 2), meta(33), meta(32), scale, scale, None, None)

@@ -1,4 +1,4 @@
-"""A serving call that was made before launches what it would launch as the first, and is refused as the first."""
+"""A repeated serving call has the launches and the refusals of the first call."""
 
 from __future__ import annotations
 
@@ -143,32 +143,32 @@ def tensors_of(options: Options) -> list[Tensor]:
 
 
 def call(options: Options) -> Any:
-    given = dict(options)
-    return flash_attn_with_kvcache(given.pop("q"), given.pop("k_cache"), given.pop("v_cache"), **given)
+    inputs = dict(options)
+    return flash_attn_with_kvcache(inputs.pop("q"), inputs.pop("k_cache"), inputs.pop("v_cache"), **inputs)
 
 
 def varlen(options: Options) -> Any:
-    given = dict(options)
-    q = given.pop("q").flatten(0, 1)
-    k, v, lengths = (given.pop(name) for name in ("k_cache", "v_cache", "cache_seqlens"))
-    given["return_attn_probs"] = given.pop("return_softmax_lse", False)
-    if given.get("out") is not None:
-        given["out"] = given["out"].flatten(0, 1)
-    return flash_attn_varlen_func(q, k, v, STARTS, max_seqlen_q=1, seqused_k=lengths, **given)
+    inputs = dict(options)
+    q = inputs.pop("q").flatten(0, 1)
+    k, v, lengths = (inputs.pop(name) for name in ("k_cache", "v_cache", "cache_seqlens"))
+    inputs["return_attn_probs"] = inputs.pop("return_softmax_lse", False)
+    if inputs.get("out") is not None:
+        inputs["out"] = inputs["out"].flatten(0, 1)
+    return flash_attn_varlen_func(q, k, v, STARTS, max_seqlen_q=1, seqused_k=lengths, **inputs)
 
 
 STARTS = torch.arange(BATCH + 1).int()
 
 
 def calls() -> list[tuple[Callable[[], Any], list[Tensor]]]:
-    found: list[tuple[Callable[[], Any], list[Tensor]]] = []
+    result: list[tuple[Callable[[], Any], list[Tensor]]] = []
     for options in variants():
-        found.append((partial(call, options), tensors_of(options)))
+        result.append((partial(call, options), tensors_of(options)))
         lengths, table = options["cache_seqlens"], options["page_table"]
         one = options["q"].dim() == 4 and options["q"].shape[1] == 1
         if one and isinstance(lengths, Tensor) and table is not None:
-            found.append((partial(varlen, options), [*tensors_of(options), STARTS]))
-    return found
+            result.append((partial(varlen, options), [*tensors_of(options), STARTS]))
+    return result
 
 
 def new_keys(length: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -180,7 +180,7 @@ def angles(dtype: torch.dtype = torch.float32) -> Options:
 
 
 def appending() -> list[Options]:
-    """Calls that append, which differ in one thing from another."""
+    """Return calls that append and differ in one argument."""
     rows = {"q": query().flatten(0, 1), "cu_seqlens_q": STARTS, "max_seqlen_q": 1}
     new_rows = {"k": new_keys()[:, 0], "v": new_keys()[:, 0], "cu_seqlens_k_new": STARTS.clone()}
     wide = torch.zeros(BATCH, 1, 3 * KV_HEADS, DIM, dtype=torch.bfloat16)
@@ -219,7 +219,7 @@ def appending() -> list[Options]:
 
 
 def uncached() -> list[Options]:
-    """Calls on keys that are in no cache, which differ in one thing from another."""
+    """Return calls on keys without a cache that differ in one argument."""
     lengths = torch.tensor([0, 3, 7, 9]).int()
     base: Options = {
         "q": torch.zeros(9, HEADS, DIM).bfloat16(), "k": torch.zeros(9, KV_HEADS, DIM).bfloat16(),
@@ -259,15 +259,15 @@ def kinds(result: Any) -> Any:
 
 
 def fresh(gpu: PretendedGpu, every: list[Any]) -> list[tuple[Any, list[Launch]]]:
-    found = []
+    actual = []
     gpu.launched()  # of plans
     for run, tensors in every:
         gpu.keep(tensors)
         gpu.forget()
         result = kinds(run())
-        found.append((result, gpu.launched()))
+        actual.append((result, gpu.launched()))
     gpu.forget()
-    return found
+    return actual
 
 
 def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> None:
@@ -282,18 +282,18 @@ def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> No
 
 
 def words(launches: list[Launch]) -> list[Any]:
-    """What the launches are made of, their arguments in words of 8 bytes."""
-    found: list[Any] = []
+    """Return the arguments of the launches in words of 8 bytes."""
+    result: list[Any] = []
     for launch in launches:
-        found += [launch.kernel, launch.grid, launch.stream]
+        result += [launch.kernel, launch.grid, launch.stream]
         for argument in launch.arguments:
-            found += [argument[at : at + 8] for at in range(0, len(argument), 8)]
-    return found
+            result += [argument[at : at + 8] for at in range(0, len(argument), 8)]
+    return result
 
 
 @pytest.mark.parametrize("i", range(COMPOSED))
 def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int) -> None:
-    """They differ in where memory of the call itself lies, and in that consistently."""
+    """They differ only in the addresses of the call's own memory, and consistently."""
     run, tensors = composed()[i]
     gpu.real = True
     gpu.launched()
@@ -302,11 +302,11 @@ def test_several_launches_at_once_are_those_one_by_one(gpu: PretendedGpu, i: int
     assert kinds(run()) == wanted
     at_once = words(gpu.launched())
     assert len(at_once) == len(one_by_one)
-    given = {x.data_ptr().to_bytes(8, "little") for x in tensors}
+    inputs = {x.data_ptr().to_bytes(8, "little") for x in tensors}
     moved: dict[Any, Any] = {}
     for a, b in zip(one_by_one, at_once, strict=True):
         if a != b:
-            assert a not in given
+            assert a not in inputs
             assert moved.setdefault(a, b) == b
     assert len(set(moved.values())) == len(moved)
 
@@ -321,9 +321,9 @@ def test_lengths_as_numbers_share_their_launches(gpu: PretendedGpu, appends: boo
     for length in range(1, 9):
         for _ in range(2):
             call(options | {"cache_seqlens": length})
-    kept = kept_calls()
-    assert len(kept) == 8
-    (plan,) = {id(known.plan): known.plan for ((_, known),) in kept}.values()
+    saved = kept_calls()
+    assert len(saved) == 8
+    (plan,) = {id(known.plan): known.plan for ((_, known),) in saved}.values()
     assert [len(idle) for idle in plan.idle.values()] == [1]
 
 
@@ -332,16 +332,16 @@ def test_the_workspace_has_room_for_all(gpu: PretendedGpu, monkeypatch: pytest.M
     slots, append = serving_cuda.token_slots, serving_cuda.append_kv
 
     def token_slots(*args: Any) -> Any:
-        found = slots(*args)
-        made.update(zip(("slots", "positions", "lengths", "made_table"), (x.nbytes for x in found), strict=True))
-        return found
+        result = slots(*args)
+        made.update(zip(("slots", "positions", "lengths", "made_table"), (x.nbytes for x in result), strict=True))
+        return result
 
     def append_kv(*args: Any, **options: Any) -> Tensor:
-        found = append(*args, **options)
-        made["turned"] = found.nbytes
+        result = append(*args, **options)
+        made["turned"] = result.nbytes
         pages = zip(("k_cache", "v_cache", "k_scale", "v_scale"), (*args[3:5], *args[6:8]), strict=True)
         made.update({name: x.nbytes for name, x in pages})
-        return found
+        return result
 
     monkeypatch.setattr(serving_cuda, "token_slots", token_slots)
     monkeypatch.setattr(serving_cuda, "append_kv", append_kv)
@@ -383,25 +383,25 @@ def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytes
     """Else the other tests would compare a slow path with itself."""
     monkeypatch.setattr(call_cache, "_MAX_GUARDS", 1000)
     options = [base(), base() | {"scheduler_metadata": plan()}, base() | {"out": query(), "return_softmax_lse": True}]
-    for given in options:
-        call(given)
-        varlen(given)
+    for inputs in options:
+        call(inputs)
+        varlen(inputs)
     for run, _ in composed():
         run()
     monkeypatch.setattr(flash_attn, "AttentionCall", None)
-    for given in options:
-        call(given)
-        varlen(given)
+    for inputs in options:
+        call(inputs)
+        varlen(inputs)
     for run, _ in composed():
         run()
 
 
 def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
-    given = base() | {"out": query()}
+    inputs = base() | {"out": query()}
     for _ in range(3):
-        assert call(given) is given["out"]
-    found = [call(base() | {"q": given["q"]}) for _ in range(3)]
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 3
+        assert call(inputs) is inputs["out"]
+    result = [call(base() | {"q": inputs["q"]}) for _ in range(3)]
+    assert len({x.untyped_storage().data_ptr() for x in result}) == 3
 
 
 def test_a_kept_tensor_is_made_before_another_stream_may_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +517,7 @@ def test_every_refusal_stays(gpu: PretendedGpu, change: Options, error: type[Exc
 
 
 def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:
-    """In a row they are those of a call that is known."""
+    """In one sequence, their values equal those of a cached call."""
     made = plan()
     call(base() | {"scheduler_metadata": made})
     parts = {"scheduler_metadata": made.tensor, "max_seqlen_q": 1, "softmax_scale": HEADS, "causal": KV_HEADS}
@@ -526,47 +526,47 @@ def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:
 
 
 def test_a_cache_at_an_odd_address_is_refused_after_one_that_is_not(gpu: PretendedGpu) -> None:
-    given = base()
-    memory = torch.zeros(given["k_cache"].numel() + 8, dtype=torch.uint8)
-    places = [memory[at:][: given["k_cache"].numel()].view(torch.float8_e4m3fn) for at in (0, 8)]
-    good, bad = (x.view(given["k_cache"].shape) for x in places)
+    inputs = base()
+    memory = torch.zeros(inputs["k_cache"].numel() + 8, dtype=torch.uint8)
+    places = [memory[at:][: inputs["k_cache"].numel()].view(torch.float8_e4m3fn) for at in (0, 8)]
+    good, bad = (x.view(inputs["k_cache"].shape) for x in places)
     gpu.keep([memory])
     for _ in range(2):
-        call(given | {"k_cache": good})
+        call(inputs | {"k_cache": good})
     with pytest.raises(ValueError, match="k_cache: it begins at address"):
-        call(given | {"k_cache": bad})
+        call(inputs | {"k_cache": bad})
 
 
 def test_queries_at_an_odd_address_are_copied(gpu: PretendedGpu) -> None:
-    given = base()
+    inputs = base()
     memory = torch.zeros(query().numel() + 4, dtype=torch.bfloat16)
     odd = memory[4:].view(query().shape)
-    gpu.keep([memory, *tensors_of(given)])
-    call(given)
-    call(given)
+    gpu.keep([memory, *tensors_of(inputs)])
+    call(inputs)
+    call(inputs)
     gpu.launched()
-    call(given | {"q": odd})
+    call(inputs | {"q": odd})
     assert odd.data_ptr().to_bytes(8, "little") not in gpu.launched()[-1].arguments[0]
 
 
 def test_a_plan_that_was_changed_is_checked_again(gpu: PretendedGpu) -> None:
     made = plan()
-    given = base() | {"scheduler_metadata": made}
-    call(given)
-    call(given)
+    inputs = base() | {"scheduler_metadata": made}
+    call(inputs)
+    call(inputs)
     made.heads = 16
     with pytest.raises(ValueError, match="made for heads 16"):
-        call(given)
+        call(inputs)
 
 
 def test_a_plan_is_made_again_in_its_memory(gpu: PretendedGpu) -> None:
     made = plan()
     gpu.keep([made.tensor, made.cu_seqlens_q, made.seqused_k])
     gpu.launched()
-    place = made.tensor.data_ptr().to_bytes(8, "little")
+    position = made.tensor.data_ptr().to_bytes(8, "little")
     made.update()
     (launch,) = gpu.launched()
-    assert place in launch.arguments
+    assert position in launch.arguments
     made.kv_heads = 8
     with pytest.raises(ValueError, match="make a new plan"):
         made.update()
@@ -575,11 +575,11 @@ def test_a_plan_is_made_again_in_its_memory(gpu: PretendedGpu) -> None:
 
 def test_pages_are_checked_where_that_is_asked_for(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_checks, "_CHECK_PAGES_ENABLED", True)
-    given = base()
-    call(given)
-    call(given)
+    inputs = base()
+    call(inputs)
+    call(inputs)
     with pytest.raises(ValueError, match="9999 of sequence 0"):
-        call(given | {"cache_seqlens": torch.full((BATCH,), 9999).int()})
+        call(inputs | {"cache_seqlens": torch.full((BATCH,), 9999).int()})
 
 
 class Subclass(Tensor):
@@ -587,9 +587,9 @@ class Subclass(Tensor):
 
 
 def test_an_observed_call_goes_through_the_dispatcher(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = base()
-    call(given)
-    call(given)
+    inputs = base()
+    call(inputs)
+    call(inputs)
     gpu.launched()
     seen: list[Any] = []
 
@@ -600,26 +600,26 @@ def test_an_observed_call_goes_through_the_dispatcher(gpu: PretendedGpu, monkeyp
     monkeypatch.setattr(serving_ops, "_PAGED_ATTENTION", dispatched)
     for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
         with observer:
-            call(given)
+            call(inputs)
         assert seen.pop()
     for name in ("q", "k_cache", "page_table", "cache_seqlens", "k_descale"):
-        call(given | {name: given[name].as_subclass(Subclass)})
+        call(inputs | {name: inputs[name].as_subclass(Subclass)})
         assert seen.pop()
-    call(given | {"q": given["q"].clone().requires_grad_()})
+    call(inputs | {"q": inputs["q"].clone().requires_grad_()})
     assert seen.pop()
 
     def transformed(x: Tensor) -> Tensor:
-        call(given)
+        call(inputs)
         return x
 
     torch.vmap(transformed)(torch.zeros(2))
     assert seen.pop()
     assert not gpu.launched()
-    call(given)
+    call(inputs)
     with torch.no_grad():
-        call(given | {"q": given["q"].clone().requires_grad_()})
+        call(inputs | {"q": inputs["q"].clone().requires_grad_()})
     assert not seen
     assert len(gpu.launched()) == 4
     with FakeTensorMode(allow_non_fake_inputs=True):
-        call(given)
+        call(inputs)
     assert seen

@@ -1,4 +1,4 @@
-"""vLLM's backend over vLLM's interface, or where it is not installed over what is recorded of it; CPU tensors."""
+"""vLLM's backend over vLLM's interface, or over its recorded signatures if vLLM is not installed; CPU tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ class Spec:
 
 
 def cache_of(module: Any, dtype: str, blocks: int, size: int, *, between: bool) -> Tensor:
-    """As vLLM makes it: logical (blocks, kv_heads, tokens, bytes); with the layout BLHNC another layer lies between."""
+    """Return vLLM's cache: logical (blocks, kv_heads, tokens, bytes).
+
+    With the layout BLHNC layers alternate in memory.
+    """
     spec = module.GreenfastBackend.customize_spec(Spec(SimpleNamespace(is_per_token_head=dtype.endswith("head"))))
     content = spec.state_content_bytes or 2 * DIM
     layers = 2 if between else 1
@@ -132,7 +135,7 @@ def test_a_step_is_attention_over_appended_keys(
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, past: list[Tensor], window: int | None, sinks: Tensor) -> Tensor:
-    found, at, old = [], 0, 0
+    result, at, old = [], 0, 0
     for length, new in zip(LENGTHS, NEW, strict=True):
         keys, values = (
             torch.cat([p[old : old + length - new], x[at : at + new]]).double().repeat_interleave(HEADS // KV_HEADS, 1)
@@ -144,9 +147,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, past: list[Tensor], window: int |
         scores = scores.masked_fill(~seen, -torch.inf)
         sink = sinks.double().view(-1, 1, 1).expand(-1, new, 1)
         weights = torch.cat([scores, sink], 2).softmax(-1)[..., :-1]
-        found.append(torch.einsum("hqk,khd->qhd", weights, values))
+        result.append(torch.einsum("hqk,khd->qhd", weights, values))
         at, old = at + new, old + length - new
-    return torch.cat(found)
+    return torch.cat(result)
 
 
 def test_it_says_what_it_takes(backend: Any) -> None:

@@ -1,6 +1,6 @@
-"""What greenfast.vllm relies on of vLLM 0.33's interface, as modules to import where vLLM is not installed.
+"""The part of vLLM 0.33's interface that greenfast.vllm uses, as modules to import without vLLM.
 
-Written from the wheel's Python files; ``test_vllm.py`` compares the signatures with those files where it finds them.
+Written from the wheel's Python files; ``test_vllm.py`` compares the signatures with those files if it finds them.
 """
 # ruff: noqa: B027
 
@@ -131,7 +131,7 @@ def register_backend(backend: Any, class_path: str | None = None, is_mamba: bool
     return lambda x: x
 
 
-#: Modules of vLLM -> what is imported from them.
+#: Modules of vLLM -> the imported names.
 MODULES: dict[str, tuple[Any, ...]] = {
     "vllm.v1.attention.backend": (
         AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, AttentionType,
@@ -149,7 +149,7 @@ def install(monkeypatch: Any) -> None:
 
 
 def install_files(monkeypatch: Any, folder: Path) -> None:
-    """The same with vLLM's own interface classes and registry; what these import is stood in for."""
+    """Install vLLM's own interface classes and registry, with stubs for their imports."""
     _put(
         monkeypatch, "vllm.model_executor.layers.quantization.utils.quant_utils",
         **dict.fromkeys(("kFp8Dynamic64Sym", "kFp8Dynamic128Sym", "kFp8StaticTensorSym", "kNvfp4Dynamic")),
