@@ -10,6 +10,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.numerics import serving, serving_append
+from greenfast.serving import checks
 from greenfast.serving import torch_ops as serving_ops
 from tests.serving.oracle import Case, case
 
@@ -52,6 +53,18 @@ ORDER = (
     "positions", "eps", "interleaved",
 )  # fmt: skip
 MUTATED = ("k_cache", "v_cache", "k_scale", "v_scale")
+
+
+def test_positions_of_arguments() -> None:
+    """The named positions are those of the schemas."""
+    schema = torch.ops.greenfast.paged_attention_out.default._schema
+    attention = [x.name for x in schema.arguments]
+    tensors = [x.name for x in schema.arguments if "Tensor" in str(x.type)]
+    assert [*attention[: checks.NUM_ATTENTION_TENSORS], "out"] == tensors
+    positions = (checks.Q, checks.MAX_SEQLEN_Q, checks.OUT_DTYPE, checks.OUT)
+    assert [attention[i] for i in positions] == ["q", "max_seqlen_q", "out_dtype", "out"]
+    append = torch.ops.greenfast.append_kv.default._schema.arguments
+    assert ["Tensor" in str(x.type) for x in append].index(False) == checks.NUM_APPEND_TENSORS
 
 
 def test_attention_is_the_reference() -> None:

@@ -29,6 +29,7 @@ _QUANTIZED = (
     f"{_INPUTS}, Tensor query_scale, Tensor key_scale, Tensor value_scale, str precision, int head_dim, "
     "SymInt key_length, ScalarType dtype, int causal, float scale"
 )
+_NUM_CODES = 6  # tensors of ``attention``: codes and scales; causal and scale are its last arguments
 _SCHEMAS = {
     "quantize": f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attention": f"({_QUANTIZED}) -> Tensor",
@@ -87,12 +88,12 @@ def _free_block_count(name: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _attention_cuda(*args: Any) -> Any:
-    check_codes_once(args[:6], *args[6:10])
+    check_codes_once(args[:_NUM_CODES], *args[_NUM_CODES:-2])
     return load_cuda().attention(*args)
 
 
 def _attention_lse_cuda(*args: Any) -> Any:
-    check_codes_once(args[:6], *args[6:10])
+    check_codes_once(args[:_NUM_CODES], *args[_NUM_CODES:-2])
     return load_cuda().attention_lse(*args)
 
 
@@ -101,13 +102,14 @@ def _attention_cpu(*args: Any) -> Tensor:
 
 
 def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    fields: tuple[Any, ...] = (*args[:6], None, *args[6:10])
-    causal, scale = args[10:]
+    *tensors_and_options, causal, scale = args
+    tensors, options = tensors_and_options[:_NUM_CODES], tensors_and_options[_NUM_CODES:]
+    fields: tuple[Any, ...] = (*tensors, None, *options)  # without key_mean
     return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
 def _attention_fake(query: Tensor, *args: Any) -> Tensor:
-    head_dim, dtype = args[6], args[8]
+    *_, head_dim, _, dtype, _, _ = args
     return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
 
 
@@ -240,7 +242,7 @@ def _sdpa_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
 def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
-    head_dim, key_length = args[6:8]
+    _, _, _, _, _, _, head_dim, key_length, *_ = args
     return _count_flops(2, (*query.shape[:3], head_dim), key_length)
 
 

@@ -17,6 +17,7 @@ from greenfast.serving.checks import (
     E4M3,
     MAX_GROUP_SIZE,
     MAX_LENGTH,
+    NUM_ATTENTION_TENSORS,
     check_append_once,
     check_attention_once,
     check_keys,
@@ -96,7 +97,7 @@ class AttentionCall:
         if self.out is None:
             out, lse = serving_ops.paged_attention(*args, lse=wants_lse)
         else:
-            self._check_out_gradient(*args[:11])
+            self._check_out_gradient(*args[:NUM_ATTENTION_TENSORS])
             out, lse = self.out, serving_ops.paged_attention_out(*args, self.out, lse=wants_lse)
         if request is not None:
             record_attention(request, args, out, self.before, lse=wants_lse)

@@ -27,6 +27,11 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 _MAX_STRIDE = 2**34  # bytes; the kernels count units of 8 bytes in int32
 _ROW_ALIGNMENT = 16  # bytes; alignment of rows
 _FLOATS = (*DTYPES, torch.float32)
+#: The operators' arguments begin with their tensors: this many of ``paged_attention`` and of ``append_kv``.
+NUM_ATTENTION_TENSORS, NUM_APPEND_TENSORS = 11, 13
+#: Positions in the arguments of ``paged_attention`` (a test compares them with the schema). ``paged_attention_out`` has
+#: OUT after all others. Calls are too short for a dataclass of their arguments.
+Q, MAX_SEQLEN_Q, OUT_DTYPE, OUT = 0, 11, 17, 18
 #: Names of arguments in errors, with FlashAttention's names in parentheses.
 _DISPLAY_NAMES = {
     "q_scale": "q_scale (q_descale)",
@@ -62,12 +67,12 @@ def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -
 
 def check_attention_once(*args: Any) -> None:
     """Call ``check_attention`` with these arguments, once per combination."""
-    _check_once(check_attention, args[:11], args[11:])
+    _check_once(check_attention, args[:NUM_ATTENTION_TENSORS], args[NUM_ATTENTION_TENSORS:])
 
 
 def check_append_once(*args: Any) -> None:
     """Call ``check_append`` with these arguments, once per combination."""
-    _check_once(check_append, args[:13], args[13:])
+    _check_once(check_append, args[:NUM_APPEND_TENSORS], args[NUM_APPEND_TENSORS:])
 
 
 def check_strided(name: str, x: Any) -> None:

@@ -19,7 +19,14 @@ from greenfast.kernels.serving.config import NARROW_ROWS, TILE, ServingConfig
 from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
 from greenfast.ops.launch_plans import concat_plans as concat_plans
 from greenfast.ops.layout import is_aligned
-from greenfast.serving.checks import check_append, check_attention
+from greenfast.serving.checks import (
+    NUM_APPEND_TENSORS,
+    NUM_ATTENTION_TENSORS,
+    OUT,
+    OUT_DTYPE,
+    check_append,
+    check_attention,
+)
 from greenfast.spec.arch import Target
 
 _MAX_PLANS = 4096
@@ -118,19 +125,18 @@ def get_attention_plan(
 
 
 def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; where the output is written may follow the arguments.
+    """``torch.ops.greenfast.paged_attention`` of CUDA tensors; the tensor for the output may follow the arguments.
 
-    lse: whether the log-sum-exp is wanted, which is None otherwise. Rows behind the last of cu_seqlens_q are not
-    written.
+    lse: compute the log-sum-exp; otherwise it is None. Rows after the last of cu_seqlens_q are not written.
     """
-    launch_plan = get_attention_plan(*args[:18], lse=lse)
+    launch_plan = get_attention_plan(*args[:OUT], lse=lse)
     q, k_cache, v_cache, block_table, _, seqused_k, _, _, _, sinks = args[:10]
-    out = args[18] if len(args) > 18 else None
+    out = args[OUT] if len(args) > OUT else None
     if out is not None and not (out.is_contiguous() and is_aligned(out.data_ptr())):
-        made, sums = paged_attention(*args[:18], lse=lse)
-        return out.copy_(made), sums
+        contiguous, sums = paged_attention(*args[:OUT], lse=lse)
+        return out.copy_(contiguous), sums
     if out is None:
-        out = q.new_empty(q.shape, dtype=args[17])  # torch.empty costs twice as much
+        out = q.new_empty(q.shape, dtype=args[OUT_DTYPE])  # torch.empty costs twice as much
     sums = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if lse else None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
         return out, sums
@@ -138,9 +144,9 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
         return _fill_without_keys(out, sums, sinks)
     if not is_aligned(q.data_ptr()):
         q = q.clone(memory_format=torch.contiguous_format)
-        return paged_attention(q, *args[1:18], out, lse=lse)
+        return paged_attention(q, *args[1:OUT], out, lse=lse)
     _check_addresses(k_cache, v_cache)
-    buffers = (sums, *args[:11], out)
+    buffers = (sums, *args[:NUM_ATTENTION_TENSORS], out)
     launch_plan.launch([0 if x is None else x.data_ptr() for x in buffers])
     return out, sums
 
@@ -343,7 +349,7 @@ def token_slots(
 
 def get_append_plan(*args: Any) -> LaunchPlan:
     """Return the launch of ``append_kv`` with such tensors. They are checked once per combination."""
-    tensors, options = args[:13], args[13:]
+    tensors, options = args[:NUM_APPEND_TENSORS], args[NUM_APPEND_TENSORS:]
     try:
         kinds = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
         key = ("append", *kinds, *options)
@@ -364,11 +370,13 @@ def append_kv(*args: Any) -> Tensor:
         check_append(*args)
         return k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = get_append_plan(*args)
-    addresses = [0 if x is None else x.data_ptr() for x in args[:13]]
+    addresses = [0 if x is None else x.data_ptr() for x in args[:NUM_APPEND_TENSORS]]
     if not all(is_aligned(addresses[i]) for i in _IN_VECTORS):
         _check_addresses(k_cache, v_cache)
-        moved = [x.clone() if i in _IN_VECTORS and x is not None else x for i, x in enumerate(args[:13])]
-        return append_kv(*moved[:3], k_cache, v_cache, *moved[5:], *args[13:])
+        moved = [
+            x.clone() if i in _IN_VECTORS and x is not None else x for i, x in enumerate(args[:NUM_APPEND_TENSORS])
+        ]
+        return append_kv(*moved[:3], k_cache, v_cache, *moved[5:], *args[NUM_APPEND_TENSORS:])
     q_out = k.new_empty(0) if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     plan.launch([*addresses, q_out.data_ptr()])
     return q_out

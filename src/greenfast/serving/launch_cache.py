@@ -113,10 +113,14 @@ def record_attention(request: tuple[Any, ...], args: tuple[Any, ...], out: Tenso
     used = {name: x for name, x in _map_buffers(inputs, args, out, before).items() if x is not None}
     if not _is_replayable(ATTENTION_CACHE, request, [*used.values()], len(_ALIGNED_TENSORS)):
         return
-    sizes = (*args[:6], *(() if before is None else before[1][1:3]))
-    if not out.is_contiguous() or any(x.numel() == 0 for x in sizes):
-        return
-    if before is not None and not all(x is None or x.is_contiguous() for x in (*before[0][:2], before[0][3])):
+    q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, *_ = args
+    not_empty = [q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k]
+    if before is not None:
+        (starts, lengths, _, counted_from, *_), (_, k, v, *_) = before
+        not_empty += [k, v]
+        if not all(x is None or x.is_contiguous() for x in (starts, lengths, counted_from)):
+            return
+    if not out.is_contiguous() or any(x.numel() == 0 for x in not_empty):
         return
     if any(name not in used or x.data_ptr() != used[name].data_ptr() for name, x in inputs.items()):
         return
@@ -136,7 +140,7 @@ def record_attention(request: tuple[Any, ...], args: tuple[Any, ...], out: Tenso
 def record_append(request: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     """Record the launches of a request of ``append_kv``. args: the operator's arguments."""
     inputs = {name: x for name, x in zip(_APPEND_TENSORS, request, strict=False) if x is not None}
-    q, k = args[:2]
+    q, k, *_ = args
     if k.shape[0] and _is_replayable(APPEND_CACHE, request, [], len(_ALIGNED_APPEND_TENSORS)):
         plan = serving_ops.load_cuda().get_append_plan(*args)
         plan = plan.with_argument_order((*inputs, *([] if q is None else ["q_out"])))
@@ -157,7 +161,11 @@ def _map_buffers(
     if lengths is None:  # keys without a cache
         in_workspace = dict.fromkeys(("k_cache", "v_cache", "block_table", "k_scale", "v_scale"))
         return attention_buffers | new | in_workspace | {"seqused_k": inputs.get("seqused_k")}
-    return attention_buffers | new | {"q": args[0] if q is None else q, "block_table": table, "seqused_k": lengths}
+    return (
+        attention_buffers
+        | new
+        | {"q": attention_buffers["q"] if q is None else q, "block_table": table, "seqused_k": lengths}
+    )
 
 
 def _build_plan(has_lengths: bool, args: tuple[Any, ...], before: Any, *, lse: bool) -> Any:
@@ -166,18 +174,21 @@ def _build_plan(has_lengths: bool, args: tuple[Any, ...], before: Any, *, lse: b
     attention = gpu.get_attention_plan(*args, lse=lse)
     if before is None:
         return attention
-    slots_args, (q, _, _, k_cache, v_cache, slots, k_scale, v_scale) = before[0], before[1][:8]
-    temporary = {"slots": slots.nbytes, "positions": slots.nbytes, "lengths": args[5].nbytes}
+    slots_args, append_args = before
+    _, lengths, *_ = slots_args
+    q, _, _, k_cache, v_cache, slots, k_scale, v_scale, *_ = append_args
+    _, _, _, block_table, _, seqused_k, *_ = args
+    temporary = {"slots": slots.nbytes, "positions": slots.nbytes, "lengths": seqused_k.nbytes}
     renamed, query_rename = {"seqused_k": "lengths"}, {} if q is None else {"q": "turned"}
     if q is not None:
         temporary["turned"] = q.numel() * q.itemsize
-    if slots_args[1] is None:
-        temporary |= {"made_table": args[3].nbytes, "k_cache": k_cache.nbytes, "v_cache": v_cache.nbytes}
+    if lengths is None:  # keys without a cache
+        temporary |= {"made_table": block_table.nbytes, "k_cache": k_cache.nbytes, "v_cache": v_cache.nbytes}
         temporary |= {"k_scale": k_scale.nbytes, "v_scale": v_scale.nbytes}
         renamed = {"block_table": "made_table"} | ({} if has_lengths else renamed)
     parts = [
         (gpu.get_slots_plan(*slots_args), {"before": "seqused_k"}),
-        (gpu.get_append_plan(*before[1]), _APPEND_RENAMES),
+        (gpu.get_append_plan(*append_args), _APPEND_RENAMES),
         (attention, renamed | query_rename),
     ]
     # Calls that differ only in a length share the parts. The entry holds the parts, so that their ids stay valid.

@@ -13,6 +13,12 @@ from greenfast.numerics import serving, serving_append
 from greenfast.ops import autograd, torch_ops
 from greenfast.serving import pages as serving_pages
 from greenfast.serving.checks import (
+    MAX_SEQLEN_Q,
+    NUM_APPEND_TENSORS,
+    NUM_ATTENTION_TENSORS,
+    OUT,
+    OUT_DTYPE,
+    Q,
     check_append,
     check_append_once,
     check_attention,
@@ -49,16 +55,18 @@ def load_cuda() -> Any:
 
 def _check_values(args: tuple[Any, ...]) -> None:
     """Check lengths and block tables if ``should_check_values``."""
-    if should_check_values(args[0]):
-        check_attention_once(*args[:18])
+    if should_check_values(args[Q]):
+        check_attention_once(*args[:OUT])
         q, k_cache, _, block_table, cu_seqlens_q, seqused_k = args[:6]
-        check_values(q, k_cache, block_table, cu_seqlens_q, seqused_k, args[11])
+        check_values(q, k_cache, block_table, cu_seqlens_q, seqused_k, args[MAX_SEQLEN_Q])
 
 
 def _attention_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     _check_values(args)
-    (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan) = args[:11]
-    _, causal, left, right, softcap, softmax_scale, out_dtype = args[11:]
+    (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, q_scale, sinks, plan) = args[
+        :NUM_ATTENTION_TENSORS
+    ]
+    _, causal, left, right, softcap, softmax_scale, out_dtype = args[NUM_ATTENTION_TENSORS:]
     if plan is not None:
         check_plan(plan, cu_seqlens_q, seqused_k)
     return serving.paged_attention(
@@ -76,26 +84,26 @@ def _attention_cuda(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
     check_attention(*args)
-    q: Tensor = args[0]
+    q: Tensor = args[Q]
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return torch.empty(q.shape, dtype=args[17], device=q.device), lse
+    return torch.empty(q.shape, dtype=args[OUT_DTYPE], device=q.device), lse
 
 
 def _attention_out_cpu(*args: Any) -> Tensor:
-    check_out(args[18], args[0], args[17])
-    out, lse = _attention_cpu(*args[:18])
-    args[18].copy_(out)
+    check_out(args[OUT], args[Q], args[OUT_DTYPE])
+    out, lse = _attention_cpu(*args[:OUT])
+    args[OUT].copy_(out)
     return lse
 
 
 def _attention_out_cuda(*args: Any, lse: bool = True) -> Tensor:
-    check_out(args[18], args[0], args[17])
+    check_out(args[OUT], args[Q], args[OUT_DTYPE])
     return _attention_cuda(*args, lse=lse)[1]
 
 
 def _attention_out_fake(*args: Any) -> Tensor:
-    check_out(args[18], args[0], args[17])
-    return _attention_fake(*args[:18])[1]
+    check_out(args[OUT], args[Q], args[OUT_DTYPE])
+    return _attention_fake(*args[:OUT])[1]
 
 
 def _plan_cpu(cu_seqlens_q: Tensor, seqused_k: Tensor, *options: Any) -> Tensor:
@@ -141,8 +149,9 @@ def _slots_fake(
 
 def _append_cpu(*args: Any) -> Tensor:
     check_append_once(*args)
+    _, k, *_ = args
     result: Tensor | None = serving_append.append(*args)
-    return torch.empty(0, dtype=args[1].dtype) if result is None else result
+    return torch.empty(0, dtype=k.dtype) if result is None else result
 
 
 def _append_cuda(*args: Any) -> Tensor:
@@ -152,8 +161,9 @@ def _append_cuda(*args: Any) -> Tensor:
 
 def _append_fake(*args: Any) -> Tensor:
     check_append(*args)
-    q: Tensor | None = args[0]
-    return args[1].new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q: Tensor | None
+    q, k, *_ = args
+    return k.new_empty(0) if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 def _plan_cuda(*args: Any) -> Tensor:
@@ -188,7 +198,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
 
     lse: compute the log-sum-exp; otherwise that result is undefined.
     """
-    if _can_launch_directly(*args[:11]):
+    if _can_launch_directly(*args[:NUM_ATTENTION_TENSORS]):
         return _attention_cuda(*args, lse=lse)
     result: tuple[Tensor, Tensor] = _PAGED_ATTENTION(*_check_eager(check_attention_once, args))
     return result
@@ -196,11 +206,11 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor]:
 
 def paged_attention_out(*args: Any, lse: bool = True) -> Tensor:
     """Do the same with the output written to the last argument; return the log-sum-exp."""
-    if _can_launch_directly(*args[:11], args[18]):
+    if _can_launch_directly(*args[:NUM_ATTENTION_TENSORS], args[OUT]):
         return _attention_out_cuda(*args, lse=lse)
     if not torch.compiler.is_compiling():
-        check_out(args[18], args[0], args[17])
-    result: Tensor = _PAGED_ATTENTION_OUT(*_check_eager(check_attention_once, args[:18]), args[18])
+        check_out(args[OUT], args[Q], args[OUT_DTYPE])
+    result: Tensor = _PAGED_ATTENTION_OUT(*_check_eager(check_attention_once, args[:OUT]), args[OUT])
     return result
 
 
@@ -221,7 +231,7 @@ def token_slots(*args: Any) -> tuple[Tensor, ...]:
 
 def append_kv(*args: Any) -> Tensor:
     """Call ``torch.ops.greenfast.append_kv`` in the same way as ``paged_attention``."""
-    if _can_launch_directly(*args[:13]):
+    if _can_launch_directly(*args[:NUM_APPEND_TENSORS]):
         return _append_cuda(*args)
     result: Tensor = _APPEND_KV(*_check_eager(check_append_once, args))
     return result
