@@ -191,7 +191,7 @@ if (threadIdx.x < 128) {
     ],
     ids=["after the wait", "before the wait", "a product later", "one product too early", "the other operand"],
 )  # fmt: skip
-def test_a_stage_is_released_behind_the_wait_for_its_product(release: str, right: bool, seed: int) -> None:
+def test_a_stage_is_released_after_the_wait_for_its_product(release: str, right: bool, seed: int) -> None:
     def launch() -> GridResult:
         return run(
             STAGE.replace("RELEASE", release),
@@ -223,21 +223,21 @@ if (threadIdx.x == 0) {
 }
 __syncthreads();
 if (threadIdx.x == 32) s[0] = 2;
-if (threadIdx.x == 0) { BEHIND }"""
+if (threadIdx.x == 0) { AFTER }"""
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("before", "behind", "right"),
+    ("before", "after", "right"),
     [
         ("store_wait_read<0>();", "", True),
         ("", "store_wait_read<0>();", False),
         ("store_wait_read<1>();", "store_wait<0>();", False),
     ],
 )  # fmt: skip
-def test_the_source_of_a_bulk_store_is_free_behind_its_wait(before: str, behind: str, right: bool, seed: int) -> None:
+def test_the_source_of_a_bulk_store_is_free_after_its_wait(before: str, after: str, right: bool, seed: int) -> None:
     def launch() -> GridResult:
-        body = BULK_STORE.replace("BEFORE", before).replace("BEHIND", behind)
+        body = BULK_STORE.replace("BEFORE", before).replace("AFTER", after)
         return run(body, {}, {"y": ((32,), "float32")}, parameters="float* y", args=("y",), threads=64, seed=seed)
 
     if right:
@@ -287,7 +287,7 @@ def look_on(onlooker: str, emptied: int, stages: int, threads: int, seed: int) -
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("threads", [96, 128])
-def test_a_warp_that_no_barrier_counts_may_fall_behind_for_ever(stages: int, threads: int) -> None:
+def test_a_warp_that_no_barrier_counts_may_lag_for_ever(stages: int, threads: int) -> None:
 
     def look_on_in_all_orders() -> None:
         for seed in range(3):

@@ -180,7 +180,7 @@ TOGETHER = {
 
 @SEEDS
 @pytest.mark.parametrize("body", TOGETHER.values(), ids=TOGETHER)
-def test_a_matrix_instruction_is_ordered_by_a_syncwarp_behind_it(body: str, seed: int) -> None:
+def test_a_matrix_instruction_is_ordered_by_a_syncwarp_after_it(body: str, seed: int) -> None:
     with pytest.raises(KernelFaultError, match=r"data race on byte .* of shared memory"):
         result(TILE + body.replace("SYNC", ""), seed=seed)
     result(TILE + body.replace("SYNC", "__syncwarp();"), seed=seed)
@@ -223,7 +223,7 @@ def in_all_orders(body: str, threads: int = 96) -> set[float]:
         ("data[0] = 3; FENCE data[0] = 5; flag = 1;", False),
     ],
 )
-def test_a_volatile_value_is_seen_behind_its_flag_only_with_a_fence(body: str, write: str, right: bool) -> None:
+def test_a_volatile_value_is_seen_after_its_flag_only_with_a_fence(body: str, write: str, right: bool) -> None:
     fence = "__threadfence();" if body is OF_BLOCKS else "__threadfence_block();"
     if body is OF_BLOCKS:
         write = write.replace("&flag", "flag").replace("flag = ", "flag[0] = ")
@@ -236,7 +236,7 @@ def test_a_fence_of_a_block_is_too_narrow_for_a_volatile_value_of_another() -> N
     assert in_all_orders(OF_BLOCKS.replace("WRITE", write).replace("READ", "__threadfence();")) > {5}
 
 
-def test_a_volatile_value_before_a_barrier_is_seen_behind_it() -> None:
+def test_a_volatile_value_before_a_barrier_is_seen_after_it() -> None:
     body = "__shared__ volatile int v[64]; int t = threadIdx.x; v[t] = 0; __syncthreads(); v[t] = t + 1;"
     assert in_all_orders(f"{body} __syncthreads(); y[t] = v[t ^ 33];", 64) == {34}
     assert in_all_orders(f"{body} __syncwarp(); y[t] = v[t ^ 1];", 64) == {2}
@@ -262,14 +262,14 @@ if (threadIdx.x == 0) {
 if (threadIdx.x == 32) {
   while (!done) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.WAIT.cta.shared::cta.b64 p, [%1], 0;"
     "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at(&bar)) : "memory");
-  BEHIND
+  AFTER
   y[0] = v;
 }"""
 
 
 @SEEDS
 @pytest.mark.parametrize(
-    ("arrive", "wait", "before", "behind", "right"),
+    ("arrive", "wait", "before", "after", "right"),
     [
         ("release", "acquire", False, False, True),
         ("relaxed", "acquire", False, False, False),
@@ -282,11 +282,11 @@ if (threadIdx.x == 32) {
     ],
 )
 def test_relaxed_arrivals_and_waits_order_with_fences(
-    arrive: str, wait: str, before: bool, behind: bool, right: bool, seed: int
+    arrive: str, wait: str, before: bool, after: bool, right: bool, seed: int
 ) -> None:
-    fences = ("__threadfence_block();" if fenced else "" for fenced in (before, behind))
+    fences = ("__threadfence_block();" if fenced else "" for fenced in (before, after))
     body = PASSED_ON.replace("ARRIVE", arrive).replace("WAIT", wait)
-    body = body.replace("BEFORE", next(fences)).replace("BEHIND", next(fences))
+    body = body.replace("BEFORE", next(fences)).replace("AFTER", next(fences))
     if right:
         assert result(body, threads=64, seed=seed)[0] == 5
     else:

@@ -43,14 +43,14 @@ if (t >= 32) for (int r = 0; r < 4; ++r) {
   for (int i = 0; i < 4; ++i) READ;
   CONSUMER
   __syncwarp();
-  if (lane == 0) { LEADER arrive(&empty); BEHIND }
+  if (lane == 0) { LEADER arrive(&empty); AFTER }
   for (int i = 0; i < 4; ++i) y[128 * r + 32 * i + lane] = found[i];
 }"""
 
 
 def reading(**parts: str) -> str:
     body = READ_BEFORE_LOAD
-    for name in ("PRODUCER", "CONSUMER", "LEADER", "BEHIND"):
+    for name in ("PRODUCER", "CONSUMER", "LEADER", "AFTER"):
         body = body.replace(name, parts.get(name, ""))
     return body.replace("READ;", parts.get("READ", "found[i] = s[32 * i + lane]") + ";")
 
@@ -68,7 +68,7 @@ def test_a_fence_between_loads_and_a_bulk_copy_over_them(place: str, seed: int) 
     "parts",
     [
         {},
-        {"BEHIND": "proxy_fence();"},
+        {"AFTER": "proxy_fence();"},
         {"READ": "{ if (i == 0) proxy_fence(); found[i] = s[32 * i + lane]; }"},
         {"READ": "found[i] = ((volatile u32*)s)[32 * i + lane]"},
         {"READ": "found[i] = atomicOr(s + 32 * i + lane, 0)"},
@@ -77,7 +77,7 @@ def test_a_fence_between_loads_and_a_bulk_copy_over_them(place: str, seed: int) 
             ': "=r"(found[0]), "=r"(found[1]), "=r"(found[2]), "=r"(found[3]) : "r"(at(s + 4 * lane)))'
         },
     ],
-    ids=["none", "behind the arrival", "before the loads", "volatile", "atomic", "ldmatrix"],
+    ids=["none", "after the arrival", "before the loads", "volatile", "atomic", "ldmatrix"],
 )
 def test_no_fence_between_loads_and_a_bulk_copy_over_them(parts: dict[str, str], seed: int) -> None:
     with pytest.raises(KernelFaultError, match=WITHOUT):

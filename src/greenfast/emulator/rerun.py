@@ -27,13 +27,13 @@ _NOTICED = frozenset({"st", "atom", "red", "bar", "barrier", "cp", "mbarrier", "
 class UninitFill:
     """Contents of uninitialised memory: the byte ``fill``, or the recorded contents of shared and local memory.
 
-    found, left: bytes of shared and local memory before and after the run, by launch and first of the resident blocks.
+    before, after: shared and local memory before and after the run, by launch and first of the resident blocks.
     outputs: contents of unwritten global memory, from an earlier run. memory: global memory after this run.
     """
 
     fill: int
-    found: Mapping[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
-    left: dict[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
+    before: Mapping[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
+    after: dict[tuple[int, int], tuple[Bytes, Bytes]] = field(default_factory=dict)
     outputs: Bytes | None = None
     memory: Bytes | None = None
 
@@ -45,7 +45,7 @@ class UninitFill:
 
     def begin(self, launch: int, machine: ResidentBlocks) -> None:
         """Fill the memory of blocks before they begin."""
-        result = self.found.get((launch, int(machine.blocks[0])))
+        result = self.before.get((launch, int(machine.blocks[0])))
         for arena, data in zip((machine.shared, machine.local), result or (None, None), strict=True):
             arena.fill_unwritten(self.fill)
             if data is not None and data.shape == arena.data.shape:
@@ -53,7 +53,7 @@ class UninitFill:
 
     def end(self, launch: int, machine: ResidentBlocks) -> None:
         """Save the memory of the first blocks."""
-        self.left.setdefault((launch, int(machine.blocks[0])), (machine.shared.data, machine.local.data))
+        self.after.setdefault((launch, int(machine.blocks[0])), (machine.shared.data, machine.local.data))
 
 
 class MemorySnapshot:
@@ -100,7 +100,7 @@ def rerun_with_fills(run: Callable[[UninitFill], GridResult]) -> GridResult | No
     kinds = [UninitFill(fill) for fill in _FILLS]
     try:
         first, *others = [run(garbage) for garbage in kinds]
-        others.append(run(UninitFill(0, kinds[0].left, outputs=kinds[0].memory)))
+        others.append(run(UninitFill(0, kinds[0].after, outputs=kinds[0].memory)))
         if not all(_instructions(first) == _instructions(other) for other in others):
             others += [run(UninitFill(fill)) for fill in _MORE_FILLS]
     except (KernelFaultError, UnsupportedError):

@@ -26,9 +26,9 @@ _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 
 
 class SyncGroup:
-    """How many warps an instruction needs together, and which threads of a warp (None: all of them).
+    """The warps that an instruction needs together, and the threads of each warp (None: all).
 
-    place: threads at instructions of one place are together; empty for an instruction that is a place by itself.
+    key: threads at instructions with one key run together; empty: only threads at the same instruction.
     """
 
     def __init__(self, warps: int, mask: Reader | None, key: str = "") -> None:
@@ -56,7 +56,7 @@ def _mask(i: Instruction, operand: int) -> Reader | None:
 
 
 class SyncGroups:
-    """The threads at instructions that need others with them."""
+    """The threads that have arrived at collective instructions and wait for other threads."""
 
     def __init__(self, machine: ResidentBlocks, sync_groups: dict[int, SyncGroup]) -> None:
         self.m, self.sync_groups = machine, sync_groups

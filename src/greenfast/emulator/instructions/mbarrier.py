@@ -197,7 +197,7 @@ def mbarrier(i: Instruction) -> Operation:
 
 def describe(m: ResidentBlocks, row: int) -> str:
     """Describe an mbarrier by its place and its pending arrivals."""
-    return f"the mbarrier at {m.shared_place(row * _SIZE)}, {m.mbarriers.describe(row)}"
+    return f"the mbarrier at {m.describe_shared(row * _SIZE)}, {m.mbarriers.describe(row)}"
 
 
 BUILDERS = {"mbarrier": mbarrier}

@@ -154,7 +154,7 @@ class BlockState:
     def fault(self, reason: str, lane: int, location: str = "") -> KernelFaultError:
         """Return the fault of a thread at the current instruction; place: the memory of an access."""
         i = self.current
-        text = f"{self.function.name}: {reason} at {i.place}, {self.place(lane)} (in: {i.text})"
+        text = f"{self.function.name}: {reason} at {i.place}, {self.describe_thread(lane)} (in: {i.text})"
         fault = KernelFaultError(text)
         block = unflatten(int(self.blocks[self.block_of[lane]]), self.geometry.grid)
         thread = unflatten(int(self.thread_of[lane]), self.geometry.block)
@@ -179,12 +179,12 @@ class BlockState:
         """Return a block of the grid by its index."""
         return f"block {unflatten(block, self.geometry.grid)}"
 
-    def place(self, lane: int) -> str:
+    def describe_thread(self, lane: int) -> str:
         """Return a thread by block and thread index."""
         block = self.block_name(int(self.blocks[self.block_of[lane]]))
         return f"{block}, thread {unflatten(int(self.thread_of[lane]), self.geometry.block)}"
 
-    def shared_place(self, offset: int, of: str = "") -> str:
+    def describe_shared(self, offset: int, of: str = "") -> str:
         """Return a byte of shared memory, by its offset in the block's, and by the variable that it belongs to."""
         own = offset % self.shared_stride
         text = f"byte {own} {of}of shared memory"
@@ -210,7 +210,7 @@ class BlockState:
         elif space == "param":
             where = f"byte {bad.address} of the kernel's parameters"
         elif space == "shared":
-            where = self.shared_place(bad.address, f"of {self.shared_bytes} ")
+            where = self.describe_shared(bad.address, f"of {self.shared_bytes} ")
         else:
             where = f"byte {bad.address % max(self.local_stride, 1)} of {self.local_bytes} of local memory"
         reason, pointer = bad.reason, ""

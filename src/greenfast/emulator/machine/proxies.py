@@ -116,7 +116,7 @@ class Proxies:
 
     def _accuse(self, kind: int, index: int, number: int, offsets: Numbers, warps: Numbers, access: str) -> None:
         m, offset, before = self.m, int(offsets[index]), _NAMES[kind]
-        location, lane = m.shared_place(offset), int(self.races.threads(len(offsets))[index])
+        location, lane = m.describe_shared(offset), int(self.races.threads(len(offsets))[index])
         block, accesses = offset // m.shared_stride, self.races.record.accesses
         by, earlier = int(accesses.warps[number]), accesses.instructions[number]
         assert earlier is not None

@@ -308,7 +308,7 @@ class Races:
                 if len(bad):
                     chunk = int(mine[mine * CHUNK // m.shared_stride == blocks[bad[0]]][0])
                     lane = self._lane(int(np.flatnonzero(offsets // CHUNK == chunk)[0]), len(offsets))
-                    location = m.shared_place(chunk * CHUNK)
+                    location = m.describe_shared(chunk * CHUNK)
                     reason = f"a data race on {location}: this write is not ordered after a "
                     reason += f"wgmma.wait_group for the wgmma at {reads.instruction.place} that reads there"
                     reason += " (released too early?), found"
@@ -374,7 +374,7 @@ class Races:
             row, column = np.argwhere(harmful if harmful.any() else bad)[0]
             lane = int(mine[row, column])
             block = int(self.m.blocks[self.m.block_of[others[row, column] % self.m.lanes]])
-            location = self.m.shared_place(int(rows[row]) * size)
+            location = self.m.describe_shared(int(rows[row]) * size)
             self._report(bool(harmful.any()), access, other, int(numbers[row, column]), location, block, lane)
         return silent
 
@@ -411,7 +411,7 @@ class Races:
             row = int(elements[first])
             lane = self._lane(row, len(rows))
             block = int(m.blocks[m.block_of[others[first] % m.lanes if others[first] >= 0 else lane]])
-            location = m.shared_place(int(rows[row]) * size)
+            location = m.describe_shared(int(rows[row]) * size)
             self._report(bool(harmful.any()), access, other, int(numbers[first]), location, block, lane)
         return silent
 

@@ -14,7 +14,7 @@ class Stack:
     def __init__(self, lanes: int) -> None:
         self.depth = np.zeros(lanes, np.int64)
         self.returns: list[NDArray[np.int64]] = []
-        self.kept: list[dict[str, NDArray[Any]]] = []
+        self.saved: list[dict[str, NDArray[Any]]] = []
 
     def push(self, lanes: NDArray[np.intp], pc: int) -> None:
         """Push a return address."""
@@ -36,9 +36,9 @@ class Stack:
 
     def slot(self, depth: int, name: str, like: NDArray[Any], width: int) -> NDArray[Any]:
         """Return the storage of a register (width 0) or of a variable of ``width`` bytes at a depth."""
-        while len(self.kept) <= depth:
-            self.kept.append({})
-        slots = self.kept[depth]
+        while len(self.saved) <= depth:
+            self.saved.append({})
+        slots = self.saved[depth]
         if name not in slots:
             shape = (len(self.depth), width) if width else (len(self.depth),)
             slots[name] = np.zeros(shape, like.dtype)

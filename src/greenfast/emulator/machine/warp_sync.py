@@ -63,7 +63,7 @@ class WarpSync:
     def _ended(self, block: int) -> KernelFaultError:
         _, lane, self.m.current = self._last_remote[block]
         name = self.m.block_name(int(self.m.blocks[block]))
-        reason = f"shared memory of {name}: the block has or may have ended, it waits for nothing after this access"
+        reason = f"shared memory of {name}, which has ended or may have: it waits for nothing after this access"
         return self.m.fault(reason, lane)
 
     def join_all(self, lanes: ThreadSet, until: Any) -> None:
