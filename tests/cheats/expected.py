@@ -81,7 +81,7 @@ EXPECTED = {
         "bulk_store_not_awaited": ("CORRECTNESS", "ended while a bulk store may still read shared memory"),
         "bulk_store_not_awaited_where_large": ("CORRECTNESS", "no path from it to the end of the kernel waits for it"),
         "bulk_store_overwritten": ("CORRECTNESS", "write to where an asynchronous operation still reads"),
-        "cluster_ends_early": ("CORRECTNESS", "the block has or may have ended"),
+        "cluster_ends_early": ("CORRECTNESS", "which has ended or may have"),
         "cluster_not_awaited": ("CORRECTNESS", "so this block may not have begun"),
         "copies_awaited_behind_the_barrier": ("CORRECTNESS", "an asynchronous copy has not delivered"),
         "copy_not_awaited": ("CORRECTNESS", "an asynchronous copy has not delivered"),
