@@ -1,6 +1,6 @@
-"""What this machine has for greenfast, what is missing, and the remedy. Loads no torch.
+"""Diagnosis of this machine: available and missing dependencies with remedies. It does not load torch.
 
-It also runs where packages that the rest of greenfast imports are missing, since it names them.
+It also runs if packages that the rest of greenfast imports are missing, because it reports them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.extras import install_command
 
-#: Why a part of greenfast cannot be imported; empty if it can.
+#: The reason why a part of greenfast cannot be imported; empty if it can.
 _NO_LIBRARY, _NO_JUDGE = "", ""
 try:
     from cuda.bindings import driver, nvrtc
@@ -47,7 +47,7 @@ except ImportError as e:
 
 Status = Literal["OK", "MISSING", "EXTRA", "OPTIONAL"]
 
-#: Packages of every installation, and those of the extra ``judge``, with the least version as in pyproject.toml.
+#: Packages of every installation and of the extra ``judge``, with minimum versions as in pyproject.toml.
 _CORE = {"torch": "2.11", "numpy": "2.0", "cuda-core": "1.2", "cuda-bindings": "13"}
 _JUDGE = {"msgspec": "0.19", "ml-dtypes": "0.5", "rich": "13", "scipy": "1.13", "matplotlib": "3.9", "nvtx": "0.2.11"}
 PACKAGES = _CORE | _JUDGE
@@ -65,10 +65,10 @@ extern "C" __global__ void probe(const __nv_fp8_e4m3* x, float* y) { y[threadIdx
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """The status of one dependency.
 
-    OK: it is there. MISSING: attention needs it. EXTRA: validate, judge and the other commands need it, and it comes
-    with an extra. OPTIONAL: it is not there or of no use as it is, and only what the remedy names needs it.
+    OK: available. MISSING: required for attention. EXTRA: required for validate, judge and the other commands, and part
+    of an extra. OPTIONAL: missing or unusable, and required only for the purpose in the remedy.
     """
 
     what: str
@@ -88,12 +88,12 @@ def static_gates(findings: Sequence[Finding]) -> bool:
 
 
 def gpu_gates(findings: Sequence[Finding]) -> bool:
-    """Whether validate can decide PERFORMANCE too."""
+    """Check whether validate can decide PERFORMANCE too."""
     return static_gates(findings) and any(f.what.startswith("GPU") and f.status == "OK" for f in findings)
 
 
 def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
-    """Look at everything; ``environment`` is this process's own where it is not given."""
+    """Check all dependencies. environment: the environment variables; None for those of this process."""
     variables = os.environ if environment is None else environment
     findings = [python(), *packages()]
     if _NO_LIBRARY:
@@ -116,7 +116,7 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
 
 
 def _of_judge(variables: Mapping[str, str]) -> list[Finding]:
-    """Look at what only the judge uses."""
+    """Check the dependencies of the judge."""
     if _NO_JUDGE:
         return [Finding("validate and judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
     return [
@@ -127,7 +127,7 @@ def _of_judge(variables: Mapping[str, str]) -> list[Finding]:
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Check the interpreter."""
     least, most = _PYTHON
     fits = least <= sys.version_info[:2] <= most
     remedy = "" if fits else f"use Python {least[0]}.{least[1]} to {most[0]}.{most[1]}"
@@ -135,7 +135,7 @@ def python() -> Finding:
 
 
 def packages() -> list[Finding]:
-    """Each package that the static gates import, by what pip says is installed: nothing is imported."""
+    """Check the packages of the static gates by their installed metadata, without importing them."""
     findings = []
     for name, least in PACKAGES.items():
         try:
@@ -151,13 +151,13 @@ def packages() -> list[Finding]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release part of a version: (2, 13, 0) of 2.13.0+cu130."""
+    """Return the release part of a version: (2, 13, 0) for 2.13.0+cu130."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def installation() -> Finding:
-    """This package: its version, and where it runs from."""
+    """Check this package: its version and location."""
     if not (KERNEL_DIR.parents[2] / "pyproject.toml").is_file():
         return Finding("greenfast", "OK", f"{__version__}, an installed package")
     git = git_state()
@@ -183,13 +183,13 @@ def _toolchain() -> Iterator[Finding]:
 
 
 def _missing(what: str, error: Exception, status: Status = "MISSING") -> Finding:
-    """A finding of an error whose message is "what is wrong; the remedy"."""
+    """Return a finding for an error. Its message has the form "fault; remedy"."""
     found, _, remedy = str(error).partition("; ")
     return Finding(what, status, " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
 
 
 def compile_check(target: Target) -> Finding:
-    """Compile a tiny kernel, past the cache, and disassemble it if there is a disassembler."""
+    """Compile a tiny kernel without the cache, and disassemble it if there is a disassembler."""
     source = KernelSource("probe", _PROBE, "probe.cu", (), (32, 1, 1))
     try:
         kernel = compile_kernel(source, target, use_cache=False)
@@ -210,7 +210,7 @@ def _has_disassembler() -> bool:
 
 
 def compile_cache() -> Finding:
-    """The folder of compiled kernels; without one everything is compiled anew each time."""
+    """Check the folder of compiled kernels. Without it, every run compiles everything again."""
     remedy = "without it every run compiles anew: set GREENFAST_CACHE_DIR to a folder that can be written"
     try:
         folder = cache.cache_dir()
@@ -231,7 +231,7 @@ def compile_cache() -> Finding:
 
 
 def gpus() -> list[tuple[Target | None, Finding]]:
-    """Each GPU and the target picked for it (None where it cannot be used); one finding where there is none."""
+    """Check each GPU and its target (None if it cannot be used); one finding if there is no GPU."""
     reason = _why_no_gpu()
     if reason:
         remedy = "PERFORMANCE needs one: install the NVIDIA driver, and give a container its GPU"
@@ -258,7 +258,7 @@ def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Finding]:
 
 
 def _why_no_gpu() -> str | None:
-    """Why there is no CUDA device, or None where there is one."""
+    """Return the reason why there is no CUDA device, or None if there is one."""
     try:
         (error,) = driver.cuInit(0)
     except RuntimeError:  # cuda.bindings cannot find the driver's library
@@ -269,7 +269,7 @@ def _why_no_gpu() -> str | None:
 
 
 def clocks(targets: Sequence[Target | None]) -> Finding:
-    """Whether NVML tells the clock of the first GPU that can be used."""
+    """Check that NVML reports the clock of the first usable GPU."""
     ordinal = next((i for i, target in enumerate(targets) if target), None)
     if ordinal is None:
         return Finding("NVML clocks", "OPTIONAL", "no GPU to read them from", "see GPU")
@@ -292,7 +292,7 @@ def _tool(name: str, path: str | None, use: str, package: str) -> Finding:
 
 
 def tasks_and_variables(environment: Mapping[str, str]) -> list[Finding]:
-    """The tasks found, and each environment variable in force that greenfast reads."""
+    """Report the known tasks and the environment variables that affect greenfast."""
     configs, broken = [], []
     for folder in task_folders():
         try:
@@ -319,7 +319,7 @@ def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) ->
 
 
 def _fault(name: str, value: str, config: TaskConfig | None) -> str | None:
-    """What is wrong with a variable's value, or None. Toggles and the target matter to the runner of a task only."""
+    """Return the fault of a variable's value, or None. Only a task's runner uses toggles and the target."""
     try:
         if name == "TORCH_CUDA_ARCH_LIST":
             Target.parse(value)

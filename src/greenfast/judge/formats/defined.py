@@ -1,8 +1,8 @@
-"""A definition and its workloads as a problem.
+"""A problem from a definition and its workloads.
 
-The reference is the definition's own source, run on CPU tensors; there is no derived bound, only the tolerance that the
-data set states. Its rules differ: FlashInfer-Bench passes an element that is within either the absolute or the relative
-tolerance, SOL-ExecBench one that is within their sum, and of all elements a given share.
+The reference is the definition's own source on CPU tensors. There is no derived bound, only the data set's tolerance.
+FlashInfer-Bench accepts an element within the absolute or the relative tolerance. SOL-ExecBench accepts an element
+within their sum, and requires this for a share of the elements.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
 #: FlashInfer-Bench's defaults.
 _ATOL = _RTOL = 1e-2
 _SCALES = {"int8": (-128, 128), "int16": (-1024, 1024), "int32": (-1024, 1024), "int64": (-1024, 1024)}
-#: Stands for -inf in arrays whose norm is taken.
+#: Replaces -inf in arrays, so that norms stay finite.
 _MINUS_INFINITY = -1e150
 
 
 class DefinedProblem:
     """``greenfast.spec.problem.Problem`` of a folder with a definition and its workloads.
 
-    root: what the paths of tensors in files are relative to.
+    root: the base of relative paths of tensors in files.
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
@@ -54,7 +54,7 @@ class DefinedProblem:
         self._source = compile(self.definition.reference, str(folder / "reference.py"), "exec")
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-        """The inputs of a workload; scalars are no buffers. Raises UsageError for a file that lacks a tensor."""
+        """Return the inputs of a workload. Scalars are not buffers. Raises UsageError if a file lacks a tensor."""
         workload, sizes = self._of(dims)
         tensors = self._tensors(workload, sizes, seed)
         outputs = {
@@ -63,7 +63,7 @@ class DefinedProblem:
         return Case({name: array_of(tensor) for name, tensor in tensors.items()}, outputs)
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
-        """What the reference computes, and the tolerance around it."""
+        """Return the result of the reference and the tolerance around it."""
         workload, sizes = self._of(dims)
         tensors = self._tensors(workload, sizes, seed)
         arguments = [tensors[n] if n in tensors else self.scalar(workload, n) for n in self.definition.inputs]
@@ -87,7 +87,7 @@ class DefinedProblem:
         )
 
     def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
-        """What ``run`` gave, in the order of the definition's outputs. Raises UsageError where it is something else."""
+        """Return the results of ``run`` in the order of the outputs. Raises UsageError for other results."""
         values = list(found.values()) if isinstance(found, dict) else found
         values = values if isinstance(values, (tuple, list)) else [values]
         where, wanted = f"{self.definition.name}: workload {workload.uuid}: run gives", self.definition.outputs
@@ -102,11 +102,11 @@ class DefinedProblem:
         return made
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
-        """The outputs in their order: one keeps its shape, several are flat behind one another."""
+        """Return the outputs in their order. A single one keeps its shape; several are flattened and concatenated."""
         return _joined([outputs[name].astype(np.float64) for name in self.definition.outputs])
 
     def scalar(self, workload: Workload, name: str) -> bool | int | float:
-        """The value of an input that is a Python number. Raises UsageError where the workload has none."""
+        """Return the value of a scalar input. Raises UsageError if the workload has none."""
         given = workload.inputs.get(name)
         if not isinstance(given, ScalarInput):
             raise UsageError(f"{self.definition.name}: workload {workload.uuid} gives no value for the scalar {name}")
@@ -181,7 +181,8 @@ class DefinedProblem:
     @functools.cached_property
     def _namespace(self) -> dict[str, Any]:
         made: dict[str, Any] = {"__name__": "reference"}
-        called(f"{self.definition.name}: reference", exec, self._source, made)  # as trusted as a problem.py is
+        # The source is trusted like a problem.py.
+        called(f"{self.definition.name}: reference", exec, self._source, made)
         return made
 
 
@@ -196,15 +197,15 @@ def unit_of_outputs(outputs: Sequence[NDArray[np.float64]]) -> NDArray[np.float6
 
 
 def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of the problem's author returns. Raises UsageError, in a line, for whatever it raises."""
+    """Call a function of the problem's author. Convert its exceptions to UsageError with a one-line message."""
     try:
         return function(*arguments)
     except Exception as e:
         if isinstance(e, GreenfastError):
             raise
-        said = (str(e).splitlines() or [""])[0]
-        place = traceback.extract_tb(e.__traceback__)[-1]
-        text = f"{what} raises {type(e).__name__}: {said} ({Path(place.filename).name}, line {place.lineno})"
+        message = (str(e).splitlines() or [""])[0]
+        frame = traceback.extract_tb(e.__traceback__)[-1]
+        text = f"{what} raises {type(e).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"
         raise too_large(what, e) or UsageError(text) from e
 
 
@@ -213,7 +214,7 @@ def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """As FlashInfer-Bench draws it: N(0, 1), cut at 2 for FP8; whole numbers over a range by size."""
+    """Draw a tensor as FlashInfer-Bench does: N(0, 1), clamped to 2 for FP8; integers from a range by type."""
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point:
         made = torch.randn(shape, generator=generator)
@@ -225,7 +226,7 @@ def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> t
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """A CPU tensor as an array of the same dtype, also of the dtypes that ml_dtypes adds."""
+    """Convert a CPU tensor to an array of the same dtype, including the dtypes of ml_dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return bits.view(dtype_of(name)).reshape(tuple(tensor.shape))
@@ -233,6 +234,6 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
     made = values[0] if len(values) == 1 else np.concatenate([value.ravel() for value in values])
-    if made.size and made.min() == -np.inf:  # NaN, if any, is refused elsewhere
+    if made.size and made.min() == -np.inf:  # NaN is refused elsewhere.
         return np.where(np.isneginf(made), _MINUS_INFINITY, made)
     return made

@@ -55,7 +55,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def drawing(label: str, height: float, draw: Callable[[Figure], None], *, width: float = WIDTH) -> Markup:
-    """The SVG of what ``draw`` makes of an empty figure of so many inches.
+    """Return the SVG of a figure that ``draw`` fills. The size is in inches.
 
     label: what it shows, for readers without the picture.
     """
@@ -82,7 +82,7 @@ def _page_color(color: str) -> str:
 
 
 def speedups(rows: Sequence[SpeedupRow]) -> Markup:
-    """A line per speedup with its interval, the noise band and what is required."""
+    """Draw a line per speedup with its interval, the noise band and the requirement."""
     return drawing(
         "speedups with their intervals, the noise band around 1 and the required speedup",
         1.0 + 0.5 * len(rows),
@@ -95,7 +95,7 @@ _BLOCK_VALUES = {"block_medians_us": "median, µs", "block_mhz": "SM clock, MHz"
 
 
 def blocks(record: Record) -> Markup:
-    """Every block's median of the deciding shapes (at most 4), and its clock and power where a record has them."""
+    """Draw every block's median for the deciding shapes (at most 4), with clock and power if the record has them."""
     panels = [
         (row, values, unit)
         for row in facts.deciding_speedups(record.speedups)[:MAX_PANELS]
@@ -124,7 +124,7 @@ def _has(record: Record, row: SpeedupRow, values: str) -> bool:
 
 
 def errors(rows: Sequence[tuple[str, CorrectnessRow]]) -> Markup:
-    """Where elements' kernel errors lie, as shares per bin, and below where the worst of each row lies.
+    """Draw the distribution of elements' kernel errors, and below it the worst error of each row.
 
     rows: role and row, of the baseline and the candidate or of one side alone.
     """
@@ -151,7 +151,7 @@ _Marks = dict[str, tuple[str, str, str]]
 
 
 def _joined(found: Sequence[Histogram | None]) -> Histogram | None:
-    """One histogram of all; None where one is missing or has other bins."""
+    """Merge histograms; None if one is missing or has other bins."""
     first = next(iter(found), None)
     if first is None or len(first.counts) < 3 or first.per_decade < 1:
         return None
@@ -166,7 +166,7 @@ def _joined(found: Sequence[Histogram | None]) -> Histogram | None:
 
 
 def _histograms(axes: Axes, found: dict[str, Histogram], marks: _Marks, title: str) -> None:
-    """Steps over log10 of the value; the outer bins hold what lies beyond the edges."""
+    """Draw steps over log10 of the value. The outer bins contain the values beyond the edges."""
     widest: list[float] = []
     for role, histogram in found.items():
         color, _, _ = marks[role]
@@ -196,7 +196,7 @@ def _decades(axes: Axes) -> None:
 
 
 def _worst(axes: Axes, rows: Sequence[tuple[str, CorrectnessRow]], marks: _Marks) -> None:
-    """Each (shape, seed)'s worst element over what rounding explains; the line at 1 is the limit."""
+    """Draw the worst ratio of error to rounding bound per (shape, seed). The line at 1 is the limit."""
     shapes = list(dict.fromkeys(row.shape for _, row in rows))
     for n, (role, (color, marker, _)) in enumerate(marks.items()):
         at = [
@@ -225,7 +225,7 @@ def _worst(axes: Axes, rows: Sequence[tuple[str, CorrectnessRow]], marks: _Marks
 
 
 def counts(ratios: Sequence[tuple[str, float]]) -> Markup:
-    """Bars of the candidate's counts over the baseline's, on a logarithmic scale around 1."""
+    """Draw bars of the candidate's counts over the baseline's, on a logarithmic scale around 1."""
 
     def draw(one: Figure) -> None:
         axes = one.add_subplot()

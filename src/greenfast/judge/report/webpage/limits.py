@@ -1,4 +1,4 @@
-"""What a record does not say: the sentences under which its numbers hold."""
+"""The limits of a record's numbers, as sentences."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from greenfast.judge.report import facts, formatting
 
 
 def limits(record: Run) -> list[str]:
-    """A sentence per limit, the weightiest first."""
-    return [*_of_source(record), *_of_correctness(record), *_of_time(record), *_of_method(record)]
+    """Return one sentence per limit, the most important first."""
+    return [
+        *_describe_source(record),
+        *_describe_correctness(record),
+        *_describe_timing(record),
+        *_describe_method(record),
+    ]
 
 
-def _of_source(record: Run) -> Iterator[str]:
+def _describe_source(record: Run) -> Iterator[str]:
     if record.git.dirty:
         yield (
-            f"The source tree had changes that are not in commit {record.git.sha[:10]}: the hashes above tell which "
-            "kernels ran, the commit does not."
+            f"The source tree had changes that are not in commit {record.git.sha[:10]}: the hashes above identify the "
+            "kernels, the commit does not."
         )
     for gate in record.gates:
         if gate.status == "PENDING":
             yield f"{gate.gate} was not decided: {gate.summary}"
-        for what, _, actual, status in gate.checks:
+        for check, _, actual, status in gate.checks:
             if status == "PENDING":
-                yield f"{gate.gate}, not asked: {what} ({actual})"
+                yield f"{gate.gate}, not asked: {check} ({actual})"
 
 
-def _of_correctness(record: Run) -> Iterator[str]:
+def _describe_correctness(record: Run) -> Iterator[str]:
     rows = [row for _, side in record.sides() for row in side.correctness]
     if not rows:
         return
@@ -45,7 +50,7 @@ def _of_correctness(record: Run) -> Iterator[str]:
             )
 
 
-def _of_time(record: Run) -> Iterator[str]:
+def _describe_timing(record: Run) -> Iterator[str]:
     if isinstance(record, PhaseRecord):
         return
     if isinstance(record, Record) and record.quoted is not None:
@@ -60,7 +65,7 @@ def _of_time(record: Run) -> Iterator[str]:
         return
     yield f"Times are of one {facts.device(record)}; another device, driver or clock gives others."
     if isinstance(record, Record):
-        yield from _of_speedups(record)
+        yield from _describe_speedups(record)
     discarded = sum(row.discarded_iters for row in rows)
     if discarded:
         yield f"{discarded} launches were discarded because the clock had fallen."
@@ -68,7 +73,7 @@ def _of_time(record: Run) -> Iterator[str]:
         yield "Clocks and power were not sampled for each block, so a side that ran on a slower clock would not show."
 
 
-def _of_speedups(record: Record) -> Iterator[str]:
+def _describe_speedups(record: Record) -> Iterator[str]:
     gated = [row for row in record.speedups if row.gated]
     others = len(record.speedups) - len(gated)
     if gated and others:
@@ -83,7 +88,7 @@ def _of_speedups(record: Record) -> Iterator[str]:
         yield f"Processes timed: {fewest}. So few cannot show how processes differ, and the interval is of these alone."
 
 
-def _of_method(record: Run) -> Iterator[str]:
+def _describe_method(record: Run) -> Iterator[str]:
     if any(side.counts for _, side in record.sides()):
         yield "Counts are of PTX, from which the assembler makes other machine code."
     yield "A file can be edited: what repeats the run below is the proof, this page is not."

@@ -16,7 +16,7 @@ from greenfast.judge.report.webpage.page import paragraph, part
 class Instruction:
     """One instruction: its address in hexadecimal, its text, its opcode (the first word, such as HMMA.16816.F32).
 
-    kind: what it keeps busy: matrix, special (function unit), memory, or empty.
+    kind: the unit that executes it: matrix, special (function unit), memory, or empty.
     """
 
     address: str
@@ -27,7 +27,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Window:
-    """The stretch of a kernel's machine code that is shown. where: which one it is, in words."""
+    """A window of a kernel's machine code. where: its size and position, in words."""
 
     role: str
     variant: str
@@ -37,7 +37,7 @@ class Window:
 
 @dataclass(frozen=True)
 class HotCode:
-    """Windows of one or two sides for one shape; without windows, ``missing`` says why."""
+    """Windows of one or two implementations for one shape. If there are none, ``missing`` is the reason."""
 
     shape: str = ""
     windows: tuple[Window, ...] = ()
@@ -45,7 +45,7 @@ class HotCode:
 
 
 def section(code: HotCode) -> list[Markup]:
-    """The windows, or why there are none."""
+    """Return the windows, or the reason why there are none."""
     if not code.windows:
         return [paragraph(f"Not shown: {code.missing}.")]
     lead = (
@@ -63,7 +63,7 @@ def section(code: HotCode) -> list[Markup]:
 def rows(
     left: Sequence[Instruction], right: Sequence[Instruction] = ()
 ) -> list[tuple[bool, Instruction | None, Instruction | None]]:
-    """Lines of both sides in order: whether the opcodes are equal, and the instructions, None where a side has none."""
+    """Align two windows. Return per line: True if the opcodes are equal, and the instructions (None for a gap)."""
     found: list[tuple[bool, Instruction | None, Instruction | None]] = []
     matcher = SequenceMatcher(a=_opcodes(left), b=_opcodes(right), autojunk=False)
     for what, a, a_end, b, b_end in matcher.get_opcodes():
@@ -72,5 +72,5 @@ def rows(
 
 
 def _opcodes(instructions: Sequence[Instruction]) -> list[str]:
-    """Without what follows the first dot, as two kernels seldom have all of that in common."""
+    """Return the opcodes without modifiers, because two kernels seldom have equal modifiers."""
     return [one.opcode.partition(".")[0] for one in instructions]

@@ -40,14 +40,14 @@ _TONES = {
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with what stands under it."""
+    """A heading with its content."""
 
     title: str
     parts: Sequence[Markup]
 
     @property
     def anchor(self) -> str:
-        """The name that links on the page use."""
+        """The target of links to this section."""
         return "-".join(self.title.lower().split())
 
 
@@ -59,7 +59,7 @@ def page(
     claims: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Return the whole HTML file. word: the decision. claims, facts: what a hurried reader reads, names with values.
+    """Return the whole HTML file. word: the decision. claims, facts: the summary; facts are pairs of name and value.
 
     Control characters, of which HTML allows few, become visible escapes.
     """
@@ -70,48 +70,48 @@ def page(
 
 
 def tone(word: str) -> str:
-    """good, bad or open for a verdict, a decision or a status; empty for any other text."""
+    """Return "good", "bad" or "open" for a verdict, a decision or a status; empty for any other text."""
     return _TONES.get(word, "")
 
 
 def paragraph(text: str) -> Markup:
-    """A paragraph of plain text."""
+    """Return a paragraph of plain text."""
     return Markup("<p>{}</p>\n").format(text)
 
 
 def bullets(lines: Iterable[str]) -> Markup:
-    """A list of plain texts."""
+    """Return a list of plain texts."""
     items = Markup("").join(Markup("<li>{}</li>\n").format(line) for line in lines)
     return Markup("<ul>\n{}</ul>\n").format(items)
 
 
 def code(text: str) -> Markup:
-    """Text as it is, such as a command."""
+    """Return preformatted text, such as a command."""
     return Markup("<pre>{}</pre>\n").format(text)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Markup:
-    """A table; the columns named in ``right`` are aligned to the right, verdicts and statuses are coloured."""
+    """Return a table. Columns named in ``right`` are right-aligned; verdicts and statuses are coloured."""
     return _part("table", header=header, rows=list(rows), right=set(right), tone=tone)
 
 
 def figure(drawing: Markup, caption: str) -> Markup:
-    """A drawing with a text under it."""
+    """Return a drawing with a caption."""
     return _part("figure", drawing=drawing, caption=caption)
 
 
 def fold(summary: str, parts: Iterable[Markup]) -> Markup:
-    """Parts that show on demand, and on paper."""
+    """Return a fold with these parts. Print shows it open."""
     return _part("fold", summary=summary, parts=list(parts))
 
 
 def markdown(text: str) -> Markup:
-    """A Markdown report's section: tables, headings, lists, emphasis and code; all else is plain text."""
+    """Render a section of a Markdown report: tables, headings, lists, emphasis and code. The rest is plain text."""
     return Markup(_MARKDOWN.render(text))
 
 
 def part(name: str, **values: Any) -> Markup:
-    """A part from its own template, ``name``.html.jinja."""
+    """Render the template ``name``.html.jinja."""
     return Markup(_JINJA.get_template(f"{name}.html.jinja").render(tone=tone, **values))
 
 

@@ -1,4 +1,4 @@
-"""Measured times against what the device can do at most for the least work of the problem."""
+"""The roofline: measured times against the device's limits for the problem's minimum work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greenfast.spec.peaks import Peaks, least_times_us, peaks_of
 
 @dataclass(frozen=True)
 class Work:
-    """What a shape needs at least: counts by their names in KernelCounts, and bytes of inputs and outputs.
+    """The minimum work of a shape: counts by their names in KernelCounts, and bytes of inputs and outputs.
 
     moved_bytes: 0 where they are not known.
     """
@@ -28,7 +28,7 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Operations of matrix products per byte; 0 where one of them is not known."""
+        """Operations of matrix products per byte; 0 if one of them is unknown."""
         return self.least.get("matrix_flops", 0) / self.moved_bytes if self.moved_bytes else 0.0
 
 
@@ -43,16 +43,16 @@ class _Point:
 
     @property
     def flops(self) -> float:
-        """Useful operations of matrix products per second: those that the problem needs."""
+        """The problem's operations of matrix products per second."""
         return self.work.least.get("matrix_flops", 0) / self.us * 1e6
 
     def share(self, kind: str) -> str:
-        """The least time of that kind of work over the measured time."""
+        """The minimum time of this kind of work over the measured time."""
         return formatting.percent(self.least_us[kind] / self.us) if kind in self.least_us else formatting.NONE
 
 
 def section(record: Run, work: Mapping[str, Work]) -> list[Markup]:
-    """The roofline with its table, or why there is none. work: by shape."""
+    """Return the roofline with its table, or the reason why there is none. work: by shape."""
     if not any(side.timing for _, side in record.sides()):
         return [paragraph("Nothing was timed in this run.")]
     peaks = peaks_of(record.device, record.format)
@@ -69,7 +69,7 @@ def section(record: Run, work: Mapping[str, Work]) -> list[Markup]:
 
 
 def _points(role: str, side: Side, work: Mapping[str, Work], peaks: Peaks) -> Iterator[_Point]:
-    """A point per shape and cache state, the median over seeds."""
+    """Return a point per shape and cache state: the median over seeds."""
     for shape, cache in dict.fromkeys((row.shape, row.cache) for row in side.timing):
         us = facts.p50_us(row for row in side.timing if (row.shape, row.cache) == (shape, cache))
         one = work.get(shape)
@@ -170,7 +170,7 @@ def _table(points: Sequence[_Point]) -> Markup:
 
 
 def _letters(points: Sequence[_Point]) -> dict[str, str]:
-    """A short mark for each shape, to find its row in the table: a to z, then aa, ab and so on."""
+    """Return a short label for each shape, for its row in the table: a to z, then aa, ab and so on."""
     shapes = list(dict.fromkeys(p.shape for p in points))
     return {shape: chr(97 + n // 26 - 1) * (n >= 26) + chr(97 + n % 26) for n, shape in enumerate(shapes)}
 

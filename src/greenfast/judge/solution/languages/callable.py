@@ -1,7 +1,7 @@
-"""A Python function on CUDA tensors: PyTorch, an extension, or whatever it calls (see ``capture``).
+"""Capture of a Python function on CUDA tensors, such as PyTorch code or an extension (see ``capture``).
 
-The launch's ``kernel`` is the function's name ("run" where there is no launch), ``args`` are what it is called with:
-inputs, typed scalars, and outputs if it writes to them; without any, the problem's inputs in their order.
+The launch's ``kernel`` is the function's name ("run" if there is no launch). ``args`` are its arguments: inputs, typed
+scalars, and outputs that it writes. The default is the problem's inputs in their order.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from greenfast.spec.problem import dtype_of
 
 _FUNCTION = "run"
 
-#: Made before any code is loaded onto the GPU; None without one.
+#: Created before any code is loaded onto the GPU; None without a GPU.
 _CODE = LoadedCode() if torch.cuda.device_count() else None
 
 
 def program(
     solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
-    """The program that a function's calls make, captured on this process's GPU.
+    """Capture a function's launches as a program on this process's GPU.
 
-    buffers: of the problem's case by name, the inputs with an example of their content.
-    Raises MachineError without a GPU, UsageError for what cannot be called or captured.
+    buffers: the buffers of the problem's case by name; inputs have example data.
+    Raises MachineError without a GPU, UsageError for a function that cannot be called or captured.
     """
     if _CODE is None:
         raise MachineError("a callable is captured on a GPU, and there is none here")
@@ -54,7 +54,7 @@ def program(
 
 
 def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
-    """The function, and the text of each argument."""
+    """Return the function and the text of each argument."""
     launch = solution.config.launches[0] if solution.config.launches else None
     name = launch.kernel if launch else _FUNCTION
     module = import_family(solution.folder, solution.config.file, "")
@@ -69,7 +69,7 @@ def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple
 
 
 def _example(buffer: Buffer) -> torch.Tensor:
-    """An input as a CUDA tensor."""
+    """Return an input with its example data as a CUDA tensor."""
     bits = np.frombuffer(Path(buffer.path).read_bytes(), np.uint8).copy()
     return torch.from_numpy(bits).cuda().view(_torch_dtype(buffer)).reshape(buffer.shape)
 

@@ -1,4 +1,4 @@
-"""What the compilers of Python kernels (Triton, CuTe DSL) share: the file's module, and PTX that they hand back."""
+"""Shared code for the compilers of Python kernels (Triton, CuTe DSL): import of the file, and handling of PTX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from greenfast.judge.solution.languages.family import import_family
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.extras import require
 
-#: A file of line numbers: its folder, and its name, with Triton's package where it is Triton's.
+#: A .file directive: its folder, and its name, with Triton's package for Triton's own files.
 _FILE = re.compile(r'^(\s*\.file\s+\d+\s+")[^"\n]*?((?:triton/language/)?[^/"\n]+")', re.MULTILINE)
 _DEBUG_SECTION = re.compile(r"^\t\.section\t\.debug_(?!str\b)\w+\s*\{.*?^\t\}\n", re.MULTILINE | re.DOTALL)
 _PARAMETERS = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)", re.DOTALL)
@@ -19,7 +19,7 @@ _PARAMETERS = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)", re.DOTALL)
 
 @functools.cache
 def import_solution_module(folder: Path, file: str) -> ModuleType:
-    """A solution's file, imported once for all shapes."""
+    """Import a solution's file, once for all shapes."""
     return import_family(folder, file, "")
 
 
@@ -32,20 +32,20 @@ def require_extra(name: str, extra: str) -> None:
 
 
 def without_folders(ptx: str) -> str:
-    """The PTX without what depends on where the solution lies: folders of files, and sections for debuggers.
+    """Remove the parts of PTX that depend on the solution's folder: folders of files, and debug sections.
 
-    The names of inlined functions, .debug_str, stay: lines refer to them.
+    .debug_str stays, because line directives refer to its names of inlined functions.
     """
     return _FILE.sub(r"\1\2", _DEBUG_SECTION.sub("", ptx))
 
 
 def parse_parameters(ptx: str) -> list[str]:
-    """The declarations of the parameters of a PTX text's only kernel."""
-    found = _PARAMETERS.search(ptx)
-    return [text.strip() for text in found[1].split(",") if ".param" in text] if found else []
+    """Return the declarations of the parameters of the only kernel in a PTX text."""
+    entry = _PARAMETERS.search(ptx)
+    return [text.strip() for text in entry[1].split(",") if ".param" in text] if entry else []
 
 
 def parse_exclusive_target(ptx: str) -> str:
-    """The one target that a PTX text is for, such as "sm_90a"; empty if newer ones have its instructions too."""
-    found = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
-    return found[1] if found and found[1].endswith("a") else ""
+    """Return the only target of a PTX text, such as "sm_90a"; empty if newer targets support its instructions too."""
+    target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    return target[1] if target and target[1].endswith("a") else ""

@@ -1,8 +1,8 @@
-"""CuTe DSL: a ``@cute.jit`` function that launches one kernel, to PTX, without a GPU.
+"""Compilation of a CuTe DSL ``@cute.jit`` function that launches one kernel, to PTX without a GPU.
 
-Tensors have the shapes of the problem's buffers, row by row, known to the compiler; the kernel's parameters are then
-pointers, in structs of 8 bytes for tensors, and scalars. The solution states the launch: what the host function
-computes for it is not run. Only PTX leaves this process.
+Tensors have static row-major layouts with the shapes of the problem's buffers. So the kernel's parameters are scalars
+and pointers, with tensors as structs of 8 bytes. The solution describes the launch; the host function does not run.
+Only PTX leaves this process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TYPES = {
     **{"bool": "Boolean", "float16": "Float16", "bfloat16": "BFloat16", "float32": "Float32", "float64": "Float64"},
     **{"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"},
 }
-#: What CuTe may assume of addresses of tensors, as its own examples do; buffers begin at multiples of 256 bytes.
+#: The alignment of tensors that CuTe may assume, as in its own examples. Buffers begin at multiples of 256 bytes.
 _ALIGNMENT = 16
 _BYTES_OF = {".u8": 1, ".s8": 1, ".b8": 1, ".u16": 2, ".s16": 2, ".b16": 2, ".u32": 4, ".s32": 4, ".b32": 4, ".f32": 4,
              ".u64": 8, ".s64": 8, ".b64": 8, ".f64": 8}  # fmt: skip
@@ -56,14 +56,13 @@ _THREADS = re.compile(r"^\.reqntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?", re.MULT
 def program(
     solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
-    """The program of a CuTe DSL solution for a shape. Runs the solution's file.
+    """Compile the program of a CuTe DSL solution for a shape. This runs the solution's file.
 
-    buffers: of the problem's case by name.
-
-    Raises UsageError naming the file, the key and what is allowed, and CompileError with the compiler's message.
+    buffers: the buffers of the problem's case by name.
+    Raises UsageError with the file, the key and the allowed values, and CompileError with the compiler's message.
     """
     require_extra(solution.config.name, "cute")
-    os.environ.setdefault("CUTE_DSL_ARCH", target.name)  # asked for when the package is imported without a GPU
+    os.environ.setdefault("CUTE_DSL_ARCH", target.name)  # The package requires it at import without a GPU.
     names = evaluate_constants(solution, dims)
     spaces = build_workspaces(solution, names)
     known = {**buffers, **{name: Buffer("uint8", [space.nbytes]) for name, space in spaces.items()}}
@@ -80,7 +79,7 @@ def _step(
     buffers: Mapping[str, Buffer],
     target: Target,
 ) -> Step:
-    """Compile a launch, and check that its kernel takes what the launch passes."""
+    """Compile a launch, and check the kernel's parameters against the launch's arguments."""
     spec = solution.config.launches[number]
     where = f"{solution.path}: launches[{number}]"
     function = getattr(module, spec.kernel, None)
@@ -113,7 +112,7 @@ def _step(
 def _host_arguments(
     where: str, function: Any, given: tuple[Argument, ...], names: Mapping[str, int], buffers: Mapping[str, Buffer]
 ) -> list[Any]:
-    """What the host function is compiled for: tensors without memory, typed scalars, and constants by their names."""
+    """Return the arguments for the compilation: tensors without memory, typed scalars, and constants by name."""
     made: list[Any] = []
     left = list(given)
     for parameter in inspect.signature(function).parameters.values():
@@ -154,7 +153,7 @@ def _host_argument(key: str, name: str, annotation: str, argument: Argument, buf
 
 
 def _compile(where: str, function: Any, given: list[Any], target: Target) -> str:
-    """The PTX of the function's kernel. Raises CompileError with the compiler's message."""
+    """Return the PTX of the function's kernel. Raises CompileError with the compiler's message."""
     from cutlass import cute
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -162,7 +161,7 @@ def _compile(where: str, function: Any, given: list[Any], target: Target) -> str
         options = f"--gpu-arch={target.name} --keep-ptx --generate-line-info --dump-dir={folder}"
         try:
             made = cute.compile(function, *given, options=options)
-        except Exception as e:  # the DSL's, MLIR's and those of the solution's code
+        except Exception as e:  # The exceptions of the DSL, MLIR and the solution's code have no common base.
             raise CompileError(f"{where}: CuTe DSL does not compile {function.__name__}: {e}") from None
     return without_folders(made.__ptx__)
 
@@ -175,19 +174,19 @@ def _only_entry(where: str, ptx: str) -> str:
 
 
 def _kernel_arguments(where: str, ptx: str, given: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """The kernel's arguments, a tensor as a struct with its pointer. Raises UsageError for other parameters."""
-    wanted = []
+    """Return the kernel's arguments; tensors are structs with a pointer. Raises UsageError for other parameters."""
+    parameters = []
     for text in parse_parameters(ptx):
         kind = _PARAMETER.search(text)
         size = _BYTES_OF.get(kind[1], 0) * int(kind[2] or 1) if kind else 0
-        wanted.append((size, bool(kind and kind[2])))
+        parameters.append((size, bool(kind and kind[2])))
     sizes = [8 if isinstance(a, str) else a.dtype.itemsize for a in given if isinstance(a, (str, np.generic))]
-    takes = [size for size, _ in wanted]
-    if sizes != takes:
+    parameter_sizes = [size for size, _ in parameters]
+    if sizes != parameter_sizes:
         raise UsageError(
-            f"{where}: its kernel has parameters of {takes} bytes, and the launch gives {sizes}: it must hand on "
-            "pointers, scalars and tensors of static layout in its order; tensors of dynamic layout and TMA "
+            f"{where}: its kernel has parameters of {parameter_sizes} bytes, and the launch gives {sizes}: it must "
+            "hand on pointers, scalars and tensors of static layout in its order; tensors of dynamic layout and TMA "
             "descriptors are not supported"
         )
-    pairs = zip(given, wanted, strict=True)
+    pairs = zip(given, parameters, strict=True)
     return tuple(Struct((a,)) if is_struct and isinstance(a, str) else a for a, (_, is_struct) in pairs)

@@ -1,7 +1,7 @@
-"""Triton: a function's parameters, types and constants to PTX, without a GPU.
+"""Compilation of Triton functions to PTX without a GPU.
 
-The compiler specialises as Triton's JIT does at a launch: pointers and whole numbers that are multiples of 16 are known
-to be, and a 1 becomes a constant. Only PTX leaves this process; the judge assembles what the emulator runs.
+The compiler specialises as Triton's JIT does at a launch: for pointers and integers that are multiples of 16, and for
+integers equal to 1. Only PTX leaves this process. The judge assembles the same PTX that the emulator runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TYPES = {
 }
 _BYTES = {"i1": 1, "fp8e4nv": 1, "fp8e5": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 _BYTES |= {f"{sign}{bits}": bits // 8 for sign in "iu" for bits in (8, 16, 32, 64)}
-#: What a workspace holds. As plain bytes a float would be stored as a number below 256, without a word.
+#: The type of a workspace's elements. With bytes, a float would silently be stored as an integer below 256.
 _UNTYPED = "bytes of no type"
 _DIVISIBLE = [["tt.divisibility", 16]]
 
@@ -47,11 +47,10 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 def program(
     solution: ResolvedSolution, fmt: str, dims: Mapping[str, int], target: Target, buffers: Mapping[str, Buffer]
 ) -> Program:
-    """The program of a Triton solution for a shape. Runs the solution's file.
+    """Compile the program of a Triton solution for a shape. This runs the solution's file.
 
-    buffers: of the problem's case by name.
-
-    Raises UsageError naming the file, the key and what is allowed, and CompileError with Triton's message.
+    buffers: the buffers of the problem's case by name.
+    Raises UsageError with the file, the key and the allowed values, and CompileError with Triton's message.
     """
     require_extra(solution.config.name, "triton")
     names = evaluate_constants(solution, dims)
@@ -68,7 +67,7 @@ def program(
 
 @dataclass(frozen=True)
 class _Call:
-    """A launch as Triton's compiler takes it: types and constants by parameter, and what is left as arguments."""
+    """The compiler's input for a launch: types and constants by parameter, and the remaining arguments."""
 
     function: Any
     signature: dict[str, str]
@@ -82,7 +81,7 @@ class _Call:
 def _call(
     solution: ResolvedSolution, number: int, module: Any, names: Mapping[str, int], buffers: Mapping[str, str]
 ) -> _Call:
-    """What a launch asks of the compiler. Raises UsageError as ``program`` does."""
+    """Return the compiler's input for a launch. Raises UsageError as ``program`` does."""
     spec = solution.config.launches[number]
     where = f"{solution.path}: launches[{number}]"
     function, heuristics = _function(f"{where}.kernel", module, spec.kernel, solution)
@@ -126,9 +125,9 @@ def _call(
 def _function(
     key: str, module: Any, name: str, solution: ResolvedSolution
 ) -> tuple[Any, dict[str, Callable[..., Any]]]:
-    """The @triton.jit function of this name, and its heuristics by constant.
+    """Return the @triton.jit function with this name, and its heuristics by constant.
 
-    Raises UsageError if there is none, or if it is autotuned and the solution does not say with which constants.
+    Raises UsageError if there is none, or if it is autotuned and the solution does not set all its constants.
     """
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction
@@ -158,7 +157,7 @@ def _constant(
     heuristics: Mapping[str, Callable[..., Any]],
     arguments_by_name: Mapping[str, Argument],
 ) -> Any:
-    """The value of a tl.constexpr: a constant of the solution, a dimension, a heuristic's answer, or its default."""
+    """Return the value of a tl.constexpr: a constant of the solution, a dimension, a heuristic's value, or default."""
     name = parameter.name
     if name in names:
         return names[name]
@@ -166,7 +165,7 @@ def _constant(
         try:
             plain = {n: a.item() if isinstance(a, np.generic) else a for n, a in arguments_by_name.items()}
             return heuristics[name]({**names, **plain})
-        except Exception as e:  # code of the solution
+        except Exception as e:  # The heuristic is code of the solution.
             raise UsageError(f"{key}: the heuristic of {name} fails ({e}); give it under constants") from None
     if parameter.has_default:
         return parameter.default
@@ -174,13 +173,13 @@ def _constant(
 
 
 def _type_of(key: str, parameter: Any, argument: Argument, buffers: Mapping[str, str]) -> str:
-    """Triton's name of a parameter's type: as annotated, else the buffer's or the scalar's."""
+    """Return Triton's name of a parameter's type: its annotation, else the type of the buffer or scalar."""
     name, annotated = parameter.name, parameter.annotation_type
     if isinstance(argument, str):
         if argument not in buffers:
             raise UsageError(f"{key}: no buffer {argument!r}; the problem and the workspaces have {', '.join(buffers)}")
         own = _TYPES.get(buffers[argument])
-        if annotated.startswith("*"):  # such as "*bf16" where the case holds its bits as uint16
+        if annotated.startswith("*"):  # Such as "*bf16" for a buffer of uint16.
             return str(annotated)
         if own is None:
             raise UsageError(f'{key}: {argument} holds {buffers[argument]}; annotate {name}, such as {name}: "*fp32"')
@@ -204,11 +203,11 @@ def _option(where: str, key: str, text: int | str, names: Mapping[str, int]) -> 
 
 
 def _step(solution: ResolvedSolution, number: int, call: _Call, target: Target, spaces: dict[str, Workspace]) -> Step:
-    """Compile a launch; adds the scratch memory that its code asks for to the workspaces."""
+    """Compile a launch. Add the scratch memory of its code to the workspaces."""
     compiled = _compile(f"{solution.path}: launches[{number}]", call, target)
     about, ptx = compiled.metadata, without_folders(compiled.asm["ptx"])
     (entry,) = entries(ptx)
-    # After the function's parameters come pointers to scratch memory, null where it asks for none.
+    # Pointers to scratch memory follow the function's parameters. They are null if it needs none.
     extra: list[Argument] = [np.uint64(0)] * (len(parse_parameters(ptx)) - len(call.arguments))
     if about.global_scratch_size:
         name = f"scratch_{number}"
@@ -230,7 +229,7 @@ def _step(solution: ResolvedSolution, number: int, call: _Call, target: Target, 
 
 
 def _compile(where: str, call: _Call, target: Target) -> Any:
-    """Triton's result for a launch. Raises CompileError with its message."""
+    """Compile a launch with Triton. Raises CompileError with Triton's message."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -244,12 +243,12 @@ def _compile(where: str, call: _Call, target: Target) -> Any:
     major, minor = target.capability
     try:
         return compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=call.options)
-    except Exception as e:  # MLIR's, ptxas's and Triton's own, which share no base
+    except Exception as e:  # The exceptions of MLIR, ptxas and Triton have no common base.
         raise CompileError(f"{where}: Triton does not compile {call.function.__name__}: {e}") from None
 
 
 class _NoDevice:
-    """What a file may ask Triton's driver at its top level, answered for the target; there is no GPU to ask."""
+    """A replacement of Triton's driver without a GPU. It answers for the target, for code at a file's top level."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -269,11 +268,11 @@ class _NoDevice:
 
 @contextmanager
 def _ready(target: Target) -> Iterator[None]:
-    """Triton without a driver, with a cache for this call only: an earlier one could hold what others left there."""
+    """Set up Triton without a driver and with a new cache, because a shared cache could hold files of others."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Triton's settings, which are its defaults
+        warnings.simplefilter("ignore")  # Triton warns about its default settings.
         triton.runtime.driver.set_active(_NoDevice(target))
         triton.knobs.cache.dir = folder
         yield
