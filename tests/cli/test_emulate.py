@@ -430,7 +430,7 @@ def test_a_compile_error_is_1_with_file_and_line(capsys: pytest.CaptureFixture[s
     (files / "k.cu").write_text("#include <iostream>\n__global__ void k() {}\n")
     ran = emulate(capsys, files / "k.cu")
     assert (ran.code, ran.out) == (1, "")
-    assert "keep host code and its headers behind #ifndef __CUDACC_RTC__" in ran.err
+    assert "keep host code and its headers inside #ifndef __CUDACC_RTC__" in ran.err
 
 
 def test_an_unknown_instruction_is_3_with_its_name_and_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:

@@ -1,4 +1,4 @@
-"""``greenfast bench``: one kernel, or a comparison of contenders."""
+"""``greenfast bench``: one kernel, or a comparison of backends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the results and where the artifacts are."""
+    """Measure, and print the results and the paths of the artifacts."""
     if args.what == "parallel":
         return _parallel(args)
     check_page(args.html)
@@ -105,7 +105,7 @@ class ComparisonConsole(GateConsole):
 
 
 def _comparison(args: argparse.Namespace) -> int:
-    """Compare contenders; prints each shape once it is done, and the tables."""
+    """Compare backends; print each finished shape, and the tables."""
     names, args.shapes = args.shapes, None  # they are of the comparison, not of the task
     if args.what != "peers":
         args.task = _OPERATOR_TASK
@@ -135,7 +135,7 @@ def _comparison(args: argparse.Namespace) -> int:
 
 
 def _serving(args: argparse.Namespace) -> Comparison:
-    """What the options choose. Raises UsageError for unknown cases, and for a library that is not there."""
+    """Return the comparison of the options. Raises UsageError for unknown cases and a missing library file."""
     if args.fa3_library and not args.fa3_library.is_file():
         raise UsageError(f"--fa3-library {args.fa3_library}: no such file")
     if args.quick and args.rounds is None:
@@ -145,7 +145,7 @@ def _serving(args: argparse.Namespace) -> Comparison:
 
 
 def _parallel(args: argparse.Namespace) -> int:
-    """Compare on several GPUs; prints each row, on one rank. Raises UsageError for unknown cases and contenders."""
+    """Compare on several GPUs; print each row on one rank. Raises UsageError for unknown cases and backends."""
     module = importlib.import_module("greenfast.bench.parallel")  # by its name, as it loads PyTorch
     cases = {case.name: case for case in (*module.CASES, *module.CPU_CASES)}
     for what, given, allowed in (("case", args.cases, cases), ("contender", args.contenders, module.BACKENDS)):

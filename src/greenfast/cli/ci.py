@@ -1,4 +1,4 @@
-"""The options ``--junit`` and ``--summary``: what a CI service shows of a run."""
+"""The options ``--junit`` and ``--summary``: a run's results for a CI service."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _EXIT_INTERNAL = 3
 
 
 def write_ci_outputs(verb: Verb) -> Verb:
-    """A verb that checks its files before it runs, and says in them why it ended without a verdict.
+    """Decorate a verb: check its output files before the run, and write an error without a verdict to them.
 
-    A JUnit file of an earlier run is removed first, so that it does not pass for this run's where this one is killed.
+    A JUnit file of an earlier run is removed first, so that it is not taken for this run's result if this run is
+    killed.
     """
 
     @functools.wraps(verb)
@@ -40,15 +41,15 @@ def write_ci_outputs(verb: Verb) -> Verb:
             error = str(e) or type(e).__name__
             if args.junit is not None:
                 write_whole(args.junit, junit_error(subject, error, code))
-            said = formatting.bullets([formatting.literal(error), f"Exit code: {code}"])
-            _append(args.summary, f"**no verdict**: {formatting.code(subject)}\n\n{said}\n\n")
+            details = formatting.bullets([formatting.literal(error), f"Exit code: {code}"])
+            _append(args.summary, f"**no verdict**: {formatting.code(subject)}\n\n{details}\n\n")
             raise
 
     return checked
 
 
 def write_verdict(args: argparse.Namespace, record: Record, code: int) -> int:
-    """Write the files of a run that was judged, where they are asked for; returns the exit code."""
+    """Write the requested files of a judged run; return the exit code."""
     if args.junit is not None:
         write_whole(args.junit, junit(record, code))
     _append(args.summary, f"{short_form(record)}- Exit code: {code}\n\n")

@@ -33,7 +33,7 @@ def status(text: str) -> Text:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
-    """A plain table whose cells are shown as they are."""
+    """Make a plain table with literal cells."""
     shown = Table(title=title, box=None, pad_edge=False, header_style="bold")
     for name in header:
         shown.add_column(name, overflow="fold")
@@ -103,7 +103,7 @@ def required_gates(names: Sequence[str]) -> set[str]:
 
 
 def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
-    """0 if no gate failed and no required gate is pending, else 1."""
+    """Return 0 if no gate failed and no required gate is pending, else 1."""
     short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
     return int(short)
 

@@ -41,9 +41,9 @@ _OF_A_NEW_RUN = ("space", "proposer", "against", "shapes", "seeds", "format", "a
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, or go on with a search; prints each batch, then the verdict and the run's folder.
+    """Run or resume a search; print each batch, then the verdict and the run's folder.
 
-    0: a winner passed the whole validation, or the search ended where there is no GPU. 1: no finalist passed.
+    Return 0 if a winner passed the validation, or if the search ended without a GPU; 1 if no finalist passed.
     """
     folder, manifest = _resumed(args) if args.resume else _started(args)
     watcher = SearchConsole(to_stderr=args.json)
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         write_report(folder, manifest, state)
     except (KeyboardInterrupt, GreenfastError):
         watcher.clear()
-        again = f"greenfast evolve --resume {folder}"
-        print(f"greenfast: what was found so far is kept; `{again}` goes on", file=sys.stderr)
+        command = f"greenfast evolve --resume {folder}"
+        print(f"greenfast: the results so far are saved; `{command}` continues", file=sys.stderr)
         raise
     watcher.clear()
     if args.json:
@@ -128,9 +128,9 @@ def _resumed(args: argparse.Namespace) -> tuple[Path, Manifest]:
 
 
 def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:
-    """A space and its folder: a file, the NAME of the task's ``space_NAME.json``, or by default its ``space.json``.
+    """Read a space; return it with its folder. Allowed: a file, NAME of the task's ``space_NAME.json``, or nothing.
 
-    Raises UsageError naming the task's.
+    The default is the task's ``space.json``. Raises UsageError with the names of the task's spaces.
     """
     names = {path.stem.removeprefix("space").lstrip("_"): path for path in sorted(folder.glob("space*.json"))}
     path = names.get(given or "")
@@ -163,7 +163,7 @@ class SearchConsole:
             self._console.file.write("\r\x1b[K")
 
     def say(self, text: str) -> None:
-        """What goes on now; shown on a terminal only."""
+        """Show the current step, on a terminal only."""
         if self._live:
             self._console.file.write(f"\r\x1b[K{time.monotonic() - self._start:6.0f} s  {text}")
             self._console.file.flush()
@@ -187,7 +187,7 @@ class SearchConsole:
 
 
 def best_in_words(state: State) -> str:
-    """The best so far, as a time, or as an estimate that says so."""
+    """Describe the best so far as a time, or as an estimate (marked as no speed)."""
     best, baseline = select_best(state.history), state.baseline
     if best is None or best.fitness is None:
         return "none"
@@ -198,7 +198,7 @@ def best_in_words(state: State) -> str:
 
 
 def summary(folder: Path, manifest: Manifest, state: State) -> dict[str, Any]:
-    """What a run came to, as data."""
+    """Return the result of a run as data for JSON."""
     best, winner = select_best(state.history), state.winner
     return {
         "run": str(folder),

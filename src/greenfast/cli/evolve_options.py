@@ -20,7 +20,9 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="random, exhaustive, tpe, evolutionary, scripted, free, insight or full (default: random)",
     )
-    parser.add_argument("--budget", metavar="gpu=12m,evals=256,time=1h", help="what may be used (default: evals=64)")
+    parser.add_argument(
+        "--budget", metavar="gpu=12m,evals=256,time=1h", help="limits of the search (default: evals=64)"
+    )
     parser.add_argument("--islands", type=count, metavar="N", help="of the evolutionary proposer")
     parser.add_argument("--model", metavar="M", help="of free, insight and full: http:URL, mailbox:FOLDER, replay:FILE")
     parser.add_argument(
@@ -46,12 +48,12 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         type=share,
         default=1.0,
         metavar="SHARE",
-        help="of a batch, what the counts let into the race, such as 0.5 (default: all)",
+        help="share of a batch that the counts let into the race, such as 0.5 (default: all)",
     )
     parser.add_argument(
         "--finalists", type=count, default=3, metavar="N", help="that are validated in whole (default: %(default)s)"
     )
-    parser.add_argument("--required", type=speedup, metavar="RATIO", help="the speedup asked for of a winner")
+    parser.add_argument("--required", type=speedup, metavar="RATIO", help="the required speedup of a winner")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that the search draws (default: 0)")
     parser.add_argument(
         "--insights",
@@ -67,4 +69,4 @@ def evolve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
     parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print what came as JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of text")

@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table per kernel, and write the page where one is asked for."""
+    """Print a table per kernel, and write the page if requested."""
     check_page(args.html)
     records, skipped = records_below(args.folder, git=args.git)
     if not records:

@@ -12,7 +12,7 @@ _SCAFFOLD = Path(__file__).parent / "scaffold"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy the problem and a solution in the language into a new folder, and say what to do next."""
+    """Copy the problem and a solution in the language into a new folder, and print the next steps."""
     folder: Path = args.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder}: exists and is not an empty folder; name a new one")

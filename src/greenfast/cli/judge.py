@@ -63,7 +63,7 @@ def exit_code(record: Record, required: set[str], partial: bool) -> int:
 
 
 def _named_problem(found: ResolvedSolution) -> str:
-    """The known problem that the solution names. Raises UsageError where it names none."""
+    """Return the known problem that the solution names. Raises UsageError if it names none."""
     named = found.config.problem
     if not named:
         raise UsageError(f"{found.path}: names no problem; --problem names a task or its folder")

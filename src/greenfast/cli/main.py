@@ -56,9 +56,9 @@ def spelled(arguments: list[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: this process's); returns the exit code.
+    """Run a command line (default: this process's); return the exit code.
 
-    What it writes to a file or a pipe, such as a CI log, is ``printable``.
+    Output to a file or a pipe, such as a CI log, is escaped by ``printable``.
     """
     streams = sys.stdout, sys.stderr
     made = [None if stream is None or stream.isatty() else PrintableStream(stream) for stream in streams]

@@ -16,12 +16,12 @@ from greenfast.spec.errors import UsageError
 
 
 def check_page(file: Path | None) -> None:
-    """Before a run: raise UsageError or MachineError where its page could not be written."""
+    """Raise UsageError or MachineError before a run if its page cannot be written."""
     check_file(file, "--html")
 
 
 def check_file(file: Path | None, option: str) -> None:
-    """The same of any option's file, which is replaced; none is fine."""
+    """Raise UsageError or MachineError if an option's file cannot be written. None is allowed."""
     if file is None:
         return
     if file.exists() and not file.is_file():
@@ -37,10 +37,10 @@ def write_page(
     task: LoadedTask | None = None,
     built: Sequence[BuiltSide] = (),
 ) -> None:
-    """Write the page of a record, where one is asked for.
+    """Write the page of a record if requested.
 
-    run: the record's file or folder. task: the record's; searched for by its name where it is not given.
-    built: the sides of a run that has just ended.
+    run: the record's file or folder. task: the record's; by default found by its name. built: the builds of a run that
+    has just ended.
     """
     if file is None:
         return

@@ -19,7 +19,7 @@ from greenfast.spec.errors import MachineError, UsageError
 def run(args: argparse.Namespace) -> int:
     """Profile one variant: phase shares by in-kernel clocks, and a Nsight Compute file per shape.
 
-    On the emulator, only the phases, as counts of what they execute.
+    On the emulator, only the phases are profiled, by their instruction counts.
     """
     request = request_of(args)
     config = request.task.config

@@ -21,7 +21,7 @@ from greenfast.spec.errors import MachineError, UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the reports of saved runs, or one verdict table of all of them; or what a record may hold."""
+    """Print the reports of saved runs, or one table of their verdicts, or the schema of records."""
     if args.schema:
         print(json.dumps(record_schema(), indent=2))
         return 0

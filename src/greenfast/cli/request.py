@@ -13,7 +13,7 @@ from greenfast.spec.errors import UsageError
 def request_of(args: argparse.Namespace, task: LoadedTask | None = None, target: str = "") -> Request:
     """Load the task and check the shared options; raises UsageError or MachineError.
 
-    task: in place of the one that the options name. target: what to build for where they name none.
+    task: replaces the task of the options. target: default if the options have none.
     """
     if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout {args.timeout:g}: give a number of seconds above 0")

@@ -76,7 +76,7 @@ def judged(
     candidate: Variant | Implementation,
     kept: Sequence[StoredRecord],
 ) -> Outcome:
-    """Take both through the gates, each shown when it ends, and write the page that ``--html`` asks for."""
+    """Run baseline and candidate through the gates, print each gate, and write the page of ``--html``."""
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
             request,

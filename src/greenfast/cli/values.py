@@ -1,4 +1,4 @@
-"""Readers of option values, as argparse takes them; a bad one is refused with what is allowed."""
+"""Parse option values for argparse; an error lists the allowed values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rounds(text: str) -> int:
 
 
 def file_if_named(text: str) -> Path | None:
-    """A file; None for no text, which an environment variable that is not set gives."""
+    """Parse a path; None for an empty text, as from an unset environment variable."""
     return Path(text) if text else None
 
 

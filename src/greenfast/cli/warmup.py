@@ -44,12 +44,12 @@ class _Steps:
 
 
 def _operator() -> ModuleType:
-    """``greenfast.ops.warmup``, which imports PyTorch; other verbs and --help do not need it."""
+    """Import ``greenfast.ops.warmup``, and PyTorch with it; other verbs and --help do not need PyTorch."""
     return importlib.import_module("greenfast.ops.warmup")
 
 
 def _target(named: str | None) -> Target:
-    """The target of ``--arch``, else of the first GPU, which a separate process queries, else Hopper."""
+    """Return the target of ``--arch``, else of the first GPU (queried in a separate process), else Hopper."""
     if named:
         return Target.parse(named)
     if device_count():
@@ -61,7 +61,7 @@ def _target(named: str | None) -> Target:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile into the cache the kernels that calls in PyTorch will need."""
+    """Compile the kernels of PyTorch calls into the cache."""
     target = _target(args.arch)
     operator = _operator()
     left_out: list[str] = []

@@ -1,4 +1,4 @@
-"""From PTX to machine code with ptxas, a separate program, which needs no GPU."""
+"""Assemble PTX to machine code with ptxas, a separate program. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _TIMEOUT_S = 600
 _VERSION = re.compile(r"release [\d.]+, V(([\d]+)\.([\d]+)[\d.]*)")
 _PTX_VERSION = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 _NOISE = re.compile(r"ptxas fatal +: Ptx assembly aborted|ptxas info ")
-#: What is said where there is no ptxas.
+#: The message without ptxas.
 MISSING = "no ptxas here; pip install nvidia-cuda-nvcc (version 13), or put a CUDA toolkit's bin folder on PATH"
 
 
 def options(target: Target) -> tuple[str, ...]:
-    """ptxas's options for a target."""
+    """Return ptxas's options for a target."""
     return (f"--gpu-name={target.name}", "--verbose", "--generate-line-info")
 
 
 def compiler(ptx: str) -> str:
-    """The assembler of a PTX text with its patch release, such as "ptxas 13.0.88"; "no assembler" without one."""
+    """Return the assembler for a PTX text with its patch release, such as "ptxas 13.0.88", or "no assembler"."""
     tool = _tool_for(ptx)
     return f"ptxas {_release(tool)[0]}" if tool is not None else "no assembler"
 
 
 def _tool_for(ptx: str) -> Path | None:
-    """The first assembler that knows the text's version of PTX, which may be newer than a toolkit; else the first."""
+    """Return the first assembler that supports the text's PTX version, else the first assembler."""
     tools = toolchain.assemblers()
     asked = _PTX_VERSION.search(ptx)
     needed = (int(asked[1]), int(asked[2])) if asked else (0, 0)
@@ -44,7 +44,7 @@ def _tool_for(ptx: str) -> Path | None:
 
 @functools.cache
 def _release(tool: Path) -> tuple[str, tuple[int, int]]:
-    """An assembler's release, and the newest version of PTX that it reads."""
+    """Return an assembler's release, and the newest PTX version that it supports."""
     said = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
     version = _VERSION.search(said)
     if version is None:
@@ -55,9 +55,9 @@ def _release(tool: Path) -> tuple[str, tuple[int, int]]:
 
 
 def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> tuple[CompilerOutput, bool]:
-    """The machine code of a PTX text, and whether it came from the cache; empty without an assembler.
+    """Assemble a PTX text; return the machine code (empty without an assembler), and whether it came from the cache.
 
-    name: the source's, for messages. Raises CompileError with the assembler's messages.
+    name: of the source, for messages. Raises CompileError with the assembler's messages.
     """
     tool = _tool_for(ptx)
     if tool is None:
@@ -72,7 +72,7 @@ def assemble(ptx: str, name: str, target: Target, *, use_cache: bool = True) -> 
         source, cubin = folder / "source.ptx", folder / "kernel.cubin"
         source.write_text(ptx, encoding="utf-8")
         try:
-            # by this name in its messages: Triton's is called ptxas-blackwell
+            # The name for messages: Triton's executable is called ptxas-blackwell.
             done = run_tool(
                 tool,
                 [*options(target), str(source), "--output-file", str(cubin)],

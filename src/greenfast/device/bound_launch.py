@@ -1,4 +1,4 @@
-"""A launch whose arguments are packed once: each repetition costs the host a single driver call."""
+"""Launches with arguments that are packed once: each repetition is a single driver call."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class NoContextError(MachineError):
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises MachineError with the error's name if it failed.
+    """Return the value of a driver call. Raises MachineError with the error's name if it failed.
 
-    Raises NoContextError, which is one, where the thread has no context.
+    Raises NoContextError, a MachineError, if the thread has no context.
     """
     status, *values = result
     if status == _NO_CONTEXT:
@@ -53,9 +53,9 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def encoded(layout: TensorMap, pointer: int) -> bytes:
-    """The 128 bytes of a tensor map (CUtensorMap) over device memory at ``pointer``.
+    """Encode a tensor map (CUtensorMap, 128 bytes) over device memory at ``pointer``.
 
-    Raises UsageError for a type of elements that a tensor map does not have, and MachineError where the driver refuses.
+    Raises UsageError for an unsupported element type, and MachineError if the driver refuses.
     """
     rank, name = len(layout.shape), np.dtype(layout.dtype).name
     if name not in _TYPES:
@@ -66,7 +66,7 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             rank,
             pointer,
             [driver.cuuint64_t(n) for n in reversed(layout.shape)],
-            # The driver refuses an absent list; of one dimension it reads none of it.
+            # The driver refuses an empty list, but does not read it for one dimension.
             [driver.cuuint64_t(n) for n in reversed(layout.strides[:-1])] or [driver.cuuint64_t(MAP_BYTES)],
             [driver.cuuint32_t(n) for n in reversed(layout.box)],
             [driver.cuuint32_t(1)] * rank,
@@ -80,7 +80,7 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
 
 
 class MovableMap:
-    """A tensor map among the arguments of a launch; it is encoded again where ``value``, its address, is set."""
+    """A tensor map among the arguments of a launch. Setting ``value``, its address, encodes it again."""
 
     def __init__(self, layout: TensorMap, place: int) -> None:
         self._layout, self._bytes = layout, (ctypes.c_char * MAP_BYTES).from_address(place)
@@ -105,7 +105,7 @@ class BoundLaunch:
     """One launch of a loaded kernel on a fixed stream, and on fixed device memory unless ``places`` are written.
 
     Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. Threads may
-    share one whose arguments nothing writes.
+    share an object if nothing writes its arguments.
     """
 
     def __init__(

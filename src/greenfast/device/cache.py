@@ -1,8 +1,7 @@
-"""The build cache on disk: kernels compiled or disassembled once are read back in milliseconds.
+"""The build cache on disk: compiled or disassembled kernels are read back in milliseconds.
 
-It is in ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. An unusable folder
-is not an error: everything is then built again. Each entry holds a SHA-256 over its content, which is checked when it
-is read: a disk or another program that changed a bit must not change a kernel.
+Its folder is ``$GREENFAST_CACHE_DIR``, else ``$XDG_CACHE_HOME/greenfast``, else ``~/.cache/greenfast``. An unusable
+folder is not an error: everything is then built again. Each entry has a SHA-256 over its content, checked on each read.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from cuda.core.utils import FileStreamProgramCache
 
 # About 10,000 kernels; beyond it the least recently read entries are evicted.
 _MAX_BYTES = 1 << 30
-#: In every key: entries of older formats, which have no SHA-256, are never found.
+#: Part of every key, so that entries of older formats without SHA-256 are never read.
 _FORMAT = b"entry with SHA-256;"
-#: Keys of damaged entries that this process has told of and could not replace yet.
+#: Keys of damaged entries that this process has reported and not yet replaced.
 _told: set[bytes] = set()
 
 
 def cache_dir() -> Path:
-    """The cache folder that the environment selects; it may not exist. Raises RuntimeError without a home folder."""
+    """Return the cache folder; it may not exist. Raises RuntimeError without a home folder."""
     if own := os.environ.get("GREENFAST_CACHE_DIR"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "greenfast"
 
 
 def usage() -> tuple[int, int]:
-    """Number of files in the folder, and their bytes. Raises as ``cache_dir`` does, and OSError."""
+    """Return the number of files in the folder, and their bytes. Raises as ``cache_dir``, and OSError."""
     sizes = []
     for file in cache_dir().rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process has deleted it since
@@ -44,9 +43,9 @@ def usage() -> tuple[int, int]:
 
 
 def load(key: bytes) -> list[bytes] | None:
-    """The parts stored under ``key``, or None if there is no entry or it is damaged.
+    """Read the parts stored under ``key``; None if there is no entry or it is damaged.
 
-    A damaged one is told of in one line on stderr; the caller builds again and stores in its place.
+    A damaged entry is reported in one line on stderr; the caller builds again and replaces it.
     """
     cache = _open_cache()
     try:
@@ -90,7 +89,7 @@ def store(key: bytes, parts: Sequence[bytes]) -> None:
 
 
 def _digest(key: bytes, content: bytes) -> str:
-    """Over the key too, so that an entry that was moved to another key is damaged."""
+    """Hash the key too, so that an entry under another key counts as damaged."""
     return hashlib.sha256(b"%d:%s" % (len(key), key) + content).hexdigest()
 
 

@@ -35,7 +35,7 @@ from greenfast.spec.kernel import KernelSource
 # NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
-#: Files of the folders that a name which is not written out may mean.
+#: Most files that an include by a macro may refer to.
 _MOST_MEANT = 4096
 # A header's name as a compiler in its folder writes it, in a message and in PTX.
 _RELATIVE = re.compile(r"(?:^|(?<= of ))\.{1,2}/[^\s\"(]*", re.MULTILINE)
@@ -52,13 +52,12 @@ _COMPILER = re.compile(r"Cuda compilation tools, release [\d.]+, V([\d.]+)")
 class CompiledKernel:
     """One kernel as machine code, with the compiler's report.
 
-    A kernel that was given as PTX has neither machine code nor resources where nothing can assemble it; one that was
-    given as a cubin has no PTX.
+    A kernel in PTX has neither machine code nor resources without an assembler. A kernel in a cubin has no PTX.
 
     cubin: an ELF image for ``target``; its line table contains include folders, so equal kernels on two machines share
     ``kernel_hash`` but not always these bytes. log: the compiler's messages, including ``ptxas -v``.
     options: as given to the compiler, without folders. compile_ms: wall time of this call's compile or cache load.
-    reported: its resources, None where there is no machine code.
+    reported: its resources, None without machine code.
     """
 
     source: KernelSource
@@ -75,7 +74,7 @@ class CompiledKernel:
 
     @property
     def resources(self) -> Resources:
-        """Its resources. Raises MachineError where there is no machine code."""
+        """Its resources. Raises MachineError without machine code."""
         if self.reported is None:
             raise MachineError(f"{self.source.name}: {assembler.MISSING}")
         return self.reported
@@ -86,10 +85,8 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compile one kernel.
 
-    isolated: run NVRTC in a separate process, for third-party kernels: NVRTC crashes on some, which kills its process.
-    A cached kernel starts no process.
-
-    PTX that nothing here can assemble has neither machine code nor resources.
+    isolated: run NVRTC in a separate process, for third-party kernels: NVRTC may crash. A cached kernel starts no
+    process.
 
     Raises CompileError with the compiler's messages if it refuses the source, if the source has no such kernel, if a
     file that it includes changes meanwhile, or if it crashes in a separate process; MachineError if NVRTC or the CUDA
@@ -138,7 +135,7 @@ def _resources(source: KernelSource, output: nvrtc.CompilerOutput) -> Resources:
 
 @functools.cache  # of the library that this process has loaded
 def compiler_version() -> str:
-    """This machine's compiler with its patch release, as in ``CompiledKernel.compiler``; raises as a compile does."""
+    """Return this machine's compiler with its patch release, as in ``CompiledKernel.compiler``. Raises as a compile."""
     empty = KernelSource(
         entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
     )
@@ -146,7 +143,7 @@ def compiler_version() -> str:
 
 
 def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
-    """The compiler's options for a kernel, as in ``CompiledKernel.options``."""
+    """Return the compiler's options for a kernel, as in ``CompiledKernel.options``."""
     if source.language != "cuda":
         return assembler.options(target) if source.language == "ptx" else ()
     return tuple(flag.decode() for flag in _options(source, target, ()).as_bytes("nvrtc", "cubin"))
@@ -155,17 +152,17 @@ def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
 def to_ptx(
     source: KernelSource, target: Target, *, use_cache: bool = True, isolated: bool = False, assemble: bool = True
 ) -> str:
-    """The PTX that ``compile_kernel``'s machine code is assembled from, with ``.loc`` lines; raises the same errors.
+    """Compile to PTX with ``.loc`` lines, the input of ``compile_kernel``'s assembler. Raises the same errors.
 
-    It contains every kernel of the source; ``source.entry`` may be empty or name none of them.
+    It contains every kernel of the source; ``source.entry`` may be empty or unknown.
 
-    assemble: False skips machine code, which is half of the time, and misses what the assembler would refuse.
+    assemble: False skips machine code: it takes half of the time, and does not detect errors of the assembler.
     """
     return _build(source, _given(source), target, use_cache, isolated, assemble)[0].ptx
 
 
 def entries(ptx: str) -> list[str]:
-    """The kernels of a PTX text, by their compiled names."""
+    """Return the compiled names of the kernels of a PTX text."""
     return _ENTRY.findall(ptx)
 
 
@@ -181,16 +178,16 @@ def _compiler_of(ptx: str) -> str:
 
 
 def kernel_hash(source: KernelSource) -> str:
-    """16 hexadecimal digits of a SHA-256 over everything that determines the kernel.
+    """Return 16 hexadecimal digits of a SHA-256 over everything that determines the kernel.
 
-    That is the entry, the source, the project headers that it includes, the block and the dynamic shared memory; not
-    file names or folders, the target or the compiler.
+    Included: entry, source, included project headers, block, dynamic shared memory. Not included: file names, folders,
+    target, compiler.
     """
     return _hash(source, _given(source))
 
 
 def _given(source: KernelSource) -> bytes:
-    """What the compiler is given: of CUDA a digest."""
+    """Return the compiler's input; for CUDA its digest."""
     return _sources_digest(source) if source.language == "cuda" else source.source.encode() + source.binary
 
 
@@ -202,7 +199,7 @@ def _hash(source: KernelSource, given: bytes) -> str:
 def _build(
     source: KernelSource, given: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.CompilerOutput, bool]:
-    """The compiler's output for a source, and whether it came from the cache. given: as ``_given`` found it."""
+    """Compile a source; return the output, and whether it came from the cache. given: from ``_given``."""
     if "\0" in source.source:
         line = source.source[: source.source.index("\0")].count("\n") + 1
         raise CompileError(f"{source.name}: line {line} holds a NUL, where a compiler ends to read; take it out")
@@ -223,7 +220,7 @@ def _build(
         code_type="c++",
         options=_options(source, target, (), assemble),
         target_type="cubin" if assemble else "ptx",
-        # Instead of the folders' names, which say nothing about the content; the compiler version in the key has no
+        # Replaces the names of folders, which do not determine the content. The compiler version in the key has no
         # patch release.
         extra_digest=b"numbered folders;" + given + toolchain.fingerprint(),
     )
@@ -241,7 +238,7 @@ def _build(
 
 
 def _number_folders(ptx: str, log: str, folders: Sequence[str], source_name: str) -> tuple[str, str]:
-    """Replace the folders of headers by their numbers, for the cache: another environment has them elsewhere.
+    """Replace the folders of headers by their numbers, for the cache: they differ between environments.
 
     A header outside of all folders (``#include "../a.cuh"``) is stored relative to the nearest one.
     """
@@ -288,7 +285,7 @@ def _run_nvrtc(
     headers = toolchain.include_dirs()
     options = tuple(_options(source, target, headers, assemble).as_bytes("nvrtc", "cubin"))
     may_read = (*folders, *map(str, headers), str(library.parent), str(library.resolve().parent))
-    # Only a process of its own can compile in the project's folder, which keeps that folder's name out of __FILE__.
+    # A separate process can compile in the project's folder, so that __FILE__ does not contain that folder.
     isolated = isolated or any(_FILE_NAME.search(text) for text in _sources(source))
     job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options, folders, may_read if isolated else None)
     what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
@@ -331,16 +328,16 @@ def _options(source: KernelSource, target: Target, folders: tuple[Path, ...], as
         std="c++17",
         lineinfo=True,
         ptxas_options=["-v"] if assemble else None,
-        # With a driver installed NVRTC keeps its own cache, whose results have no ptxas log.
+        # With a driver installed NVRTC uses its own cache; its results have no ptxas log.
         no_cache=True,
         include_path=[str(folder) for folder in folders],
     )
 
 
 def _text(text: str, source: KernelSource, folders: Sequence[str]) -> str:
-    """The compiler's output, with the source under the name that the user knows, and headers under their whole paths.
+    """Restore the source's name and the headers' absolute paths in the compiler's output.
 
-    A process of its own compiles in the first of the folders: there names are relative.
+    A separate process compiles in the first folder, so its paths are relative to it.
     """
     text = text.replace(_NO_FOLDER + source.name, source.name)
     if folders:
@@ -350,7 +347,7 @@ def _text(text: str, source: KernelSource, folders: Sequence[str]) -> str:
 
 
 def _require_fixed_clock(source: KernelSource, library: Path) -> None:
-    """Raise CompileError for a source that names a time, where the compiler's clock cannot be fixed."""
+    """Raise CompileError for a source with __DATE__ or __TIME__ if the compiler's clock cannot be fixed."""
     if fix_clock(library):
         return
     if any(_TIME.search(text) for text in _sources(source)):
@@ -361,7 +358,7 @@ def _require_fixed_clock(source: KernelSource, library: Path) -> None:
 
 
 def _sources_digest(source: KernelSource) -> bytes:
-    """SHA-256 over ``_sources``, which raise CompileError."""
+    """Return a SHA-256 over ``_sources``. Raises CompileError."""
     digest = hashlib.sha256()
     for text in _sources(source):
         digest.update(text)
@@ -369,12 +366,11 @@ def _sources_digest(source: KernelSource) -> bytes:
 
 
 def _sources(source: KernelSource) -> Iterator[bytes]:
-    """The source and the project headers that it includes, in the order of inclusion, each after its name and length.
+    """Yield the source and its project headers in the order of inclusion, each after its name and length.
 
-    Includes are followed if they resolve in ``include_dirs`` or next to the including header; the others are the
-    compiler's, or missing. Conditions are not evaluated, so a header that is never read may count too. Where a name is
-    not written out (``#include MACRO``), any file of the folders may be meant, and all of them count. Raises
-    CompileError for a pipe or a device, and for a folder of more files than that.
+    Includes are followed if they resolve in ``include_dirs`` or next to the including header; other headers belong to
+    the compiler or are missing. Conditions are not evaluated, so an unused header may count too. For ``#include MACRO``
+    all files of the folders count. Raises CompileError for a pipe or a device, and for too many files.
     """
     folders = [os.fspath(folder) for folder in source.include_dirs]
     seen: set[tuple[int, int]] = set()
@@ -406,7 +402,7 @@ def _sources(source: KernelSource) -> Iterator[bytes]:
 
 
 def _files_of(source: KernelSource, folders: Sequence[str]) -> list[Path]:
-    """The files in folders, any of which the source may include. Raises CompileError for a pipe, and for too many."""
+    """List all files in the folders. Raises CompileError for a pipe, and for too many files."""
     files = []
     for path in (path for folder in folders for path in Path(folder).rglob("*")):
         try:

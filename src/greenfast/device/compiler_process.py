@@ -1,4 +1,4 @@
-"""NVRTC in a separate process, so that a source on which it crashes kills only that process.
+"""Run NVRTC in a separate process, so that a crash of NVRTC ends only that process.
 
 The process starts with the first compile and serves all later ones; after a crash the next compile starts a new one. It
 does not use ``multiprocessing``, which imports the caller's main module again: a script without a guard would break.
@@ -18,16 +18,16 @@ import threading
 from greenfast.device import nvrtc
 from greenfast.device.python_process import empty_folder, environment, interrupts_blocked, isolated, module_path
 
-#: What the process keeps of the environment: a source could include /proc/self/environ.
+#: Environment variables of the process: a source could include /proc/self/environ.
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX")
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from greenfast.device import nvrtc; nvrtc.serve()"
 
-#: Seconds that one compile may take: templates and macros can ask for work without end.
+#: Time limit of one compile in seconds: templates and macros may never end.
 COMPILE_S = 600.0
 
 
 class CompilerCrashError(Exception):
-    """The compiler's process ended during a compile, or was ended; the message says how."""
+    """The compiler's process crashed or was ended during a compile; the message has the cause."""
 
 
 class _Process:
@@ -52,11 +52,11 @@ class _Process:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs and was not inherited through a fork, after which its pipes belong to the parent."""
+        """Whether it runs and was not inherited through a fork: its pipes then belong to the parent."""
         return self._owner == os.getpid() and self._child.poll() is None
 
     def run(self, job: nvrtc.Job) -> nvrtc.CompilerOutput:
-        """As nvrtc.run. Raises CompilerCrashError if the process ends; after any other exception it is unusable."""
+        """Run nvrtc.run in the child. Raises CompilerCrashError if the process ends; other errors make it unusable."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         try:
@@ -77,7 +77,7 @@ class _Process:
         return pickle.load(self._child.stdout)
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, including a running compile."""
         if self._owner != os.getpid():
             return
         self._child.kill()
@@ -132,9 +132,9 @@ atexit.register(_COMPILER.close)
 
 
 def run(job: nvrtc.Job) -> nvrtc.CompilerOutput:
-    """As nvrtc.run, in the separate process, or in this one if none can be started.
+    """Run nvrtc.run in the separate process, or in this process if none can be started.
 
-    Raises CompilerCrashError if the compiler crashes, and RuntimeError as nvrtc.run does. Threads wait for each other.
+    Raises CompilerCrashError if the compiler crashes, and RuntimeError as nvrtc.run. Threads wait for each other.
     """
     return _COMPILER.run(job)
 

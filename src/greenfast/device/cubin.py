@@ -1,4 +1,4 @@
-"""What a cubin says of itself: its kernels, its architecture, and what a kernel needs to run."""
+"""Read a cubin's kernels, architecture and resources."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from greenfast.device.elf import Image, ImageError
 from greenfast.spec.errors import CompileError, DamagedCodeError
 from greenfast.spec.facts import Resources
 
-# Attributes of .nv.info, each with a symbol's number and a 32-bit value; and the form of an attribute with a length.
+# Attributes of .nv.info with a symbol's number and a 32-bit value; and the format of an attribute with a length.
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
-#: And of a kernel's own: three extents of a block, of which the product is the most threads, or which it must have.
+#: Attributes of a kernel with three extents: the product is the maximum number of threads, or the exact block.
 _MOST_THREADS, _EXACT_BLOCK = 0x05, 0x10
 _SIZED = 4
 _TEXT = ".text."
-#: From compute capability 9.0 on, a block's shared memory begins with this many bytes of the system's.
+#: Bytes reserved by the system at the start of a block's shared memory, from compute capability 9.0 on.
 _RESERVED_SHARED = 1024
-#: The ABI's version from which the ELF flags hold the architecture in their second byte, as CUDA 13 writes them.
+#: From this ABI version (CUDA 13) on, the architecture is in the second byte of the ELF flags.
 _NEW_FLAGS = 8
 
 
 def read_cubin(cubin: bytes, name: str) -> Image:
-    """The image of a cubin. Raises DamagedCodeError, with the file's name, for other bytes."""
+    """Parse a cubin. Raises DamagedCodeError with the file's name for other bytes."""
     try:
         return Image(cubin)
     except ImageError as e:
@@ -31,45 +31,45 @@ def read_cubin(cubin: bytes, name: str) -> Image:
 
 
 def cubin_entries(image: Image) -> list[str]:
-    """The kernels of a cubin, by their compiled names."""
+    """Return the compiled names of the kernels of a cubin."""
     return [s.name.removeprefix(_TEXT) for s in image.sections if s.name.startswith(_TEXT)]
 
 
 def cubin_capability(cubin: bytes, image: Image) -> tuple[int, int]:
-    """(major, minor) compute capability that a cubin is for."""
+    """Return the (major, minor) compute capability of a cubin."""
     number = image.flags >> 8 & 0xFF if cubin[8] >= _NEW_FLAGS else image.flags & 0xFF
     return number // 10, number % 10
 
 
 def cubin_resources(cubin: bytes, image: Image, entry: str, dynamic_smem_bytes: int) -> Resources:
-    """A kernel's resources from its cubin. Raises CompileError where it does not state the registers.
+    """Read a kernel's resources from its cubin. Raises CompileError if the cubin has no register count.
 
-    The stack includes what was spilled to it: a cubin does not tell one from the other, so spills are 0.
+    A cubin does not distinguish spills from other stack memory, so the stack includes spills, and spills are 0.
     """
-    of_kernel: dict[int, int] = {}
+    attributes: dict[int, int] = {}
     for code, value in _attributes(image, ".nv.info"):
         if len(value) == 8:
             symbol, number = struct.unpack("<II", value)
             if symbol < len(image.symbols) and image.symbols[symbol].name == entry:
-                of_kernel[code] = number
-    if _REGISTERS not in of_kernel:
+                attributes[code] = number
+    if _REGISTERS not in attributes:
         raise CompileError(f"the cubin does not state the registers of kernel {entry!r}; make it with CUDA 11 or newer")
     shared = image.find(f".nv.shared.{entry}")
     static = image.sections[shared].size if shared is not None else 0
     if cubin_capability(cubin, image) >= (9, 0):
         static = max(0, static - _RESERVED_SHARED)
     return Resources(
-        registers=of_kernel[_REGISTERS],
+        registers=attributes[_REGISTERS],
         static_smem_bytes=static,
         dynamic_smem_bytes=dynamic_smem_bytes,
-        stack_bytes=max(of_kernel.get(_FRAME, 0), of_kernel.get(_STACK, 0)),
+        stack_bytes=max(attributes.get(_FRAME, 0), attributes.get(_STACK, 0)),
         spill_store_bytes=0,
         spill_load_bytes=0,
     )
 
 
 def block_fault(image: Image, entry: str, block: tuple[int, int, int]) -> str:
-    """Why a kernel cannot be launched with a block, from __launch_bounds__ or .reqntid; empty where it can."""
+    """Describe why __launch_bounds__ or .reqntid forbid a launch with this block; empty if it is allowed."""
     found = dict(_attributes(image, f".nv.info.{entry}"))
     shown = " x ".join(map(str, block))
     for code, value in found.items():

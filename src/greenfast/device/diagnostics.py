@@ -1,10 +1,10 @@
-"""The compiler's messages, made readable: its diagnostics with file and line, without the noise."""
+"""Make the compiler's messages readable: diagnostics with file and line only."""
 
 from __future__ import annotations
 
 import re
 
-# What NVRTC and ptxas print besides diagnostics.
+# Output of NVRTC and ptxas that is no diagnostic.
 _NOISE = re.compile(
     r"ptxas info |ptxas +\. |Remark: The warnings can be suppressed|Compilation terminated\.|"
     r"ptxas fatal +: Ptx assembly aborted due to errors"
@@ -35,11 +35,11 @@ def readable(log: str, ptx: str) -> str:
 
 
 def _about_header(name: str) -> str:
-    """What to write instead of an include that was not found."""
+    """Suggest a replacement for a missing include."""
     if _HOST_HEADERS.match(name):
         return (
             f"<{name}> is for code of the host. NVRTC compiles device code alone: keep host code and its headers "
-            "behind #ifndef __CUDACC_RTC__"
+            "inside #ifndef __CUDACC_RTC__"
         )
     return (
         f"{name!r} is not in the folders of the source, nor among the headers that come with greenfast. Copy it there, "

@@ -1,4 +1,4 @@
-"""A reader for the parts of ELF64 that a cubin uses: sections, symbols and relocations, little endian.
+"""Read the parts of ELF64 in a cubin: sections, symbols and relocations, little endian.
 
 Cubins are plain ELF, so this is four struct formats; NVIDIA's sections are read in ``identity``.
 """
@@ -35,7 +35,7 @@ class ElfSection:
 
 @dataclass(frozen=True)
 class ElfSymbol:
-    """A name for bytes of a section, from ``value`` on; ``is_section`` if it stands for the section itself."""
+    """A name for bytes of a section, from ``value`` on. is_section: the symbol is the section itself."""
 
     name: str
     section: int
@@ -55,7 +55,7 @@ class ElfRelocation:
 
 
 class ImageError(ValueError):
-    """The bytes are no whole ELF image; the message says what is wrong."""
+    """The bytes are no complete ELF image; the message names the fault."""
 
 
 #: Sizes and addresses beyond this are damage: no GPU has so much memory.
@@ -66,8 +66,8 @@ _HEADER, _ROW = 64, struct.calcsize("<2I4Q2I2Q")
 class Image:
     """An ELF image. Raises ImageError for other bytes.
 
-    Sections that it links exist. A symbol may name a section that does not exist, which ELF uses for absolute values,
-    and a relocation a symbol that was stripped.
+    Linked sections exist. A symbol may refer to a missing section (ELF uses this for absolute values), and a relocation
+    to a stripped symbol.
     """
 
     def __init__(self, data: bytes) -> None:

@@ -12,8 +12,8 @@ from greenfast.spec.kernel import Allocation, Launch, Workspace
 class KernelImage:
     """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator.
 
-    variables: of its module, which no launch may change. tables: such variables that its PTX shows to be only read;
-    they are compared too, as far as the driver gives their addresses.
+    variables: of its module; no launch may change them. tables: read-only variables by its PTX; they are compared too
+    if the driver returns their addresses.
     """
 
     cubin: bytes
@@ -28,7 +28,7 @@ class KernelImage:
 
 @dataclass(frozen=True)
 class Executable:
-    """A program that is compiled: its kernels with their launches, its scratch buffers, and what it allocates."""
+    """A compiled program: its kernels with their launches, its scratch buffers and its allocations."""
 
     steps: tuple[tuple[KernelImage, Launch], ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
@@ -41,5 +41,5 @@ class Executable:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The names of the phase counters of an instrumented build, which has one launch; else empty."""
+        """The names of the phase counters of an instrumented build (with one launch); else empty."""
         return self.steps[0][0].phases

@@ -1,4 +1,4 @@
-"""A compiler for which it is always the same time, so that ``__DATE__`` and ``__TIME__`` do not change machine code.
+"""Fix the compiler's clock, so that ``__DATE__`` and ``__TIME__`` do not change machine code.
 
 NVRTC refuses to redefine these macros, a source can spell them by pasting tokens, and they come from one call of C's
 ``time``. So the entry for ``time`` in the import table of NVRTC's library is replaced. Other libraries keep the clock.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 #: Midnight local time of this day is the compiler's time: "Jan  2 1970" and "00:00:00" in every time zone.
 _DAY = (1970, 1, 2, 0, 0, 0, 0, 0, -1)
-#: What __TIMESTAMP__ is, which NVRTC does not define.
+#: The value of __TIMESTAMP__; NVRTC does not define it.
 TIMESTAMP = "Fri Jan  2 00:00:00 1970"
 # Tags of an ELF file's dynamic section, and the size of a relocation with addend.
 _STRINGS, _SYMBOLS, _RELOCATIONS, _RELOCATION_BYTES, _CALLS, _CALL_BYTES = 5, 6, 7, 8, 23, 2
@@ -25,7 +25,7 @@ _SYMBOL_BYTES = 24
 
 
 def _return_fixed_time(result: int | None) -> int:
-    """C's ``time``: the seconds, also where ``result`` points unless that is null."""
+    """Implement C's ``time``: return the seconds, and store them in ``*result`` unless it is null."""
     seconds = int(time.mktime(_DAY))
     if result:
         ctypes.c_long.from_address(result).value = seconds
@@ -37,7 +37,7 @@ _TIME = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p)(_return_fixed_time)
 
 @functools.cache
 def fix_clock(library: Path) -> bool:
-    """Give a loaded library a clock that stands still. Returns whether it could: it must be glibc that loaded it."""
+    """Replace the clock of a loaded library by a constant. Return False if glibc did not load it."""
     try:
         places = _imports(library, b"time")
         for place in places:
@@ -51,7 +51,7 @@ def fix_clock(library: Path) -> bool:
 
 
 def _imports(library: Path, name: bytes) -> list[int]:
-    """The addresses at which a loaded library keeps the address of an imported function."""
+    """Return the import table entries of a function in a loaded library."""
     if not hasattr(os, "RTLD_NOLOAD") or os.confstr("CS_GNU_LIBC_VERSION") is None:
         raise OSError("the layout of loaded libraries is known of glibc alone")
     handle = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_NOW)._handle

@@ -23,7 +23,7 @@ POISON = 0xFF
 #: The driver maps memory in pages of this size.
 PAGE_BYTES = 2 << 20
 
-#: The compute capability from which on blocks form clusters.
+#: The first compute capability with clusters of blocks.
 _CLUSTERS_SINCE = (9, 0)
 #: NVML's number of a board's power at the moment, in milliwatts.
 _POWER_INSTANT = 186
@@ -40,7 +40,7 @@ def device_count() -> int:
 
 
 def load_kernel(image: KernelImage, device: Device) -> Any:
-    """The kernel of an image (cuda.core Kernel), loaded on a device whose context is current.
+    """Load the kernel of an image (cuda.core Kernel) on a device with a current context.
 
     Raises MachineError if it asks for more shared memory than a block can have there.
     """
@@ -65,8 +65,8 @@ def whole_pages(nbytes: int) -> int:
 class GuardedBuffer:
     """Device memory for one array, between two guard bands that must never change.
 
-    Copies and fills are complete when a method returns: they run on the default stream, for which launches on other
-    streams do not wait.
+    Copies and fills are complete when a method returns: they run on the default stream, and launches on other streams
+    do not wait for it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -99,7 +99,7 @@ class GuardedBuffer:
             check(driver.cuMemcpyDtoDAsync(self.pointer, initial.pointer, self.nbytes, stream.handle))
 
     def guards_intact(self) -> bool:
-        """Whether nothing wrote to the guard bands before and after the buffer."""
+        """Return whether the guard bands before and after the buffer are unchanged."""
         for start in (self._base, self.pointer + self.nbytes):
             band = np.empty(GUARD_BYTES, np.uint8)
             check(driver.cuMemcpyDtoH(band.ctypes.data, start, GUARD_BYTES))
@@ -129,7 +129,7 @@ class Bound:
         self._buffers = {name: GuardedBuffer(nbytes) for name, nbytes in sizes.items()}
         for name, array in self._inputs.items():
             self._buffers[name].upload(array)
-        #: What each buffer that a launch may change holds before it: a byte, or for what is changed in place a copy.
+        #: Content of each writable buffer before a launch: a byte, or a copy for buffers that are changed in place.
         self._initial: dict[str, int | GuardedBuffer] = {}
         for name, spec in changed.items():
             self._initial[name] = 0 if spec.zeros else POISON
@@ -155,7 +155,7 @@ class Bound:
         return self.outputs()
 
     def queue_poison(self) -> None:
-        """Queue overwriting what a launch may change with what it holds before: NaN, zeros or an input."""
+        """Queue the initial content of all writable buffers: NaN, zeros or an input."""
         for name, initial in self._initial.items():
             self._buffers[name].queue_initial(initial, self._gpu.stream)
 
@@ -220,7 +220,7 @@ class Gpu:
         )
 
     def _memory_gb_s(self) -> float:
-        """What the memory's clock and width allow, with two transfers a clock; 0 where the driver tells neither."""
+        """Return the bandwidth from the memory's clock and width, with two transfers per clock; 0 if unknown."""
         asked = driver.CUdevice_attribute
         clock, width = (
             int(check(driver.cuDeviceGetAttribute(attribute, self.device.device_id)))

@@ -1,8 +1,7 @@
-"""The identity of what was measured: the machine code, and how it was launched.
+"""The identity of a measured kernel: its machine code and its launch.
 
-The machine code of a kernel does not change when a struct is renamed, a header moved or a comment rewritten, so a hash
-over it tells whether a measured time still holds for today's kernel. A hash over the sources
-(``compiler.kernel_hash``) tells so only if not even the text has changed.
+A hash over the machine code shows whether a measured time is still valid: it does not change when a struct is renamed,
+a header moved or a comment rewritten. A hash over the sources (``compiler.kernel_hash``) changes with every edit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from greenfast.spec.errors import DamagedCodeError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap
 
-# Attributes of .nv.info that refer to symbols by number, which changes with every unused constant.
+# Attributes of .nv.info with symbol numbers, which change with every unused constant.
 _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
 _SIZED = 4  # the format of an attribute with a length and bytes; others have a 16-bit value
 # c[0x4] holds the addresses of the module's variables, including unused ``static constexpr`` members.
@@ -38,12 +37,12 @@ _PRINTABLE = frozenset(b"\t\n" + bytes(range(0x20, 0x7F)))
 
 
 def code_hash(kernel: CompiledKernel) -> str:
-    """16 hexadecimal digits of a SHA-256 over what a launch of the kernel executes.
+    """Return 16 hexadecimal digits of a SHA-256 over the machine code that a launch of the kernel executes.
 
-    That is the instructions of the kernel and of the functions that it calls, its constant banks, the initial values of
-    the variables that it refers to, registers, stack and static shared memory, the layout of its parameters, launch
-    bounds, and cluster. Not names, line tables or paths, nor unreferenced variables of the module; what the launch
-    decides (grid, block, dynamic shared memory, arguments) is in ``launch_facts``.
+    Included: the instructions of the kernel and of called functions, constant banks, initial values of referenced
+    variables, registers, stack and static shared memory, parameter layout, launch bounds, and cluster. Not included:
+    names, line tables, paths, and unreferenced variables of the module. Grid, block, dynamic shared memory and
+    arguments are in ``launch_facts``.
 
     Empty for PTX that was not assembled. Raises DamagedCodeError if the cubin cannot be read or has no such
     kernel, and MachineError without nvdisasm.
@@ -90,13 +89,12 @@ def launch_facts(source: KernelSource, launch: Launch, dims: Mapping[str, int]) 
 
 @lru_cache(maxsize=256)  # a listing and a pass over an image of many megabytes
 def state_variables(kernel: CompiledKernel) -> Mapping[str, int]:
-    """The variables whose addresses a kernel has, in which it could keep state across launches: bytes by name.
+    """Return the variables that a kernel references and could use to keep state across launches: bytes by name.
 
-    The name "" stands for memory without one, such as a section into which an address is computed, or the device heap
-    where the kernel allocates.
+    The name "" is for memory without a name: a section with computed addresses, or the device heap if the kernel
+    allocates. Texts of asserts and printf do not count; read-only tables of numbers do.
 
-    For a cubin with other kernels and no PTX, where ``Resources.global_bytes`` counts all of the module. Text, which
-    asserts and printf bring, does not count; a table of numbers that it only reads does.
+    Used for a cubin with several kernels and no PTX: there ``Resources.global_bytes`` counts the whole module.
 
     Raises MachineError as ``code_hash`` does.
     """
@@ -105,7 +103,7 @@ def state_variables(kernel: CompiledKernel) -> Mapping[str, int]:
 
 
 def launches_of(program: Program, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
-    """Each launch of a program by its name in records: the shape, and where there are several "SHAPE launch NUMBER"."""
+    """Return each launch of a program by its name in records: the shape, or "SHAPE launch NUMBER" for several."""
     return {
         shape if len(program.steps) == 1 else f"{shape} launch {n}": (
             step.kernel,
@@ -159,8 +157,8 @@ def _argument(argument: Argument | np.generic | Any, number: Callable[[str], int
 class _Code:
     """The digest over one kernel of a cubin.
 
-    Sections other than the kernel's count only where they are referred to: each variable or function is numbered by
-    first use and hashed with its content, so neither names nor positions in the image matter.
+    Other sections than the kernel's count only if referenced: each variable or function is numbered by first use and
+    hashed with its content. Names and positions in the image do not count.
     """
 
     def __init__(self, kernel: CompiledKernel) -> None:
@@ -194,8 +192,8 @@ class _Code:
         return self._digest.hexdigest()[:16]
 
     def _is_of_the_module(self, name: str, flags: int) -> bool:
-        """Whether a section is loaded for every kernel, such as bank 3, ``__constant__`` variables."""
-        # .nv.merc: Blackwell's second form of the same code, from which later tools may regenerate it.
+        """Return whether a section is loaded for every kernel, such as bank 3 with ``__constant__`` variables."""
+        # .nv.merc: Blackwell's second form of the same code, an input of later tools.
         by_use = (".text.", ".nv.global", ".nv.shared", ".nv.merc.", _ADDRESSES)
         of_a_kernel = re.match(r"\.nv\.constant\d+\.", name) is not None
         return bool(flags & ALLOC) and not name.startswith(by_use) and not of_a_kernel
@@ -224,10 +222,10 @@ class _Code:
             self._digest.update(b":%d:" % len(data) + data)
 
     def _instructions(self) -> None:
-        """The kernel's section, which also holds the functions that it calls.
+        """Add the kernel's section, including the functions that it calls.
 
-        Where an instruction reads an address from bank 4, which has an entry for each variable of the module, the
-        variable counts, not the entry's offset.
+        Bank 4 has the address of each variable of the module. For an instruction that reads from it, the variable
+        counts, not the offset of its entry.
         """
         section = self._image.sections[self._text]
         code = bytearray(section.data)
@@ -252,7 +250,7 @@ class _Code:
                 self._target(places[whole].symbol, places[whole].addend)
 
     def _address_reads(self, code: bytes) -> Iterator[tuple[int, int | None]]:
-        """(offset of the instruction, offset in bank 4) of every read of an address; None where that is computed."""
+        """Yield (offset of the instruction, offset in bank 4) of every address read; None for a computed offset."""
         lines = (line for line in self._listing().splitlines() if "c[0x4][" in line)  # few of very many
         for place, spelled in (found.groups() for found in map(_ADDRESS.match, lines) if found):
             at = int(place, 16)
@@ -268,7 +266,7 @@ class _Code:
             self._target(r.symbol, r.addend)
 
     def _target(self, symbol: int, addend: int) -> None:
-        """Add what an address refers to, and what the addresses in there refer to, however deep."""
+        """Add the target of an address, and recursively the targets of the addresses in it."""
         visits = [self._visit(symbol, addend)]
         while visits:
             inner = next(visits[-1], None)

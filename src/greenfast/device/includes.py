@@ -1,4 +1,4 @@
-"""What files a CUDA source may open."""
+"""Find the files that a CUDA source may open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 _INCLUDE = re.compile(
     rb'(?:^[ \t]*#[ \t]*include[ \t]*|\b__has_include[ \t]*\([ \t]*)(["<])([^">\n]+)[">]', re.MULTILINE
 )
-#: Anything that opens a file, also what _INCLUDE does not read: by a macro, behind or around a comment.
+#: Any directive that opens a file, also forms that _INCLUDE does not match: with a macro or a comment.
 _ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)|\b__has_include", re.DOTALL)
 _ASKS_FOR_IT = re.compile(rb"(?:#[ \t]*ifn?def[ \t]+|\bdefined[ \t]*\(?[ \t]*)__has_include\b")
 _SPLICE = re.compile(rb"\\[ \t]*\r?\n")
@@ -25,6 +25,6 @@ def includes(text: bytes) -> list[tuple[bytes, bytes]]:
 
 @functools.lru_cache(maxsize=512)
 def includes_by_a_macro(text: bytes) -> bool:
-    """Whether it may open a file whose name is not among ``includes``."""
+    """Return whether a source may open a file that is not in ``includes``."""
     rest = _INCLUDE.sub(b"", _ASKS_FOR_IT.sub(b"", _SPLICE.sub(b"", text)))
     return _ANY_INCLUDE.search(rest) is not None

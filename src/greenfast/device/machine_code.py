@@ -14,11 +14,11 @@ from greenfast.device.tool_process import ToolError, memory_for, run_tool
 from greenfast.spec.errors import DamagedCodeError
 
 _TIMEOUT_S = 120
-#: Bytes that nvdisasm may use in addition to what a tool may for its input.
+#: Memory for nvdisasm in addition to the limit of tools.
 _LISTING_MEMORY = 1 << 30
 _MOST_SAID = 1000
 
-# Counter -> opcodes; an opcode also stands for its longer forms (HMMA for HMMA.16816.F32).
+# Counter -> opcodes; an opcode includes its longer forms (HMMA: HMMA.16816.F32).
 _OPCODES: dict[str, tuple[str, ...]] = {
     "cp_async": ("LDGSTS",),
     "hmma": ("HMMA",),
@@ -73,9 +73,9 @@ def disassemble(cubin: bytes, entry: str) -> str:
 
 
 def count_instructions(sass: str) -> dict[str, int]:
-    """Instruction counts of a listing, by the counters of ``greenfast.judge.task.Counter``, and their ``total``.
+    """Count the instructions of a listing by the counters of ``greenfast.judge.task.Counter``, and their ``total``.
 
-    The counts are static: an instruction in a loop counts once. NOPs, which pad the end of a kernel, do not count.
+    The counts are static: an instruction in a loop counts once. NOPs do not count: they pad the end of a kernel.
     """
     opcodes = [opcode for opcode in _INSTRUCTION.findall(sass) if opcode != "NOP"]
     counts = {
@@ -100,9 +100,9 @@ def parse_listing(sass: str) -> tuple[list[tuple[str, str, str, str]], dict[str,
 def reached_from(
     code: list[tuple[str, str, str, str]], labels: dict[str, int], start: int, ends: Callable[[str, str], bool]
 ) -> set[int]:
-    """The instructions that a path reaches, with those where it ends; every branch may go both ways.
+    """Return the instructions that a path reaches, including its last ones. Every branch may go both ways.
 
-    ends: whether an instruction, by its opcode and operands, ends a path.
+    ends: returns whether an instruction (opcode, operands) ends a path.
     """
     reached: set[int] = set()
     ahead = [start]
@@ -126,9 +126,9 @@ def reached_from(
 
 
 def unawaited_stores(sass: str) -> list[str]:
-    """The bulk stores from shared memory in a listing from which no path leads to a wait for all of them.
+    """Return the bulk stores from shared memory in a listing without any path to a wait.
 
-    Machine code shows neither whether a store was committed nor which condition holds, so a wait on any path counts.
+    Machine code shows neither commits of stores nor conditions, so a wait on any path counts.
     """
     code, labels = parse_listing(sass)
     found = []
@@ -141,7 +141,7 @@ def unawaited_stores(sass: str) -> list[str]:
 
 
 def _only(cubin: bytes, entry: str) -> list[str]:
-    """Options that leave a library's other kernels out, which can take ten seconds; none where they do not apply."""
+    """Return options that skip the other kernels of a library (ten seconds); empty if they do not apply."""
     try:
         symbols = Image(cubin).symbols
     except ImageError:  # nvdisasm says what is wrong with it

@@ -1,18 +1,17 @@
 """The memory check on the GPU: a program between unmapped pages, with different contents of uninitialized memory.
 
 Each buffer of a case has pages of its own, with no memory on either side. A program runs several times: each buffer
-flush with the end of its pages, then with their start, each time with another byte in all memory that nothing has
-written. That is what outputs and workspaces hold before, what surrounds a buffer on its pages, shared memory, and
-1 KiB of local memory of each thread. Found are
+flush with the end of its pages, then with their start, each time with another byte in all uninitialized memory:
+outputs and workspaces, the rest of a buffer's pages, shared memory, and 1 KiB of local memory per thread. It detects
 
-- a read or write outside of a buffer: an illegal address, or where up to ALIGNMENT - 1 bytes lie between a buffer and
-  the end of its pages, another byte there;
-- a write to an input: its mapping is read-only if the driver has such, and it is compared afterwards;
-- a result that depends on uninitialized memory: other bits in one of the runs. What a captured function allocates is
-  overwritten where it does, so what an earlier tensor left in reused memory counts too.
+- a read or write outside of a buffer: an illegal address, or a changed byte among the up to ALIGNMENT - 1 bytes between
+  a buffer and the end of its pages;
+- a write to an input: its mapping is read-only if the driver supports it, and it is compared afterwards;
+- a result that depends on uninitialized memory: other bits in one of the runs. Allocations of a captured function are
+  overwritten at the time of the allocation, so old content of reused memory counts too.
 
-What it does not find: races, missing barriers and fences, accesses outside of a shared array, and reads that have no
-effect on the outputs.
+It does not detect races, missing barriers and fences, accesses outside of a shared array, and reads without an effect
+on the outputs.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from greenfast.spec.problem import Array, Case, dtype_of
 #: By run: whether buffers are flush with the end of their pages, and the byte of uninitialized memory. The bytes are
 #: NaN and -1, 0, and numbers that are neither (0.75 in float32).
 RUNS = ((True, 0xFF), (False, 0x00), (True, 0x3F))
-#: Of each buffer: wider than any vector that one thread reads or writes.
+#: Alignment of each buffer: wider than any vector access of one thread.
 ALIGNMENT = 32
-#: What the check leaves open where the driver has no read-only mappings.
+#: The note if the driver has no read-only mappings.
 NOT_READ_ONLY = "the driver has no read-only memory, so a write to an input that is undone is not seen"
-#: What a case that is checked may have in bytes, so that its pages fit next to the kernels' own memory.
+#: Largest checked case in bytes, so that its pages fit next to the kernels' own memory.
 MOST_BYTES = 1 << 30
 
 
 def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, case: Case) -> RunResult:
-    """Run a case as RUNS lists and compare what the runs leave.
+    """Run a case once per entry of RUNS and compare the results.
 
-    Raises MachineError, after which the device is lost, for an illegal access, and UnsupportedError for a device
-    without virtual memory management, or without room for the case.
+    Raises MachineError for an illegal access (the device is then lost), and UnsupportedError for a device without
+    virtual memory management or enough memory.
     """
     ordinal = int(gpu.device.device_id)
     if not is_supported(ordinal):
@@ -69,10 +68,10 @@ def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, cas
 
 @dataclass
 class _GuardedMemory:
-    """A buffer on pages of its own.
+    """A buffer on separate pages.
 
-    image: what the pages hold before the program runs. pointer, nbytes: of the buffer. changes: whether the program may
-    write it.
+    image: content of the pages before the program runs. pointer, nbytes: of the buffer. changes: whether the program
+    may write it.
     """
 
     memory: PhysicalMemory
@@ -103,7 +102,7 @@ class _GuardedMemory:
 
 
 class _GuardedCase:
-    """A program bound to one case, each buffer between unmapped pages. Use as a context manager, which frees them."""
+    """A program bound to one case, each buffer between unmapped pages. Use as a context manager: it frees the pages."""
 
     def __init__(self, gpu: Gpu, executable: Executable, case: Case, ordinal: int, at_end: bool, fill: int) -> None:
         self._gpu, self._executable, self._case = gpu, executable, case
@@ -128,7 +127,7 @@ class _GuardedCase:
             self.free()
 
     def _contents(self) -> dict[str, NDArray[np.uint8]]:
-        """What each buffer holds before the program runs."""
+        """Return the content of each buffer before the program runs."""
         contents = {}
         for name, spec in self._case.outputs.items():
             contents[name] = np.full(spec.nbytes, 0 if spec.zeros else self._fill, np.uint8)
@@ -179,7 +178,7 @@ class _GuardedCase:
         return outputs
 
     def _poison_allocations(self, step: int) -> None:
-        """Queue overwriting what the program allocates before a step: an allocator promises no content."""
+        """Queue the fill of the allocations before a step: an allocator guarantees no content."""
         for allocation in self._executable.allocations:
             pages = self._pages.get(allocation.buffer)
             if allocation.step != step or pages is None or not pages.changes:
@@ -190,7 +189,7 @@ class _GuardedCase:
                 check(driver.cuMemsetD8Async(pages.pointer + allocation.offset, self._fill, nbytes, stream))
 
     def violations(self) -> list[str]:
-        """What the program changed that it must not change."""
+        """Describe changes of memory that the program must not write."""
         found = []
         for name, pages in self._pages.items():
             changed = self._left[name] != pages.image

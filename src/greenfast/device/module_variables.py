@@ -1,4 +1,4 @@
-"""Memory of a module that outlives a launch: what a kernel could use to remember earlier launches."""
+"""Find the memory of a module that outlives a launch: a kernel could keep state there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from greenfast.spec.errors import DamagedCodeError
 _GLOBAL = (".nv.global", ".nv.global.init")
 #: Bank 3: ``__constant__`` variables. A kernel can write them through their address in global memory.
 _CONSTANT = ".nv.constant3"
-#: The device heap outlives a launch, and what is allocated there holds what was last freed there.
+#: The device heap outlives a launch, and an allocation contains the freed data.
 HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
 HEAP_BYTES = 8 << 20  # as the driver makes it
 
 
 def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
-    """Bytes in which a module can keep state from launch to launch, and bytes of its ``__constant__`` variables.
+    """Return the bytes of state that a module can keep across launches, and those of its ``__constant__`` variables.
 
-    Counted as state: every variable in global memory, managed ones and the ones that inline PTX declares in a function
-    too, and every ``__constant__`` variable, unless ``ptx``, which the machine code was made from, shows that it is
-    never written: tables such as ``static constexpr`` members and strings for printf. Without PTX they all count. A
-    kernel that allocates on the device heap counts with all of it, ``HEAP_BYTES``.
+    State is every variable in global memory (also managed ones, and ones declared in a function by inline PTX) and
+    every ``__constant__`` variable. Variables that ``ptx`` never writes are not state: ``static constexpr`` tables and
+    strings of printf. Without PTX all variables count. A kernel that allocates on the device heap counts with
+    ``HEAP_BYTES``.
 
     Raises DamagedCodeError for a cubin that cannot be read.
     """
@@ -39,9 +39,9 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def read_only_variables(cubin: bytes, ptx: str) -> tuple[str, ...]:
-    """The variables of a module that ``ptx``, which the machine code was made from, shows to be never written.
+    """Return the variables of a module that its PTX never writes.
 
-    They are no state, so a launch after which one has another value is wrong. Raises MachineError as variable_bytes.
+    They are not state, so a launch that changes one is wrong. Raises MachineError as variable_bytes.
     """
     _, found = _module_variables(cubin)
     names = {v.name for _, variables in found for v in variables}

@@ -25,8 +25,8 @@ from greenfast.device.sandbox import confine_compiler
 class Job:
     """A source to compile: its text, its name in messages, and the compiler's options.
 
-    folders: the project's include folders, which come before those of the options.
-    readable: the folders that the compiler may read, in a process of its own; None for no limit.
+    folders: the project's include folders, before those of the options.
+    readable: the only folders that the compiler may read, in a separate process; None for no limit.
     """
 
     source: str
@@ -51,7 +51,7 @@ class CompilerOutput:
 
 
 def run(job: Job) -> CompilerOutput:
-    """Compile in this process, at the fixed time of ``fix_clock`` where that works.
+    """Compile in this process, with a fixed clock if ``fix_clock`` works here.
 
     Raises RuntimeError if NVRTC cannot create a program from the source.
     """
@@ -143,7 +143,7 @@ def _confined(job: Job) -> CompilerOutput | str:
 
 
 def _relative(job: Job) -> Job:
-    """The job with its folders as seen from the first one, which becomes the current one.
+    """Return the job with folders relative to the first one, and make that the current folder.
 
     ``__FILE__`` then is a path inside the project, and a project in another folder gives the same machine code.
     """
@@ -154,7 +154,7 @@ def _relative(job: Job) -> Job:
 
 
 def _end_with(parent: int) -> None:
-    """A compile that may take long would outlive a parent that was killed: only between jobs is its pipe looked at."""
+    """End this process with its parent: during a long compile the closed pipe is not noticed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Errors in the machine code of a kernel that may begin while the launch before it ends.
+"""Check the machine code of a kernel for programmatic dependent launch: it may start before the previous launch ends.
 
-Such a kernel (CUDA's programmatic dependent launch; PTX ISA, "griddepcontrol") may access what the launch before it
-writes only after its wait, ACQBULK in machine code. Source order does not prove that: the compiler may move a load
-declared read-only (LDG.CONSTANT, from __ldg or const __restrict__) ahead of the wait.
+Such a kernel (PTX ISA, "griddepcontrol") may access the previous launch's outputs only after its wait, ACQBULK in
+machine code. Source order does not prove that: the compiler may move a load declared read-only (LDG.CONSTANT, from
+__ldg or const __restrict__) before the wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from greenfast.device.machine_code import parse_listing, reached_from
 
 _WAIT = "ACQBULK"
-# Accesses to global memory. Bulk copies (UBLKCP, UTMALDG) are left out: the instruction does not show what they copy.
+# Accesses to global memory, without bulk copies (UBLKCP, UTMALDG): the instruction does not show their addresses.
 _ACCESSES = frozenset(("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UTMASTG", "UTMAREDG"))
 
 

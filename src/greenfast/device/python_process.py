@@ -23,13 +23,13 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-#: The folder that holds the package, which may be the current one.
+#: The folder of the package; it may be the current folder.
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 _CHILD = (
     "import sys; fd, folder, *sys.path[:] = sys.argv[1:]; "
     "from greenfast.device.python_process import main; main(int(fd), folder)"
 )
-#: Folders named by the environment, which a process in another folder would look up elsewhere.
+#: Environment variables with folders; relative ones have another meaning in a process with another folder.
 _FOLDERS = ("GREENFAST_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_PATH", "CUDA_HOME")
 
 
@@ -75,7 +75,7 @@ def environment() -> dict[str, str]:
 
 
 def empty_folder() -> str:
-    """Return a folder without files that no other user can write: one for each user, which stays."""
+    """Return an empty folder that no other user can write: one per user; it is not removed."""
     folder = os.path.join(tempfile.gettempdir(), f"greenfast-empty-{os.getuid()}")
     with contextlib.suppress(OSError):
         os.mkdir(folder, 0o500)
@@ -102,7 +102,7 @@ def interrupts_blocked() -> Iterator[None]:
 class PythonProcess:
     """A process that calls ``function(connection, *arguments)``, both of which are pickled.
 
-    It leaves interrupts to this process, and ends when this process closes its end of ``connection`` or ends.
+    It ignores interrupts, and ends when this process ends or closes its end of ``connection``.
     connection: raises EOFError or OSError once the process has ended.
     """
 

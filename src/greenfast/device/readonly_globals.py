@@ -1,8 +1,8 @@
-"""Find the variables of a module that its PTX never writes: their addresses demonstrably go into loads alone.
+"""Find the variables of a module that its PTX never writes, by dataflow: all uses of their addresses are loads.
 
-An address is followed where it stays one: through copies, conversions between address spaces, sums with a number, and
-selections, and as 64 bits through local memory and the parameters of calls. Everything else may take it apart, so that
-it comes back by way of a table, the carry flag, a branch or a store. After any such use the variable counts as written.
+An address is followed through copies, conversions between address spaces, sums with a number, selections, and as 64
+bits through local memory and call parameters. Any other use may hide it in a table, the carry flag, a branch or a
+store; the variable then counts as written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STATEMENT = re.compile(
     r"(?:[\w$%]+\s*:\s*)*(?:@!?\s*(?P<guard>[\w$%]+)\s+)?(?P<opcode>[a-zA-Z.][\w.:]*)(?:\s+(?P<rest>.*))?$", re.DOTALL
 )
 _LOAD = re.compile(r"(?:ldu?|prefetchu?)\b")
-#: Instructions after which an address is still one, by the numbers of the operands that it may come from. A sum of two
-#: addresses, or the difference of two, is none.
+#: Instructions that compute an address from an address, with the indices of the possible source operands. A sum or a
+#: difference of two addresses is no address.
 _ADDRESS_OPERATIONS = (
     (re.compile(r"(?:mov\.[bus]64|cvta(?:\.to)?(?:\.\w+(?:::\w+)?)?\.[us]64|cvt\.[us]64\.[us]64)$"), (1,)),
     (re.compile(r"add\.[us]64$"), (1, 2)),
@@ -40,7 +40,7 @@ _SIMPLE = re.compile(r"(?:[a-zA-Z_$%][\w$%']*(?:\s*[+-]\s*\w+)?|[+-]?\d\w*)$")
 _OPERAND = re.compile(r"(?:\([^()]*\)|\[[^\[\]]*\]|[^,()\[\]])+")
 _WHOLE_ADDRESS = re.compile(r"\.[bus]64$")
 _STORE_TO_LOCAL = re.compile(r"st(?:\.(?:weak|volatile|local|L\w+(?:::\w+)?|wb|cg|cs|wt|v\d))*\.[busf]\d+$")
-#: From elsewhere than local memory; what is stored to a parameter is followed by its name.
+#: Loads from other memory than local; stores to a parameter are followed by its name.
 _LOAD_ELSEWHERE = re.compile(r"ldu?\.(?:global|const|shared|param|volatile\.global|volatile\.shared)\b")
 _COPY_INTO_SHARED = re.compile(r"cp\.async\.c[ag]\.shared(?:::cta)?\.global\b")
 _CALLED = re.compile(r"\s*(?:\([^)]*\)\s*,\s*)?([\w$%]+)")
@@ -65,7 +65,7 @@ def find_readonly_globals(ptx: str, names: Iterable[str]) -> set[str]:
 
 
 def _only_declared(ptx: str, name: str) -> bool:
-    """Whether a name stands once in a text without block comments: in a declaration, on a line without another."""
+    """Return whether a text without block comments has a name only once: in a declaration, alone on its line."""
     at = ptx.find(name)
     if at < 0 or ptx.find(name, at + 1) >= 0:
         return False
@@ -120,11 +120,12 @@ class _Statement:
 
 @dataclass
 class _AddressFlow:
-    """names: the variables asked for. held: the ones whose addresses a variable's initial value holds.
+    """The state of the dataflow analysis of a module.
 
-    local: the addresses that are stored in local memory. local_in_parts: whether anything writes part of an address
-    there. parameters_in_parts: the parameters of calls that are written so. lost: the variables that may be written.
-    own: functions that have a body here, aliases and registers.
+    names: variables to analyse. held: variable -> variables with an address in its initial value. local: addresses
+    stored in local memory. local_in_parts: whether any store to local memory writes part of an address.
+    parameters_in_parts: call parameters with such stores. lost: variables that may be written. own: functions with a
+    body in the module, aliases and registers.
     """
 
     names: set[str]
@@ -179,7 +180,7 @@ class _AddressFlow:
                     body = []
 
     def _declare(self, statement: str) -> None:
-        """What stands outside of functions: a variable of the module, perhaps with addresses as initial value."""
+        """Read a statement outside of functions: a variable, possibly with addresses in its initial value."""
         if not _VARIABLE.search(statement.partition("=")[0]):
             return
         left, _, values = statement.partition("=")
@@ -247,7 +248,7 @@ class _AddressFlow:
         return loaded
 
     def _read(self, names: set[str]) -> None:
-        """Lose the addresses that some variables hold, whose contents are copied elsewhere."""
+        """Mark the addresses in copied variables as lost."""
         self.lost |= {held for name in names for held in self.held.get(name, ())}
 
     def _kept(self, place: set[str], addresses: set[str], opcode: str) -> None:
@@ -258,7 +259,7 @@ class _AddressFlow:
 
 
 def _address_sources(statement: _Statement) -> tuple[int, ...]:
-    """The operands that an address may come from, if the instruction leaves it one; else none."""
+    """Return the operands from which the result may be an address; empty if the result is no address."""
     for operation, sources in _ADDRESS_OPERATIONS:
         if operation.match(statement.opcode):
             return sources if all(_SIMPLE.match(statement.operands[n]) for n in (0, *sources)) else ()

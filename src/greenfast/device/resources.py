@@ -25,7 +25,7 @@ def parse_resources(log: str, entry: str, dynamic_smem_bytes: int) -> Resources:
     """The resources of kernel ``entry``, from the compiler's log.
 
     Spills are summed over the kernel and every function that it calls; the stack is the deepest.
-    Raises MachineError naming what the log lacks: a missing value never counts as zero.
+    Raises MachineError with the missing entry: a missing value never counts as zero.
     """
     _, *parts = _SECTION.split(log)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))

@@ -1,8 +1,7 @@
-"""What a process gives up before it runs or compiles what others wrote. Standard library only, to start fast.
+"""Restrict a process before it runs or compiles third-party code. Standard library only, to start fast.
 
-Linux offers several mechanisms, and each may be missing or forbidden where the judge runs (a container, an old kernel):
-``confine``, of a solution's process, and ``confine_compiler`` apply what they can. docs/judging.md says what none of
-them protects from.
+Linux has several mechanisms, and each may be missing or forbidden (in a container, with an old kernel). ``confine``,
+for a solution's process, and ``confine_compiler`` apply the available ones. docs/judging.md lists the remaining risks.
 """
 
 from __future__ import annotations
@@ -124,11 +123,11 @@ _FILTERED = (
     "prlimit64 302 261, move_pages 279 239, personality 135 92, prctl 157 167, socket 41 198, socketpair 53 199, "
     "connect 42 203, setpgid 109 154"
 )
-#: By machine: the audit architecture, and the column of the numbers.
+#: Machine -> the audit architecture, and the column of the call numbers.
 _MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}
 _NEWEST = 462  # the newest call that is known here; libraries fall back from a newer one that does not exist
 _EPERM, _ENOENT, _ENOSYS = 1, 2, 38
-# Flags of new namespaces, and CLONE_PARENT, which makes a child of the judge.
+# Flags of new namespaces, and CLONE_PARENT: it would make a child of the judge.
 _NAMESPACES = 0x7E020000 | 0x8000
 #: prctl: names, capabilities that are held, memory; not the signal on the parent's end, nor who may trace it.
 _PRCTL = (2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 38, 39, 40, 41, 42, 50, 51, 55, 56, 0x53564D41)
@@ -146,17 +145,17 @@ Check = tuple[int, int, Sequence[int]]
 _ALL = 0xFFFFFFFF
 
 
-#: What ``confine`` calls the limit of all processes together.
+#: The name of the limit of all processes together in the result of ``confine``.
 BY_CGROUP = "memory and processes by cgroup"
 
 
 def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[str]:
-    """Give up what can be given up, for this process and all that it starts; returns what held.
+    """Apply all available restrictions to this process and its children; return the applied ones.
 
-    readable: folders that the code needs, besides the system's. writable: the one folder where it may write.
-    gpu: whether it may use the GPUs that its environment shows it.
-    Call it while the process has one thread. The process also ends with the judge, which may be killed while it stops
-    this one between questions.
+    readable: folders that the code needs, besides the system's. writable: the only writable folder. gpu: whether it may
+    use the GPUs that are visible in its environment.
+    Call it while the process has one thread. The process also ends with the judge: the judge may be killed while this
+    process is paused between requests.
     """
     signals = _scopes_signals()
     held = [
@@ -176,9 +175,10 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
 
 
 def confine_compiler(readable: Sequence[str]) -> None:
-    """Give up all files but these folders, which a source's includes could name, as its text ends up in messages.
+    """Restrict reading to these folders: a source could include other files, and messages quote them.
 
-    Also what ``confine`` does but the network's namespace, as there are no sockets. The process ends with its parent.
+    Applies the restrictions of ``confine`` too, except the network namespace: sockets are forbidden. The process ends
+    with its parent.
     """
     signals = _scopes_signals()
     _tried(lambda: _limit(False, COMPILER_BYTES))
@@ -222,7 +222,7 @@ def _prctl(option: int, *values: int) -> None:
 
 
 def _leave_network() -> None:
-    """A network namespace without interfaces; where that needs it, in a user namespace with the same user."""
+    """Enter a network namespace without interfaces, in a user namespace with the same user if necessary."""
     user, group = os.getuid(), os.getgid()
     if _LIBC.unshare(_CLONE_NEWNET | _CLONE_NEWIPC) == 0:
         return
@@ -264,7 +264,7 @@ def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) ->
 
 
 def _gpu_devices() -> list[str]:
-    """The driver's device files. Not /dev/shm, where other programs of the user keep what they share."""
+    """Return the driver's device files. /dev/shm is not included: other programs of the user share data there."""
     return [*glob.glob("/dev/nvidia*"), *glob.glob("/dev/nvidia-caps/*")]
 
 
@@ -283,7 +283,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up root's powers, but to read files of other users, within what Landlock allows."""
+    """Drop root's capabilities, except reading files of other users (within Landlock's rules)."""
     header = struct.pack("Ii", 0x20080522, 0)  # version 3, this thread
     data = ctypes.create_string_buffer(24)
     _checked(_LIBC.syscall(_number("capget", "capget 125 90"), header, data))
@@ -318,8 +318,8 @@ def _number(name: str, calls: str) -> int:
 def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tuple[int, Sequence[Sequence[Check]]]]:
     """Return by name the error of a refused call, and what allows one: all checks of any of some alternatives.
 
-    own: the process whose number the filter knows. Its children inherit the filter, which takes their numbers for other
-    processes', so they change themselves by 0 alone. signals_scoped: whether signals reach no other process anyway.
+    own: the process id in the filter. Children inherit the filter, and it treats their ids as other processes, so they
+    can refer to themselves only by 0. signals_scoped: whether Landlock already blocks signals to other processes.
     """
     always: Sequence[Sequence[Check]] = ((),)
     never: Sequence[Sequence[Check]] = ()
@@ -353,7 +353,7 @@ def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tupl
         "socketpair": (_EPERM, [[connected]]),
         "connect": (_ENOENT if gpu else _EPERM, never),
         # Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts
-        # each in a new group and stops where that fails, so the call says that it succeeded and does nothing.
+        # each in a new group and stops if that fails, so the call reports success and does nothing.
         "setpgid": (0, never),
     }
 
@@ -385,7 +385,7 @@ def _filter_program(gpu: bool, own: int, signals_scoped: bool) -> bytes:
 
 
 def _allow_if(checks: Sequence[Check]) -> list[_Instruction]:
-    """Return instructions that allow a call if all checks hold, and else continue behind them."""
+    """Return instructions that allow a call if all checks hold, and otherwise continue after them."""
     code: list[_Instruction] = [(_ANSWER, 0, 0, _ALLOW)]
     for argument, mask, values in reversed(checks):
         check: list[_Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask)]  # the argument's low half
@@ -439,10 +439,10 @@ def _read(path: str) -> str:
 
 
 def _cgroup_parents(proc: str = "/proc/self") -> list[dict[str, dict[str, str]]]:
-    """Return where a control group may be made: sets of folders, each with the limits that it takes.
+    """Return the possible locations of a control group: sets of folders with their limits.
 
-    A group of version 2 that has processes cannot have limited ones below it, so its parent is tried too: it is the
-    user's where the service manager delegated it. With version 1 memory and processes are two hierarchies.
+    A group of version 2 with processes cannot have limited subgroups, so its parent is tried too: the service manager
+    may have delegated it to the user. With version 1, memory and processes are two hierarchies.
     """
     own = {}
     for line in _read(f"{proc}/cgroup").splitlines():
@@ -471,7 +471,7 @@ def _cgroup_parents(proc: str = "/proc/self") -> list[dict[str, dict[str, str]]]
 
 
 def remove_cgroup(process: int) -> None:
-    """Remove the control groups of a process that has ended, and end what is left in them."""
+    """Remove the control groups of an ended process, and end the remaining processes in them."""
     for parents in _cgroup_parents():
         for parent in parents:
             folder = os.path.join(parent, f"{_CGROUP}{process}")
@@ -494,7 +494,7 @@ def _end_all_in(cgroup: str) -> None:
 
 
 def _remove_old_cgroups(parent: str) -> None:
-    """Remove the groups of processes whose judge was killed; one that still has processes cannot be removed."""
+    """Remove the groups left by a killed judge. A group with running processes cannot be removed."""
     for name in os.listdir(parent):
         process = name.removeprefix(_CGROUP)
         ended = process == str(os.getpid()) or not os.path.exists(f"/proc/{process}")

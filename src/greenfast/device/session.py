@@ -1,4 +1,4 @@
-"""A session on a device, as worker processes serve it: what it is asked and answers."""
+"""The interface of a session on a device, served by worker processes, and its results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from greenfast.spec.problem import Array, Case
 class RunResult:
     """The outputs of one case, memory violations, and whether repeats agreed bit by bit.
 
-    counts: what the kernel executed; None if the device does not count it, as on a GPU. notes: what is no violation.
-    findings: what the emulator found and went on after; the formal ones are among the violations too.
+    counts: executed instructions; None if the device does not count, as on a GPU. notes: observations that are no
+    violation. findings: of the emulator, after which it continued; formal ones are among the violations too.
     """
 
     outputs: dict[str, Array]
@@ -30,7 +30,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class WrongLaunch:
-    """A launch that did not leave what it should: its number among ``of`` launches, from 1, and its case, from 0."""
+    """A launch with a wrong result. number: from 1, among ``of`` launches. case: from 0."""
 
     number: int
     of: int
@@ -43,7 +43,10 @@ class WrongLaunch:
 
 @dataclass(frozen=True)
 class Started:
-    """What a program did before it is timed. digests: of each case's first outputs. wrong: the first wrong launch."""
+    """The result of the launches before the timing.
+
+    digests: of each case's first outputs. wrong: first wrong launch.
+    """
 
     digests: list[str]
     wrong: WrongLaunch | None = None
@@ -83,17 +86,20 @@ class Session(Protocol):
         """
 
     def finish(self, key: str) -> None:
-        """Free what was bound."""
+        """Free the memory of a bound program."""
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
         """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
 
     def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
-        """What each phase of an instrumented build executes; MachineError if the device does not count it."""
+        """Return the counts of each phase of an instrumented build.
+
+        Raises MachineError if the device does not count.
+        """
 
 
 def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
-    """Whether two sets of outputs are equal bit by bit (NaN included)."""
+    """Return whether two sets of outputs are equal bit by bit (including NaN)."""
     return all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 

@@ -1,4 +1,4 @@
-"""Run a compiler's tool (ptxas, nvdisasm) on what others wrote: confined, with limits of memory, time and output."""
+"""Run a compiler's tool (ptxas, nvdisasm) on third-party input: confined, with limits of memory, time and output."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from greenfast.device import sandbox
 OUTPUT_BYTES = 256 << 20
 #: Bytes of memory for a small input, for each byte of input, and at most.
 LEAST_MEMORY, MEMORY_FOR_BYTE, MOST_MEMORY = 1 << 30, 1024, 8 << 30
-#: What the tools print where they cannot allocate.
+#: The tools' messages after a failed allocation.
 _OUT_OF_MEMORY = ("out of memory", "emory allocation", "bad_alloc")
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_PATH", "CUDA_HOME")
 
 
 class ToolError(Exception):
-    """A tool was ended, crashed, or exceeded a limit; the message says how, after the tool's name."""
+    """A tool was ended, crashed, or exceeded a limit; the message has the tool's name and the cause."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a tool ended by itself, and what it printed."""
+    """The exit code and the output of a tool."""
 
     exit_code: int
     output: str
@@ -44,9 +44,9 @@ def memory_for(input_bytes: int) -> int:
 def run_tool(
     tool: Path, arguments: Sequence[str], folder: Path, *, name: str, memory_bytes: int, seconds: int
 ) -> Ended:
-    """Run a tool in ``folder``, the only one that it may write. name: of the tool in its own messages.
+    """Run a tool in ``folder``, its only writable folder. name: of the tool in its own messages.
 
-    Raises ToolError where it crashes, is late, or needs more than it may have.
+    Raises ToolError if it crashes or exceeds its limits of time, memory or output.
     """
     tools = [str(tool.parent), str(tool.resolve().parent), str(tool.resolve().parent.parent)]
     job = {

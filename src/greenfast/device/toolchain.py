@@ -1,4 +1,4 @@
-"""Where the compiler, its headers and the disassembler are on this machine, and what to install if they are missing."""
+"""Find the compiler, its headers and the disassembler on this machine; name missing packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEADERS = {
     "crt/mma.h": "nvidia-cuda-crt",
 }
 _CCCL_HEADER = "cuda/std/version"
-#: C's and C++'s standard headers for kernels, such as <cstdint>, <cmath> and <stdio.h>, which NVRTC does not have.
+#: Standard headers of C and C++ for kernels, such as <cstdint>, <cmath> and <stdio.h>; NVRTC has none.
 STANDARD_HEADERS = Path(__file__).parent / "standard"
 _LOADING = threading.Lock()
 _REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set CUDA_PATH to its folder"
@@ -76,10 +76,9 @@ def nvdisasm() -> Path:
 
 
 def assemblers() -> list[Path]:
-    """What assembles PTX (ptxas), in the order in which it is asked; only kernels that are PTX themselves need it.
+    """Return the assemblers (ptxas) in order of preference. Only kernels in PTX need one.
 
-    A Python package's comes first (nvidia-cuda-nvcc), then CUDA_PATH's and PATH's, then the ones that Triton brings:
-    the newest CUDA's under the name of Blackwell, for which it first needed one.
+    Order: the Python package nvidia-cuda-nvcc, CUDA_PATH, PATH, then Triton's: ptxas-blackwell (newest CUDA) and ptxas.
     """
     found = [Path(tool) for tool in (find_nvidia_binary_utility("ptxas"), shutil.which("ptxas")) if tool]
     triton = importlib.util.find_spec("triton")
@@ -105,7 +104,7 @@ def _standard_headers_digest() -> bytes:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Name, size and modification time of a file, which stand for its content; not its folder.
+    """Return name, size and modification time of a file in place of its content; not its folder.
 
     The time is in whole seconds, as layers of container images store it: a cache that was filled while an image was
     built then works in the image.

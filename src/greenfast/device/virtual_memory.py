@@ -1,8 +1,8 @@
-"""Device memory through CUDA's virtual memory management: chosen access, and no memory on either side.
+"""Device memory through CUDA's virtual memory management: chosen access, and unmapped addresses on both sides.
 
-An address next to a mapping belongs to a reserved range that nothing is mapped to. A kernel that reads or writes there
-ends with an illegal address, whatever else is allocated. The same memory can have several mappings with different
-access, such as one that is read-only for a kernel and one through which its content is restored.
+The addresses next to a mapping are reserved and unmapped. A kernel that reads or writes there ends with an illegal
+address, independent of other allocations. The same memory can have several mappings with different access, such as a
+read-only one for a kernel and a writable one to restore the content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GUARD_ADDRESSES = 1 << 30
 
 
 class Access(Enum):
-    """What the device may do with a mapping."""
+    """The device's access to a mapping."""
 
     NONE = "CU_MEM_ACCESS_FLAGS_PROT_NONE"
     READ = "CU_MEM_ACCESS_FLAGS_PROT_READ"
@@ -28,7 +28,7 @@ class Access(Enum):
 
 
 def is_supported(ordinal: int) -> bool:
-    """Whether a device has virtual memory management."""
+    """Return whether a device has virtual memory management."""
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     return bool(check(driver.cuDeviceGetAttribute(attribute, ordinal)))
 
@@ -48,7 +48,7 @@ def _properties(ordinal: int) -> Any:
 
 
 def has_read_only(ordinal: int) -> bool:
-    """Whether the driver has mappings that a device can only read."""
+    """Return whether the driver supports read-only mappings."""
     memory = PhysicalMemory(1, ordinal)
     try:
         memory.map(Access.READ).free()
@@ -60,7 +60,7 @@ def has_read_only(ordinal: int) -> bool:
 
 
 class PhysicalMemory:
-    """Memory of a device without an address. nbytes: what was asked for, in whole granules, at least one.
+    """Physical memory of a device without an address. nbytes: the requested size, rounded up to granules, at least one.
 
     Raises MachineError if the driver refuses.
     """
@@ -104,7 +104,7 @@ class Mapping:
         return self.pointer + self.nbytes
 
     def set_access(self, access: Access) -> None:
-        """Change what the device may do, once everything that is queued has run. Raises MachineError as ``map``."""
+        """Change the device's access after all queued work has finished. Raises MachineError as ``map``."""
         check(driver.cuCtxSynchronize())
         description = driver.CUmemAccessDesc()
         description.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -132,7 +132,7 @@ class GuardedPages:
         self.nbytes, self.pointer, self.end = self._mapping.nbytes, self._mapping.pointer, self._mapping.end
 
     def set_access(self, access: Access) -> None:
-        """Change what the device may do (see Mapping.set_access)."""
+        """Change the device's access (see Mapping.set_access)."""
         self._mapping.set_access(access)
 
     def free(self) -> None:

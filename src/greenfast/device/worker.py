@@ -15,7 +15,7 @@ from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
 
-#: Seconds that a process may take to start Python and the driver, which do not count toward a kernel's time-out.
+#: Time limit for the start of Python and the driver in seconds; it does not count toward a kernel's time-out.
 START_S = 30.0
 
 
@@ -29,13 +29,13 @@ class WorkerError(GreenfastError):
 
     @property
     def fault(self) -> str:
-        """The message, with what an illegal address means here: inputs are mapped for reading only."""
+        """The message, with an explanation of an illegal address: inputs are mapped read-only."""
         illegal = "CUDA_ERROR_ILLEGAL_ADDRESS" in str(self)
         return ("an access outside of its buffers, or a write to an input: " if illegal else "") + str(self)
 
 
 class UnsupportedByDeviceError(WorkerError):
-    """The device could not run a kernel that may be right, so nothing is known of it: what it lacks, and where."""
+    """The device cannot run a kernel that may be correct; the message names the missing feature and its source line."""
 
     def __init__(self, message: str, ended: bool = False) -> None:
         super().__init__(message)
@@ -46,8 +46,9 @@ class Worker:
     """A session in a child process. Use as a context manager; leaving it ends the process.
 
     Every method raises WorkerError, and closes the worker, if the process dies, exceeds ``timeout_s`` or reports an
-    error. What the device cannot run is an UnsupportedByDeviceError, after which the worker can be used further. So is
-    a process that dies or is late, if the session ``emulates``: an emulator's process is not at a kernel's mercy.
+    error. A kernel that the device cannot run raises UnsupportedByDeviceError; the worker remains usable. If the
+    session ``emulates``, a dead or late process also raises UnsupportedByDeviceError: a kernel cannot crash an
+    emulator.
     """
 
     def __init__(self, ordinal: int = 0, *, timeout_s: float, make_session: Callable[..., Any] = GpuSession) -> None:
@@ -68,7 +69,7 @@ class Worker:
         self._process.close()
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the session's method returns."""
+        """Call a method of the session; return its result."""
         if not self._started:
             self._answer("start", START_S)
             self._started = True
@@ -134,7 +135,7 @@ class Worker:
         return block
 
     def finish(self, key: str) -> None:
-        """Free what was bound."""
+        """Free the memory of a bound program."""
         self.call("finish", key)
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
@@ -143,7 +144,7 @@ class Worker:
         return result
 
     def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
-        """What each phase of an instrumented build executes."""
+        """Return the counts of each phase of an instrumented build."""
         result: dict[str, KernelCounts] = self.call("phase_counts", executable, case)
         return result
 
