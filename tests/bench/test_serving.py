@@ -104,7 +104,7 @@ def test_the_comparison_names_its_groups_and_travels_to_a_process() -> None:
     assert session.keywords["fa3_library"] == "/some/library.so"
     assert len(session.keywords["cases"]) == len(found.timed) + 1
     whole = serving()
-    assert set(whole.backends) == set(BACKENDS)
+    assert set(whole.contenders) == set(BACKENDS)
     assert all(BACKENDS[name].own for name in whole.own)
     assert "copy" not in whole.own
     assert {cell.shape.name.split("_")[0] for cell in whole.timed if cell.grid} == {"decode", "prefill"}

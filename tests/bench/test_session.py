@@ -48,7 +48,7 @@ def test_the_peers_are_timed_on_equal_tokens_and_hidden_sizes() -> None:
     assert {(d["D"], d["S"], d.get("CAUSAL", 0)) for d in grid} == set(
         itertools.product((64, 128, 256), (1024, 4096, 16384), (0, 1))
     )
-    assert found.backends == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn", "fa3_bf16"]
+    assert found.contenders == [KERNEL, "fa3", "cudnn", "torch_flash", "torch_cudnn", "fa3_bf16"]
     assert [cell.backends for cell in found.accuracy if cell.series == "length"] == [(KERNEL, "fa3")] * 4
     assert {cell.seed for cell in found.timed} == {0}
     assert {cell.seed for cell in found.accuracy} == {1}
@@ -68,7 +68,7 @@ def test_the_operator_is_checked_on_all_rows_and_on_every_kind_of_inputs() -> No
         "torch_cudnn",
         "fa3_bf16",
     }
-    assert found.backends[:7] == list(found.own)
+    assert found.contenders[:7] == list(found.own)
     assert found.host is not None
     assert found.host.backends == ("sdpa_fp8", "attention_fp8", "torch")
     assert found.kernels is not None

@@ -84,7 +84,7 @@ def test_a_wrong_kernel_is_detected(session: BenchSession) -> None:
 def test_outliers_and_a_mask(session: BenchSession) -> None:
     dims = {"B": 2, "H": 2, "S": 1000, "D": 128, "CAUSAL": 1}
     image, plan = image_of(dims)
-    names = peers().backends
+    names = peers().contenders
     session.open(BenchCell(Shape(name="any", dims=dims), tuple(names), "outliers", seed=1, sampled=1000), (image, plan))
     for backend in session.facts(names).backends:
         if not backend.missing:

@@ -65,7 +65,7 @@ class Comparison:
     arch: str = ""
 
     @property
-    def backends(self) -> list[str]:
+    def contenders(self) -> list[str]:
         """The names of all backends, greenfast's first."""
         cells = (*self.timed, *self.accuracy, *([self.host] if self.host else []))
         return sorted(dict.fromkeys(n for cell in cells for n in cell.backends), key=lambda n: n not in self.own)

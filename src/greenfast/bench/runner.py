@@ -59,7 +59,7 @@ class _WorkerSession:
         self._comparison, self._start, self.limits, self._side = comparison, start, limits, side
         self._crashes: dict[str, list[str]] = {}
         self._worker = start()
-        facts: Facts = self._worker.call("facts", comparison.backends)
+        facts: Facts = self._worker.call("facts", comparison.contenders)
         self.backends, self.versions = facts.backends, facts.versions
         self._missing = {c.name: c.missing for c in facts.backends}
 
