@@ -45,7 +45,7 @@ TORCH_MODULES = tuple(
 )
 MAX_LINES = 1000
 #: Class names that still have several definitions. The list only shrinks.
-DUPLICATE_CLASSES = {"Finding", "Instruction", "Program", "_Strict"}
+DUPLICATE_CLASSES = {"Program"}
 #: Modules with a name of the standard library: `greenfast profile` is a verb of the command line.
 STANDARD_NAMES = {"cli/profile.py"}
 

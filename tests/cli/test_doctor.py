@@ -16,7 +16,7 @@ import pytest
 from greenfast.cli.main import main
 from greenfast.device.worker import WorkerError
 from greenfast.judge import doctor
-from greenfast.judge.doctor import Finding
+from greenfast.judge.doctor import Diagnosis
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
@@ -40,7 +40,7 @@ def raising(error: Exception) -> RAISING:
     return fail
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: list[Diagnosis]) -> dict[str, Diagnosis]:
     return {finding.what: finding for finding in findings}
 
 
@@ -48,7 +48,7 @@ def device(capability: str) -> DeviceInfo:
     return DeviceInfo(kind="gpu", name="a GPU", compute_capability=capability, cuda_version="13.0", driver="580.95")
 
 
-def show_gpus(monkeypatch: pytest.MonkeyPatch, *answers: DeviceInfo | Exception) -> list[Finding]:
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *answers: DeviceInfo | Exception) -> list[Diagnosis]:
     def info(ordinal: int, timeout_s: float) -> DeviceInfo:
         answer = answers[ordinal]
         if isinstance(answer, Exception):
@@ -156,7 +156,7 @@ def test_the_cache(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert doctor.compile_cache().found == f"{cache_folder}, not made yet"
     (cache_folder / "a").mkdir(parents=True)
     (cache_folder / "a" / "one").write_bytes(bytes(3 << 20))
-    assert doctor.compile_cache() == Finding("compile cache", "OK", f"{cache_folder}, 1 entries, 3.0 MiB")
+    assert doctor.compile_cache() == Diagnosis("compile cache", "OK", f"{cache_folder}, 1 entries, 3.0 MiB")
     (tmp_path / "file").touch()
     for lost in (tmp_path / "file", tmp_path / "file" / "below"):
         monkeypatch.setenv("GREENFAST_CACHE_DIR", str(lost))
@@ -175,7 +175,7 @@ def test_each_gpu_and_the_target_picked_for_it(monkeypatch: pytest.MonkeyPatch) 
     assert all(f.remedy for f in found[1:])
     assert doctor.gpu_gates(found)
     assert not doctor.gpu_gates(found[1:])
-    assert not doctor.gpu_gates([*found, Finding("torch", "MISSING", "not installed")])
+    assert not doctor.gpu_gates([*found, Diagnosis("torch", "MISSING", "not installed")])
 
 
 def test_a_missing_gpu_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

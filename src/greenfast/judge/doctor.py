@@ -64,7 +64,7 @@ extern "C" __global__ void probe(const __nv_fp8_e4m3* x, float* y) { y[threadIdx
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """The status of one dependency.
 
     OK: available. MISSING: required for attention. EXTRA: required for validate, judge and the other commands, and part
@@ -77,29 +77,29 @@ class Finding:
     remedy: str = ""
 
 
-def library(findings: Sequence[Finding]) -> bool:
+def library(findings: Sequence[Diagnosis]) -> bool:
     """Check whether attention can be computed: on a Hopper GPU, or slowly on CPU tensors."""
     return all(f.status != "MISSING" for f in findings)
 
 
-def static_gates(findings: Sequence[Finding]) -> bool:
+def static_gates(findings: Sequence[Diagnosis]) -> bool:
     """Check whether validate can decide BUILD, RESOURCES and EVIDENCE."""
     return all(f.status not in ("MISSING", "EXTRA") for f in findings)
 
 
-def gpu_gates(findings: Sequence[Finding]) -> bool:
+def gpu_gates(findings: Sequence[Diagnosis]) -> bool:
     """Check whether validate can decide PERFORMANCE too."""
     return static_gates(findings) and any(f.what.startswith("GPU") and f.status == "OK" for f in findings)
 
 
-def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
+def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
     """Check all dependencies. environment: the environment variables; None for those of this process."""
     variables = os.environ if environment is None else environment
     findings = [python(), *packages()]
     if _NO_LIBRARY:
         return [
             *findings,
-            Finding("everything else", "MISSING", f"not looked at: {_NO_LIBRARY}", "reinstall greenfast"),
+            Diagnosis("everything else", "MISSING", f"not looked at: {_NO_LIBRARY}", "reinstall greenfast"),
         ]
     devices = gpus()
     target = next((target for target, _ in devices if target), None)
@@ -115,10 +115,10 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Finding]:
     ]
 
 
-def _of_judge(variables: Mapping[str, str]) -> list[Finding]:
+def _of_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
     """Check the dependencies of the judge."""
     if _NO_JUDGE:
-        return [Finding("validate and judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
+        return [Diagnosis("validate and judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
     return [
         _tool("ncu", ncu(), "the profile of EVIDENCE and of `greenfast profile`", "NVIDIA Nsight Compute"),
         _tool("compute-sanitizer", shutil.which("compute-sanitizer"), "looking for races by hand", "a CUDA toolkit"),
@@ -126,15 +126,15 @@ def _of_judge(variables: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def python() -> Finding:
+def python() -> Diagnosis:
     """Check the interpreter."""
     least, most = _PYTHON
     fits = least <= sys.version_info[:2] <= most
     remedy = "" if fits else f"use Python {least[0]}.{least[1]} to {most[0]}.{most[1]}"
-    return Finding("Python", "OK" if fits else "MISSING", platform.python_version(), remedy)
+    return Diagnosis("Python", "OK" if fits else "MISSING", platform.python_version(), remedy)
 
 
-def packages() -> list[Finding]:
+def packages() -> list[Diagnosis]:
     """Check the packages of the static gates by their installed metadata, without importing them."""
     findings = []
     for name, least in PACKAGES.items():
@@ -146,7 +146,7 @@ def packages() -> list[Finding]:
         extra = name in _JUDGE
         remedy = "" if fits else install_command("judge") if extra else f'pip install "{name}>={least}"'
         status: Status = "OK" if fits else "EXTRA" if extra else "MISSING"
-        findings.append(Finding(name, status, version or "not installed", remedy))
+        findings.append(Diagnosis(name, status, version or "not installed", remedy))
     return findings
 
 
@@ -156,39 +156,39 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def installation() -> Finding:
+def installation() -> Diagnosis:
     """Check this package: its version and location."""
     if not (KERNEL_DIR.parents[2] / "pyproject.toml").is_file():
-        return Finding("greenfast", "OK", f"{__version__}, an installed package")
+        return Diagnosis("greenfast", "OK", f"{__version__}, an installed package")
     git = git_state()
     commit = "without git" if git.sha == "unknown" else f"at {git.sha[:10]}{' with changes' if git.dirty else ''}"
-    return Finding("greenfast", "OK", f"{__version__}, a checkout {commit}")
+    return Diagnosis("greenfast", "OK", f"{__version__}, a checkout {commit}")
 
 
-def _toolchain() -> Iterator[Finding]:
+def _toolchain() -> Iterator[Diagnosis]:
     try:
         library = toolchain.nvrtc_library()
         _, major, minor = nvrtc.nvrtcVersion()
-        yield Finding("NVRTC", "OK", f"{major}.{minor}, {library}")
+        yield Diagnosis("NVRTC", "OK", f"{major}.{minor}, {library}")
     except (GreenfastError, RuntimeError) as e:
         yield _missing("NVRTC", e)
     try:
-        yield Finding("CUDA headers", "OK", ", ".join(map(str, toolchain.cuda_include_dirs())))
+        yield Diagnosis("CUDA headers", "OK", ", ".join(map(str, toolchain.cuda_include_dirs())))
     except GreenfastError as e:
         yield _missing("CUDA headers", e)
     try:
-        yield Finding("nvdisasm", "OK", str(toolchain.nvdisasm()))
+        yield Diagnosis("nvdisasm", "OK", str(toolchain.nvdisasm()))
     except GreenfastError as e:
         yield _missing("nvdisasm", e, "EXTRA")
 
 
-def _missing(what: str, error: Exception, status: Status = "MISSING") -> Finding:
+def _missing(what: str, error: Exception, status: Status = "MISSING") -> Diagnosis:
     """Return a finding for an error. Its message has the form "fault; remedy"."""
     found, _, remedy = str(error).partition("; ")
-    return Finding(what, status, " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
+    return Diagnosis(what, status, " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
 
 
-def compile_check(target: Target) -> Finding:
+def compile_check(target: Target) -> Diagnosis:
     """Compile a tiny kernel without the cache, and disassemble it if there is a disassembler."""
     source = KernelSource("probe", _PROBE, "probe.cu", (), (32, 1, 1))
     try:
@@ -198,7 +198,7 @@ def compile_check(target: Target) -> Finding:
             found += f", {count_instructions(disassemble(kernel.cubin, source.entry))['total']} instructions"
     except (GreenfastError, RuntimeError, OSError) as e:
         return _missing("compile check", e)
-    return Finding("compile check", "OK", found)
+    return Diagnosis("compile check", "OK", found)
 
 
 def _has_disassembler() -> bool:
@@ -209,52 +209,52 @@ def _has_disassembler() -> bool:
     return True
 
 
-def compile_cache() -> Finding:
+def compile_cache() -> Diagnosis:
     """Check the folder of compiled kernels. Without it, every run compiles everything again."""
     remedy = "without it every run compiles anew: set GREENFAST_CACHE_DIR to a folder that can be written"
     try:
         folder = cache.cache_dir()
     except RuntimeError as e:
-        return Finding("compile cache", "OPTIONAL", str(e), remedy)
+        return Diagnosis("compile cache", "OPTIONAL", str(e), remedy)
     if not folder.exists():
         nearest = next(parent for parent in folder.absolute().parents if parent.exists())
         if os.access(nearest, os.W_OK | os.X_OK) and nearest.is_dir():
-            return Finding("compile cache", "OK", f"{folder}, not made yet")
-        return Finding("compile cache", "OPTIONAL", f"{folder} cannot be made in {nearest}", remedy)
+            return Diagnosis("compile cache", "OK", f"{folder}, not made yet")
+        return Diagnosis("compile cache", "OPTIONAL", f"{folder} cannot be made in {nearest}", remedy)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
         entries, size = cache.usage()
     except OSError as e:
-        return Finding("compile cache", "OPTIONAL", f"{folder} cannot be written ({e.strerror})", remedy)
-    return Finding("compile cache", "OK", f"{folder}, {entries} entries, {size / 2**20:.1f} MiB")
+        return Diagnosis("compile cache", "OPTIONAL", f"{folder} cannot be written ({e.strerror})", remedy)
+    return Diagnosis("compile cache", "OK", f"{folder}, {entries} entries, {size / 2**20:.1f} MiB")
 
 
-def gpus() -> list[tuple[Target | None, Finding]]:
+def gpus() -> list[tuple[Target | None, Diagnosis]]:
     """Check each GPU and its target (None if it cannot be used); one finding if there is no GPU."""
     reason = _why_no_gpu()
     if reason:
         remedy = "PERFORMANCE needs one: install the NVIDIA driver, and give a container its GPU"
-        return [(None, Finding("GPU", "OPTIONAL", reason, remedy))]
-    found: list[tuple[Target | None, Finding]] = []
+        return [(None, Diagnosis("GPU", "OPTIONAL", reason, remedy))]
+    found: list[tuple[Target | None, Diagnosis]] = []
     for ordinal in range(device_count()):
         try:
             info = gpu_info(ordinal, _GPU_TIMEOUT_S)
         except GreenfastError as e:
             remedy = "PERFORMANCE needs it; see what nvidia-smi says of it"
-            found.append((None, Finding(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
+            found.append((None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
             continue
         found.append(_gpu(ordinal, info))
     return found
 
 
-def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Finding]:
+def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Diagnosis]:
     what = f"{info.name}, compute capability {info.compute_capability}, driver {info.driver} (CUDA {info.cuda_version})"
     try:
         target = Target.of_device(info.capability)
     except UsageError as e:
-        return None, Finding(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
-    return target, Finding(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")
+        return None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
+    return target, Diagnosis(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")
 
 
 def _why_no_gpu() -> str | None:
@@ -268,11 +268,11 @@ def _why_no_gpu() -> str | None:
     return None if device_count() else "the driver shows none"
 
 
-def clocks(targets: Sequence[Target | None]) -> Finding:
+def clocks(targets: Sequence[Target | None]) -> Diagnosis:
     """Check that NVML reports the clock of the first usable GPU."""
     ordinal = next((i for i, target in enumerate(targets) if target), None)
     if ordinal is None:
-        return Finding("NVML clocks", "OPTIONAL", "no GPU to read them from", "see GPU")
+        return Diagnosis("NVML clocks", "OPTIONAL", "no GPU to read them from", "see GPU")
     try:
         now = Gpu(ordinal).clocks()
     except (GreenfastError, RuntimeError) as e:
@@ -281,31 +281,31 @@ def clocks(targets: Sequence[Target | None]) -> Finding:
         why = "NVML does not tell them"
     if not now:
         remedy = "timings are taken without them: samples at a fallen clock are then not noticed"
-        return Finding("NVML clocks", "OPTIONAL", why, remedy)
-    return Finding("NVML clocks", "OK", f"SM {now['sm_mhz']:.0f} MHz, {now['temperature_c']:.0f} °C")
+        return Diagnosis("NVML clocks", "OPTIONAL", why, remedy)
+    return Diagnosis("NVML clocks", "OK", f"SM {now['sm_mhz']:.0f} MHz, {now['temperature_c']:.0f} °C")
 
 
-def _tool(name: str, path: str | None, use: str, package: str) -> Finding:
+def _tool(name: str, path: str | None, use: str, package: str) -> Diagnosis:
     if path:
-        return Finding(name, "OK", path)
-    return Finding(name, "OPTIONAL", "not on the PATH", f"for {use}: install {package}, or add its folder to PATH")
+        return Diagnosis(name, "OK", path)
+    return Diagnosis(name, "OPTIONAL", "not on the PATH", f"for {use}: install {package}, or add its folder to PATH")
 
 
-def tasks_and_variables(environment: Mapping[str, str]) -> list[Finding]:
+def tasks_and_variables(environment: Mapping[str, str]) -> list[Diagnosis]:
     """Report the known tasks and the environment variables that affect greenfast."""
     configs, broken = [], []
     for folder in task_folders():
         try:
             configs.append(load_task(folder).config)
         except UsageError as e:
-            broken.append(Finding(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(e)))
+            broken.append(Diagnosis(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(e)))
     names = ", ".join(config.name for config in configs)
     remedy = "" if names else "reinstall greenfast, which brings its tasks, or repair the tasks named below"
-    known = Finding("tasks", "OK" if names else "MISSING", names or "none", remedy)
+    known = Diagnosis("tasks", "OK" if names else "MISSING", names or "none", remedy)
     return [known, *broken, *_variables(environment, configs)]
 
 
-def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) -> list[Finding]:
+def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) -> list[Diagnosis]:
     own = ("GREENFAST_CACHE_DIR", TASKS_VARIABLE, GIT_SHA_VARIABLE, "TORCH_CUDA_ARCH_LIST")
     toggles = {name: config for config in configs for name in config.toggles}
     findings = []
@@ -314,8 +314,8 @@ def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) ->
         if not value:
             continue
         fault = _fault(name, value, toggles.get(name))
-        findings.append(Finding(name, "OPTIONAL" if fault else "OK", value, fault or ""))
-    return findings or [Finding("environment", "OK", "no variable that greenfast reads is set")]
+        findings.append(Diagnosis(name, "OPTIONAL" if fault else "OK", value, fault or ""))
+    return findings or [Diagnosis("environment", "OK", "no variable that greenfast reads is set")]
 
 
 def _fault(name: str, value: str, config: TaskConfig | None) -> str | None:

@@ -17,7 +17,7 @@ from greenfast.device.machine_code import disassemble
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import BenchRecord, Record, Run, Side
 from greenfast.judge.report import facts
-from greenfast.judge.report.webpage.listing import HotCode, Instruction, Window
+from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.run import get_speedups
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.arch import Target
@@ -116,9 +116,9 @@ def find_window(role: str, variant: str, sass: str) -> Window:
     return Window(role, variant, extent, tuple(instructions[start:end]))
 
 
-def _parse_listing(sass: str) -> tuple[list[Instruction], dict[str, int]]:
+def _parse_listing(sass: str) -> tuple[list[ListedInstruction], dict[str, int]]:
     """Return the instructions of a listing, and the index of the instruction after each label."""
-    instructions: list[Instruction] = []
+    instructions: list[ListedInstruction] = []
     labels: dict[str, int] = {}
     for address, text, label in _LINE.findall(sass):
         if label:
@@ -130,11 +130,13 @@ def _parse_listing(sass: str) -> tuple[list[Instruction], dict[str, int]]:
             continue
         base = word.partition(".")[0]
         kind = next((kind for kind, opcodes in _KINDS.items() if base in opcodes), "")
-        instructions.append(Instruction(address, " ".join(text.split()), word, kind))
+        instructions.append(ListedInstruction(address, " ".join(text.split()), word, kind))
     return instructions, labels
 
 
-def _find_hottest_loop(instructions: list[Instruction], labels: dict[str, int], sums: list[int]) -> tuple[int, int]:
+def _find_hottest_loop(
+    instructions: list[ListedInstruction], labels: dict[str, int], sums: list[int]
+) -> tuple[int, int]:
     """Return the smallest loop with at least half of the heaviest loop's weight, or all code if no loop has weight."""
     loops = [span for span in _find_loops(instructions, labels) if sums[span[1]] > sums[span[0]]]
     if not loops:
@@ -143,7 +145,7 @@ def _find_hottest_loop(instructions: list[Instruction], labels: dict[str, int], 
     return min((s for s in loops if 2 * (sums[s[1]] - sums[s[0]]) >= heaviest), key=lambda span: span[1] - span[0])
 
 
-def _find_loops(instructions: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[int, int]]:
+def _find_loops(instructions: list[ListedInstruction], labels: dict[str, int]) -> Iterator[tuple[int, int]]:
     """Yield the first instruction and the end of each loop: the code from a label to a backward branch to it."""
     for n, instruction in enumerate(instructions):
         branch = _BRANCH.search(instruction.text)

@@ -46,11 +46,11 @@ _MAX_CONFIG = 1 << 20
 _MAX_SOURCE = 32 << 20
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _StrictConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class TensorMapSpec(_Strict, frozen=True, kw_only=True):
+class TensorMapSpec(_StrictConfig, frozen=True, kw_only=True):
     """A tensor map over a buffer, for TMA copies; the fields are as in ``spec.kernel.TensorMap``."""
 
     buffer: Identifier
@@ -61,7 +61,7 @@ class TensorMapSpec(_Strict, frozen=True, kw_only=True):
     swizzle: int = 0
 
 
-class LaunchSpec(_Strict, frozen=True, kw_only=True):
+class LaunchSpec(_StrictConfig, frozen=True, kw_only=True):
     """One launch.
 
     kernel: the compiled name; for a callable the name of the function.
@@ -85,14 +85,14 @@ class LaunchSpec(_Strict, frozen=True, kw_only=True):
     num_stages: Expression = 3
 
 
-class WorkspaceSpec(_Strict, frozen=True, kw_only=True):
+class WorkspaceSpec(_StrictConfig, frozen=True, kw_only=True):
     """A scratch buffer: its size, and its initial content (zeros if ``zeros``, else NaN)."""
 
     bytes: Expression
     zeros: bool = False
 
 
-class SolutionConfig(_Strict, frozen=True, kw_only=True):
+class SolutionConfig(_StrictConfig, frozen=True, kw_only=True):
     """The content of solution.json.
 
     name: the solution's name in reports.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from greenfast.judge.report.webpage.listing import Instruction, rows
+from greenfast.judge.report.webpage.listing import ListedInstruction, rows
 
 
-def code(*opcodes: str) -> list[Instruction]:
-    return [Instruction(f"{16 * i:04x}", f"{opcode} R{i}", opcode, "") for i, opcode in enumerate(opcodes)]
+def code(*opcodes: str) -> list[ListedInstruction]:
+    return [ListedInstruction(f"{16 * i:04x}", f"{opcode} R{i}", opcode, "") for i, opcode in enumerate(opcodes)]
 
 
-def shown(left: list[Instruction], right: list[Instruction]) -> list[tuple[bool, str, str]]:
+def shown(left: list[ListedInstruction], right: list[ListedInstruction]) -> list[tuple[bool, str, str]]:
     return [(equal, a.opcode if a else "", b.opcode if b else "") for equal, a, b in rows(left, right)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from greenfast.judge.error_metrics import bound_histogram, error_histogram
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record
-from greenfast.judge.report.webpage.listing import HotCode, Instruction, Window
+from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
 from greenfast.judge.report.webpage.run import PageData, run_page
 from greenfast.spec.facts import KernelCounts
@@ -172,8 +172,8 @@ def test_roofline_of_the_work() -> None:
 
 
 def test_machine_code_side_by_side_or_why_not() -> None:
-    def one(text: str, kind: str = "") -> Instruction:
-        return Instruction("0010", text, text.split()[0], kind)
+    def one(text: str, kind: str = "") -> ListedInstruction:
+        return ListedInstruction("0010", text, text.split()[0], kind)
 
     windows = (
         Window("baseline", "stage1", "2 of 9 instructions", (one("HMMA.16816 R0, <R1>", "matrix"), one("IADD3 R1"))),
@@ -211,7 +211,7 @@ def hostile(value: Any, field: str = "", text: str = HOSTILE) -> Any:
 @pytest.mark.parametrize("make", [record, quoting_record, pending_record, lambda: with_clocks(record())])
 def test_a_hostile_record_is_text(make: Any) -> None:
     one = msgspec.convert(hostile(msgspec.to_builtins(make())), Record)
-    instruction = Instruction(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    instruction = ListedInstruction(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     found = PageData(
         work={HOSTILE: Work({"matrix_flops": 10, "exponentials": 3}, 5)},
         code=HotCode(HOSTILE, (Window(HOSTILE, HOSTILE, HOSTILE, (instruction,)),) * 2),

@@ -13,7 +13,7 @@ from greenfast.judge.report.webpage.page import paragraph, part
 
 
 @dataclass(frozen=True)
-class Instruction:
+class ListedInstruction:
     """One instruction: its address in hexadecimal, its text, its opcode (the first word, such as HMMA.16816.F32).
 
     kind: the unit that executes it: matrix, special (function unit), memory, or empty.
@@ -32,7 +32,7 @@ class Window:
     role: str
     variant: str
     where: str
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[ListedInstruction, ...]
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ def section(code: HotCode) -> list[Markup]:
 
 
 def rows(
-    left: Sequence[Instruction], right: Sequence[Instruction] = ()
-) -> list[tuple[bool, Instruction | None, Instruction | None]]:
+    left: Sequence[ListedInstruction], right: Sequence[ListedInstruction] = ()
+) -> list[tuple[bool, ListedInstruction | None, ListedInstruction | None]]:
     """Align two windows. Return per line: True if the opcodes are equal, and the instructions (None for a gap)."""
-    found: list[tuple[bool, Instruction | None, Instruction | None]] = []
+    found: list[tuple[bool, ListedInstruction | None, ListedInstruction | None]] = []
     matcher = SequenceMatcher(a=_opcodes(left), b=_opcodes(right), autojunk=False)
     for what, a, a_end, b, b_end in matcher.get_opcodes():
         found += [(what == "equal", *pair) for pair in zip_longest(left[a:a_end], right[b:b_end])]
     return found
 
 
-def _opcodes(instructions: Sequence[Instruction]) -> list[str]:
+def _opcodes(instructions: Sequence[ListedInstruction]) -> list[str]:
     """Return the opcodes without modifiers, because two kernels seldom have equal modifiers."""
     return [one.opcode.partition(".")[0] for one in instructions]
