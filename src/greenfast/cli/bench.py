@@ -155,7 +155,7 @@ def _parallel(args: argparse.Namespace) -> int:
     module.run(
         args.out,
         cases=[cases[name] for name in args.cases or ()],
-        contenders=tuple(args.contenders or module.BACKENDS),
+        backends=tuple(args.contenders or module.BACKENDS),
         rounds=args.rounds,
     )
     return 0
