@@ -33,8 +33,8 @@ from greenfast.judge.request import make_request
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load
 
-#: The metrics kept from a profile: names that contain one of these.
-_KEPT = ("inst_executed.sum", "bank_conflicts", "pipe_tensor", "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")
+#: The metrics kept from a profile: sums with names that contain one of these.
+_KEPT = ("inst_executed.sum", "bank_conflicts", MATRIX_METRIC, "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")
 
 
 def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dict[str, str]:
@@ -45,7 +45,11 @@ def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dic
     command = [str(ncu()), "--import", str(profile), "--page", "raw", "--csv"]
     rows = list(csv.reader(io.StringIO(subprocess.run(command, capture_output=True, text=True, check=True).stdout)))
     names, values = rows[0], rows[-1]
-    return {name: value for name, value in zip(names, values, strict=True) if any(k in name for k in _KEPT)}
+    return {
+        name: value
+        for name, value in zip(names, values, strict=True)
+        if name.endswith(".sum") and any(k in name for k in _KEPT)
+    }
 
 
 def main() -> None:

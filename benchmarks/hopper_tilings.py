@@ -14,7 +14,6 @@ lucky: ``confirmed``, for each process that did so. scripts/update_results.py ma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -34,6 +33,7 @@ from greenfast.device.gpu import Gpu, GuardedBuffer
 from greenfast.evolve.space import Space, read_space
 from greenfast.judge.error_metrics import worst_bound_ratio
 from greenfast.judge.gates.sides import build_image
+from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import planned
@@ -251,7 +251,7 @@ def time_cell(gpu: Gpu, dims: Dims, fmt: str, right: list[Toggles], rounds: int)
 
 def confirm(group: Group, length: int, file: Path, best: int) -> None:
     """Time the ``best`` tilings of the file's first process again, and add them to the file as another process."""
-    content = json.loads(file.read_bytes())
+    content = read_json(file, dict[str, Any], "T4 file")
     processes = content["metadata"]["confirmed"]
     first = sorted(processes[0]["tilings"], key=lambda of: statistics.median(of["ms"]))[:best]
     right = [of["configuration"] for of in first]
@@ -371,9 +371,7 @@ def _write(
 
 
 def _store(file: Path, content: dict[str, Any]) -> None:
-    lines = json.dumps({**content, "results": []})[: -len("[]}")]
-    rows = ",\n  ".join(json.dumps(row) for row in content["results"])
-    file.write_text(f"{lines}[\n  {rows}\n ]}}\n")
+    write_whole(file, to_json(content))
 
 
 def _process(right: list[Toggles], confirmed: dict[int, list[float]], shipped: list[float]) -> dict[str, Any]:

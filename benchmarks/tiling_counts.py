@@ -9,7 +9,6 @@ of 512 queries and keys; with a mask and without. The estimate is ``greenfast.ev
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
 from greenfast.evolve.estimate import estimate
 from greenfast.evolve.t4 import ESTIMATE, PIPE
+from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.problems import attention
 
@@ -44,7 +44,7 @@ def key_of(toggles: Mapping[str, int]) -> Key:
 
 def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, str]]) -> None:
     """Write the estimates of all right tilings into a file. known: of tilings that were counted before."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path, dict[str, Any], "T4 file")
     shape = content["metadata"]["shape"]
     head_dim, causal = shape["D"], bool(shape.get("CAUSAL"))
     for row in content["results"]:
@@ -58,9 +58,7 @@ def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, st
         kept = [m for m in row["measurements"] if m["name"] not in (ESTIMATE, PIPE)]
         values = zip((ESTIMATE, PIPE), known[key], strict=True)
         row["measurements"] = [*kept, *({"name": n, "value": v, "unit": ""} for n, v in values)]
-    rows = ",\n  ".join(json.dumps(row) for row in content["results"])
-    lines = json.dumps({**content, "results": []}, indent=1)[: -len("[]\n}")]
-    path.write_text(f"{lines}[\n  {rows}\n ]\n}}\n", encoding="utf-8")
+    write_whole(path, to_json(content))
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ Ends with 1 where a cheat was accepted that this device can tell, or an honest k
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -28,7 +27,9 @@ from scipy.stats import beta
 
 from greenfast import __version__
 from greenfast.judge.environment import git_state
+from greenfast.judge.record_index import kept_text
 from greenfast.judge.report.formatting import without_folders
+from greenfast.judge.store import read_json, write_whole
 from tests.cheats.corpus import Entry, entries
 from tests.cheats.judging import SEED, request_of
 
@@ -168,9 +169,9 @@ def main() -> int:
             parser.error(f"--only: not in the corpus: {', '.join(sorted(unknown))}")
         found = run(args.gpu, args.jobs, only)
         if only:
-            found = with_rows_of(json.loads(RESULTS[device].read_text()), found)
-        RESULTS[device].write_text(json.dumps(found, indent=1) + "\n")
-    results = {name: json.loads(path.read_text()) for name, path in RESULTS.items() if path.exists()}
+            found = with_rows_of(read_json(RESULTS[device], dict[str, Any], "corpus"), found)
+        write_whole(RESULTS[device], kept_text(found))
+    results = {name: read_json(path, dict[str, Any], "corpus") for name, path in RESULTS.items() if path.exists()}
     text = PAGE.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     PAGE.write_text(f"{before}\n\n{page(results)}\n\n{after}")

@@ -1,18 +1,18 @@
-"""Reports for every record under evidence/ whether it describes today's kernels, and updates its hashes.
+"""Reports for every record under evidence/ whether it describes today's kernels, and updates the hashes in its index.
 
 python scripts/refresh_hashes.py [--check]    (--check changes nothing; exit 1 where a record is not current)
 
 A record of an older version whose kernels have the same text and compiler today gets the hash of their machine code
 and their launches. One whose kernels have the same machine code but different text gets the hash of that text, so that
-seeing that it is current needs no compile. Nothing else changes, and a stale record is left unchanged. Insights that
-name a record by its digest get the new one.
+seeing that it is current needs no compile. The index alone is written, and a stale record's entry is left unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from greenfast.bench.record_schema import Benchmark
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.digest import FIELD as DIGEST
-from greenfast.judge.digest import compute_digest
+from greenfast.judge.record_index import FIELD, index_of, index_text, read_content, read_index, split
 from greenfast.judge.record_io import load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
-from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.judge.store import read_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import GreenfastError
+from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.freshness import CURRENT, Freshness
 from greenfast.spec.kernel import KernelSource, program_of
@@ -135,29 +134,42 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a record is not current")
     args = parser.parse_args()
     answers: list[Freshness] = []
-    digests: dict[str, str] = {}
     try:
         compared = [ROOT / path for path in COMPARED if (ROOT / path).is_file()]
-        for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), *compared]:
-            record = read_record(path)
+        records = {path: read_record(path) for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), *compared]}
+        compile_in_parallel(records.values())
+        for path, record in records.items():
             if not args.check:
-                old = _digest(path)
-                _write(path, record, record := refreshed(record))
-                digests[old] = _digest(path)
+                write_identities(path, record, record := refreshed(record))
             answers.append(_tell(path.parent if path.name == RECORD else path, freshness(record)))
-        for insights in sorted(ROOT.glob("tasks/*/insights.jsonl")):
-            restamp(insights, digests)
     except GreenfastError as e:
         print(f"refresh_hashes: {e}", file=sys.stderr)
         return e.exit_code
     return int(any(answer.status != CURRENT for answer in answers))
 
 
-def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
-    """Change in a record's file what differs, and its digest where it has one; all else stays as it was written."""
+def compile_in_parallel(records: Iterable[AnyRecord]) -> None:
+    """Compile the kernels of records into the build cache, in threads: NVRTC runs without the GIL."""
+    kernels = {
+        (kernel_hash(source), arch): (source, Target(arch))
+        for record in records
+        for source, arch in recorded_kernels(record)
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kernel: compile_kernel(*kernel), kernels.values()))
+
+
+def write_identities(path: Path, before: AnyRecord, after: AnyRecord) -> None:
+    """Change in the index entry of a kept record the hashes and launches that differ, and the whole record's digest.
+
+    Raises UsageError for a record that is not in an index.
+    """
     if after == before:
         return
-    content = read_json(path, dict[str, Any], "record")
+    stored = read_json(path, dict[str, Any], "record")
+    if FIELD not in stored:
+        raise UsageError(f"{path}: not a kept record; run python scripts/update_results.py")
+    content = read_content(path)
     if isinstance(after, Benchmark) and after.side is None:
         for name, kernel in after.kernels.items():
             content["kernels"][name]["kernel_hash"] = kernel.kernel_hash
@@ -168,22 +180,10 @@ def _write(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
-    if DIGEST in content:
-        content[DIGEST] = compute_digest(content)
-    write_whole(path, to_json(content))
-
-
-def _digest(path: Path) -> str:
-    return compute_digest(read_json(path, dict[str, Any], "record"))
-
-
-def restamp(insights: Path, digests: Mapping[str, str]) -> None:
-    """Give insights the new digests of their records. digests: old ones to new ones."""
-    text = before = insights.read_text(encoding="utf-8")
-    for old, new in digests.items():
-        text = text.replace(old, new)
-    if text != before:
-        write_whole(insights, text)
+    index, name = index_of(stored, path)
+    _, entry = split(content, name)
+    assert entry is not None
+    write_whole(index, index_text({**read_index(index), name: entry}))
 
 
 def _builds(record: AnyRecord, side: str) -> list[Build]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from greenfast.judge.store import read_json
 from greenfast.judge.timing.estimators import Interval, speedup_interval
 from greenfast.kernels.attention import tuning_space
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
@@ -31,7 +31,7 @@ def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
     """
     cells = []
     for file in sorted(folder.glob("*.json")):
-        metadata = json.loads(file.read_bytes())["metadata"]
+        metadata = read_json(file, dict[str, Any], "T4 file")["metadata"]
         if "confirmed" in metadata:
             config, sizes = read_dims(metadata["shape"], metadata["format"])
             cells.append((config, sizes.kv_len, metadata, file))

@@ -1,28 +1,30 @@
-"""Writes all that is generated from records: README.md's table and picture, docs/, reports, rules of routing and tiles.
+"""Writes all that is generated from records: README.md's table and picture, docs/, rules of routing and tiles.
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
-Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `greenfast bench` wrote them.
+Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `greenfast bench` wrote them. They and every
+other JSON file there get the form of kept records (``judge.record_index``): rows as tables, and the identities of
+kernels in evidence/index.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
 from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.report import benchmark_report, section
+from greenfast.bench.report import section
 from greenfast.bench.routing import rules, rules_table
-from greenfast.judge.artifacts import PLOT, RECORD, REPORT
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.record_index import FIELD, INDEX, index_text, kept_text, read_index, split, with_identities
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
-from greenfast.judge.report.markdown import report
-from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.ops.routing_rules import FA3, TORCH
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -126,7 +128,7 @@ def fill(text: str, name: str, content: str, page: str) -> str:
 
 
 def generated(root: Path) -> dict[Path, str]:
-    """Path -> content of every generated file."""
+    """Path -> content of every file that is generated from kept records."""
     records = evidence(root)
     text = (root / RESULTS_PAGE).read_text(encoding="utf-8")
     for name, content in blocks(records).items():
@@ -137,14 +139,25 @@ def generated(root: Path) -> dict[Path, str]:
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
         **_tilings(root),
-        **{root / folder / REPORT: report_of(record, root / folder) for folder, record in records},
     }
 
 
-def report_of(record: AnyRecord, folder: Path) -> str:
-    """The report of a run, which shows the plot that is in its folder."""
-    plot = PLOT if (folder / PLOT).is_file() else None
-    return benchmark_report(record, plot=plot) if isinstance(record, Benchmark) else report(record, plot=plot)
+def kept_files(root: Path) -> dict[Path, str]:
+    """Path -> content of every JSON file of the evidence, with the index; a new record's identities go to the index."""
+    folder, files, entries = root / "evidence", {}, {}
+    for file in sorted(folder.rglob("*.json")):
+        if file == folder / INDEX:
+            continue
+        name, content = file.relative_to(folder).as_posix(), read_json(file, dict[str, Any], "record")
+        if FIELD in content:
+            with_identities(content, file)  # raises if it has no entry, or another
+            entries[name] = read_index(folder / INDEX)[name]
+        else:
+            content, entry = split(content, name)
+            if entry is not None:
+                entries[name] = entry
+        files[file] = kept_text(content)
+    return {**files, folder / INDEX: index_text(entries)} if files else {}
 
 
 def _readme(root: Path, records: Evidence) -> dict[Path, str]:
@@ -172,7 +185,7 @@ def _emulator_page(root: Path) -> dict[Path, str]:
     page, record = root / EMULATOR_PAGE, root / EMULATOR_RECORD
     if not record.is_file():
         return {}
-    counted = json.loads(record.read_bytes())
+    counted = read_json(record, dict[str, Any], "comparison of emulator and GPU")
     names = find_task(MAIN_TASK).config.shape_names
     for row in counted["rows"]:
         row["shape"] = names.get(row["shape"], row["shape"])
@@ -215,7 +228,7 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
         (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
     ):
-        records = [json.loads(file.read_bytes()) for file in sorted(root.glob(pattern))]
+        records = [read_json(file, dict[str, Any], "record") for file in sorted(root.glob(pattern))]
         if records:
             page = root / name
             found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, table(records), name)
@@ -228,11 +241,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where something differs")
     args = parser.parse_args()
     try:
-        files = generated(ROOT)
-        different = [p for p, text in files.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+        different = []
+        for made in (kept_files, generated):  # rules name their records by the SHA-256 of the kept files
+            files = made(ROOT)
+            different += [p for p, text in files.items() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+            for path in files.keys() & set(different):
+                if not args.check:
+                    write_whole(path, files[path])
         for path in different:
-            if not args.check:
-                write_whole(path, files[path])
             print(f"{path.relative_to(ROOT)}: {'differs from its records' if args.check else 'written'}")
     except GreenfastError as e:
         print(f"update_results: {e}", file=sys.stderr)

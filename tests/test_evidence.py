@@ -13,10 +13,11 @@ import pytest
 
 from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
 from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.report import benchmark_report, section
+from greenfast.bench.report import section
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
+from greenfast.judge.record_index import FIELD, INDEX, read_content, read_index
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load_family
@@ -25,7 +26,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import Freshness
 from scripts import update_results
 from scripts.speed_picture import operator_series
-from scripts.update_results import blocks, evidence, fill, generated, report_of
+from scripts.update_results import blocks, evidence, fill, generated, kept_files
 from tests.bench.benchmarks import peers_record
 from tests.judge.report.records import record, side
 
@@ -110,10 +111,24 @@ def test_a_record_says_what_is_needed_to_repeat_it(folder: str) -> None:
     assert one.device is None or one.device.kind == "gpu"
 
 
-@EACH_RECORD
-def test_the_report_is_the_one_that_the_record_makes(folder: str) -> None:
-    made = report_of(read(folder), ROOT / folder)
-    assert (ROOT / folder / "VALIDATION_REPORT.md").read_text(encoding="utf-8") == made, "run update_results.py"
+def test_the_evidence_is_in_the_form_of_kept_records() -> None:
+    files = kept_files(ROOT)
+    assert [p for p, text in files.items() if p.read_text(encoding="utf-8") != text] == [], "run update_results.py"
+
+
+def test_no_identity_is_outside_the_index() -> None:
+    files = [file for file in (ROOT / "evidence").rglob("*.json") if file.name != INDEX]
+    text = {file: file.read_text(encoding="utf-8") for file in files}
+    assert [f"{file}: {name}" for file in files for name in ("kernel_hash", "code_hash") if name in text[file]] == []
+    held = {file.relative_to(ROOT / "evidence").as_posix() for file in files if f'"{FIELD}": ' in text[file]}
+    assert held == set(read_index(ROOT / "evidence" / INDEX))
+
+
+def test_the_evidence_is_small() -> None:
+    """So that what is read and searched in this repository is its code."""
+    content = [file.read_bytes() for file in (ROOT / "evidence").rglob("*") if file.is_file()]
+    assert sum(map(len, content)) <= 4_000_000
+    assert sum(one.count(b"\n") for one in content) <= 40_000
 
 
 @pytest.mark.parametrize(
@@ -156,7 +171,7 @@ def test_every_link_to_a_file_leads_to_one(page: str) -> None:
 
 
 def test_the_comparison_of_emulator_and_gpu_is_of_todays_kernels() -> None:
-    rows = json.loads((ROOT / "evidence" / "emulator-h200.json").read_text())["rows"]
+    rows = read_content(ROOT / "evidence/emulator-h200.json")["rows"]
     task = find_task("fp8_sdpa")
     family = load_family(task)
     rungs = {rung.name for rung in task.config.rungs}
@@ -264,9 +279,7 @@ def test_the_comparison_with_peers_is_a_section_once_there_is_one(
     assert rest == section(read, "../evidence/h100/peers")
     assert quoted(made["peers"]) == {"evidence/h100/peers"}
     assert (made["verdicts"], made["example"]) == ("", "")
-    files = generated(root)
-    assert made["peers"] in files[root / RESULTS]
-    assert files[root / "evidence/h100/peers/VALIDATION_REPORT.md"] == benchmark_report(read)
+    assert made["peers"] in generated(root)[root / RESULTS]
 
 
 @pytest.mark.usefixtures("made_up_records")
@@ -276,7 +289,8 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     root = tree(tmp_path, ("h200/peers", peers_record()))
     page, picture = root / "README.md", root / update_results.PICTURE
     assert not {page, picture} & set(generated(root))
-    shutil.copy(ROOT / update_results.OPERATOR_RECORD, root / update_results.OPERATOR_RECORD)
+    for name in (update_results.OPERATOR_RECORD, "evidence/index.json"):
+        shutil.copy(ROOT / name, root / name)
     (root / update_results.COMPARED[0][0]).write_text("<!-- operator:begin --> <!-- operator:end -->")
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness())
     files = generated(root)
@@ -333,11 +347,11 @@ def test_check_changes_nothing_and_tells(
     before = (root / RESULTS).read_text()
     assert run("--check") == 1
     told = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in told] == [RESULTS, "evidence/h100/one/VALIDATION_REPORT.md"]
+    assert [line.split(":")[0] for line in told] == ["evidence/h100/one/record.json", "evidence/index.json", RESULTS]
     assert (root / RESULTS).read_text() == before
     assert run() == 0
     assert "| stage2 | stage1 |" in (root / RESULTS).read_text()
-    assert (root / "evidence/h100/one/VALIDATION_REPORT.md").read_text().startswith("# fp8_sdpa: stage1 -> stage2")
+    assert (root / "evidence/index.json").read_text().startswith('{\n "h100/one/record.json": {')
     assert run("--check") == 0
     (root / "evidence/h100/one/record.json").write_text("{}")
     assert run("--check") == 2
@@ -360,7 +374,7 @@ def test_filling_twice_is_filling_once() -> None:
 
 
 def test_the_table_of_token_scales_is_its_record() -> None:
-    record = json.loads((ROOT / "evidence/token-scales-h100.json").read_text())
+    record = read_content(ROOT / "evidence/token-scales-h100.json")
     page = (ROOT / "docs/operator.md").read_text()
     block = page.split("<!-- token-scales:begin -->")[1].split("<!-- token-scales:end -->")[0]
     rows = [

@@ -1,4 +1,4 @@
-"""scripts/refresh_hashes.py writes hashes alone: a record stays of its version, with what it concluded."""
+"""scripts/refresh_hashes.py writes identities alone: a record stays as it was measured, with what it concluded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import pytest
 
 from greenfast.bench.record_io import read_record
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.record_index import INDEX, index_text, read_index
 from greenfast.judge.record_schema import PhaseRecord, Record
+from greenfast.spec.errors import UsageError
 from scripts import refresh_hashes
 
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 
 
+def kept(name: str, folder: Path) -> Path:
+    """A copy of a kept record, with an index of two entries."""
+    path = folder / name / RECORD
+    path.parent.mkdir(parents=True)
+    path.write_bytes((EVIDENCE / name / RECORD).read_bytes())
+    entries = read_index(EVIDENCE / INDEX)
+    (folder / INDEX).write_text(index_text({one: entries[one] for one in (f"{name}/{RECORD}", "operator-h200.json")}))
+    return path
+
+
 @pytest.mark.parametrize("name", ["h100/fp8_sdpa-e4m3-stage2", "h200/fp8_sdpa-e4m3-stage2"])
 def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
-    path = tmp_path / RECORD
-    path.write_bytes((EVIDENCE / name / RECORD).read_bytes())
+    path = kept(name, tmp_path)
     before = read_record(path)
     assert isinstance(before, Record)
     first, *rest = before.candidate.builds
@@ -31,34 +42,36 @@ def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
         side = msgspec.structs.replace(before.candidate, builds=[build, *rest])
         return msgspec.structs.replace(before, candidate=side)
 
-    text = path.read_text()
-    refresh_hashes._write(path, before, before)
-    assert path.read_text() == text
-    refresh_hashes._write(path, before, with_build(changed))
-    lines = list(difflib.unified_diff(text.splitlines(), path.read_text().splitlines(), lineterm="", n=0))[2:]
+    record, index = path.read_bytes(), (tmp_path / INDEX).read_text()
+    refresh_hashes.write_identities(path, before, before)
+    assert (tmp_path / INDEX).read_text() == index
+    refresh_hashes.write_identities(path, before, with_build(changed))
+    now = (tmp_path / INDEX).read_text().splitlines()
+    lines = list(difflib.unified_diff(index.splitlines(), now, lineterm="", n=0))[2:]
     kinds = sorted(line[1:].split(":")[0].strip() for line in lines if line[0] in "+-")
-    assert kinds == ['"digest"'] * 2 + ['"kernel_hash"'] * 2
+    assert kinds == ['"/candidate/builds/0"'] * 2 + ['"digest"'] * 2
     assert read_record(path) == with_build(changed)
-    path.write_text(text)
-    refresh_hashes._write(path, with_build(forgotten), before)  # what an older record lacks
+    (tmp_path / INDEX).write_text(index)
+    refresh_hashes.write_identities(path, with_build(forgotten), before)  # what an older record lacks
     assert read_record(path) == before
+    assert path.read_bytes() == record
 
 
 def test_phases_too(tmp_path: Path) -> None:
-    path = tmp_path / RECORD
-    path.write_bytes((EVIDENCE / "h100/fp8_sdpa-e4m3-stage2-phases" / RECORD).read_bytes())
+    path = kept("h100/fp8_sdpa-e4m3-stage2-phases", tmp_path)
     before = read_record(path)
     assert isinstance(before, PhaseRecord)
     (build,) = before.side.builds
     side = msgspec.structs.replace(before.side, builds=[msgspec.structs.replace(build, code_hash="0" * 16)])
-    refresh_hashes._write(path, before, msgspec.structs.replace(before, side=side))
+    refresh_hashes.write_identities(path, before, msgspec.structs.replace(before, side=side))
     found = read_record(path)
     assert isinstance(found, PhaseRecord)
     assert found.side == side
 
 
-def test_insights_follow_their_records(tmp_path: Path) -> None:
-    file = tmp_path / "insights.jsonl"
-    file.write_text('{"record": "aa"}\n{"record": ""}\n{"record": "bb"}\n')
-    refresh_hashes.restamp(file, {"aa": "cc", "dd": "ee"})
-    assert file.read_text() == '{"record": "cc"}\n{"record": ""}\n{"record": "bb"}\n'
+def test_a_record_that_is_in_no_index_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / RECORD
+    path.write_text("{}")
+    record = read_record(EVIDENCE / "h100/fp8_sdpa-e4m3-stage2-phases")
+    with pytest.raises(UsageError, match=r"not a kept record; run python scripts/update_results\.py"):
+        refresh_hashes.write_identities(path, record, msgspec.structs.replace(record, created="now"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from greenfast.bench.record_io import record_schema
+from greenfast.judge.record_index import read_content
 
 ROOT = Path(__file__).parents[2]
 SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))
@@ -52,7 +53,7 @@ def undescribed(value: Any, schema: Any, where: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_the_schema_describes_the_kept_records(path: Path) -> None:
-    content = json.loads(path.read_bytes())
+    content = read_content(path)
     kind = SCHEMA["discriminator"]["mapping"][content["kind"]]
     assert undescribed(content, {"$ref": kind}, "record") == []
     assert undescribed(content | {"remark": 1}, {"$ref": kind}, "record") == ["record.remark is not named"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from greenfast.judge.digest import FIELD, compute_digest
+from greenfast.judge.record_index import read_content
 from greenfast.judge.record_io import read_record
 from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
@@ -142,7 +143,7 @@ RECORDS = {
 
 def record(edit: Edit) -> Finding:
     """Read the kept record after the edit, with its digest made anew."""
-    content: Content = json.loads((_KEPT / "record.json").read_bytes())
+    content: Content = read_content(_KEPT / "record.json")
     edit.change(content)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from greenfast.judge.record_index import read_content
 from tests.cli.command_line import ROOT, run_here
 from tests.fakes import FakeDevice, Script, install, request
 from tests.judge.report.webpage.reading import read
@@ -19,7 +19,7 @@ EVIDENCE = ROOT / "evidence"
 #: What the kept record of the Hopper kernel says.
 HOPPER = next(
     row["speedup"]
-    for row in json.loads((EVIDENCE / "h200/fp8_attention-e4m3-hopper/record.json").read_bytes())["speedups"]
+    for row in read_content(EVIDENCE / "h200/fp8_attention-e4m3-hopper/record.json")["speedups"]
     if (row["shape"], row["cache"]) == ("b1_h8_s512_d64", "warm")
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.device.machine_code import disassemble
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.counts import Counts
+from greenfast.judge.record_index import read_content
 from greenfast.judge.tasks import find_task, load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
@@ -22,7 +22,7 @@ from tests.emulator.kernels import run
 ROOT = Path(__file__).parents[2]
 MEASURED = {
     row["variant"]: row["hardware"]
-    for row in json.loads((ROOT / "evidence" / "emulator-h200.json").read_text())["rows"]
+    for row in read_content(ROOT / "evidence/emulator-h200.json")["rows"]
     if row["shape"] == "b1_h8_s512_d64"
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from greenfast.evolve.language.prompts import prompt
 from greenfast.evolve.proposal import Context, Insight
 from greenfast.evolve.space import Space
 from greenfast.judge.digest import compute_digest
+from greenfast.judge.record_io import read_record
+from greenfast.judge.report.markdown import report
+from greenfast.judge.store import read_json
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("tasks/*/insights.jsonl"))
@@ -30,11 +34,12 @@ def test_an_insight_is_measured_if_and_only_if_its_record_is_there(row: dict[str
         assert row["record"] == ""
         assert source.is_file()
         return
-    assert row["record"] == compute_digest(json.loads(source.read_bytes())), "look whether what came still holds"
-    report = source.with_name("VALIDATION_REPORT.md")
-    if report.is_file():
-        intervals = re.findall(r"\[[\d.]+, [\d.]+\]", row["outcome"])
-        assert [i for i in intervals if i not in report.read_text(encoding="utf-8")] == []
+    assert row["record"] == compute_digest(read_json(source, dict[str, Any], "record")), (
+        "check that the outcome still holds"
+    )
+    if source.name == "record.json":
+        text = report(read_record(source))
+        assert [i for i in re.findall(r"\[[\d.]+, [\d.]+\]", row["outcome"]) if i not in text] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.parent.name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import statistics
 from pathlib import Path
 
@@ -17,10 +16,11 @@ from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.screen_recall import measure_recall
 from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws, search
 from greenfast.evolve.t4 import read_t4
+from greenfast.judge.record_index import read_content
 from tests.evolve import caches
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "evidence" / "proposers.json").read_bytes())
+RECORD = read_content(ROOT / "evidence/proposers.json")
 ROWS = {Path(row["cache"]).stem: row for row in RECORD["rows"]}
 EACH_CACHE = pytest.mark.parametrize("name", ROWS)
 #: Of chance's evaluations: what was asked for, which no proposer reaches on every cache (docs/evolve-proposers.md).

@@ -15,6 +15,7 @@ from greenfast.cli.main import main
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.bench import bench
 from greenfast.judge.digest import FIELD, compute_digest
+from greenfast.judge.record_index import read_content
 from greenfast.judge.record_io import check_record, read_record
 from greenfast.judge.record_schema import FIRST_GATES, GATES, SCHEMA_VERSION, Record
 from greenfast.judge.record_verification import verify_record
@@ -301,7 +302,7 @@ def test_an_older_record_is_refused_in_words(merged: Content, tmp_path: Path, ve
 
 def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As it was done: a DEFER under the task's evidence, edited to a MERGE, was quoted as one."""
-    content: Content = json.loads((DEFERRED / RECORD).read_bytes())
+    content: Content = read_content(DEFERRED / RECORD)
     for row in content["speedups"]:
         row |= {"speedup": 9.0, "ci_low": 8.0, "ci_high": 9.5, "verdict": "FAST"}
     content |= {"decision": "MERGE", "reasons": ["all five gates hold"]}

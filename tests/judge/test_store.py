@@ -188,11 +188,23 @@ def test_what_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     ],
 )
 def test_json_comes_back_as_it_was(value: object) -> None:
-    text = to_json(value)
-    assert json.loads(text) == value
-    assert text.endswith(("}\n", "]\n"))
-    assert text.count("\n") > 3
+    for text in (to_json(value), to_json(value, dense=True)):
+        assert json.loads(text) == value
+        assert text.endswith(("}\n", "]\n"))
 
 
-def test_lists_of_numbers_take_a_line_each() -> None:
-    assert "[1.5, 2.5, 3.5]" in to_json({"a": {"samples": [1.5, 2.5, 3.5]}})
+def test_a_row_takes_a_line() -> None:
+    value = {"name": "µ", "limits": {"low": 1.5, "high": None}, "rows": [{"of": {"x": 1}}, [2, [3]]], "none": []}
+    assert to_json(value).splitlines() == [
+        "{",
+        ' "name": "µ",',
+        ' "limits": {"low": 1.5, "high": null},',
+        ' "rows": [',
+        '  {"of": {"x": 1}},',
+        "  [2, [3]]",
+        " ],",
+        ' "none": []',
+        "}",
+    ]
+    table = {"table": ["a"], "rows": {"one": [[1]], "two": [[2]]}}
+    assert to_json(table, dense=True).splitlines()[2:6] == [' "rows": {', '  "one": [[1]],', '  "two": [[2]]', " }"]

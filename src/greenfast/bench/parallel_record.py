@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.store import write_whole
-from greenfast.judge.strict_json import decode
+from greenfast.judge.store import read_json, to_json, write_whole
 
 
 class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,11 +74,11 @@ def write_record(folder: Path, record: ParallelRecord) -> Path:
     """Write ``folder``/parallel.json; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "parallel.json"
-    write_whole(path, json.dumps(msgspec.to_builtins(record), indent=1) + "\n")
+    write_whole(path, to_json(record))
     return path
 
 
 def read_parallel(path: Path) -> ParallelRecord:
-    """Read a record. Raises msgspec.DecodeError for any other file."""
-    record: ParallelRecord = decode(path.read_bytes(), ParallelRecord)
+    """Read a record. Raises UsageError for any other file."""
+    record: ParallelRecord = read_json(path, ParallelRecord, "record of greenfast bench parallel")
     return record

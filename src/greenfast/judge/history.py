@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from greenfast.judge.artifacts import RECORD, record_files
+from greenfast.judge.record_index import INDEX
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, Record
 from greenfast.spec.errors import MachineError, UsageError
@@ -42,7 +43,7 @@ def records_below(folder: Path, *, git: bool = False) -> tuple[list[tuple[str, R
 def _versions(folder: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
     """(name, file) of each version of a record that was committed, the newest first."""
     log = _git(folder, "log", "--format=%H", "--raw", "--no-abbrev", "--no-renames", "--diff-filter=AM", "--", ".")
-    commit = ""
+    commit, seen = "", set()
     for line in log.decode(errors="replace").splitlines():
         if line and not line.startswith(":"):
             commit = line[:10]
@@ -50,10 +51,22 @@ def _versions(folder: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
         if not path.endswith(f"/{RECORD}"):
             continue
         blob = facts.split()[3]
-        file = scratch / blob
-        if not file.exists():
-            file.write_bytes(_git(folder, "cat-file", "blob", blob))
+        if blob not in seen:
+            seen.add(blob)
+            file = _write_version(folder, scratch / commit, commit, path)
             yield f"{path} at {commit}", file
+
+
+def _write_version(folder: Path, scratch: Path, commit: str, path: str) -> Path:
+    """Write a record as it was in a commit, with the index that it names if it is a kept one."""
+    file = scratch / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_git(folder, "show", f"{commit}:{path}"))
+    for parent in PurePosixPath(path).parents:
+        index = scratch / parent / INDEX
+        if not index.exists() and _git(folder, "ls-tree", "--full-tree", commit, (parent / INDEX).as_posix()):
+            index.write_bytes(_git(folder, "show", f"{commit}:{(parent / INDEX).as_posix()}"))
+    return file
 
 
 def _git(folder: Path, *words: str) -> bytes:

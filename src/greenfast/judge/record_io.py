@@ -15,9 +15,10 @@ from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import compute_digest
 from greenfast.judge.freshness import of_build, of_launch
+from greenfast.judge.record_index import read_content
 from greenfast.judge.record_schema import SCHEMA_VERSION, AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
 from greenfast.judge.record_verification import Mismatch, verify_record
-from greenfast.judge.store import convert_json, read_json
+from greenfast.judge.store import convert_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
@@ -41,8 +42,8 @@ def read_record(run: Path) -> AnyRecord:
 def read_run(run: Path, kinds: Any) -> Any:
     """Read a record of one of the types in the union ``kinds``. Raises as ``read_record`` does."""
     path = run / RECORD if run.is_dir() else run
-    content = read_json(path, Any, "record")
-    version = content.get("schema_version") if isinstance(content, dict) else None
+    content = read_content(path)
+    version = content.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UsageError(
             f"{path}: schema_version {version} is newer than this greenfast, which reads records up to "

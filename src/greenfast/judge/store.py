@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,17 +14,40 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.strict_json import decode
+from greenfast.judge.tables import is_table, unpack
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 
-# A line end follows the bracket, which no JSON string holds: texts stay as they are.
-_NUMBERS = re.compile(r"\[\n([-+.\deE,\s]+)\]")
+
+def to_json(value: object, *, dense: bool = False) -> str:
+    """JSON of a record or of plain data, one row per line: an element of a list, or a mapping of plain values.
+
+    dense: without spaces.
+    """
+    separators = (",", ":") if dense else (", ", ": ")
+    return "".join(_lines(msgspec.json.decode(msgspec.json.encode(value)), separators, "")) + "\n"
 
 
-def to_json(value: object) -> str:
-    """Indented JSON of a record or of plain data, lists of plain numbers on one line each."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    return _NUMBERS.sub(lambda match: "[" + " ".join(match[1].split()) + "]", text) + "\n"
+def _lines(value: Any, separators: tuple[str, str], indent: str, rows: bool = False) -> Iterator[str]:
+    """Yield the pieces of a value's text. rows: the values of this mapping are rows of a table."""
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(items, list) or not any(isinstance(item, dict | list) for item in items):
+        yield _line(value, separators)
+        return
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    names = [f"{_line(name, separators)}: " for name in value] if isinstance(value, dict) else [""] * len(items)
+    yield opening
+    for n, (name, item) in enumerate(zip(names, items, strict=True)):
+        yield f"{',' if n else ''}\n{indent} {name}"
+        if rows or isinstance(value, list):
+            yield _line(item, separators)
+        else:
+            yield from _lines(item, separators, f"{indent} ", is_table(value) and item is value["rows"])
+    yield f"\n{indent}{closing}"
+
+
+def _line(value: Any, separators: tuple[str, str]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=separators)
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
@@ -93,10 +116,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def read_json(path: Path, kind: Any, name: str) -> Any:
     """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
     try:
-        content = decode(read_file(path))
+        content = unpack(decode(read_file(path)))
     except OSError as e:
         raise UsageError(f"{path}: cannot be read ({e.strerror})") from e
-    except (ValueError, RecursionError) as e:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:  # no JSON, or a damaged table
         raise _other(path, name, e) from e
     return convert_json(content, kind, path, name)
 

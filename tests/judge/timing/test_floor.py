@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
+from greenfast.judge.record_index import read_content
 from greenfast.judge.timing.floor import floor_of
 from greenfast.problems.attention import least_work
 from greenfast.spec.facts import DeviceInfo
@@ -63,7 +63,7 @@ def test_an_unknown_device_has_no_floor(device: DeviceInfo | None, why: str) -> 
 
 @pytest.mark.parametrize("file", sorted(EVIDENCE.glob("h?00/fp8_attention-*/record.json")), ids=lambda f: f.parent.name)
 def test_kernels_that_were_measured_are_above_it(file: Path) -> None:
-    record = json.loads(file.read_text())
+    record = read_content(file)
     device = dataclasses.replace(
         H100, sm_count=record["device"]["sm_count"], sm_clock_mhz=record["device"]["sm_clock_mhz"]
     )

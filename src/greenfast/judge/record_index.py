@@ -1,0 +1,146 @@
+"""The index of kept records: a record's file holds its measurements, the index the identities of its kernels.
+
+A kept record names its index by a relative path, ``"index": "../../index.json"``. The index has an entry for each
+record below its folder, with the compiler, hashes and launches of every kernel. A change of the kernels' text that
+keeps their machine code edits the index and no record.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from greenfast.judge.digest import FIELD as DIGEST
+from greenfast.judge.digest import compute_digest
+from greenfast.judge.store import read_json, to_json
+from greenfast.judge.tables import pack
+from greenfast.spec.errors import UsageError
+
+INDEX = "index.json"
+FIELD = "index"
+#: The field that every kernel has, and the ones that tell which kernel it is.
+_KERNEL = "kernel_hash"
+IDENTITY = ("arch", "options", "compiler", _KERNEL, "code_hash", "launch", "launches")
+#: Fields that no page quotes and no conclusion needs: the clock and the power of single blocks, the distributions of
+#: errors (the worst element stays), the single times of a tiling (their median stays), and examples of operands.
+_RAW = (
+    *("block_mhz", "block_watts", "error_histogram", "bound_histogram", "runtimes"),
+    *("examples_wrong", "examples_other_nan", "examples_undefined"),
+)
+#: Digits of the errors of a case. Times and all other numbers stay as they are.
+_ERRORS, _DIGITS = "correctness", 6
+_POINTER = re.compile(rf"(\.\./)*{re.escape(INDEX)}")
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """Read a record's file as plain data; of a kept record with its entry in the index.
+
+    Raises UsageError for what is no record, and for a kept one that was edited or has no entry.
+    """
+    content: dict[str, Any] = read_json(path, dict[str, Any], "record")
+    return with_identities(content, path) if FIELD in content else content
+
+
+def with_identities(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a kept record's content with its identities from the index. Raises UsageError as ``read_content``."""
+    index, name = index_of(content, path)
+    if content.get(DIGEST) != (digest := compute_digest(content)):
+        raise UsageError(f"{path}: its digest is {content.get(DIGEST)}, but its content's is {digest}; it was edited")
+    entry = read_index(index).get(name)
+    if entry is None:
+        raise UsageError(f"{path}: {index} has no entry {name}; it is a kept record, which needs one")
+    whole = copy.deepcopy({field: value for field, value in content.items() if field not in (FIELD, DIGEST)})
+    try:
+        for pointer, identity in entry["identities"].items():
+            _at(whole, pointer).update(identity)
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise UsageError(f"{index}: the entry {name} does not fit its record ({e!r})") from e
+    return whole | {DIGEST: entry[DIGEST]} if DIGEST in entry else whole
+
+
+def index_of(content: Mapping[str, Any], path: Path) -> tuple[Path, str]:
+    """Return the index that a kept record names, and the record's name in it. Raises UsageError for any other file."""
+    pointer = content.get(FIELD)
+    if not isinstance(pointer, str) or not _POINTER.fullmatch(pointer):
+        raise UsageError(f"{path}: index is {pointer!r}, not {INDEX} of a folder above it")
+    index = path.resolve().parent.joinpath(pointer).resolve()
+    return index, path.resolve().relative_to(index.parent).as_posix()
+
+
+def read_index(path: Path) -> Mapping[str, dict[str, Any]]:
+    """Read the entries of an index by their record's path from its folder. Raises UsageError if there is none."""
+    try:
+        return _read_index(path, path.stat().st_mtime_ns)
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); a kept record needs its index") from e
+
+
+@lru_cache(maxsize=8)
+def _read_index(path: Path, _modified: int) -> Mapping[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = read_json(path, dict[str, dict[str, Any]], "index of records")
+    return entries
+
+
+def split(content: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a record without raw samples and identities, and its index entry (None if it holds no identity).
+
+    content: plain data. name: its path from the index's folder.
+    """
+    measured = _measured(content)
+    sealed = {DIGEST: compute_digest(measured)} if DIGEST in content else {}
+    found = dict(_kernels(measured))
+    if not found:
+        return measured | sealed, None
+    identities = {pointer: {f: k.pop(f) for f in IDENTITY if f in k} for pointer, k in found.items()}
+    measured.pop(DIGEST, None)
+    measured = {FIELD: "../" * name.count("/") + INDEX} | measured
+    device, git = measured.get("device"), measured.get("git")
+    entry = {
+        "created": measured.get("created", ""),
+        "device": device.get("name", "") if isinstance(device, dict) else device,
+        "commit": git.get("sha", "") if isinstance(git, dict) else git,
+        **sealed,
+        "identities": identities,
+    }
+    return measured | {DIGEST: compute_digest(measured)}, entry
+
+
+def kept_text(content: Any) -> str:
+    """Return the text of a kept file, a row per line."""
+    return to_json(pack(content), dense=True)
+
+
+def index_text(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of an index, a kernel per line."""
+    tables = {name: {**entry, "identities": pack(entry["identities"])} for name, entry in sorted(entries.items())}
+    return to_json(tables, dense=True)
+
+
+def _measured(value: Any, rounded: bool = False) -> Any:
+    """Return plain data without what is not kept. rounded: errors, to their digits."""
+    if isinstance(value, dict):
+        return {name: _measured(item, rounded or name == _ERRORS) for name, item in value.items() if name not in _RAW}
+    if isinstance(value, list):
+        return [_measured(item, rounded) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if rounded and isinstance(value, float) else value
+
+
+def _kernels(value: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON pointer (RFC 6901) of every mapping that identifies a kernel, and the mapping."""
+    if isinstance(value, dict) and _KERNEL in value:
+        yield pointer, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _kernels(item, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
+
+
+def _at(value: Any, pointer: str) -> Any:
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
