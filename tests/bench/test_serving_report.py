@@ -198,11 +198,11 @@ def test_times_of_changed_kernels_are_left_out_of_a_page(monkeypatch: pytest.Mon
     record = serving_record()
     shape, kept = next((r.shape, r.backend) for r in record.rows if r.backend == "greenfast")
     answers = {f"attention, {shape}": Freshness(), f"append, {shape}": Freshness(STALE, ("its code differs",))}
-    monkeypatch.setattr(record_io, "_of_kernels", lambda _: answers)
+    monkeypatch.setattr(record_io, "_check_kernels", lambda _: answers)
     current, gone = record_io.current_part(record)
     assert gone == ["append"]
     assert kept in {row.backend for row in current.rows}
     assert "append" in {row.backend for row in record.rows} - {row.backend for row in current.rows}
     assert not current.host
-    monkeypatch.setattr(record_io, "_of_kernels", lambda _: {f"attention, {shape}": Freshness()})
+    monkeypatch.setattr(record_io, "_check_kernels", lambda _: {f"attention, {shape}": Freshness()})
     assert record_io.current_part(record) == (record, [])
