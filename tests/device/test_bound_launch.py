@@ -13,7 +13,7 @@ import pytest
 from greenfast.device import bound_launch
 from greenfast.device.bound_launch import BoundLaunch, NoContextError
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import Launch, Struct, TensorMap
+from greenfast.spec.kernel import Launch, Packed, Struct, TensorMap
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,13 @@ def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
     for size, i in ((8, 0), (4, 1), (4, 2), (8, 3), (128, 4), (192, 5)):
         first, second = ((ctypes.c_void_p * 6).from_address(call[2])[i] for call in driver.launched)
         assert ctypes.string_at(first or 0, size) == ctypes.string_at(second or 0, size), i
+
+
+def test_addresses_in_captured_bytes_move_with_their_buffers(driver: Driver) -> None:
+    """A callable's kernels get their pointers in structs, of which the capture knows the bytes alone."""
+    captured = Packed(bytes(24), ((8, "a", 0), (16, "b", 32)))
+    launch = BoundLaunch(Kernel(1), (1, 1, 1), 0, dataclasses.replace(PLAN, args=(captured,)), {"a": 64, "b": 128}, 0)
+    assert [(name, slot.value) for name, slot in launch.places()] == [("a", 64), ("b", 160)]
 
 
 def test_a_tensor_map_is_encoded_again_for_another_address_alone(

@@ -10,7 +10,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.spec.errors import MachineError, UsageError, unknown
-from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, TensorMap, maps_of, pointers_of, value_bytes
+from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, Packed, TensorMap, maps_of, pointers_of, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _MOST_ENCODED = 1024  # addresses of each tensor map whose encoding is kept
@@ -159,7 +159,10 @@ class BoundLaunch:
         found: list[tuple[str, Any]] = []
         for place, argument in zip(self._places, self._arguments, strict=True):
             found += [(layout.buffer, MovableMap(layout, place + start)) for start, layout in maps_of(argument)]
-            found += [(name, ctypes.c_uint64.from_address(place + at)) for at, name in pointers_of(argument)]
+            pointers = pointers_of(argument)
+            if isinstance(argument, Packed):
+                pointers = tuple((start, name) for start, name, _ in argument.pointers)
+            found += [(name, ctypes.c_uint64.from_address(place + start)) for start, name in pointers]
         return found
 
     def __call__(self) -> None:
