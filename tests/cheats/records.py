@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+import numpy as np
+
 from greenfast.judge.digest import FIELD, compute_digest
+from greenfast.judge.error_metrics import error_histogram
 from greenfast.judge.record_index import read_content
 from greenfast.judge.record_io import read_record
 from greenfast.spec.errors import UsageError
@@ -91,7 +95,9 @@ def _drop_drawn(content: Content) -> None:
 
 
 def _errors(content: Content) -> None:
-    for row in content["candidate"]["correctness"]:
+    for row in content["candidate"]["correctness"]:  # with the histogram that a new record has and a kept one has not
+        largest = np.array([row["kernel_error"]["max_abs_err"]])
+        row["error_histogram"] = msgspec.to_builtins(error_histogram(largest, np.zeros(1)))
         for name in row["kernel_error"]:
             row["kernel_error"][name] /= 1000
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from _pytest.mark import ParameterSet
 
+from greenfast.judge.store import read_json
 from scripts import corpus
 from tests.cheats.corpus import GPU_ONLY, Entry, entries
 from tests.cheats.expected import EXPECTED
@@ -36,9 +35,9 @@ def test_the_corpus_is_whole() -> None:
 def test_the_page_lists_all_of_it() -> None:
     names = [(entry.kind, entry.name) for entry in entries()]
     for device, result in corpus.RESULTS.items():
-        judged = [(row["kind"], row["name"]) for row in json.loads(result.read_text())["rows"]]
+        judged = [(row["kind"], row["name"]) for row in read_json(result, dict, "corpus")["rows"]]
         assert judged == (names if device == "emulator" else [name for name in names if name in judged])
-    results = {name: json.loads(path.read_text()) for name, path in corpus.RESULTS.items() if path.exists()}
+    results = {name: read_json(path, dict, "corpus") for name, path in corpus.RESULTS.items() if path.exists()}
     assert corpus.page(results) in corpus.PAGE.read_text()
 
 

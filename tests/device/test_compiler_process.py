@@ -35,7 +35,7 @@ def run(job):
     if not job.source:
         os.killpg(0, signal.SIGINT)
         time.sleep(60)
-    return nvrtc.Output("NVRTC_SUCCESS", b"", "", job.source)
+    return nvrtc.CompilerOutput("NVRTC_SUCCESS", b"", "", job.source)
 nvrtc.run = run
 nvrtc.serve()
 '''

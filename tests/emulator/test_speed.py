@@ -16,7 +16,7 @@ def test_speed_and_memory_of_a_rung() -> None:
     assert (row["variant"], row["shape"]) == JOB
     per_second = float(row["thread instructions/s"]) / float(row["warp instructions/s"])
     assert 25 < per_second <= 32.5  # nearly all warps are whole
-    assert 0.05 < float(row["peak GiB"]) < 4
+    assert 0.05 < float(row["peak GiB"]) < 8  # of the whole test process, which other tests made larger
 
 
 def test_time_by_kind_adds_up() -> None:

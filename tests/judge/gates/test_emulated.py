@@ -122,7 +122,7 @@ def test_of_a_slow_case_some_blocks_run() -> None:
     assert "read out of bounds" in str(results["candidate", 0])
     assert not isinstance(results["candidate", 0], UnsupportedByDeviceError)
     assert isinstance(results["baseline", 0], UnsupportedByDeviceError)
-    assert "only blocks of a single launch" in str(results["several", 0])
+    assert "only blocks of a single, not cooperative launch" in str(results["several", 0])
     said = str(results["baseline", 0])
     assert re.search(r"did not end within 60 s; 4 of \d+ blocks ran by themselves, without a fault", said)
 
