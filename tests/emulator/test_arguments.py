@@ -9,7 +9,7 @@ import pytest
 
 from greenfast.emulator.arguments import read_arguments
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import TensorMap, maps_of, pointers_of
+from greenfast.spec.kernel import TensorMap, find_pointers, find_tensor_maps
 from greenfast.spec.problem import OutputSpec
 
 
@@ -144,8 +144,8 @@ def test_tensor_maps_over_buffers() -> None:
     texts = ["map:x[4,32]:64", "struct:i32=5,map=x[8,32]", "in:p=struct:x,map=x[1,4]"]
     result = read_arguments(texts, 0, ["in:x=f32[8,32]:zeros"])
     assert result.launch[0] == TensorMap("x", "float32", (8, 32), (128, 4), (4, 32), 64)
-    assert [start for start, _ in maps_of(result.launch[1])] == [64]
-    assert (result.inputs["p"].nbytes, pointers_of(result.structs["p"])) == (192, ((0, "x"),))
+    assert [start for start, _ in find_tensor_maps(result.launch[1])] == [64]
+    assert (result.inputs["p"].nbytes, find_pointers(result.structs["p"])) == (192, ((0, "x"),))
 
 
 @pytest.mark.parametrize(

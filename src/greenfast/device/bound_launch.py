@@ -10,7 +10,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from greenfast.spec.errors import MachineError, UsageError, unknown
-from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, Packed, TensorMap, maps_of, pointers_of, value_bytes
+from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, TensorMap, find_pointers, find_tensor_maps, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _MOST_ENCODED = 1024  # addresses of each tensor map whose encoding is kept
@@ -158,11 +158,9 @@ class BoundLaunch:
         """
         found: list[tuple[str, Any]] = []
         for place, argument in zip(self._places, self._arguments, strict=True):
-            found += [(layout.buffer, MovableMap(layout, place + start)) for start, layout in maps_of(argument)]
-            pointers = pointers_of(argument)
-            if isinstance(argument, Packed):
-                pointers = tuple((start, name) for start, name, _ in argument.pointers)
-            found += [(name, ctypes.c_uint64.from_address(place + start)) for start, name in pointers]
+            maps = find_tensor_maps(argument)
+            found += [(layout.buffer, MovableMap(layout, place + start)) for start, layout in maps]
+            found += [(name, ctypes.c_uint64.from_address(place + start)) for start, name in find_pointers(argument)]
         return found
 
     def __call__(self) -> None:

@@ -45,7 +45,7 @@ from greenfast.spec.kernel import (
     Struct,
     TensorMap,
     Workspace,
-    pointers_of,
+    find_pointers,
     value_bytes,
 )
 from greenfast.spec.problem import Array, OutputSpec, dtype_of
@@ -238,7 +238,7 @@ def _explore(steps: Sequence[KernelLaunch], result: GridResult, attempt: Callabl
         pointers = {
             (parameter.name, offset)
             for parameter, argument in zip(function.params, step.plan.args, strict=False)
-            for offset, _ in pointers_of(argument)
+            for offset, _ in find_pointers(argument)
         }
         dependence = find_dependence(function, pointers)
         differs |= dependence.addresses or dependence.undefined

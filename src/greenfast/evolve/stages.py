@@ -30,7 +30,7 @@ from greenfast.judge.record_schema import DRAWN, GateResult
 from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
-from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
+from greenfast.spec.kernel import find_buffers
 from greenfast.spec.problem import Problem, References
 
 #: Emulator time limit per case in seconds. A candidate beyond it is dropped, though its kernel may be correct.
@@ -266,20 +266,9 @@ def hash_programs(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str
         launches = program.facts(shape, dims[shape]).items()
         for step, (name, (kernel, facts)) in zip(program.program.steps, launches, strict=True):
             # The facts number buffers by first use, so they do not change if input and output are swapped.
-            buffers = [buffer for argument in step.launch.args for buffer in _buffers(argument)]
+            buffers = [buffer for argument in step.launch.args for buffer in find_buffers(argument)]
             digest.update(msgspec.json.encode((name, code_hash(kernel) or kernel.kernel_hash, facts, buffers)))
     return digest.hexdigest()[:16]
-
-
-def _buffers(argument: Argument | Any) -> list[str]:
-    """Return the names of the buffers that an argument points to."""
-    if isinstance(argument, str):
-        return [argument]
-    if isinstance(argument, TensorMap):
-        return [argument.buffer]
-    if isinstance(argument, Struct):
-        return [name for field in argument.fields for name in _buffers(field)]
-    return [name for _, name, _ in argument.pointers] if isinstance(argument, Packed) else []
 
 
 def _first_failure(

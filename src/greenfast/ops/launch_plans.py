@@ -17,7 +17,7 @@ from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import load_kernel
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import KernelSource, Launch, maps_of, pointers_of
+from greenfast.spec.kernel import KernelSource, Launch, find_buffers
 
 ALIGNMENT = 256  # bytes; alignment of buffers in the workspace
 _MAX_STREAMS = 64  # per plan
@@ -66,9 +66,7 @@ class LaunchStep:
 
     def buffers(self) -> set[str]:
         """Return the buffers of the plan that the launch reads or writes."""
-        args = self.launch.args
-        named = {name for x in args for _, name in pointers_of(x)} | {m.buffer for x in args for _, m in maps_of(x)}
-        return {self.names.get(x, x) for x in named}
+        return {self.names.get(name, name) for argument in self.launch.args for name in find_buffers(argument)}
 
     def bind(self, device: int, pointers: Mapping[str, int], stream: int) -> BoundLaunch:
         """Bind the launch to a stream and to the addresses of the plan's buffers."""

@@ -66,11 +66,11 @@ class Struct:
 
     def pointers(self) -> tuple[tuple[int, str], ...]:
         """(offset, buffer) of each pointer, those of nested structs included."""
-        return tuple((start + n, name) for start, f in self._placed() for n, name in pointers_of(f))
+        return tuple((start + n, name) for start, f in self._placed() for n, name in find_pointers(f))
 
     def maps(self) -> tuple[tuple[int, TensorMap], ...]:
         """(offset, map) of each tensor map, those of nested structs included."""
-        return tuple((start + n, layout) for start, f in self._placed() for n, layout in maps_of(f))
+        return tuple((start + n, layout) for start, f in self._placed() for n, layout in find_tensor_maps(f))
 
     def _placed(self) -> list[tuple[int, Any]]:
         """Return each field with its offset."""
@@ -128,18 +128,26 @@ def value_bytes(
     return argument.tobytes()
 
 
-def pointers_of(argument: object) -> tuple[tuple[int, str], ...]:
+def find_pointers(argument: object) -> tuple[tuple[int, str], ...]:
     """Return (offset, buffer) of each pointer in an argument."""
     if isinstance(argument, str):
         return ((0, argument),)
+    if isinstance(argument, Packed):
+        return tuple((start, name) for start, name, _ in argument.pointers)
     return argument.pointers() if isinstance(argument, Struct) else ()
 
 
-def maps_of(argument: object) -> tuple[tuple[int, TensorMap], ...]:
+def find_tensor_maps(argument: object) -> tuple[tuple[int, TensorMap], ...]:
     """Return (offset, map) of each tensor map in an argument."""
     if isinstance(argument, TensorMap):
         return ((0, argument),)
     return argument.maps() if isinstance(argument, Struct) else ()
+
+
+def find_buffers(argument: object) -> list[str]:
+    """Return the names of the buffers that an argument points to, in the order of their places in it."""
+    maps = ((start, layout.buffer) for start, layout in find_tensor_maps(argument))
+    return [name for _, name in sorted((*find_pointers(argument), *maps))]
 
 
 #: A kernel argument: the name of a buffer of the case, a typed scalar, a struct (a Struct, its bytes, a structured
