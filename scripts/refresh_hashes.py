@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from greenfast.judge.record_io import load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
 from greenfast.judge.tasks import find_task, load, load_peers
+from greenfast.ops.warmup import warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.facts import LaunchFacts
@@ -137,7 +137,7 @@ def main() -> int:
     try:
         compared = [ROOT / path for path in COMPARED if (ROOT / path).is_file()]
         records = {path: read_record(path) for path in [*sorted((ROOT / "evidence").glob(f"*/*/{RECORD}")), *compared]}
-        compile_in_parallel(records.values())
+        compile_ahead(records.values(), changed_only=args.check)
         for path, record in records.items():
             if not args.check:
                 write_identities(path, record, record := refreshed(record))
@@ -148,15 +148,25 @@ def main() -> int:
     return int(any(answer.status != CURRENT for answer in answers))
 
 
-def compile_in_parallel(records: Iterable[AnyRecord]) -> None:
-    """Compile the kernels of records into the build cache, in threads: NVRTC runs without the GIL."""
-    kernels = {
-        (kernel_hash(source), arch): (source, Target(arch))
-        for record in records
-        for source, arch in recorded_kernels(record)
-    }
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda kernel: compile_kernel(*kernel), kernels.values()))
+def compile_ahead(records: Iterable[AnyRecord], changed_only: bool) -> None:
+    """Compile the kernels of records into the build cache, in threads.
+
+    changed_only: leave out kernels with the recorded text. A check that they are current needs no compiler.
+    """
+    kernels: dict[str, dict[str, KernelSource]] = {}
+    for record in records:
+        recorded = _recorded_hashes(record) if changed_only else set()
+        for source, arch in recorded_kernels(record):
+            if (text := kernel_hash(source)) not in recorded:
+                kernels.setdefault(arch, {})[text] = source
+    for arch, sources in kernels.items():
+        warm(sources.values(), Target(arch))
+
+
+def _recorded_hashes(record: AnyRecord) -> set[str]:
+    if isinstance(record, Benchmark) and record.side is None:
+        return {kernel.kernel_hash for kernel in record.kernels.values()}
+    return {build.kernel_hash for side in ("baseline", "candidate", "side") for build in _builds(record, side)}
 
 
 def write_identities(path: Path, before: AnyRecord, after: AnyRecord) -> None:
