@@ -92,14 +92,14 @@ def test_the_function_itself_is_timed(tmp_path: Path) -> None:
     family = RemoteFamily("mine", tmp_path, solution, problem=problem, gpu=0)  # type: ignore[arg-type]
     program = family.program({}, "", DIMS)
     assert len(program.steps) >= 21
-    assert program.function_us > 200  # of the device alone; more at a low clock
+    assert 200 < program.function_us < 600
     target = Target.of_device(torch.cuda.get_device_capability())
     steps = tuple((build_image(compile_kernel(step.kernel, target)), step.launch) for step in program.steps)
     with Worker(0, timeout_s=60) as worker:
         executable = Executable(steps, program.workspaces, program.allocations)
         assert worker.prepare("k", executable, [problem.make_case(DIMS, 5, "")], 20, 0).wrong is None
         replay_us = float(np.median(worker.time("k", 5, 50, False, 1).samples_us))
-    assert replay_us < 1.2 * program.function_us
+    assert replay_us == pytest.approx(program.function_us, rel=0.2)
 
 
 def test_weights_that_it_keeps_travel_with_it(tmp_path: Path) -> None:
