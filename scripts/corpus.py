@@ -27,7 +27,7 @@ from scipy.stats import beta
 
 from greenfast import __version__
 from greenfast.judge.environment import git_state
-from greenfast.judge.record_index import kept_text
+from greenfast.judge.record_index import render_record
 from greenfast.judge.report.formatting import without_folders
 from greenfast.judge.store import read_json, write_whole
 from tests.cheats.corpus import Entry, entries
@@ -170,7 +170,7 @@ def main() -> int:
         found = run(args.gpu, args.jobs, only)
         if only:
             found = with_rows_of(read_json(RESULTS[device], dict[str, Any], "corpus"), found)
-        write_whole(RESULTS[device], kept_text(found))
+        write_whole(RESULTS[device], render_record(found))
     results = {name: read_json(path, dict[str, Any], "corpus") for name, path in RESULTS.items() if path.exists()}
     text = PAGE.read_text()
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]

@@ -23,7 +23,7 @@ from greenfast.bench.record_schema import Benchmark
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record_index import FIELD, index_of, index_text, read_content, read_index, split
+from greenfast.judge.record_index import FIELD, find_index, read_content, read_index, render_index, split
 from greenfast.judge.record_io import load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
@@ -190,10 +190,10 @@ def write_identities(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
-    index, name = index_of(stored, path)
+    index, name = find_index(stored, path)
     _, entry = split(content, name)
     assert entry is not None
-    write_whole(index, index_text({**read_index(index), name: entry}))
+    write_whole(index, render_index({**read_index(index), name: entry}))
 
 
 def _builds(record: AnyRecord, side: str) -> list[Build]:

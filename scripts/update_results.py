@@ -20,7 +20,7 @@ from greenfast.bench.record_schema import Benchmark
 from greenfast.bench.report import section
 from greenfast.bench.routing import rules, rules_table
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record_index import FIELD, INDEX, index_text, kept_text, read_index, split, with_identities
+from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
@@ -156,8 +156,8 @@ def kept_files(root: Path) -> dict[Path, str]:
             content, entry = split(content, name)
             if entry is not None:
                 entries[name] = entry
-        files[file] = kept_text(content)
-    return {**files, folder / INDEX: index_text(entries)} if files else {}
+        files[file] = render_record(content)
+    return {**files, folder / INDEX: render_index(entries)} if files else {}
 
 
 def _readme(root: Path, records: Evidence) -> dict[Path, str]:

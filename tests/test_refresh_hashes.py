@@ -10,7 +10,7 @@ import pytest
 
 from greenfast.bench.record_io import read_record
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record_index import INDEX, index_text, read_index
+from greenfast.judge.record_index import INDEX, read_index, render_index
 from greenfast.judge.record_schema import PhaseRecord, Record
 from greenfast.spec.errors import UsageError
 from scripts import refresh_hashes
@@ -18,19 +18,19 @@ from scripts import refresh_hashes
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 
 
-def kept(name: str, folder: Path) -> Path:
+def copy_record(name: str, folder: Path) -> Path:
     """A copy of a kept record, with an index of two entries."""
     path = folder / name / RECORD
     path.parent.mkdir(parents=True)
     path.write_bytes((EVIDENCE / name / RECORD).read_bytes())
     entries = read_index(EVIDENCE / INDEX)
-    (folder / INDEX).write_text(index_text({one: entries[one] for one in (f"{name}/{RECORD}", "operator-h200.json")}))
+    (folder / INDEX).write_text(render_index({one: entries[one] for one in (f"{name}/{RECORD}", "operator-h200.json")}))
     return path
 
 
 @pytest.mark.parametrize("name", ["h100/fp8_sdpa-e4m3-stage2", "h200/fp8_sdpa-e4m3-stage2"])
 def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
-    path = kept(name, tmp_path)
+    path = copy_record(name, tmp_path)
     before = read_record(path)
     assert isinstance(before, Record)
     first, *rest = before.candidate.builds
@@ -58,7 +58,7 @@ def test_a_new_hash_is_all_that_changes(name: str, tmp_path: Path) -> None:
 
 
 def test_phases_too(tmp_path: Path) -> None:
-    path = kept("h100/fp8_sdpa-e4m3-stage2-phases", tmp_path)
+    path = copy_record("h100/fp8_sdpa-e4m3-stage2-phases", tmp_path)
     before = read_record(path)
     assert isinstance(before, PhaseRecord)
     (build,) = before.side.builds

@@ -279,18 +279,18 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
     backends._cudnn_handle.cache_clear()
 
 
-def made(module: str) -> Backend:
+def make_backend(module: str) -> Backend:
     return Backend("x", "X", "fp8", module, "x-wheel", lambda found: BoundCall(lambda: found.values["q"]))
 
 
 def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    missing = made("no_such_library").describe()
+    missing = make_backend("no_such_library").describe()
     assert missing.version == ""
     assert missing.missing == "x-wheel is not installed (no module no_such_library): pip install x-wheel"
     (tmp_path / "a_broken_library.py").write_text("raise OSError('libcudart.so.12: cannot open\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
-    broken = made("a_broken_library").describe()
+    broken = make_backend("a_broken_library").describe()
     assert broken.missing == "a_broken_library cannot be imported: OSError: libcudart.so.12: cannot open"
-    here = made("math").describe()
+    here = make_backend("math").describe()
     assert (here.version, here.missing) == ("x-wheel unknown", "")
     assert BACKENDS["torch_flash"].describe().version == f"torch {torch.__version__}"

@@ -13,7 +13,7 @@ import pytest
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import load_records
 from greenfast.judge.history import records_below
-from greenfast.judge.record_index import INDEX, index_text, kept_text, read_content, split
+from greenfast.judge.record_index import INDEX, read_content, render_index, render_record, split
 from greenfast.judge.record_io import read_record
 from greenfast.judge.store import read_json
 from greenfast.judge.tables import pack, unpack
@@ -52,8 +52,8 @@ def keep(content: dict[str, Any], evidence: Path) -> Path:
     assert entry is not None
     path = evidence / NAME / RECORD
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(kept_text(measured))
-    (evidence / INDEX).write_text(index_text({f"{NAME}/{RECORD}": entry}))
+    path.write_text(render_record(measured))
+    (evidence / INDEX).write_text(render_index({f"{NAME}/{RECORD}": entry}))
     return path
 
 
@@ -83,7 +83,7 @@ def test_a_table_names_its_fields_once() -> None:
 @pytest.mark.parametrize(
     "damage", [{"rows": [[1]]}, {"rows": 3}, {"table": 3}, {"texts": {"a": []}}, {"texts": {"c": []}}, {"shared": []}]
 )
-def test_a_damaged_table_is_told_of(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_damaged_table_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"of": {"table": ["a", "b"], "rows": [[1, 2], [3, 4]]} | damage}))
     with pytest.raises(UsageError, match=r"a\.json: not a record as greenfast writes it"):

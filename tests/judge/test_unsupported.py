@@ -15,7 +15,7 @@ from greenfast.device.worker import Worker
 from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
 from greenfast.judge.record_io import read_record
-from greenfast.judge.record_schema import Record, status_of
+from greenfast.judge.record_schema import Record, read_status
 from greenfast.spec.errors import UnsupportedError
 from tests.fakes import Watcher, request
 from tests.judge.small_task import FAMILY, loaded, write_task
@@ -117,6 +117,6 @@ def test_a_failure_of_the_emulator_is_not_the_kernels(
     monkeypatch.setattr(type(asked), "make_worker", property(lambda _: start))
     record = bench(asked, asked.task.config.variant("fast"), Watcher()).record
     correctness = record.gates[2]
-    assert correctness.status == status_of(record.gates, "PERFORMANCE") == "PENDING"
+    assert correctness.status == read_status(record.gates, "PERFORMANCE") == "PENDING"
     assert correctness.reasons == [f"fast tiny seed 0: could not be run here: {says}; 2 more of 3 cases {others}"]
     assert "3 could not be run here" in correctness.summary

@@ -35,7 +35,7 @@ _OPERATOR_ERRORS = (
     *("sdpa_fp8", "sdpa_int8", "sdpa_int8_fine", "fp8_channel", "fp8_plain", "int8_plain"),
     *("fa3", "cudnn", "sage", *_BF16),
 )
-#: A number of keys whose sums need more bits than the tensor cores have.
+#: With this many keys, sums need more bits than the tensor cores have.
 _LONG = 131072
 
 

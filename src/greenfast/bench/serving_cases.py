@@ -26,7 +26,7 @@ _DECODE: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {
     (16, 8, 256): ((1, 131072), (8, 32768), (256, 1024)),
     (32, 32, 128): ((8, 32768), (256, 1024)),
 }
-#: Batches with scales per token and head in the comparison, and those of a quick run.
+#: Batches with scales per token and head in the comparison, and in a quick run.
 _TOKEN_SCALES = ((8, 32768), (256, 1024))
 _QUICK = ((1, 8192), (8, 32768), (256, 1024))
 _SKEWED = (131072, *[1024] * 63)

@@ -179,7 +179,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Position:
-    """The addresses of one launch: those of a place, ``shift`` bytes further."""
+    """The addresses of one launch: a place, ``shift`` bytes further."""
 
     place: _Place
     shift: int
@@ -205,7 +205,7 @@ class _Position:
             slot.value = address + self.shift
 
     def queue_launches(self) -> None:
-        """Queue the program's launches, whose arguments hold these addresses."""
+        """Queue the program's launches with these addresses."""
         for launch in self.place.launches:
             launch()
 

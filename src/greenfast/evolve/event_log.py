@@ -20,7 +20,7 @@ from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 
-#: Identifies an event among those of its kind, such as (batch, index in the batch).
+#: Identifies an event of its kind, such as (batch, index in the batch).
 EventKey = tuple[int, ...]
 EVENTS, COSTS = "events.jsonl", "costs.jsonl"
 _START = "0" * 16

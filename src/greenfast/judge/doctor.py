@@ -93,7 +93,7 @@ def gpu_gates(findings: Sequence[Diagnosis]) -> bool:
 
 
 def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
-    """Check all dependencies. environment: the environment variables; None for those of this process."""
+    """Check all dependencies. environment: the environment variables; None for this process's own."""
     variables = os.environ if environment is None else environment
     findings = [python(), *packages()]
     if _NO_LIBRARY:

@@ -153,7 +153,7 @@ def bound_histogram(actual: Floats, exact: Floats, bound: Floats) -> Histogram:
 
 
 def select_closest_reference(actual: Floats, alternative: Floats, exact: Floats) -> Floats:
-    """Return, for each element, the value of ``alternative`` if it is closer to ``actual``, else that of ``exact``."""
+    """Return, for each element, whichever of ``alternative`` and ``exact`` is closer to ``actual``."""
     parts = _map_parts(lambda a, o, x: np.where(np.abs(a - o) < np.abs(a - x), o, x), actual, alternative, exact)
     return np.concatenate([*parts, np.empty(0)]).reshape(actual.shape)
 

@@ -16,7 +16,7 @@ from greenfast.judge.gates.memory import MemoryChecks
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.implementation import Implementation, build_rung_implementation
 from greenfast.judge.pending_operations import check_awaited
-from greenfast.judge.record_schema import GATES, Build, GateResult, Limits, Side, Status, TimingRow, status_of
+from greenfast.judge.record_schema import GATES, Build, GateResult, Limits, Side, Status, TimingRow, read_status
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.task import KernelErrorGate
 from greenfast.judge.variant import Variant
@@ -59,7 +59,7 @@ class GateRun:
 
     def status(self, gate: str) -> Status:
         """Return a gate's status; PENDING until it ends."""
-        return status_of(self.gates, gate)
+        return read_status(self.gates, gate)
 
     def progress(self, gate: str) -> Callable[[float, str], None]:
         """Return the function that reports a gate's progress."""
@@ -199,7 +199,7 @@ class GateRun:
         }
 
     def least_work(self) -> dict[str, dict[str, int]]:
-        """Return the problem's minimum counts by shape, for the shapes whose instructions were counted."""
+        """Return the problem's minimum counts by shape, for the shapes with counted instructions."""
         request = self.request
         counted = {shape for counts in self.correctness.counts.values() for shape in counts}
         minima = {s.name: least_work(request.task.problem, s.dims) for s in request.built_shapes if s.name in counted}

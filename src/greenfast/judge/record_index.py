@@ -47,7 +47,7 @@ def read_content(path: Path) -> dict[str, Any]:
 
 def with_identities(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return a kept record's content with its identities from the index. Raises UsageError as ``read_content``."""
-    index, name = index_of(content, path)
+    index, name = find_index(content, path)
     if content.get(DIGEST) != (digest := compute_digest(content)):
         raise UsageError(f"{path}: its digest is {content.get(DIGEST)}, but its content's is {digest}; it was edited")
     entry = read_index(index).get(name)
@@ -56,13 +56,13 @@ def with_identities(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     whole = copy.deepcopy({field: value for field, value in content.items() if field not in (FIELD, DIGEST)})
     try:
         for pointer, identity in entry["identities"].items():
-            _at(whole, pointer).update(identity)
+            _resolve(whole, pointer).update(identity)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise UsageError(f"{index}: the entry {name} does not fit its record ({e!r})") from e
     return whole | {DIGEST: entry[DIGEST]} if DIGEST in entry else whole
 
 
-def index_of(content: Mapping[str, Any], path: Path) -> tuple[Path, str]:
+def find_index(content: Mapping[str, Any], path: Path) -> tuple[Path, str]:
     """Return the index that a kept record names, and the record's name in it. Raises UsageError for any other file."""
     pointer = content.get(FIELD)
     if not isinstance(pointer, str) or not _POINTER.fullmatch(pointer):
@@ -90,9 +90,9 @@ def split(content: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[s
 
     content: plain data. name: its path from the index's folder.
     """
-    measured = _measured(content)
+    measured = _drop_raw_samples(content)
     sealed = {DIGEST: compute_digest(measured)} if DIGEST in content else {}
-    found = dict(_kernels(measured))
+    found = dict(_find_kernels(measured))
     if not found:
         return measured | sealed, None
     identities = {pointer: {f: k.pop(f) for f in IDENTITY if f in k} for pointer, k in found.items()}
@@ -109,37 +109,41 @@ def split(content: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[s
     return measured | {DIGEST: compute_digest(measured)}, entry
 
 
-def kept_text(content: Any) -> str:
+def render_record(content: Any) -> str:
     """Return the text of a kept file, a row per line."""
     return to_json(pack(content), dense=True)
 
 
-def index_text(entries: Mapping[str, Mapping[str, Any]]) -> str:
+def render_index(entries: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of an index, a kernel per line."""
     tables = {name: {**entry, "identities": pack(entry["identities"])} for name, entry in sorted(entries.items())}
     return to_json(tables, dense=True)
 
 
-def _measured(value: Any, rounded: bool = False) -> Any:
-    """Return plain data without what is not kept. rounded: errors, to their digits."""
+def _drop_raw_samples(value: Any, rounded: bool = False) -> Any:
+    """Return plain data without raw samples. rounded: round numbers, as errors are kept."""
     if isinstance(value, dict):
-        return {name: _measured(item, rounded or name == _ERRORS) for name, item in value.items() if name not in _RAW}
+        return {
+            name: _drop_raw_samples(item, rounded or name == _ERRORS)
+            for name, item in value.items()
+            if name not in _RAW
+        }
     if isinstance(value, list):
-        return [_measured(item, rounded) for item in value]
+        return [_drop_raw_samples(item, rounded) for item in value]
     return float(f"{value:.{_DIGITS}g}") if rounded and isinstance(value, float) else value
 
 
-def _kernels(value: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def _find_kernels(value: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the JSON pointer (RFC 6901) of every mapping that identifies a kernel, and the mapping."""
     if isinstance(value, dict) and _KERNEL in value:
         yield pointer, value
         return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        yield from _kernels(item, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
+        yield from _find_kernels(item, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
 
 
-def _at(value: Any, pointer: str) -> Any:
+def _resolve(value: Any, pointer: str) -> Any:
     for part in pointer.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         value = value[int(name)] if isinstance(value, list) else value[name]

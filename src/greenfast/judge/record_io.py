@@ -1,4 +1,4 @@
-"""Reading of saved records, and detection of records whose kernels have changed since."""
+"""Read saved records, and detect changes of their kernels since."""
 
 from __future__ import annotations
 

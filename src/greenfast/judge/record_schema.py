@@ -339,7 +339,7 @@ def largest_named_shape(counts: Mapping[str, KernelCounts]) -> str:
     return max(sizes, key=lambda shape: sizes[shape])
 
 
-def status_of(gates: Sequence[GateResult], gate: str) -> Status:
+def read_status(gates: Sequence[GateResult], gate: str) -> Status:
     """Return the status of a gate by name; PENDING if it did not run."""
     return next((result.status for result in gates if result.gate == gate), "PENDING")
 
@@ -373,7 +373,7 @@ class Run(_Data, frozen=True, kw_only=True):
 
     def gate_status(self, gate: str) -> Status:
         """Return the status of a gate by name; PENDING if it did not run."""
-        return status_of(self.gates, gate)
+        return read_status(self.gates, gate)
 
     def _require_correct(self, timed: bool) -> None:
         if timed and self.gate_status("CORRECTNESS") != "PASS":

@@ -30,12 +30,12 @@ class _Fields(dict[str, Any]):
 def pack(value: Any) -> Any:
     """Return plain JSON data with its lists and mappings of like rows as tables."""
     if isinstance(value, dict):
-        table = _table(list(value.values()))
+        table = _build_table(list(value.values()))
         if table is None:
             return {name: pack(item) for name, item in value.items()}
         return table | {"rows": dict(zip(value, table["rows"], strict=True))}
     if isinstance(value, list):
-        return _table(value) or [pack(item) for item in value]
+        return _build_table(value) or [pack(item) for item in value]
     return value
 
 
@@ -51,14 +51,14 @@ def unpack(value: Any) -> Any:
     paths = [column.split(".") for column in columns]
     unshared = [column for column in columns if column not in shared]
 
-    def row_of(cells: Sequence[Any]) -> dict[str, Any]:
+    def build(cells: Sequence[Any]) -> dict[str, Any]:
         values = {**shared, **dict(zip(unshared, cells, strict=True))}
         for column, words in texts.items():
             values[column] = words[values[column]]
-        return _row(paths, [values[column] for column in columns])
+        return _build_row(paths, [values[column] for column in columns])
 
     rows = value["rows"]
-    return {name: row_of(row) for name, row in rows.items()} if isinstance(rows, dict) else [row_of(r) for r in rows]
+    return {name: build(row) for name, row in rows.items()} if isinstance(rows, dict) else [build(r) for r in rows]
 
 
 def is_table(value: dict[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def is_table(value: dict[str, Any]) -> bool:
     return _KEYS <= value.keys() <= _ALL_KEYS
 
 
-def _row(paths: Sequence[Sequence[str]], cells: Sequence[Any]) -> dict[str, Any]:
+def _build_row(paths: Sequence[Sequence[str]], cells: Sequence[Any]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for (*outer, name), cell in zip(paths, cells, strict=True):
         if cell != _ABSENT:
@@ -74,22 +74,22 @@ def _row(paths: Sequence[Sequence[str]], cells: Sequence[Any]) -> dict[str, Any]
             for part in outer:
                 fields = fields.setdefault(part, _Fields())
             fields[name] = unpack(cell)
-    return {name: _with_lists(value) for name, value in row.items()}
+    return {name: _restore_lists(value) for name, value in row.items()}
 
 
-def _with_lists(fields: Any) -> Any:
-    """Return nested fields with those of a list's elements as a list."""
+def _restore_lists(fields: Any) -> Any:
+    """Turn nested fields named by a list's places into lists again."""
     if not isinstance(fields, _Fields):
         return fields
-    items = {name: _with_lists(value) for name, value in fields.items()}
+    items = {name: _restore_lists(value) for name, value in fields.items()}
     return [items[f"[{n}]"] for n in range(len(items))] if _FIRST in items else items
 
 
-def _table(rows: Sequence[Any]) -> dict[str, Any] | None:
+def _build_table(rows: Sequence[Any]) -> dict[str, Any] | None:
     """Return the rows as a table, or None if they are not alike."""
     if len(rows) < 2 or not _are_alike(rows):
         return None
-    columns = _columns(rows)
+    columns = _collect_columns(rows)
     shared = {name: cells[0] for name, cells in columns.items() if len({json.dumps(cell) for cell in cells}) == 1}
     unshared = {name: cells for name, cells in columns.items() if name not in shared}
     texts = {name: list(dict.fromkeys(cells)) for name, cells in unshared.items() if _recur(cells)}
@@ -111,7 +111,7 @@ def _are_alike(rows: Sequence[Any]) -> bool:
     """Return whether the rows are mappings with about the same fields in the same order, which a table can hold."""
     if not all(isinstance(row, dict) and row for row in rows):
         return False
-    names = _names(rows)
+    names = _collect_names(rows)
     return (
         _are_mostly_present(rows, len(names))
         and all(list(row) == [name for name in names if name in row] for row in rows)
@@ -120,7 +120,7 @@ def _are_alike(rows: Sequence[Any]) -> bool:
     )
 
 
-def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _collect_names(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of all rows' fields, in the order of the longest row."""
     return list(dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row))
 
@@ -129,22 +129,22 @@ def _are_mostly_present(rows: Sequence[Any], width: int) -> bool:
     return sum(len(row) for row in rows) >= _LEAST_PRESENT * len(rows) * width
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the cells of each field; of fields that are mappings, or lists of mappings, those of their fields."""
+def _collect_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the cells of each field. Mappings and lists of mappings are replaced by their fields."""
     columns: dict[str, list[Any]] = {}
-    for name in _names(rows):
+    for name in _collect_names(rows):
         cells = [row.get(name, _ABSENT) for row in rows]
-        nested = _nested([cell for cell in cells if cell != _ABSENT])
+        nested = _flatten_cells([cell for cell in cells if cell != _ABSENT])
         if nested is None:
             columns[name] = [pack(cell) for cell in cells]
         else:
             fields = iter(nested)
-            inner = _columns([{} if cell == _ABSENT else next(fields) for cell in cells])
+            inner = _collect_columns([{} if cell == _ABSENT else next(fields) for cell in cells])
             columns |= {f"{name}.{field}": column for field, column in inner.items()}
     return columns
 
 
-def _nested(cells: Sequence[Any]) -> Sequence[dict[str, Any]] | None:
+def _flatten_cells(cells: Sequence[Any]) -> Sequence[dict[str, Any]] | None:
     """Return like cells as mappings, lists by place: ``"[0]"``, ``"[1]"``. None if they are not alike."""
     if _are_alike(cells):
         return cells

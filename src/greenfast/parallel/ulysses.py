@@ -68,7 +68,7 @@ class HeadSharding:
 class ExchangedTensor:
     """A tensor to exchange: (B, heads, ...), with the rows of the sequence in dimension ``rows``.
 
-    is_kv: its heads are those of K and V.
+    is_kv: it has the heads of K and V.
     """
 
     tensor: Tensor

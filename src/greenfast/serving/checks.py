@@ -104,7 +104,7 @@ def _check_shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) ->
 
 
 def _get_relevant_strides(x: Tensor) -> list[Any]:
-    """Return the strides without those of dimensions with one element; a last dimension of one element counts as 1.
+    """Return the strides of dimensions with more than one element; a last dimension of one element counts as 1.
 
     The list is empty if the tensor has no elements.
     """
@@ -129,7 +129,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 
 
 def _has_strides(x: Tensor, expected: tuple[Any, ...]) -> bool:
-    """Return whether the last dimensions have these strides; those of one element may have any."""
+    """Return whether the last dimensions have these strides; dimensions of one element may have any."""
     last = zip(x.shape[-len(expected) :], x.stride()[-len(expected) :], expected, strict=True)
     return all(is_known(n == 1) or is_known(step == needed) for n, step, needed in last)
 

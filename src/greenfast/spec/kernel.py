@@ -65,11 +65,11 @@ class Struct:
         return data.ljust(-(-len(data) // self.alignment) * self.alignment, b"\0")
 
     def pointers(self) -> tuple[tuple[int, str], ...]:
-        """(offset, buffer) of each pointer, those of nested structs included."""
+        """Return (offset, buffer) of each pointer, also in nested structs."""
         return tuple((start + n, name) for start, f in self._placed() for n, name in find_pointers(f))
 
     def maps(self) -> tuple[tuple[int, TensorMap], ...]:
-        """(offset, map) of each tensor map, those of nested structs included."""
+        """Return (offset, map) of each tensor map, also in nested structs."""
         return tuple((start + n, layout) for start, f in self._placed() for n, layout in find_tensor_maps(f))
 
     def _placed(self) -> list[tuple[int, Any]]:

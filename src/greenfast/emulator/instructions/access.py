@@ -56,11 +56,11 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[ResidentBlocks, Thr
         symbol = base if offset == 0 else replace(base, offset=base.offset + offset)
         generic = parse_space(i) == "generic"
 
-        def of_name(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
+        def symbol_address(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
             window = BASES.get(load_window(m, symbol.name), 0) if generic else 0
             return np.full(lane_count(lanes), load_address(m, symbol.name) + symbol.offset + window, np.int64)
 
-        return of_name
+        return symbol_address
     wide, narrow = reader(base, "u64", i), reader(base, "u32", i)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:

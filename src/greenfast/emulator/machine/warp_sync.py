@@ -91,7 +91,7 @@ class WarpSync:
         return np.where(threads >= 0, threads + self.m.lanes, threads)
 
     def sync_groups(self, lanes: NDArray[np.intp], now: int) -> None:
-        """Synchronize threads, those of each warp with one another."""
+        """Synchronize the threads of each warp with one another."""
         warps = lanes // WARP
         living = np.count_nonzero(~self.m.ended.reshape(-1, WARP), axis=1)
         complete = (np.bincount(warps, minlength=len(living)) == living)[warps]

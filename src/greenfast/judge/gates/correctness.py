@@ -118,7 +118,7 @@ def check(
     An implementation stops after a case that ended its process. A case that the device cannot run is not the kernel's
     fault: the gate is PENDING, or FAIL if another case was wrong.
 
-    own_gates: by role, the kernel-error gate of an implementation whose rung defines one.
+    own_gates: by role, the kernel-error gate of an implementation if its rung defines one.
     emulated: cases that the emulator runs at the same time.
     memory: the memory check on the GPU. An implementation that neither of the two could check is listed in the result's
         ``unchecked``.

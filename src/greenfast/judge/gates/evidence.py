@@ -83,7 +83,7 @@ def format_emulated_counts(
     candidate: Mapping[str, KernelCounts],
     least_work: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """Format the candidate's counts from the emulator, beside those of the baseline and the problem's minimum.
+    """Format the candidate's counts from the emulator, beside the baseline's and the problem's minimum.
 
     The shape is the task's shape with the most executed instructions.
     baseline, candidate, least_work: by shape. The text is empty if the kernels did not run on the emulator.

@@ -40,7 +40,7 @@ _MEMBERS = {  # toggle -> member of Cfg
 }
 #: The toggles that determine the kernel.
 TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
-#: Toggles of full fusion, of which at most one is set.
+#: Toggles of full fusion. At most one is set.
 _OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 
 

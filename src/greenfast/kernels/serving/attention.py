@@ -18,7 +18,7 @@ from greenfast.spec.kernel import KernelSource, Launch, Struct, TensorMap
 
 ENTRY, PLAN_ENTRY = "paged_attention", "plan_attention"
 TARGET = Target("sm_90a")
-CHUNK = 512  # keys whose O stays in the wgmma accumulators
+CHUNK = 512  # keys; O stays in the wgmma accumulators for so many
 OPEN = 2**30  # no limit on this side of the window
 #: Time of a block per row of a narrow row tile, relative to a wide one, for full and partial tiles alike; measured with
 #: 69 batches on an H100 (docs/performance-log.md). Up to head dim 128 two blocks with narrow tiles share a

@@ -61,7 +61,7 @@ def page(
 ) -> str:
     """Return the whole HTML file. word: the decision. claims, facts: the summary; facts are pairs of name and value.
 
-    Control characters, of which HTML allows few, become visible escapes.
+    Control characters become visible escapes, since HTML allows few of them.
     """
     text = _JINJA.get_template("page.html.jinja").render(
         title=title, word=word, tone=tone(word), claims=claims, facts=facts, sections=sections
