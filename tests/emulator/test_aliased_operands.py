@@ -62,7 +62,6 @@ PATTERNS = {
     "isspacep": ("D A",),
     "cvta": ("D A",),
     "movmatrix": ("D S",),
-    "vset": ("D S S", "D S S S"),
 }
 SPACES = {"global": "x", "shared": "s", "local": "l", "const": "c"}
 _SPACE = re.compile(r"global|shared|local|const|param")

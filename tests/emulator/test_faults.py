@@ -222,15 +222,6 @@ def test_an_unknown_instruction_is_named_with_its_line() -> None:
         output('long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); y[threadIdx.x] = x[0] + r;')
 
 
-@pytest.mark.parametrize(
-    ("opcode", "message"),
-    [("vadd.s32.u32.u32.sat %0.b0", "saturates into a part"), ("vmax.s32.u32.u32 %0.h1", "writes the upper half")],
-)
-def test_what_ptxas_and_the_ptx_isa_disagree_on_is_refused(opcode: str, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{message}.* ptxas .* PTX ISA"):
-        output(f'unsigned r; asm volatile("{opcode}, %1, %1, %1;" : "=r"(r) : "r"(threadIdx.x)); y[threadIdx.x] = r;')
-
-
 def test_divergent_threads_join_again() -> None:
     body = "float v = x[threadIdx.x]; for (int i = 0; i < threadIdx.x % 5; ++i) { if (v > 20) v -= 3; else v += 7; }"
     expected = X.copy()

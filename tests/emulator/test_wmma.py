@@ -99,37 +99,6 @@ def test_products_of_every_type(case: Any, order_a: str, order_b: str, order_d: 
     assert np.array_equal(tile if order_d == "row" else tile.T, 2 * (a @ b + c))
 
 
-@pytest.mark.parametrize("kind", ["s4", "u4", "b1"])
-def test_products_of_few_bits(kind: str) -> None:
-    k = 128 if kind == "b1" else 32
-    low, high = {"s4": (-8, 8), "u4": (0, 16), "b1": (0, 2)}[kind]
-    a, b, c = RNG.integers(low, high, (8, k)), RNG.integers(low, high, (8, k)), RNG.integers(-9, 9, (8, 8))
-
-    def packed(x: Any) -> Any:
-        if kind == "b1":
-            return np.packbits(x.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
-        return ((x[:, ::2] & 15) | (x[:, 1::2] & 15) << 4).astype(np.uint8).view(np.uint32)
-
-    name = f"wmma::experimental::precision::{kind}"
-    of_bits = ", wmma::experimental::bmmaBitOpXOR, wmma::experimental::bmmaAccumulateOpPOPC" if kind == "b1" else ""
-    result = run(
-        f"wmma::fragment<wmma::matrix_a, 8, 8, {k}, {name}, wmma::row_major> x;"
-        f"wmma::fragment<wmma::matrix_b, 8, 8, {k}, {name}, wmma::col_major> y;"
-        f"wmma::fragment<wmma::accumulator, 8, 8, {k}, int> z;"
-        f"wmma::load_matrix_sync(x, a, {k}); wmma::load_matrix_sync(y, b, {k});"
-        "wmma::load_matrix_sync(z, c, 8, wmma::mem_row_major);"
-        f"wmma::{'bmma' if kind == 'b1' else 'mma'}_sync(z, x, y, z{of_bits});"
-        "wmma::store_matrix_sync(d, z, 8, wmma::mem_row_major);",
-        {"a": packed(a), "b": packed(b), "c": c.astype(np.int32)},
-        {"d": (64, "int32")},
-        parameters="const unsigned* a, const unsigned* b, const int* c, int* d",
-        args=("a", "b", "c", "d"),
-        before="#include <mma.h>\nusing namespace nvcuda;",
-    ).outputs["d"]
-    product = (a[:, None, :] != b[None, :, :]).sum(axis=2) if kind == "b1" else a @ b.T
-    assert np.array_equal(result.reshape(8, 8), product + c)
-
-
 @pytest.mark.parametrize(
     ("lda", "message"),
     [("16 + 8 * (threadIdx.x % 2)", "stride of a WMMA tile differs within a warp"), ("16", "")],

@@ -22,7 +22,6 @@ from greenfast.emulator.instructions import (
     subroutines,
     tiles,
     tma,
-    video,
     warp,
     wgmma,
     wmma,
@@ -42,7 +41,6 @@ from greenfast.spec.errors import UnsupportedError
 BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     **arithmetic.BUILDERS,
     **bits.BUILDERS,
-    **video.BUILDERS,
     **comparisons.BUILDERS,
     **convert.BUILDERS,
     **moves.BUILDERS,

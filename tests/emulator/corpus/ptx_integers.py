@@ -415,50 +415,10 @@ ptx(
     ),
 )
 
-_LOW = {"b0": (0, 8), "b1": (8, 8), "b2": (16, 8), "b3": (24, 8), "h0": (0, 16), "h1": (16, 16)}
-
-
-def part(v: int, name: str, is_signed: bool = True) -> int:
-    start, bits = _LOW[name]
-    field = v >> start & ((1 << bits) - 1)
-    return signed(field, bits) if is_signed else field
-
-
-ptx(
-    "vadd_of_a_byte_and_a_half",
-    "vadd.s32.s32.s32.sat %d, %a.b1, %b.h1;",
-    "b32 b32",
-    "s32",
-    lambda a, b: part(a, "b1") + part(b, "h1"),
-)
-ptx(
-    "vabsdiff_with_an_add",
-    "vabsdiff.u32.u32.u32.add %d, %a, %b, %c;",
-    "u32 u32 u32",
-    "u32",
-    lambda a, b, c: abs(a - b) + c,
-)
-ptx("vmax_s32_min", "vmax.s32.s32.s32.min %d, %a, %b, %c;", "s32 s32 s32", "s32", lambda a, b, c: min(max(a, b), c))
-ptx("vshl_clamped", "vshl.u32.u32.u32.clamp %d, %a, %b;", "u32 u32", "u32", lambda a, b: a << min(b, 32))
-ptx("vset_lt", "vset.s32.u32.lt %d, %a, %b;", "s32 u32", "u32", lambda a, b: int(a < b))
 ptx(
     "vabsdiff4_with_an_add",
     "vabsdiff4.u32.u32.u32.add %d, %a, %b, %c;",
     "u32 u32 u32",
     "u32",
     lambda a, b, c: c + sum(abs((a >> s & 255) - (b >> s & 255)) for s in (0, 8, 16, 24)),
-)
-ptx(
-    "vadd4_saturated",
-    "vadd4.u32.u32.u32.sat %d, %a, %b, %c;",
-    "u32 u32 u32",
-    "u32",
-    lambda a, b, c: sum(min((a >> s & 255) + (b >> s & 255), 255) << s for s in (0, 8, 16, 24)),
-)
-ptx(
-    "vmad_shifted",
-    "vmad.s32.s32.s32.shr7 %d, %a.h0, %b.h0, %c;",
-    "b32 b32 s32",
-    "s32",
-    lambda a, b, c: (part(a, "h0") * part(b, "h0") + c) >> 7,
 )

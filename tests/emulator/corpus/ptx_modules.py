@@ -528,30 +528,6 @@ def product_with_constants_as_addends(rng: Rng) -> Args:
 @module(
     kernel(
         r"""
-  .reg .b32 %r<6>; .reg .b64 %w;
-  mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p0; ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%w];
-  mul.wide.u32 %w, %t, 8; add.u64 %w, %w, %p1; ld.global.v2.u32 {%r4, %r5}, [%w];
-  .reg .b32 %c<4>;
-  mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%c0, %c1, %c2, %c3}, {%r0, %r1, %r2, %r3}, {%r4, %r5},
-    {0, 0, 0, 0};
-  mul.wide.u32 %w, %t, 16; add.u64 %w, %w, %p2; st.global.v4.u32 [%w], {%c0, %c1, %c2, %c3};""".replace(
-            "{0, 0, 0, 0}", "{%z, %z, %z, %z}"
-        ).replace("  .reg .b32 %c<4>;", "  .reg .b32 %c<4>, %z; mov.u32 %z, 0;"),
-        3,
-    )
-)
-def product_of_bits(rng: Rng) -> Args:
-    a, b = rng.integers(0, 2**32, (16, 8)).astype(U32), rng.integers(0, 2**32, (8, 8)).astype(U32)
-    g, t = np.arange(32) // 4, np.arange(32) % 4
-    ra = np.stack([a[g, t], a[g + 8, t], a[g, t + 4], a[g + 8, t + 4]], 1)
-    rb = np.stack([b[g, t], b[g, t + 4]], 1)
-    d = np.array([[sum(int(u & v).bit_count() for u, v in zip(x, y, strict=True)) for y in b] for x in a])
-    return ra, rb, Out(np.stack([d[g + r, 2 * t + c] for r in (0, 8) for c in (0, 1)], 1).astype(U32))
-
-
-@module(
-    kernel(
-        r"""
   .reg .b32 %r, %s; .reg .b64 %w, %d; .reg .pred %q;
   mov.u32 %r, %ntid.x; mov.u32 %s, %nctaid.y; mad.lo.u32 %r, %r, 100, %s;
   mov.u32 %s, %ctaid.y; mad.lo.u32 %r, %r, 10, %s;

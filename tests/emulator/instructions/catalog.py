@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.emulator.instructions import bitwise, conversions, floating, halves, integers, matrices, memory, video, warps
+from tests.emulator.instructions import bitwise, conversions, floating, halves, integers, matrices, memory, warps
 from tests.emulator.instructions.case import Case
 
 CASES: tuple[Case, ...] = (
     *integers.cases(), *bitwise.cases(), *floating.cases(), *conversions.cases(), *warps.cases(), *memory.cases(),
-    *matrices.cases(), *video.cases(),
+    *matrices.cases(),
     *halves.cases(),
 )  # fmt: skip
 

@@ -132,6 +132,24 @@ def _part24(a: int, b: int, kind: str, part: str) -> int:
     return value(product >> 16 if part == "hi" else product, kind)
 
 
+def _pieces(word: int, kind: str, bits: int) -> list[int]:
+    return [value(word >> index, f"{kind[0]}{bits}") for index in range(0, 32, bits)]
+
+
+def _absolute_differences(left: str, right: str, form: str) -> Case:
+    """Return a case of vabsdiff4: of four bytes each, of saturated ones, or their sum added to c."""
+
+    def meaning(a: int, b: int, c: int) -> int:
+        results: list[int] = [abs(x - y) for x, y in zip(_pieces(a, left, 8), _pieces(b, right, 8), strict=True)]
+        if form == ".add":
+            return c + sum(results)
+        if form == ".sat":
+            results = [min(x, 127 if left == "s32" else 255) for x in results]
+        return sum((x & 255) << 8 * n for n, x in enumerate(results))
+
+    return instruction(f"vabsdiff4.{left}.{left}.{right}{form}", "b32 b32 b32", "b32", meaning)
+
+
 def _products() -> list[Case]:
     result = []
     for kind, part in itertools.product(("u32", "s32"), ("lo", "hi")):
@@ -154,9 +172,6 @@ def _products() -> list[Case]:
         )
     )
 
-    def pieces(word: int, kind: str, bits: int) -> list[int]:
-        return [value(word >> index, f"{kind[0]}{bits}") for index in range(0, 32, bits)]
-
     for left, right in itertools.product(("u32", "s32"), repeat=2):
         result.append(
             instruction(
@@ -164,10 +179,12 @@ def _products() -> list[Case]:
                 "b32 b32 b32",
                 "b32",
                 lambda a, b, c, p=left, q=right: (
-                    c + sum(x * y for x, y in zip(pieces(a, p, 8), pieces(b, q, 8), strict=True))
+                    c + sum(x * y for x, y in zip(_pieces(a, p, 8), _pieces(b, q, 8), strict=True))
                 ),
             )
         )
+        for form in ("", ".sat", ".add"):
+            result.append(_absolute_differences(left, right, form))
         for part in ("lo", "hi"):
             result.append(
                 instruction(
@@ -177,7 +194,8 @@ def _products() -> list[Case]:
                     lambda a, b, c, p=left, q=right, h=part: (
                         c
                         + sum(
-                            x * y for x, y in zip(pieces(a, p, 16), pieces(b, q, 8)[2 * (h == "hi") :][:2], strict=True)
+                            x * y
+                            for x, y in zip(_pieces(a, p, 16), _pieces(b, q, 8)[2 * (h == "hi") :][:2], strict=True)
                         )
                     ),
                 )

@@ -32,9 +32,6 @@ ELEMENTS: dict[str, tuple[int, Number]] = {
     "e5m2": (8, lambda p: _number(p, "e5m2")),
     "s8": (8, lambda p: value(p, "s8")),
     "u8": (8, lambda p: p),
-    "s4": (4, lambda p: value(p, "s4")),
-    "u4": (4, lambda p: p),
-    "b1": (1, lambda p: p),
 }
 _POOLS = {
     "f16": "small_halves", "bf16": "small_brains", "tf32": "small_singles", "f64": "small_doubles",
@@ -90,13 +87,11 @@ def _sum_pattern(total: Any, kind: str, saturates: bool) -> int:
     return _encoded(float(total), kind)
 
 
-def _product(op: str, a: Sequence[Any], b: Sequence[Any]) -> Any:
-    if op == "xor":
-        return sum(x != y for x, y in zip(a, b, strict=True))
+def _product(a: Sequence[Any], b: Sequence[Any]) -> Any:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _meaning(rows: Rows, shape: tuple[int, int, int], kinds: tuple[str, str, str], op: str, saturates: bool) -> Any:
+def _meaning(rows: Rows, shape: tuple[int, int, int], kinds: tuple[str, str, str], saturates: bool) -> Any:
     (m, n, k), (left, right, out) = shape, kinds
     of_a, of_b = (s * k * ELEMENTS[x][0] // (WARP * (64 if x == "f64" else 32)) for s, x in ((m, left), (n, right)))
     a, b = _left(rows, m, k, left, 0), _right(rows, n, k, right, of_a)
@@ -108,14 +103,14 @@ def _meaning(rows: Rows, shape: tuple[int, int, int], kinds: tuple[str, str, str
         for e, pattern in enumerate(sums):
             r, c = lane // 4 + 8 * (e // 2), lane % 4 * 2 + e % 2
             old = value(pattern, "s32") if out == "s32" else _number(pattern, out)
-            results.append(_sum_pattern(old + _product(op, a[r], b[c]), out, saturates))
+            results.append(_sum_pattern(old + _product(a[r], b[c]), out, saturates))
         if out == "f16":
             results = [low | high << 16 for low, high in zip(results[::2], results[1::2], strict=True)]
         result.append(tuple(results))
     return result
 
 
-def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool = False) -> Case:
+def _case(shape: str, kinds: tuple[str, str, str], saturates: bool = False) -> Case:
     m, n, k = (int(x) for x in shape.replace("m", "").replace("n", " ").replace("k", " ").split())
     left, right, out = kinds
     counts = []
@@ -130,10 +125,9 @@ def _case(shape: str, kinds: tuple[str, str, str], op: str = "", saturates: bool
         lists.append("{" + ", ".join(f"%{index + x}" for x in range(count)) + "}")
         index += count
     name = f"mma.sync.aligned.{shape}.row.col{'.satfinite' if saturates else ''}.{out}.{left}.{right}.{out}"
-    name += f".{op}.popc" if op else ""
 
     def meaning(rows: Rows) -> Any:
-        return _meaning(rows, (m, n, k), kinds, op, saturates)
+        return _meaning(rows, (m, n, k), kinds, saturates)
 
     return Case(name, assembly(f"{name} {', '.join(lists)};", ins, outs), ins, outs, meaning, of_warp=True)
 
@@ -145,13 +139,9 @@ def cases() -> list[Case]:
     result += [_case(f"m16n8k{k}", ("tf32", "tf32", "f32")) for k in (4, 8)]
     result += [_case(shape, ("f64", "f64", "f64")) for shape in ("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16")]
     result += [_case("m16n8k32", (a, b, "f32")) for a, b in itertools.product(("e4m3", "e5m2"), repeat=2)]
-    for shapes, kinds in ((("m8n8k16", "m16n8k16", "m16n8k32"), ("s8", "u8")),
-                          (("m8n8k32", "m16n8k32", "m16n8k64"), ("s4", "u4"))):  # fmt: skip
-        for shape, (a, b) in itertools.product(shapes, itertools.product(kinds, repeat=2)):
-            result.append(_case(shape, (a, b, "s32"), saturates=a == b))
     result += [
-        _case(shape, ("b1", "b1", "s32"), op)
-        for shape in ("m8n8k128", "m16n8k128", "m16n8k256")
-        for op in ("and", "xor")
+        _case(shape, (a, b, "s32"), saturates=a == b)
+        for shape in ("m8n8k16", "m16n8k16", "m16n8k32")
+        for a, b in itertools.product(("s8", "u8"), repeat=2)
     ]
     return result

@@ -206,6 +206,31 @@ def dot_product(i: Instruction) -> Operation:
     return elementwise(i, function, types=["b32", "b32", out], out=out)
 
 
+def differences_of_bytes(i: Instruction) -> Operation:
+    """Build vabsdiff4: |a - b| of four bytes, or with .add c plus their sum.
+
+    Other video instructions are unknown: no compiler emits them, CUDA's __vadd4 and its kin included.
+    """
+    out, left, right = (p for p in i.parts if p in ("u32", "s32"))
+    limits = np.iinfo(np.int8 if out == "s32" else np.uint8)
+    sums, saturates = "add" in i.parts, "sat" in i.parts
+
+    def function(a: Values, b: Values, c: Values) -> Values:
+        a, b, c = (np.ascontiguousarray(x) for x in np.broadcast_arrays(a, b, c))
+        bytes_of_a, bytes_of_b = (
+            x.view(np.int8 if kind == "s32" else np.uint8).reshape(*x.shape, 4).astype(np.int64)
+            for x, kind in ((a, left), (b, right))
+        )
+        result = np.abs(bytes_of_a - bytes_of_b)
+        if saturates:
+            result = np.clip(result, limits.min, limits.max)
+        if sums:
+            return np.asarray(result.sum(axis=-1) + c.astype(np.int64)).astype(np.uint32)
+        return np.ascontiguousarray(result.astype(np.uint8)).view(np.uint32).reshape(a.shape)
+
+    return elementwise(i, function, types=["b32", "b32", "b32"], out="b32")
+
+
 # ---- one or two numbers ---------------------------------------------------------------------------------------------
 
 
@@ -248,6 +273,7 @@ BUILDERS: dict[str, Callable[[Instruction], Operation]] = {
     "sad": sum_of_differences,
     "dp4a": dot_product,
     "dp2a": dot_product,
+    "vabsdiff4": differences_of_bytes,
     "min": extreme(True),
     "max": extreme(False),
     "neg": negate,

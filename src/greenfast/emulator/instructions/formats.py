@@ -10,8 +10,8 @@ from greenfast.emulator.instructions.rounding import bf16_values
 from greenfast.emulator.machine.blocks import Values
 
 #: Bits of an element, by format.
-BITS = {"f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1}
-INTEGERS = ("s8", "u8", "s4", "u4", "b1")
+BITS = {"f64": 64, "tf32": 32, "f16": 16, "bf16": 16, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
+INTEGERS = ("s8", "u8")
 
 
 def decode(data: NDArray[np.uint8], kind: str) -> Values:
@@ -30,10 +30,4 @@ def decode(data: NDArray[np.uint8], kind: str) -> Values:
         return (data.view(np.uint32) & np.uint32(0xFFFF_E000)).view(np.float32)
     if kind == "f64":
         return data.view(np.float64)
-    if kind in ("s4", "u4"):
-        low, high = data & np.uint8(15), data >> np.uint8(4)
-        result = np.stack([low, high], axis=-1).reshape(*data.shape[:-1], -1).astype(np.float32)
-        return np.where(result > 7, result - 16, result).astype(np.float32) if kind == "s4" else result
-    if kind == "b1":
-        return np.unpackbits(data, axis=-1, bitorder="little").astype(np.float32)
     raise ValueError(f"format {kind!r}; known are {', '.join(BITS)}")

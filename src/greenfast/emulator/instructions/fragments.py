@@ -129,17 +129,14 @@ def product(i: Instruction, d: Operand, a: Operand, b: Operand, c: Operand, kind
     read_b = Registers(b, register_type(right_kind), i).reading(registers(columns, k, right_kind))
     read_c = read_sums(c, addend, rows, columns, i)
     write = write_sums(d, out, rows, columns, i)
-    integer, bits, saturates = left_kind in INTEGERS, left_kind == "b1", "satfinite" in i.parts
+    integer, saturates = left_kind in INTEGERS, "satfinite" in i.parts
     wide: Any = np.float64 if left_kind == "f64" else np.int64 if integer else np.float32
-    differing = bits and "xor" in i.parts
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         whole_warps(m, lanes, "a matrix instruction")
         left = decode(left_rows(read_a(m, lanes), rows), left_kind)
         right = decode(right_rows(read_b(m, lanes), columns), right_kind)
         result = left @ right.swapaxes(1, 2)
-        if differing:  # bits that differ: the bits of both minus twice the common ones
-            result = left.sum(axis=2)[:, :, None] + right.sum(axis=2)[:, None, :] - 2 * result
         total = result.astype(wide) + read_c(m, lanes)
         if saturates and integer:
             total = np.clip(total, -(2**31), 2**31 - 1)

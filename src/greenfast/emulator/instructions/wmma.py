@@ -50,7 +50,7 @@ def wmma(i: Instruction) -> Operation:
 
 
 class _Tile:
-    """The units of a tile in memory: elements, or bytes that hold several elements.
+    """The elements of a tile in memory.
 
     A row is one of the (rows, K) of A, of the (columns, K) of B, or of the (rows, columns) of C and D.
     """
@@ -61,9 +61,7 @@ class _Tile:
         self.kind = next(p for p in reversed(i.parts) if p in BITS or p in ("f32", "s32"))
         m, n, k = parse_shape(i)
         self.rows, self.length = {"a": (m, k), "b": (n, k)}.get(self.which, (m, n))
-        bits = BITS.get(self.kind, 32)
-        self.per_unit = max(1, 8 // bits)
-        self.size = max(1, bits // 8)
+        self.size = BITS.get(self.kind, 32) // 8
         # The memory's rows are the fragment's, or its columns.
         self.across = (i.parts[4] == "row") == (self.which == "b")
         shortest = self.rows if self.across else self.length
@@ -71,7 +69,7 @@ class _Tile:
         self.space, self.where = parse_space(i), addresses(address, i)
 
     def places(self, m: ResidentBlocks, lanes: ThreadSet) -> tuple[Arena, _Places, NDArray[np.intp], str]:
-        """Return the arena, (warps, rows, units) offsets into it, each warp's first thread, and the state space."""
+        """Return the arena, (warps, rows, elements) offsets into it, each warp's first thread, and the state space."""
         table = whole_warps(m, lanes, "a WMMA access")
         first = self.where(m, lanes).reshape(-1, WARP)
         steps = np.broadcast_to(np.asarray(self.pitch(m, lanes)), lane_count(lanes)).reshape(-1, WARP)
@@ -80,16 +78,16 @@ class _Tile:
             if not uniform.all():
                 raise m.fault(f"the {name} of a WMMA tile differs within a warp", int(table[~uniform][0, 0]))
         step = steps[:, :1, None].astype(np.int64)
-        row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit)
-        element = unit * step + row if self.across else row * step + unit
+        row, column = np.arange(self.rows)[:, None], np.arange(self.length)
+        element = column * step + row if self.across else row * step + column
         lead = table[:, 0]
         arena, start, actual = locate(m, self.space, first[:, 0], lead)
-        return arena, start[:, None, None] + element * self.size // self.per_unit, lead, actual
+        return arena, start[:, None, None] + element * self.size, lead, actual
 
     def threads(self, lead: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the thread of each unit of a tile; PTX leaves open which one it is."""
-        row, unit = np.arange(self.rows)[:, None], np.arange(0, self.length, self.per_unit) // self.per_unit
-        across, along = (unit, row) if self.across else (row, unit)
+        """Return the thread of each element of a tile; PTX leaves open which one it is."""
+        row, column = np.arange(self.rows)[:, None], np.arange(self.length)
+        across, along = (column, row) if self.across else (row, column)
         lanes = across % 8 * 4 + along * self.size // 4 % 4
         return (lead[:, None, None] + lanes).ravel()
 

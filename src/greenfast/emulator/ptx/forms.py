@@ -157,15 +157,7 @@ FORMS: dict[str, tuple[str, ...]] = {
         ),
         f"{_FLOAT_ORDERS} {_LOGIC} ftz? u32|s32|f16x2 f16x2", f"{_FLOAT_ORDERS} {_LOGIC} u32|s32|bf16x2 bf16x2",
     ),
-    **dict.fromkeys(("vadd", "vsub", "vabsdiff", "vmin", "vmax"), ("u32|s32 u32|s32 u32|s32 sat? add|min|max?",)),
-    **dict.fromkeys(("vshl", "vshr"), ("u32|s32 u32|s32 u32 sat? clamp|wrap add|min|max?",)),
-    "vset": ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add|min|max?",),
-    "vmad": ("u32|s32 u32|s32 u32|s32 sat? shr7|shr15?",),
-    **dict.fromkeys(
-        (f"{op}{n}" for op in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax") for n in (2, 4)),
-        ("u32|s32 u32|s32 u32|s32 sat?", "u32|s32 u32|s32 u32|s32 add"),
-    ),
-    **dict.fromkeys(("vset2", "vset4"), ("u32|s32 u32|s32 eq|ne|lt|le|gt|ge add?",)),
+    "vabsdiff4": ("u32|s32 u32|s32 u32|s32 sat?", "u32|s32 u32|s32 u32|s32 add"),
     "selp": (f"{_INTEGERS}|{_BITS}|f32|f64",),
     "slct": (f"{_INTEGERS}|{_BITS}|f32|f64 s32", f"ftz? {_INTEGERS}|{_BITS}|f32|f64 f32"),
     # moves and conversions
@@ -240,15 +232,10 @@ FORMS: dict[str, tuple[str, ...]] = {
             for shape, kind in ((_TILES, "f16|bf16|s8|u8"), ("m16n16k8", "tf32"), ("m8n8k4", "f64"))
         ),
         *(
-            f"load {which} sync aligned {order} {shape} global|{_SHARED}? {kind}"
-            for which, order in (("a", "row"), ("b", "col"))
-            for shape, kind in (("m8n8k32", "s4|u4"), ("m8n8k128", "b1"))
-        ),
-        *(
             f"{how} sync aligned row|col {shape} global|{_SHARED}? {kind}"
             for how in ("load c", "store d")
             for shape, kind in (
-                (_TILES, "f16|f32|s32"), ("m16n16k8", "f32"), ("m8n8k4", "f64"), ("m8n8k32|m8n8k128", "s32"),
+                (_TILES, "f16|f32|s32"), ("m16n16k8", "f32"), ("m8n8k4", "f64"),
             )
         ),
         f"mma sync aligned row|col row|col {_TILES} f16|f32 f16|f32",
@@ -257,9 +244,6 @@ FORMS: dict[str, tuple[str, ...]] = {
         f"mma sync aligned row|col row|col {_TILES} s32 u8 u8 s32 satfinite?",
         "mma sync aligned row|col row|col m16n16k8 f32 tf32 tf32 f32",
         "mma sync aligned row|col row|col m8n8k4 rn? f64 f64 f64 f64",
-        "mma sync aligned row col m8n8k32 s32 s4 s4 s32 satfinite?",
-        "mma sync aligned row col m8n8k32 s32 u4 u4 s32 satfinite?",
-        "mma xor|and popc sync aligned row col m8n8k128 s32 b1 b1 s32",
     ),
     "mma": (
         "sync aligned m16n8k8|m16n8k16 row col f32 f16 f16 f32",
@@ -272,8 +256,6 @@ FORMS: dict[str, tuple[str, ...]] = {
             for out in ("f32", "f16")
         ),
         "sync aligned m8n8k16|m16n8k16|m16n8k32 row col satfinite? s32 s8|u8 s8|u8 s32",
-        "sync aligned m8n8k32|m16n8k32|m16n8k64 row col satfinite? s32 s4|u4 s4|u4 s32",
-        "sync aligned m8n8k128|m16n8k128|m16n8k256 row col s32 b1 b1 s32 xor|and popc",
     ),
     "wgmma": (
         "fence sync aligned", "commit_group sync aligned", "wait_group sync aligned",
@@ -309,8 +291,7 @@ _COUNTS = {
     2: "abs neg rcp sqrt rsqrt sin cos lg2 ex2 tanh testp not cnot bfind brev clz popc mov cvta isspacep ld ldu elect "
     "getctarank ldmatrix stmatrix movmatrix brx red",
     3: "addc subc mul mul24 div rem and or xor shl shr bmsk szext copysign min max add sub vote match redux mapa",
-    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns mma vmad vset2 vset4 "
-    + " ".join(f"{op}{n}" for op in ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax") for n in (2, 4)),
+    4: "mad madc mad24 sad dp4a dp2a fma shf prmt bfe selp slct fns mma vabsdiff4",
     5: "bfi shfl",
 }
 _OPERANDS = {name: count for count, names in _COUNTS.items() for name in names.split()}
@@ -406,7 +387,7 @@ def _count_operands(name: str, parts: frozenset[str]) -> tuple[int, int]:
         "createpolicy": _policies,
         "cvt": _conversions,
     }
-    return of_parts[name](parts) if name in of_parts else (3, 4)  # scalar video instructions
+    return of_parts[name](parts)
 
 
 #: Opcodes with a modifier for the number of elements: the position of the operand with these elements.
@@ -425,8 +406,8 @@ def parse_vectors(name: str, parts: tuple[str, ...]) -> tuple[tuple[int, ...], i
 
 #: Words that describe an operand: their order counts.
 _IN_ORDER = {"pred", "tf32", "row", "col", "e4m3", "e5m2", "e4m3x2", "e5m2x2"}
-_IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (4, 8, 16, 32, 64) for x in ("", "x2")}
-_IN_ORDER |= {"b1", "f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
+_IN_ORDER |= {f"{s}{n}{x}" for s in "bus" for n in (8, 16, 32, 64) for x in ("", "x2")}
+_IN_ORDER |= {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64", "global", *_SHARED.split("|")}
 
 
 class _Group:

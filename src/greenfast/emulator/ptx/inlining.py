@@ -152,14 +152,11 @@ class _Inliner:
         """Return the body's register for one of a function."""
         if not names.suffix or name == "_":
             return name
-        kind, selector = function.register_kind(name), ""
-        if kind is None:  # a video instruction's part of a register
-            name, dot, part = name.partition(".")
-            kind, selector = function.register_kind(name), dot + part
         own = name + names.suffix
+        kind = function.register_kind(name)
         if kind is not None:
             self.body.registers[own] = kind
-        return own + selector
+        return own
 
     def operand(self, o: Operand, function: Function, names: _Names) -> Operand:
         """Return an operand of a function as one of the body."""

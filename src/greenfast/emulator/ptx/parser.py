@@ -346,8 +346,6 @@ def _instructions(statement: str, source: SourceLine | None, scope: Scope) -> li
                 raise UsageError(f"PTX: cannot read {statement!r}: a number added to a result")
             made.append(_sum(operand, guard, source, statement, scope))
             operands.append(made[-1].operands[0])
-        elif opcode[1][0] == "v" and isinstance(operand, (Register, Symbol)) and "." in operand.name:
-            operands.append(_part(operand.name, scope))
         else:
             operands.append(_declared(operand, scope))
     return [*made, Instruction(opcode[1], parts, tuple(operands), guard, source, statement)]
@@ -413,13 +411,6 @@ def _declared(operand: Operand | _Element | _Sum, scope: Scope) -> Operand:
             raise UsageError(f"PTX: cannot read an address in {scope.function.name}: its base is no register or name")
         return Address(own_base, operand.offset, tuple(_declared(c, scope) for c in operand.coordinates))
     return operand
-
-
-def _part(name: str, scope: Scope) -> Operand:
-    """Return a video instruction's operand: an element of a vector register, or a part of a register."""
-    whole, _, selector = name.partition(".")
-    own = scope.register(whole)
-    return _declared(Symbol(name), scope) if own is None else Register(f"{own}.{selector}")
 
 
 def _vector_register(name: str, scope: Scope) -> Operand:
