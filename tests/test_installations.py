@@ -23,7 +23,7 @@ ARGUMENTS = {
     "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
     "history": ["runs"],
     "report": ["run"],
-    "tasks": [],
+    "list": [],
 }
 
 # A finder in front of all others: as if some modules were not installed.

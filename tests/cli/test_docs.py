@@ -67,8 +67,8 @@ def test_there_are_commands() -> None:
 
 
 def test_commands_after_blocks_of_other_languages_are_found() -> None:
-    text = "```python\nx = 1\n```\n\n`greenfast tasks --json`\n\n- item\n\n  ```\n  greenfast doctor\n  ```\n"
-    assert commands("page.md", text) == ["greenfast doctor", "greenfast tasks --json"]
+    text = "```python\nx = 1\n```\n\n`greenfast list --json`\n\n- item\n\n  ```\n  greenfast doctor\n  ```\n"
+    assert commands("page.md", text) == ["greenfast doctor", "greenfast list --json"]
 
 
 @pytest.mark.parametrize("command", CASES)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenfast.cli.main import parser
 from tests.cli.command_line import Ran, files_below, run_here
 from tests.fakes import FakeDevice, install, request
 from tests.judge.report.records import timing_row
@@ -19,6 +21,26 @@ pytestmark = pytest.mark.usefixtures("machine")
 VALIDATE = ("validate", "fp8_sdpa")
 BENCH = ("bench", "fp8_sdpa")
 WARMUP = ("warmup", "--arch", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tasks", "list"),
+        ("tasks --json", "list --json"),
+        ("variants", "list fp8_sdpa"),
+        ("variants --choose sm_90a fp8_attention", "list --choose sm_90a fp8_attention"),
+        ("variants --json --choose sm_90a", "list fp8_sdpa --json --choose sm_90a"),
+        ("variants 'my task'", "list 'my task'"),
+    ],
+)
+def test_a_verb_of_earlier_versions_answers_with_the_command_of_today(
+    capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    ran = run_here(capsys, *shlex.split(old))
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == f"greenfast: {old.split()[0]!r} is now: greenfast {new}\n"
+    parser().parse_args(shlex.split(new))
 
 
 def assert_said(ran: Ran, code: int, said: str) -> None:
@@ -38,9 +60,10 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, serving_attention, "
             "or a task's folder",
         ),
-        (("variants", "fp9"), "unknown task 'fp9'; allowed: "),
-        (("variants", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),
-        (("variants", "fp8_attention", "--shapes", "small"), "--format and --shapes are for --choose"),
+        (("list", "fp9"), "unknown task 'fp9'; allowed: "),
+        (("list", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),
+        (("list", "fp8_attention", "--shapes", "small"), "--format and --shapes are for --choose"),
+        (("list", "--choose", "sm_89"), "--choose: name the task"),
         (("build", "fp9"), "unknown task 'fp9'; allowed: "),
         ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
@@ -236,7 +259,7 @@ def test_a_broken_task_is_listed_with_what_is_wrong(
 ) -> None:
     write_task(tmp_path / "mine", seeds=[])
     monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path))
-    ran = run_here(capsys, "tasks", "--json")
+    ran = run_here(capsys, "list", "--json")
     assert ran.code == 2
     descriptions = {row["name"]: row["description"] for row in json.loads(ran.out)}
     assert "Expected `array` of length >= 1 - at `$.seeds`" in descriptions["mine"]

@@ -52,7 +52,7 @@ def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_usage_error_is_2_for_the_shell_too() -> None:
-    ran = run_command(*GREENFAST, "variants", "fp9")
+    ran = run_command(*GREENFAST, "list", "fp9")
     assert (ran.code, ran.out) == (2, "")
     known = "fp8_attention, fp8_quantize, fp8_sdpa, serving_attention"
     assert ran.err == f"greenfast: unknown task 'fp9'; allowed: {known}, or a task's folder\n"
@@ -60,11 +60,11 @@ def test_a_usage_error_is_2_for_the_shell_too() -> None:
 
 @pytest.mark.parametrize("option", ["--schema", "--json"])
 def test_a_closed_pipe_is_not_an_error(option: str) -> None:
-    """As in ``greenfast tasks --schema | true``; the output of --json would fit into the pipe's buffer."""
+    """As in ``greenfast list --schema | true``; the output of --json would fit into the pipe's buffer."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [*GREENFAST, "tasks", option],
+        [*GREENFAST, "list", option],
         cwd=ROOT,
         env=environment(PYTHONUNBUFFERED=""),
         stdout=write,
@@ -75,7 +75,7 @@ def test_a_closed_pipe_is_not_an_error(option: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", [("tasks", "--schema"), ("variants",), ("tasks", "--json")])
+@pytest.mark.parametrize("command", [("list", "--schema"), ("list", "fp8_sdpa"), ("list", "--json")])
 def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -136,5 +136,5 @@ from greenfast.cli.main import main
 codes = [main(words.split()) for words in sys.argv[1:]]
 print(codes, "torch" in sys.modules, file=sys.stderr)
 """
-    ran = run_command("python", "-c", code, "tasks", "variants", "tasks --schema")
+    ran = run_command("python", "-c", code, "list", "list fp8_sdpa", "list --schema")
     assert ran.err == "[0, 0, 0] False\n"

@@ -380,9 +380,10 @@ def test_json_is_all_that_is_on_standard_output(
     ("args", "key"),
     [
         (("build", "fp8_sdpa", "--variants", "scalar", "--shapes", "small"), "registers"),
-        (("variants",), "variants"),
-        (("tasks",), "description"),
-        (("tasks", "--schema"), "$defs"),
+        (("list", "fp8_sdpa"), "variants"),
+        (("list", "examples/matmul"), "variants"),
+        (("list",), "description"),
+        (("list", "--schema"), "$defs"),
         (("report", "--schema"), "$defs"),
     ],
 )

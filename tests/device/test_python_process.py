@@ -81,7 +81,7 @@ def test_no_process_imports_the_current_folder(trapped: Path) -> None:
 def test_the_command_as_a_module_takes_the_current_folder_last(trapped: Path) -> None:
     shutil.rmtree(trapped / "greenfast")  # that one is found before any line of it runs
     done = subprocess.run(
-        [sys.executable, "-m", "greenfast", "tasks"], cwd=trapped, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "greenfast", "list"], cwd=trapped, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     found = (trapped.parent / "imported").read_text().split() if (trapped.parent / "imported").exists() else []

@@ -10,7 +10,7 @@ from greenfast.cli.values import count, numbers, share, speedup, words
 
 def evolve(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast evolve``."""
-    parser.add_argument("task", nargs="?", help="a task's name (see `greenfast tasks`), or the folder of one")
+    parser.add_argument("task", nargs="?", help="a task's name (see `greenfast list`), or the folder of one")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run, from its folder")
     parser.add_argument(
         "--space", metavar="SPACE", help="a JSON file, or NAME for the task's space_NAME.json (default: its space.json)"

@@ -29,6 +29,8 @@ EXIT_INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
 _EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "warmup": None}
+#: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
+_MOVED_VERBS = {"tasks": ("greenfast list", ""), "variants": ("greenfast list", "fp8_sdpa")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +57,17 @@ def spelled(arguments: list[str]) -> list[str]:
     return ["bench", what, *(word for word in rest if word != f"--{what}")]
 
 
+def find_moved_command(arguments: Sequence[str]) -> str | None:
+    """Return today's command for a command of an earlier version, ready to copy; None for a current verb."""
+    verb, *rest = arguments or ("",)
+    if verb not in _MOVED_VERBS:
+        return None
+    command, default = _MOVED_VERBS[verb]
+    valued = [word.startswith("--") and word != "--json" for word in ("", *rest)]
+    has_argument = any(not word.startswith("-") and not value for word, value in zip(rest, valued, strict=False))
+    return " ".join(filter(None, (command, "" if has_argument else default, shlex.join(rest))))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's); return the exit code.
 
@@ -74,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    moved = find_moved_command(arguments)
+    if moved:
+        print(f"greenfast: {arguments[0]!r} is now: {moved}", file=sys.stderr)
+        return EXIT_USAGE
     args = parser().parse_args(spelled(arguments))
     args.command = shlex.join(["greenfast", *arguments])
     try:

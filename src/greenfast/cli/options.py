@@ -12,7 +12,7 @@ from greenfast.cli.values import count, extent, file_if_named, named_file, numbe
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own")
+    parser.add_argument("task", help="a task's name (see `greenfast list`), or the folder of a task of your own")
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +61,8 @@ def _ci(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
+def _json(parser: argparse.ArgumentParser, what: str = "record") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print the {what} as JSON instead of text")
 
 
 def _outcome(parser: argparse.ArgumentParser, what: str = "gates that must not be PENDING") -> None:
@@ -126,7 +126,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--problem",
         metavar="P",
-        help="a task's name (see `greenfast tasks`), a folder with config_forward.json, a definition of "
+        help="a task's name (see `greenfast list`), a folder with config_forward.json, a definition of "
         "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file (default: what the solution names)",
     )
     parser.add_argument("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
@@ -299,21 +299,16 @@ def history(parser: argparse.ArgumentParser) -> None:
     _html(parser)
 
 
-def variants(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast variants``."""
-    parser.add_argument("task", nargs="?", default="fp8_sdpa", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+def list_(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast list``."""
+    parser.add_argument("task", nargs="?", help="the task whose variants are listed (default: list the tasks)")
     parser.add_argument(
         "--choose", metavar="SM", help="which variant each shape should take on that target, and why (such as sm_90a)"
     )
     parser.add_argument("--format", metavar="FORMAT", help="with --choose: the number format (default: the task's own)")
     parser.add_argument("--shapes", type=words, metavar="A,B", help="with --choose: shapes (default: all of the task)")
-
-
-def tasks(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast tasks``."""
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a task's config")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _json(parser, "lists")
 
 
 def emulate(parser: argparse.ArgumentParser) -> None:
@@ -401,7 +396,6 @@ VERBS: dict[str, _Options] = {
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run again", report),
     "history": ("the runs of kernels in the order of time", history),
-    "variants": ("the variants of a task", variants),
-    "tasks": ("the tasks that are known", tasks),
+    "list": ("the known tasks, or the variants of one", list_),
     "doctor": ("what this machine has, what is missing, and the remedy", doctor),
 }

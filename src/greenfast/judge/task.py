@@ -1,7 +1,7 @@
 """The schema of a task's ``config_forward.json``.
 
 msgspec checks every key, type and bound against the types below when a file is read.
-``greenfast tasks --schema`` prints them as JSON Schema.
+``greenfast list --schema`` prints them as JSON Schema.
 """
 
 from __future__ import annotations
