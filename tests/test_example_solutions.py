@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import BuiltProgram
 from greenfast.judge.solution.cuda_program import build_declared_program

@@ -16,7 +16,36 @@ PACKAGE = Path(__file__).parents[1] / "src" / "greenfast"
 ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "spec": (0, ("spec",)),
     "kernels": (1, ("kernels",)),
-    "device": (1, ("device",)),
+    "toolchain": (
+        1,
+        tuple(
+            f"device.{name}"
+            for name in (
+                "assembler",
+                "cache",
+                "compiler",
+                "compiler_process",
+                "cubin",
+                "diagnostics",
+                "directives",
+                "elf",
+                "fixed_clock",
+                "identity",
+                "includes",
+                "machine_code",
+                "module_variables",
+                "nvrtc",
+                "pdl",
+                "python_process",
+                "readonly_globals",
+                "resources",
+                "sandbox",
+                "tool_process",
+                "toolchain",
+            )
+        ),
+    ),
+    "device": (2, ("device",)),
     "numerics": (2, ("numerics",)),
     "problems": (3, ("problems",)),
     "library": (3, ("ops", "serving", "integrations", "parallel", "flash_attn", "vllm")),
@@ -35,7 +64,12 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cli": (9, ("cli",)),
 }
 #: Rooms that import from these rooms alone.
-ONLY = {"judge report": {"judge data", "spec"}, "kernels": {"spec"}}
+EMULATOR = {"emulator", "emulator ptx", "emulator machine", "emulator instructions"}
+ONLY = {
+    "judge report": {"judge data", "spec"},
+    "kernels": {"spec"},
+    **{room: {*EMULATOR, "toolchain", "kernels", "spec"} for room in EMULATOR},
+}
 TOP = {"__init__", "__main__"}
 TORCH_ROOMS = {"numerics", "problems", "library", "bench"}
 #: Modules that only a problem, or the process of a solution, loads.
@@ -150,9 +184,9 @@ def _import_fault(room: str | None, imported: Import) -> str | None:
 
 
 def circles(modules: dict[str, Module]) -> list[tuple[str, ...]]:
-    """Modules that import each other, imports for types left out: one way round for each pair that is found first."""
+    """Modules that import each other, also for types: one way round for each pair that is found first."""
     needs = {
-        name: {t for i in m.imports if not i.for_types for t in (i.target, i.target.rpartition(".")[0]) if t in modules}
+        name: {t for i in m.imports for t in (i.target, i.target.rpartition(".")[0]) if t in modules}
         for name, m in modules.items()
     }
     try:
@@ -230,7 +264,8 @@ def _write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-_FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from greenfast.emulator import program"
+_IF_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+_FOR_TYPES = f"{_IF_TYPES}from greenfast.emulator import program"
 
 
 @pytest.mark.parametrize(
@@ -243,6 +278,8 @@ _FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gree
         ("judge/record_schema.py", "from greenfast.judge.store import write", "only lower floors"),
         ("kernels/a.py", "import greenfast.numerics", "only lower floors"),
         ("emulator/machine/a.py", _FOR_TYPES, "only lower floors"),
+        ("emulator/a.py", "from greenfast.device import session", "only emulator"),
+        ("emulator/a.py", "from greenfast.numerics import formats", "only emulator"),
         ("spec/a.py", "import greenfast", "in no room"),
         ("spec/a.py", "from . import b", "relative import"),
         ("cli/a.py", "def f():\n    from greenfast.spec import task", "hidden import"),
@@ -272,11 +309,12 @@ def test_checker_finds_names_with_two_meanings(tmp_path: Path) -> None:
     assert find_standard_names(tmp_path) == {"cli/operator.py", "queue"}
 
 
-def test_checker_finds_a_circle(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["import greenfast.spec.a", f"{_IF_TYPES}from greenfast.spec import a"])
+def test_checker_finds_a_circle(tmp_path: Path, last: str) -> None:
     tree = {
         "spec/a.py": "from greenfast.spec.b import f",
         "spec/b.py": "from greenfast.spec import c",
-        "spec/c.py": "import greenfast.spec.a",
+        "spec/c.py": last,
     }
     (fault,) = layout_faults(_write(tmp_path, tree))
     assert fault.startswith("circle of imports: ")
@@ -288,9 +326,8 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
         "__init__.py": "from greenfast.cli import main",
         "judge/gates/a.py": "from greenfast import __version__, spec\nfrom greenfast.judge.gates.b import check",
         "judge/gates/b.py": "def f():\n    import json",
-        "spec/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from greenfast.spec import b\n"
-        + "\n" * 397,
-        "spec/b.py": "from greenfast.spec import a",
+        "spec/a.py": f"{_IF_TYPES}from greenfast.spec import b",
+        "spec/b.py": "\n" * 397,
     }
     assert layout_faults(_write(tmp_path, tree)) == []
     assert torch_faults(tmp_path) == []

@@ -10,8 +10,8 @@ from typing import Any
 
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates import evidence
 from greenfast.judge.gates.sides import CANDIDATE, build_side
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation

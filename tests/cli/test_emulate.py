@@ -334,7 +334,7 @@ def test_headers_and_macros_are_found(capsys: pytest.CaptureFixture[str], files:
         (
             "saxpy.cu",
             SAXPY_ARGS[:-2],
-            "takes 4 arguments, --arg gave 3; its parameters: 1 .u32 (32-bit integer), 2 .f32 (32-bit float), "
+            "takes 4 arguments, not 3; its parameters: 1 .u32 (32-bit integer), 2 .f32 (32-bit float), "
             "3 .u64 (pointer or 64-bit integer), 4 .u64 (pointer or 64-bit integer)",
         ),
         ("saxpy.cu", ("--arg", "i64:100", *SAXPY_ARGS[2:]), "--arg 'i64:100': parameter 1 of _Z5saxpyifPKfPf is .u32"),

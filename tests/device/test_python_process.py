@@ -35,7 +35,7 @@ if __name__ == "__main__":
         os.environ[name] = os.getcwd()
     os.environ["PYTHONWARNINGS"] = "ignore::json.Evil"
     os.environ["PYTHONBREAKPOINT"] = "json.loads"
-    from greenfast.emulator.session import EmulatorSession
+    from greenfast.judge.emulator_session import EmulatorSession
     with Worker(timeout_s=60, make_session=EmulatorSession) as worker:
         print(worker.info().kind)
     source = "extern \\"C\\" __global__ void k() {}"

@@ -9,7 +9,7 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.grid import load_program
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case, OutputSpec

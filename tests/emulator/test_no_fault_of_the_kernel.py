@@ -13,7 +13,7 @@ from greenfast.emulator import grid
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.spec.errors import UnsupportedError
 from greenfast.spec.kernel import Launch, Packed, Struct, TensorMap
 from greenfast.spec.problem import OutputSpec

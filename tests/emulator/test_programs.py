@@ -18,7 +18,7 @@ from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import build_image, build_side
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant

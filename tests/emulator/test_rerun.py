@@ -11,7 +11,7 @@ from greenfast.device.compiler import to_ptx
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import RunResult
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from tests.emulator.kernels import request
 
 X = np.arange(128, dtype=np.float32)

@@ -12,8 +12,8 @@ import pytest
 
 from greenfast.cli.main import main
 from greenfast.device.worker import Worker
-from greenfast.emulator.session import EmulatorSession
 from greenfast.judge.bench import bench
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record, read_status
 from greenfast.spec.errors import UnsupportedError

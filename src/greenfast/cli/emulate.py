@@ -3,62 +3,85 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
 
 from greenfast.cli.console import show, table
+from greenfast.emulator.arguments import read_arguments
+from greenfast.emulator.kernel_run import (
+    KernelReport,
+    KernelRequest,
+    describe_fault,
+    load_expected,
+    load_kernel,
+    run_kernel,
+)
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.judge.emulate import EmulateRequest, EmulateResult, describe_fault, emulate
 from greenfast.judge.report.counts import SHOWN
-from greenfast.judge.store import to_json
+from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.printable import printable
+from greenfast.spec.problem import Array
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a kernel; 0 if no fault was found, else 1."""
     if args.orders == 0:
         raise UsageError("--orders 0: give at least 1")
-    request = EmulateRequest(
-        file=args.file,
+    request = KernelRequest(
+        source=args.file,
         kernel=args.kernel,
         grid=args.grid,
         block=args.block,
-        args=args.arg,
-        buffers=args.buffer,
         smem=args.smem,
         arch=args.arch,
         seed=args.seed,
         orders=args.orders,
         defines=args.define,
         includes=args.include,
-        expected=dict(args.expect),
-        tolerance=args.tolerance,
-        save=args.save,
         formal=args.formal == "fail",
     )
+    arguments = read_arguments(args.arg, args.seed, args.buffer)
+    expected = {name: load_expected(name, path, arguments) for name, path in dict(args.expect).items()}
+    if args.save is not None:
+        check_writable(args.save, "--save")
     try:
-        result = emulate(request)
+        report, outputs = run_kernel(request, load_kernel(request), arguments, expected, args.tolerance)
     except KernelFaultError as e:
         if args.json:
             print(to_json(describe_fault(request, e)), end="")
         elif e.printed:  # the output before the fault helps to locate it
             print(printable(e.printed), end="")
         raise
+    if args.save is not None:
+        report = msgspec.structs.replace(report, saved=_save_outputs(args.save, outputs))
     if args.json:
-        print(to_json(result), end="")
+        print(to_json(report), end="")
     else:
-        _show(result)
+        _show(report)
     if not request.formal:
-        for fault in result.faults:
+        for fault in report.faults:
             if fault.level != "error":
-                print(f"greenfast: {result.kernel}: {fault.level} finding: {fault.message}", file=sys.stderr)
-    for failure in result.failures:
-        print(f"greenfast: {result.kernel}: {failure}", file=sys.stderr)
-    return int(bool(result.failures))
+                print(f"greenfast: {report.kernel}: {fault.level} finding: {fault.message}", file=sys.stderr)
+    for failure in report.failures:
+        print(f"greenfast: {report.kernel}: {failure}", file=sys.stderr)
+    return int(bool(report.failures))
 
 
-def _show(result: EmulateResult) -> None:
+def _save_outputs(folder: Path, outputs: dict[str, Array]) -> list[str]:
+    for name, data in outputs.items():
+        content = io.BytesIO()
+        np.save(content, data)
+        write_whole(folder / f"{name}.npy", content.getvalue())
+    return [str(folder / f"{name}.npy") for name in outputs]
+
+
+def _show(result: KernelReport) -> None:
     extents = ", ".join(
         f"{name} {','.join(map(str, e))}" for name, e in (("grid", result.grid), ("block", result.block))
     )

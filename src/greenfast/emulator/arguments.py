@@ -1,4 +1,6 @@
-"""Kernel arguments in words, as ``greenfast emulate --arg`` takes them, in the order of the kernel's parameters.
+"""Kernel arguments in the order of the kernel's parameters: Python's values, or words of ``greenfast emulate --arg``.
+
+In words:
 
     i32:128                           a number; types as below
     in:x=f16[8,64]:normal             a buffer with elements: zeros, ones, arange, normal, uniform (0 to 1)
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +54,10 @@ _MAX_BYTES = 1 << 30
 
 @dataclass
 class Arguments:
-    """The arguments of a kernel and its buffers, as given on a command line.
+    """The arguments of a kernel and its buffers.
 
     A buffer in both inputs and outputs is initialised, and the kernel may change it. structs: contents of some inputs.
+    texts: the arguments as messages name them. changeable: how to give a buffer that the kernel may change.
     """
 
     launch: list[Argument] = field(default_factory=list)
@@ -61,6 +65,21 @@ class Arguments:
     inputs: dict[str, Array] = field(default_factory=dict)
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
     structs: dict[str, Struct] = field(default_factory=dict)
+    changeable: str = "it as inout:{}=..."
+
+
+@dataclass(frozen=True)
+class In:
+    """An array that a kernel must not change: ``emulator.run`` reports a write to it."""
+
+    array: Any
+
+
+@dataclass(frozen=True)
+class Out:
+    """An array that is uninitialised at the launch: ``emulator.run`` reports early reads and unwritten bytes."""
+
+    array: Any
 
 
 def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ()) -> Arguments:
@@ -88,8 +107,90 @@ def read_arguments(texts: Sequence[str], seed: int, buffers: Sequence[str] = ())
             arguments.launch.append(text)
         else:
             raise UsageError(f"--arg {text!r}: {_FORMS}; types are {', '.join(TYPES)}")
-        arguments.texts.append(text)
+        arguments.texts.append(f"--arg {text!r}")
     return arguments
+
+
+def bind_arguments(function: Function, values: Sequence[object]) -> tuple[Arguments, dict[str, Array]]:
+    """Convert Python's values. Return the arguments, and the NumPy array of each buffer that the kernel may write.
+
+    Raises UsageError for a value that no parameter can have.
+    """
+    arguments = Arguments(changeable="the array itself, without In or Out,")
+    buffers: dict[str, tuple[object, Array]] = {}
+    for n, value in enumerate(values):
+        label = f"args[{n}]"
+        arguments.texts.append(label)
+        if isinstance(value, np.number | Struct):
+            arguments.launch.append(value)
+        elif value is None:
+            arguments.launch.append(np.uint64(0))
+        elif isinstance(value, bool | np.bool_ | int | float):
+            parameter = function.params[n] if n < len(function.params) else None
+            arguments.launch.append(_convert_number(label, value, parameter))
+        else:
+            arguments.launch.append(_bind_array(arguments, buffers, label, value))
+    return arguments, {name: array for name, (_, array) in buffers.items() if name in arguments.outputs}
+
+
+def _convert_number(label: str, value: bool | np.bool_ | int | float, parameter: Variable | None) -> np.number[Any]:
+    """Return a Python number in the type of its parameter."""
+    if parameter is None:  # check_parameters reports the number of arguments
+        return np.float64(value)
+    floating = parameter.type[0] == "f"
+    if (parameter.type == "b8" and parameter.size > 1) or (isinstance(value, float) and not floating):
+        raise UsageError(f"{label}: {value!r} for {_describe(parameter)}; give a NumPy number, such as np.float16(1)")
+    sign = "int" if value < 0 else "uint"
+    dtype = np.dtype(f"{'float' if floating else sign}{8 * parameter.size}")
+    if not floating and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        raise UsageError(f"{label}: {value!r} does not fit into {_describe(parameter)}")
+    number: np.number[Any] = dtype.type(value)
+    return number
+
+
+def _bind_array(
+    arguments: Arguments, buffers: dict[str, tuple[object, Array]], label: str, value: object
+) -> str | np.number[Any]:
+    """Return the name of an array's buffer, which is added if it is new; for an empty array a null pointer."""
+    owner = value.array if isinstance(value, In | Out) else value
+    array = _view_array(label, owner)
+    if not array.size:
+        return np.uint64(0)
+    for name, (other_owner, other) in buffers.items():
+        if other_owner is owner:
+            return name
+        if np.may_share_memory(array, other):
+            raise UsageError(f"{label}: overlaps {name}; give the same array twice, or copies")
+    if not isinstance(value, In) and not array.flags.writeable:
+        raise UsageError(f"{label}: is read-only; give emulator.In(array) if the kernel does not change it")
+    buffers[label] = owner, array
+    if not isinstance(value, Out):
+        arguments.inputs[label] = array.copy()
+    if not isinstance(value, In):
+        arguments.outputs[label] = OutputSpec(array.shape, array.dtype.name)
+    return label
+
+
+def _view_array(label: str, value: Any) -> Array:
+    """Return a NumPy array in the memory of an array or a CPU tensor; of other formats, such as bfloat16, its bits."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or not value.is_contiguous():
+            raise UsageError(
+                f"{label}: a tensor on {value.device}, strides {value.stride()}; give a contiguous CPU tensor"
+            )
+        plain = value.detach()
+        if not ((plain.dtype.is_floating_point and plain.element_size() > 2) or plain.dtype == torch.float16):
+            plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+        value = plain.numpy()
+    if not isinstance(value, np.ndarray):
+        raise UsageError(
+            f"{label}: {type(value).__name__}; allowed are NumPy arrays, CPU tensors of PyTorch, numbers, None for a "
+            "null pointer, and emulator.In or emulator.Out of an array"
+        )
+    if not value.flags.c_contiguous:
+        raise UsageError(f"{label}: strides {value.strides}; give a contiguous array, such as np.ascontiguousarray(x)")
+    return value if value.dtype.name in TYPES.values() else value.reshape(-1).view(np.uint8)
 
 
 def check_parameters(function: Function, arguments: Arguments, name: str) -> None:
@@ -98,12 +199,12 @@ def check_parameters(function: Function, arguments: Arguments, name: str) -> Non
         ", ".join(f"{n} {_describe(p)}" for n, p in enumerate(function.params, 1)) or "none"
     )
     if len(arguments.launch) != len(function.params):
-        raise UsageError(f"{name} takes {len(function.params)} arguments, --arg gave {len(arguments.launch)}{listed}")
+        raise UsageError(f"{name} takes {len(function.params)} arguments, not {len(arguments.launch)}{listed}")
     for n, (parameter, argument, text) in enumerate(
         zip(function.params, arguments.launch, arguments.texts, strict=True), 1
     ):
         if not _fits(parameter, argument):
-            raise UsageError(f"--arg {text!r}: parameter {n} of {name} is {_describe(parameter)}{listed}")
+            raise UsageError(f"{text}: parameter {n} of {name} is {_describe(parameter)}{listed}")
 
 
 def _describe(parameter: Variable) -> str:

@@ -17,12 +17,12 @@ import msgspec
 
 from greenfast.device.identity import code_hash
 from greenfast.device.worker import Worker
-from greenfast.emulator.session import EmulatorSession
 from greenfast.evolve.estimate import estimate
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources
 from greenfast.judge.baseline import load_baseline
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 from greenfast.device.gpu import device_count
 from greenfast.device.worker import gpu_info
-from greenfast.emulator.session import EmulatorSession
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_schema import GitState
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target

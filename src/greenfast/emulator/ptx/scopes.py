@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from greenfast.emulator.ptx.syntax import Function, Module
 from greenfast.spec.errors import UsageError
-
-if TYPE_CHECKING:
-    from greenfast.emulator.ptx.syntax import Function, Module
 
 _REGISTER = re.compile(r"([%_$]?[\w$]+)\s*(?:<\s*(\d+)\s*>)?")
 #: The elements of a vector register; those of a color are other names for them.

@@ -1,9 +1,12 @@
-"""Run one kernel of any CUDA or PTX file on the emulator."""
+"""Run one kernel of any CUDA or PTX source, without a task: ``emulator.run`` and ``greenfast emulate``.
+
+Python's ``run`` takes arrays and writes the results into them, as a launch on a GPU does. The command line describes
+buffers in words (arguments.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import re
 import time
@@ -17,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.device.compiler import compile_kernel, entries, to_ptx
-from greenfast.emulator.arguments import Arguments, check_parameters, read_arguments, read_array
+from greenfast.emulator.arguments import Arguments, bind_arguments, check_parameters, read_array
 from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.program import Program
@@ -25,8 +28,6 @@ from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.result import GridResult
-from greenfast.emulator.session import REPEAT_THREADS
-from greenfast.judge.store import check_writable, write_whole
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
@@ -36,8 +37,8 @@ from greenfast.spec.problem import Array
 
 Extent = tuple[int, int, int]
 
-#: Default number of runs of a small case, each in another order of its warps.
-ORDERS = 3
+#: Default number of runs of a small case, each in another order of its warps. Larger cases run once, for time.
+ORDERS, REPEAT_THREADS = 3, 4096
 #: Further launches in the same memory if a kernel changes a variable of its module.
 LAUNCHES = 2
 DEFAULT_TARGET = "sm_90a"
@@ -48,32 +49,32 @@ _MAX_SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (
 
 
 @dataclass(frozen=True)
-class EmulateRequest:
+class KernelRequest:
     """A request to run a kernel.
 
-    kernel: its name, mangled or not; None for the only kernel of the file. args: see emulator/arguments.py. buffers: in
-    the same form, buffers that no parameter points to. arch: None for DEFAULT_TARGET, or the target of a PTX file.
-    orders: number of runs, each in another order of the warps; None: chosen by size. defines: NAME or NAME=VALUE.
-    expected: output -> .npy file; an element may differ by ``tolerance``. save: folder for the outputs. formal: whether
-    formal findings are failures.
+    source: a .cu or .ptx file, or the text of one. kernel: its name, mangled or not; None for the only kernel.
+    arch: None for DEFAULT_TARGET, or the target of PTX. orders: number of runs, each in another order of the warps;
+    None: chosen by size. defines: NAME or NAME=VALUE. formal: whether formal findings are failures.
     """
 
-    file: Path
+    source: Path | str
     kernel: str | None
     grid: Extent
     block: Extent
-    args: Sequence[str]
-    buffers: Sequence[str] = ()
     smem: int = 0
     arch: str | None = None
     seed: int = 0
     orders: int | None = None
     defines: Sequence[str] = ()
     includes: Sequence[Path] = ()
-    expected: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    tolerance: float = 0.0
-    save: Path | None = None
     formal: bool = True
+
+    @property
+    def name(self) -> str:
+        """The file, as messages name it."""
+        if isinstance(self.source, Path):
+            return str(self.source)
+        return "kernel.ptx" if _IS_PTX.match(self.source) else "kernel.cu"
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,11 +123,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     thread: tuple[int, int, int] | None = None
 
 
-class EmulateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run. ``faults`` give the reasons for a failure, ``failures`` the same as text.
+class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of a run. ``faults`` give the reasons for a failure, ``failures`` the same as text.
 
     Both are empty if no fault was found. ``failures`` omit formal findings if these are only reported. A fault that
-    ends the run gives no outputs and no counts.
+    ends the run gives no outputs and no counts. saved: the files of the outputs, from ``greenfast emulate --save``.
     """
 
     file: str
@@ -144,40 +145,117 @@ class EmulateResult(msgspec.Struct, frozen=True, kw_only=True):
     counts: KernelCounts | None
     faults: list[Fault]
     failures: list[str]
-    saved: list[str]
+    saved: list[str] = []
 
 
-def emulate(request: EmulateRequest) -> EmulateResult:
-    """Compile and run a kernel, and check its outputs.
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A compiled kernel. resources: the compiler's report; None for PTX."""
 
-    Raises UsageError for a wrong request, CompileError, KernelFaultError for a fault of the kernel, UnsupportedError
-    for limits of the emulator, and MachineError for a folder that cannot be written.
+    ptx: str
+    entry: str
+    target: str
+    resources: Resources | None
+    program: Program
+
+
+def run(
+    source: Path | str,
+    kernel: str | None = None,
+    *,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[object] = (),
+    smem: int = 0,
+    arch: str | None = None,
+    seed: int = 0,
+    orders: int | None = None,
+    defines: Sequence[str] = (),
+    includes: Sequence[Path] = (),
+    formal: bool = True,
+    check: bool = True,
+) -> KernelReport:
+    """Run a kernel on the PTX emulator, as a launch on a GPU would, and report its faults and counts.
+
+    source: a .cu or .ptx file, or the text of one. kernel: its name; None for the only kernel. grid, block: extents in
+    x, y, z. args: one value per parameter: a NumPy array or a CPU tensor of PyTorch, which the kernel may read and
+    change in place; ``In(array)``, ``Out(array)``; a number, which takes the parameter's type if it is Python's; None
+    for a null pointer. smem: bytes of dynamic shared memory. arch: target of a CUDA source (default: sm_90a). orders:
+    number of runs, each in another order of the warps (default: 3, or 1 for more than 4096 threads), drawn from
+    ``seed``. defines: NAME or NAME=VALUE. formal: whether formal findings (docs/emulator.md) are failures.
+
+    Returns the report. The arrays hold the results, unless a fault ended the run. Raises KernelFaultError if the kernel
+    has a fault and ``check`` is True, UsageError for a wrong request, CompileError, and UnsupportedError for limits of
+    the emulator.
     """
-    start = time.perf_counter()
+    if isinstance(source, str) and "\n" not in source and source.endswith((".cu", ".cuh", ".ptx")):
+        source = Path(source)
+    request = KernelRequest(
+        source, kernel, _parse_extent("grid", grid), _parse_extent("block", block), smem, arch, seed, orders,
+        tuple(defines), tuple(includes), formal,
+    )  # fmt: skip
+    loaded = load_kernel(request)
+    arguments, arrays = bind_arguments(loaded.program.function, args)
+    try:
+        report, outputs = run_kernel(request, loaded, arguments)
+    except KernelFaultError as e:
+        if check:
+            raise
+        return describe_fault(request, e)
+    for name, array in arrays.items():
+        array[...] = outputs[name]
+    if check and report.failures:
+        raise KernelFaultError(f"{loaded.entry}: {'; '.join(report.failures).removeprefix(f'{loaded.entry}: ')}")
+    return report
+
+
+def _parse_extent(name: str, extent: int | Sequence[int]) -> Extent:
+    sizes = (extent,) if isinstance(extent, int) else tuple(extent)
+    if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise UsageError(f"{name}={extent!r}: give one to three whole numbers from 1 up, x first")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def load_kernel(request: KernelRequest) -> LoadedKernel:
+    """Compile and parse a kernel. Raises UsageError for a wrong request, CompileError and UnsupportedError."""
     _check_launch(request)
-    arguments = read_arguments(request.args, request.seed, request.buffers)
-    expected = {name: _load_expected(name, path, arguments) for name, path in request.expected.items()}
-    if request.save is not None:
-        check_writable(request.save, "--save")
-    ptx, entry, target, resources = _compile(request)
+    text = _read_source(request)
+    ptx, entry, target, resources = _compile(request, text)
     _check_bounds(request, ptx, entry)
     module, program = _load_program(request, ptx, entry)
-    program.function.shapes = read_shapes(_read_sources(request, module))
-    check_parameters(program.function, arguments, request.kernel or entry)
+    program.function.shapes = read_shapes(_read_sources(request, text, module))
+    return LoadedKernel(ptx, entry, target or module.target, resources, program)
+
+
+def run_kernel(
+    request: KernelRequest,
+    kernel: LoadedKernel,
+    arguments: Arguments,
+    expected: Mapping[str, Array] | None = None,
+    tolerance: float = 0.0,
+) -> tuple[KernelReport, dict[str, Array]]:
+    """Run a loaded kernel. Return the report and the contents of the outputs.
+
+    expected: contents of outputs; an element may differ by ``tolerance``. Raises KernelFaultError for a fault that
+    ends the run, and UnsupportedError for limits of the emulator.
+    """
+    start = time.perf_counter()
+    check_parameters(kernel.program.function, arguments, request.kernel or kernel.entry)
     threads = math.prod(request.grid) * math.prod(request.block)
     orders = request.orders or (ORDERS if threads <= REPEAT_THREADS else 1)
-    first, races = _run_orders(request, ptx, entry, arguments, orders)
+    first, races = _run_orders(request, kernel, arguments, orders)
     unwritten = {n: count for n, count in first.unwritten.items() if count and n not in arguments.inputs}
     faults = [
         *(
-            ("input-written", f"{message}; give it as inout:{n}=... if it may")
+            ("input-written", f"{message}; give {arguments.changeable.format(n)} if it may")
             for n, message in first.input_writes.items()
         ),
         *(
             (
                 "output-unwritten",
-                f"{count} of {first.outputs[n].nbytes} bytes of {n!r} were never written; give it as inout:{n}=... if "
-                "they need not be",
+                f"{count} of {first.outputs[n].nbytes} bytes of {n!r} were never written; give "
+                f"{arguments.changeable.format(n)} if they need not be",
             )
             for n, count in unwritten.items()
         ),
@@ -185,18 +263,18 @@ def emulate(request: EmulateRequest) -> EmulateResult:
         *(("depends-on-order", text) for text in races),
         *(
             ("unexpected-value", text)
-            for name, want in expected.items()
-            for text in _compare(name, first.outputs[name], want, request.tolerance)
+            for name, want in (expected or {}).items()
+            for text in _compare(name, first.outputs[name], want, tolerance)
         ),
     ]
-    return EmulateResult(
-        file=str(request.file),
-        kernel=entry,
-        target=target or module.target,
+    report = KernelReport(
+        file=request.name,
+        kernel=kernel.entry,
+        target=kernel.target,
         grid=request.grid,
         block=request.block,
         dynamic_smem_bytes=request.smem,
-        resources=resources,
+        resources=kernel.resources,
         seed=request.seed,
         orders=orders,
         seconds=round(time.perf_counter() - start, 3),
@@ -213,8 +291,8 @@ def emulate(request: EmulateRequest) -> EmulateResult:
             *(text for _, text in faults),
             *(f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL and request.formal),
         ],
-        saved=_save_outputs(request.save, first.outputs),
     )
+    return report, first.outputs
 
 
 #: Kinds of faults by patterns of their reasons; the first match counts.
@@ -233,8 +311,8 @@ _KINDS = {
 }
 
 
-def describe_fault(request: EmulateRequest, error: KernelFaultError) -> EmulateResult:
-    """Return the result of a run that ended with a fault."""
+def describe_fault(request: KernelRequest, error: KernelFaultError) -> KernelReport:
+    """Return the report of a run that ended with a fault."""
     where = error.location
     reason = error.reason or str(error)
     kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
@@ -247,8 +325,8 @@ def describe_fault(request: EmulateRequest, error: KernelFaultError) -> EmulateR
         more["stack"] = [
             Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
         ]
-    return EmulateResult(
-        file=str(request.file),
+    return KernelReport(
+        file=request.name,
         kernel=error.kernel or request.kernel or "",
         target=request.arch or "",
         grid=request.grid,
@@ -263,7 +341,6 @@ def describe_fault(request: EmulateRequest, error: KernelFaultError) -> EmulateR
         counts=None,
         faults=[Fault(level="error", kind=kind, message=str(error), **more)],
         failures=[str(error)],
-        saved=[],
     )
 
 
@@ -274,7 +351,7 @@ def _convert_finding(finding: Finding) -> Fault:
     return Fault(level=finding.level, kind=finding.name, message=finding.text, file=file or None, line=number)
 
 
-def _check_launch(request: EmulateRequest) -> None:
+def _check_launch(request: KernelRequest) -> None:
     """Raise UsageError for a launch that every GPU refuses."""
     threads = math.prod(request.block)
     if threads > _MAX_THREADS or any(size > limit for size, limit in zip(request.block, _MAX_BLOCK, strict=True)):
@@ -288,7 +365,7 @@ def _check_launch(request: EmulateRequest) -> None:
         )
 
 
-def _check_bounds(request: EmulateRequest, ptx: str, entry: str) -> None:
+def _check_bounds(request: KernelRequest, ptx: str, entry: str) -> None:
     """Raise UsageError where the block has more threads than the kernel's __launch_bounds__."""
     directives = re.search(rf"\.entry\s+{re.escape(entry)}\s*(?:\([^)]*\))?([^{{;]*)\{{", ptx)
     limit = re.search(r"\.maxntid\s+([\d,\s]+)", directives[1]) if directives else None
@@ -303,22 +380,32 @@ def _format_extent(extent: Extent) -> str:
     return ",".join(map(str, extent))
 
 
-def _compile(request: EmulateRequest) -> tuple[str, str, str, Resources | None]:
-    """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
+#: PTX begins with its version, after comments.
+_IS_PTX = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\b", re.DOTALL)
+
+
+def _read_source(request: KernelRequest) -> str:
+    if isinstance(request.source, str):
+        return request.source
     try:
-        text = read_file(request.file).decode()
+        return read_file(request.source).decode()
     except (OSError, ValueError) as e:
         why = e.strerror if isinstance(e, OSError) else "not a text"
-        raise UsageError(f"{request.file}: cannot be read ({why})") from e
-    if request.file.suffix == ".ptx":
+        raise UsageError(f"{request.source}: cannot be read ({why})") from e
+
+
+def _compile(request: KernelRequest, text: str) -> tuple[str, str, str, Resources | None]:
+    """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
+    name = Path(request.name)
+    if name.suffix == ".ptx":
         if request.arch or request.defines or request.includes:
             raise UsageError("--arch, --define and --include are for a CUDA source; a PTX file is compiled already")
         return text, _choose_entry(request, entries(text)), "", None
     defines = [_format_define(text) for text in request.defines]
     if defines:  # messages keep the lines of the file
-        text = "\n".join([*defines, f'#line 1 "{request.file.name}"', text])
-    folders = (request.file.resolve().parent, *request.includes)
-    source = KernelSource(request.kernel or "", text, request.file.name, folders, request.block, request.smem)
+        text = "\n".join([*defines, f'#line 1 "{name.name}"', text])
+    folders = (*((name.resolve().parent,) if isinstance(request.source, Path) else ()), *request.includes)
+    source = KernelSource(request.kernel or "", text, name.name, folders, request.block, request.smem)
     target = Target.parse(request.arch or DEFAULT_TARGET)
     ptx = to_ptx(source, target, isolated=True)
     entry = _choose_entry(request, entries(ptx))
@@ -332,24 +419,22 @@ def _compile(request: EmulateRequest) -> tuple[str, str, str, Resources | None]:
     return ptx, entry, target.name, resources
 
 
-def _load_program(request: EmulateRequest, ptx: str, entry: str) -> tuple[Module, Program]:
+def _load_program(request: KernelRequest, ptx: str, entry: str) -> tuple[Module, Program]:
     """Return the kernel's program. Raise UsageError for PTX that was truncated or edited."""
     try:
         return load_program(ptx, entry)
     except (AssertionError, AttributeError, IndexError, KeyError, ValueError) as e:
-        if request.file.suffix != ".ptx":
+        if not request.name.endswith(".ptx"):
             raise internal_error(entry, e) from e
-        raise UsageError(f"{request.file}: {entry} cannot be read as PTX; is the file whole?") from None
+        raise UsageError(f"{request.name}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
-def _read_sources(request: EmulateRequest, module: Module) -> list[str]:
-    """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's that are not there."""
-    paths = {request.file, *(Path(name) for name in module.files if Path(name).is_absolute())}
-    texts = []
-    for path in paths:
-        if path.suffix != ".ptx" and path.is_file():
-            texts.append(path.read_text(errors="replace"))
-    return [*(f"#define {text.replace('=', ' ', 1)}" for text in request.defines), *texts]
+def _read_sources(request: KernelRequest, text: str, module: Module) -> list[str]:
+    """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's missing files."""
+    own = [] if request.name.endswith(".ptx") else [text]
+    paths = {Path(name) for name in module.files if Path(name).is_absolute()}
+    headers = [path.read_text(errors="replace") for path in paths if path.suffix != ".ptx" and path.is_file()]
+    return [*(f"#define {define.replace('=', ' ', 1)}" for define in request.defines), *own, *headers]
 
 
 def _format_define(text: str) -> str:
@@ -359,10 +444,10 @@ def _format_define(text: str) -> str:
     return f"#define {match[1]} {'1' if match[2] is None else match[2]}"
 
 
-def _choose_entry(request: EmulateRequest, names: Sequence[str]) -> str:
+def _choose_entry(request: KernelRequest, names: Sequence[str]) -> str:
     """Return the kernel that is meant, as the file spells it. Raises UsageError naming those there are."""
     if not names:
-        raise UsageError(f"{request.file} holds no kernel; a template needs an explicit instantiation in the file")
+        raise UsageError(f"{request.name} holds no kernel; a template needs an explicit instantiation in the file")
     if request.kernel is None:
         fitting = list(names)
     elif request.kernel in names:
@@ -373,12 +458,12 @@ def _choose_entry(request: EmulateRequest, names: Sequence[str]) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if not fitting:
-        raise unknown(f"kernel of {request.file}", request.kernel or "", names)
-    raise UsageError(f"{request.file} holds several kernels; name one with --kernel: {', '.join(fitting)}")
+        raise unknown(f"kernel of {request.name}", request.kernel or "", names)
+    raise UsageError(f"{request.name} holds several kernels; name one with --kernel: {', '.join(fitting)}")
 
 
 def _run_orders(
-    request: EmulateRequest, ptx: str, entry: str, arguments: Arguments, orders: int
+    request: KernelRequest, kernel: LoadedKernel, arguments: Arguments, orders: int
 ) -> tuple[GridResult, list[str]]:
     """Return the result of the first order of warps, and how others differ from it."""
     plan = Launch(request.grid, tuple(arguments.launch), cooperative=True)
@@ -387,8 +472,8 @@ def _run_orders(
         try:
             results.append(
                 run_grid(
-                    ptx,
-                    entry,
+                    kernel.ptx,
+                    kernel.entry,
                     request.block,
                     request.smem,
                     plan,
@@ -460,7 +545,7 @@ def _max_error(errors: Sequence[NDArray[np.float64]]) -> float:
     return max(value if value == value else math.inf for value in largest)
 
 
-def _load_expected(name: str, path: Path, arguments: Arguments) -> Array:
+def load_expected(name: str, path: Path, arguments: Arguments) -> Array:
     """Load the expected values of an output. Raise UsageError for another shape or an unknown output."""
     if name not in arguments.outputs:
         raise unknown("output in --expect", name, arguments.outputs)
@@ -500,14 +585,3 @@ def _summarize(name: str, data: Array, unwritten: int | None) -> Output:
             bytes=data.nbytes,
             unwritten_bytes=unwritten,
         )
-
-
-def _save_outputs(folder: Path | None, outputs: Mapping[str, Array]) -> list[str]:
-    saved = []
-    for name, data in outputs.items() if folder is not None else ():
-        assert folder is not None
-        content = io.BytesIO()
-        np.save(content, data)
-        write_whole(folder / f"{name}.npy", content.getvalue())
-        saved.append(str(folder / f"{name}.npy"))
-    return saved
