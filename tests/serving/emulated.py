@@ -121,7 +121,7 @@ def attentions(
         steps.append((kernel[0], replace(kernel[1], args=(Struct(tuple(fields)), *maps))))
     result = run_chain(
         [
-            KernelLaunch(to_ptx(k, serving.TARGET), k.entry, k.block, k.dynamic_smem_bytes, launch)
+            KernelLaunch(to_ptx(k, serving.TARGET, assemble=False), k.entry, k.block, k.dynamic_smem_bytes, launch)
             for k, launch in steps
         ],
         inputs,
