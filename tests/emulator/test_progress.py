@@ -11,6 +11,7 @@ import pytest
 from greenfast.emulator import scheduler
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
+from greenfast.spec.errors import UnsupportedError
 from tests.emulator.kernels import run
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -215,6 +216,13 @@ def test_a_loop_without_end_is_refused(body: str, message: str, monkeypatch: pyt
     with pytest.raises(KernelFaultError, match=message + ".*k\\.cu:1"):
         launched(body, 64, threads=64)
     assert time.process_time() - start < 10
+
+
+def test_a_long_loop_that_waits_for_nobody_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_SILENT_INSTRUCTIONS", 100_000)
+    body = "unsigned v = threadIdx.x + 1; while (v != 0) v = v * 1664525u + 2; y[0] = v;"
+    with pytest.raises(UnsupportedError, match=r"waits for no other thread: it may only be long.*k\.cu:1"):
+        launched(body, 64, threads=32)
 
 
 def test_a_wait_that_gives_up_ends() -> None:

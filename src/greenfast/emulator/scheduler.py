@@ -79,6 +79,7 @@ class Scheduler:
         self.interrupted: set[tuple[int, int]] = set()  # warps and reads after which others have run
         self.interrupt = False
         self.failed_polls = [0] * machine.warps  # how many iterations a loop of each warp has waited in vain
+        self.polls = [False] * machine.warps  # whether the last loop of each warp reads what others may write
         self.spent = 0  # what iterations of waiting loops cost, in instructions
         self.spin_counts = Counter[int]()  # how often loops have let others run, by branch
         # Per warp: instructions executed since the last event, and the number of events then.
@@ -186,12 +187,13 @@ class Scheduler:
         total, events = self.silent_runs[n]
         self.silent_runs[n] = (total + executed if events == self.m.changes else executed, self.m.changes)
         if self.silent_runs[n][0] > MAX_SILENT_INSTRUCTIONS and self.fragments[n]:
-            lanes = lane_indices(next(iter(self.fragments[n].values())))
-            reason = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n} (an endless loop?)"
+            lane = int(lane_indices(next(iter(self.fragments[n].values())))[0])
+            reason = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n}"
             if self.program.clocked:  # it may wait for a time; clocks advance slowly here
-                why = f"no end of a loop after {self.silent_runs[n][0]} instructions of warp {n}"
-                raise self.m.limit(f"{why}, in a kernel that reads a clock: it may wait for a time", int(lanes[0]))
-            raise self.m.fault(reason, int(lanes[0]))
+                raise self.m.limit(f"{reason}, in a kernel that reads a clock: it may wait for a time", lane)
+            if not self.polls[n]:
+                raise self.m.limit(f"{reason}, which waits for no other thread: it may only be long", lane)
+            raise self.m.fault(f"{reason} (an endless loop?)", lane)
 
     def _count_for(self, n: int) -> None:
         """Count what runs now for a warp, where phases are counted."""
@@ -262,6 +264,8 @@ class Scheduler:
                     if every and not spinning:
                         pc = target
                         continue
+                    if spinning:
+                        self.polls[n] = pc in polling
                     indices = lane_indices(lanes)
                     self._put(n, target, indices[chosen])
                     if not every:
@@ -309,6 +313,7 @@ class Scheduler:
                         iterations += target <= pc
                         if target <= pc and (pc in polling or iterations > MAX_ITERATIONS):
                             self.spin_counts[pc] += 1
+                            self.polls[n] = pc in polling
                             if (
                                 max(iterations, self.spin_counts[pc] * ENDLESS_WEIGHT) > MAX_ITERATIONS
                                 and pc in program.endless
