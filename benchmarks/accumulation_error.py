@@ -1,6 +1,6 @@
 """The kernel error against the number of keys, with one and with two levels of accumulation. Needs a Hopper GPU.
 
-python benchmarks/accumulation_error.py [--device 0] [--json FILE]
+python -m benchmarks accumulation_error [--device 0] [--json FILE]
 
 One head of 512 queries, inputs N(0, 1) as E4M3 codes; the error is relative (Frobenius), against attention in float64
 on the codes. With one level the tensor cores accumulate P V over all tiles, keeping about 14 bits; with two they
@@ -10,8 +10,7 @@ with one level they are summed in float32.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -19,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from benchmarks.options import make_parser
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
@@ -79,12 +79,12 @@ def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: 
     return float((out - wanted).norm() / wanted.norm())
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table and optionally write a record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("accumulation_error", __doc__)
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         gpu = Gpu(args.device)
     except GreenfastError as e:
@@ -109,7 +109,3 @@ def main() -> None:
             "rows": rows,
         }
         write_whole(args.json, to_json(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How long the ladder's kernels take to compile cold, and to load from the cache. Needs no GPU.
 
-python benchmarks/compile_time.py [--targets sm_89,sm_90a] [--formats e4m3,int8] [--json FILE]
+python -m benchmarks compile_time [--targets sm_89,sm_90a] [--formats e4m3,int8] [--json FILE]
 
 The cache is a temporary folder, so every first compile is cold. The cached times are each kernel's first load in a new
 process, as in the next run of a command.
@@ -8,13 +8,14 @@ process, as in the next run of a command.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.options import make_parser
 from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
@@ -51,13 +52,13 @@ def in_fresh_process(formats: list[str], targets: list[Target]) -> Times:
         return pool.apply(pass_over_the_ladder, (formats, targets))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print a row per kernel, and the slowest of each column compared with its target."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser("compile_time", __doc__)
     parser.add_argument("--targets", type=words, default=["sm_89", "sm_90a"], help="default: sm_89,sm_90a")
     parser.add_argument("--formats", type=words, default=["e4m3"], help="default: e4m3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         targets = [Target.parse(name) for name in args.targets]
         with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +91,3 @@ def main() -> None:
         facts = {"git": git_state(), "environment": package_versions(), "cpu_count": os.cpu_count()}
         aims = {"cold_ms": AIM_COLD_MS, "cached_ms": AIM_CACHED_MS}
         write_whole(args.json, to_json({"benchmark": "compile_time", **facts, "aims": aims, "results": rows}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Tokens per second of transformers' continuous batching, and where the GPU's time goes.
 
-python -m benchmarks.continuous_batching [--model llama] [--attention 'paged|sdpa' 'paged|greenfast'] [--json FILE]
+python -m benchmarks continuous_batching [--model llama] [--attention 'paged|sdpa' 'paged|greenfast'] [--json FILE]
     [--fa3-library _vllm_fa3_C.abi3.so --attention 'paged|greenfast' flash_attention_3]
 
 Models have random weights: llama, 4096 wide, 32 heads over 8 of K and V of head dim 128, and gemma (Gemma 3's shape),
@@ -25,6 +25,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 
 import greenfast
 from benchmarks.fa3_of_vllm import as_package
+from benchmarks.options import make_parser
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
 
@@ -215,9 +217,9 @@ def measure(
     )  # fmt: skip
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("continuous_batching", __doc__)
     parser.add_argument("--model", nargs="+", default=["llama", "gemma"], choices=("llama", "gemma"))
     parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), help="names of transformers or greenfast")
     parser.add_argument("--requests", type=int, default=24)
@@ -235,7 +237,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="models of a few thousand weights, for a try on the CPU")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args(arguments)
+    return parser.parse_args(argv)
 
 
 def store(runs: list[Run], args: argparse.Namespace) -> None:
@@ -251,9 +253,9 @@ def store(runs: list[Run], args: argparse.Namespace) -> None:
     write_whole(args.json, to_json(result))
 
 
-def main(arguments: list[str] | None = None) -> list[Run]:
+def main(argv: Sequence[str] | None = None) -> list[Run]:
     """Measure, print and store."""
-    args = parse(arguments)
+    args = parse(argv)
     if args.fa3_library:
         as_package(args.fa3_library)
     greenfast.register_continuous_batching()
@@ -276,7 +278,3 @@ def main(arguments: list[str] | None = None) -> list[Run]:
                 store(runs, args)
         del model
     return runs
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The emulator compared with a GPU: the same kernels on both, outputs bit by bit, counts next to Nsight Compute's.
 
-python benchmarks/emulator_against_gpu.py --json FILE [--shapes small,mission] [--variants stage2,...]
+python -m benchmarks emulator_against_gpu --json FILE [--shapes small,mission] [--variants stage2,...]
 
 Needs a GPU; counts need ncu. The emulator counts PTX instructions, the hardware machine instructions: only matrix work,
 memory sectors and bank conflicts are comparable. scripts/update_results.py makes a table from the record.
@@ -8,18 +8,19 @@ memory sectors and bank conflicts are comparable. scripts/update_results.py make
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from benchmarks.options import make_parser
 from greenfast.cli.console import show, table
 from greenfast.cli.values import words
 from greenfast.device.gpu import Gpu
@@ -52,14 +53,14 @@ def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dic
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("emulator_against_gpu", __doc__)
     parser.add_argument("--shapes", type=words, default=["small", "mission"])
     parser.add_argument("--variants", type=words, default=None)
     parser.add_argument("--formats", type=words, default=["e4m3"])
     parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     task = load(find_task("fp8_sdpa"))
     gpu = Gpu(0)
     found = []
@@ -121,7 +122,3 @@ def main() -> None:
     ]
     show(table(("variant", "shape", "format", "different elements", "largest difference"), cells))
     show(counts_table(json.loads(args.json.read_bytes())))
-
-
-if __name__ == "__main__":
-    main()

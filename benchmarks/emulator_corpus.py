@@ -1,4 +1,4 @@
-"""Run the corpus of kernels on the emulator: ``PYTHONPATH=src python -m benchmarks.emulator_corpus [PATTERN ...]``.
+"""Run the corpus of kernels on the emulator: ``python -m benchmarks emulator_corpus [PATTERN ...]``.
 
 Prints every entry that fails (for a kernel with a bug: whose bug is not found), then the counts. A PATTERN is a regular
 expression searched in an entry's ``kind:name``. ``--page FILE`` updates the table between the markers of a page; it
@@ -7,15 +7,14 @@ needs all entries, so no PATTERN, and the package ``triton``.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
+from benchmarks.options import make_parser
 from tests.emulator.corpus.entry import Entry
 from tests.emulator.corpus.everything import ENTRIES
 from tests.emulator.corpus.runner import GOOD, Outcome, classify
@@ -60,12 +59,12 @@ def table(outcomes: Sequence[Outcome], version: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("emulator_corpus", __doc__)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
     parser.add_argument("--page", type=Path, metavar="FILE")
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     if asked.page and (asked.patterns or importlib.util.find_spec("triton") is None):
         parser.error("--page needs all entries: give no PATTERN, and install triton")
     outcomes = []
@@ -84,7 +83,3 @@ def main() -> int:
         before, after = text.split(_BEGIN)[0], text.split(_END)[1]
         asked.page.write_text(f"{before}{_BEGIN}\n\n{found}\n\n{_END}{after}", encoding="utf-8")
     return int(any(o.status not in (*GOOD, "refused") for o in outcomes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

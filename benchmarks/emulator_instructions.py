@@ -1,6 +1,6 @@
 """Every instruction of the emulator compared with a GPU: the same PTX on both, results compared bit by bit.
 
-PYTHONPATH=src python -m benchmarks.emulator_instructions --json FILE [--device 0] [--rows 8192] [--only TEXT]
+python -m benchmarks emulator_instructions --json FILE [--device 0] [--rows 8192] [--only TEXT]
 
 Run it from the root of the checkout. Results may differ within the bounds that the PTX ISA gives (ex2.approx, ...).
 Where it leaves a result open (a division by zero, the bits of a NaN), differences are shown but not counted as wrong.
@@ -9,7 +9,6 @@ Where it leaves a result open (a division by zero, the bits of a NaN), differenc
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from greenfast.cli.console import show, table
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
@@ -169,7 +169,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print and write; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("emulator_instructions", __doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", default="0", help='a GPU\'s number, or "emulator" for the definitions')
     parser.add_argument("--rows", type=int, default=8192, help="operands per instruction, a multiple of 128")
@@ -219,7 +219,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"be compared ({target.name}, {args.json})"
     )
     return int(bool(wrong or errors))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

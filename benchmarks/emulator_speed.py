@@ -1,6 +1,6 @@
 """The emulator's speed on the ladder, and where its time goes: by rung, by kind of instruction, by function.
 
-python benchmarks/emulator_speed.py [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
+python -m benchmarks emulator_speed [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
 
 Each rung runs in a separate process, which gives its peak memory. Kinds and functions are for the variants of --details
 on the last shape; timing has overhead, so their sums exceed the seconds of the first table.
@@ -8,17 +8,17 @@ on the last shape; timing has overhead, so their sums exceed the seconds of the 
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import multiprocessing
 import pstats
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import make_parser
 from greenfast.cli.console import show
 from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
@@ -112,14 +112,14 @@ def functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
     ]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run and print; results are checked by the tests, not here."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser("emulator_speed", __doc__)
     parser.add_argument("--shapes", type=words, default=["small", "mission"])
     parser.add_argument("--variants", type=words, default=None)
     parser.add_argument("--details", type=words, default=["stage1", "stage2"])
     parser.add_argument("--md", type=Path, help="also write the tables to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rungs = args.variants or [rung.name for rung in find_task("fp8_sdpa").config.rungs]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
         rows = alone.map(speed, [(name, shape) for name in rungs for shape in args.shapes], chunksize=1)
@@ -132,7 +132,3 @@ def main() -> None:
     show(text)
     if args.md:
         args.md.write_text(text + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Time every tiling of the Hopper kernel that a space allows, at several lengths, and keep them as T4 files.
 
-    python -m benchmarks.hopper_tilings compile            # without a GPU: fill the build cache
-    python -m benchmarks.hopper_tilings time --out FOLDER  # a file per head dim, mask, scales, format and length
-    python -m benchmarks.hopper_tilings confirm --out FOLDER  # once more the best ones of these files, in a new process
+    python -m benchmarks hopper_tilings compile            # without a GPU: fill the build cache
+    python -m benchmarks hopper_tilings time --out FOLDER  # a file per head dim, mask, scales, format and length
+    python -m benchmarks hopper_tilings confirm --out FOLDER  # once more the best ones of these files, in a new process
 
 Each tiling is first checked against float64 on a small shape. The tilings of a cell then run in rounds, in another
 order each time, all on the same buffers; the tiling that greenfast would take without measured rules, ``shipped``, runs
@@ -13,12 +13,11 @@ lucky: ``confirmed``, for each process that did so. scripts/update_results.py ma
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, GuardedBuffer
@@ -384,9 +384,9 @@ def _ms(times: list[float]) -> list[float]:
     return [round(us / 1e3, 6) for us in times]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Read the options and do what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser("hopper_tilings", __doc__)
     parser.add_argument("what", choices=("compile", "time", "confirm"))
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=2, help="of confirm: how many tilings of a file")
     parser.add_argument("--rounds", type=int, default=_ROUNDS)
     parser.add_argument("--out", type=Path, default=Path("results") / "hopper_tilings")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     groups = [
         Group(d, mask == "causal", scales, fmt)
         for fmt, scales, d, mask in product(args.formats, args.scales, args.head_dims, args.masks)
@@ -411,7 +411,3 @@ def main() -> None:
                 confirm(group, length, file, args.best)
     else:
         time_all(groups, args.lengths, args.wide, args.out, args.rounds)
-
-
-if __name__ == "__main__":
-    main()

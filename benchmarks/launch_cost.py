@@ -1,6 +1,6 @@
 """The host time of one launch through the runtime. Needs a GPU.
 
-python benchmarks/launch_cost.py [--device 0] [--batches 200] [--json FILE]
+python -m benchmarks launch_cost [--device 0] [--batches 200] [--json FILE]
 
 Each way of launching is timed over batches of launches that are queued without waiting. The queue is empty when a batch
 begins and has room for far more launches, so the host never waits for the device within a batch. The batches of the
@@ -9,17 +9,17 @@ ways are interleaved, so that a drift of the clock affects all of them. The kern
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import make_parser
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Bound, Gpu
@@ -96,13 +96,13 @@ def ways_to_launch(bound: Bound, empty: Bound) -> dict[str, Callable[[], None]]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the cost of each way; exit 3 without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser("launch_cost", __doc__)
     parser.add_argument("--device", type=int, default=0, metavar="N", help="the GPU's number (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=200, metavar="N", help="timed batches (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the times there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.batches < 2:
         parser.error("--batches: give at least 2")
     try:
@@ -149,7 +149,3 @@ def main() -> None:
             "device_us": {what: round(us, 3) for what, us in device_us.items()},
         }
         write_whole(args.json, to_json(result))
-
-
-if __name__ == "__main__":
-    main()

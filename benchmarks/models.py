@@ -1,6 +1,6 @@
 """Milliseconds of transformer layers of true size, with PyTorch's attention and under greenfast.use; and their errors.
 
-python -m benchmarks.models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
+python -m benchmarks models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
 
 Models have random weights and few layers of the published width: Flux (24 heads, 4,096 tokens of an image and 512 of
 text), Wan 14B (40 heads; 480p is 32,760 tokens for 81 frames, 720p 75,600) and Llama 3 8B (32 heads over 8, 8,192
@@ -13,7 +13,6 @@ diffusers and transformers are needed for the models of each.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import statistics
@@ -29,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import greenfast
-from greenfast.bench.graphs import event, order
+from benchmarks.graphs import event, order
+from benchmarks.options import make_parser
 from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
@@ -263,16 +263,16 @@ def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
     return float(start.elapsed_time(end)), out
 
 
-def main(arguments: list[str] | None = None) -> list[Run]:
+def main(argv: Sequence[str] | None = None) -> list[Run]:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("models", __doc__)
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS, help="with torch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="narrow models, for a try on the CPU")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     if "torch" not in args.attention:
         parser.error("--attention: torch is what the others are compared with; name it too")
     runs = []
@@ -306,7 +306,3 @@ def _installed(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    main()

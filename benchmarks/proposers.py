@@ -1,6 +1,6 @@
 """Compare proposers on caches: how many evaluations each needs for 99 % of the best speed. Needs no GPU.
 
-    python -m benchmarks.proposers FILE [FILE ...] --json evidence/proposers.json
+    python -m benchmarks proposers FILE [FILE ...] --json evidence/proposers.json
 
 FILE: T4, such as those of ``hopper_tilings``. Random draws are not simulated: their median is known exactly. Where the
 files have the estimates of ``tiling_counts``, what a screen by them is worth stands beside.
@@ -8,15 +8,16 @@ files have the estimates of ``tiling_counts``, what a screen by them is worth st
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.metadata
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.options import make_parser
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.screen_recall import measure_recall
 from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws
@@ -59,13 +60,13 @@ def compared(path: Path, seeds: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Read the options and do what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser("proposers", __doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = []
     for path in args.files:
         rows.append(row := compared(path, args.seeds))
@@ -79,7 +80,3 @@ def main() -> None:
             "rows": rows,
         }
         write_whole(args.json, to_json(record))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Add the estimate from the emulator's counts to the T4 files of ``hopper_tilings``, for ``screen_recall``.
 
-    python -m benchmarks.tiling_counts FILE [FILE ...]
+    python -m benchmarks tiling_counts FILE [FILE ...]
 
 Needs no GPU. Tilings that differ in their stages alone execute the same work, so one of each is counted, on one head
 of 512 queries and keys; with a mask and without. The estimate is ``greenfast.evolve.estimate``'s.
@@ -8,12 +8,12 @@ of 512 queries and keys; with a mask and without. The estimate is ``greenfast.ev
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import make_parser
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
 from greenfast.evolve.estimate import estimate
@@ -61,14 +61,10 @@ def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, st
     write_whole(path, to_json(content))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Read the options and do what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = make_parser("tiling_counts", __doc__)
     parser.add_argument("files", type=Path, nargs="+")
     known: dict[tuple[int, bool, Key], tuple[float, str]] = {}
-    for path in parser.parse_args().files:
+    for path in parser.parse_args(argv).files:
         add_estimates(path, known)
-
-
-if __name__ == "__main__":
-    main()

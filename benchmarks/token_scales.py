@@ -1,6 +1,6 @@
 """What ``precision="fp8_token"`` costs: times and errors beside the other precisions and bfloat16, with a causal mask.
 
-python -m benchmarks.token_scales [--json FILE]     on a Hopper GPU
+python -m benchmarks token_scales [--json FILE]     on a Hopper GPU
 
 Each shape is timed interleaved in one process, as graphs of eager calls. Errors are relative (Frobenius), against
 attention in float64 on a sample of rows of the unquantized inputs.
@@ -8,8 +8,8 @@ attention in float64 on a sample of rows of the unquantized inputs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
-from greenfast.bench.graphs import call_us, capture, queue_interleaved, rounds_for
-from greenfast.bench.inputs import INPUTS, make_inputs
-from greenfast.bench.references import reference
+from benchmarks.graphs import call_us, capture, queue_interleaved, rounds_for
+from benchmarks.inputs import INPUTS, make_inputs
+from benchmarks.options import make_parser
+from benchmarks.references import reference
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.store import to_json, write_whole
 
@@ -80,11 +81,11 @@ def errors(kind: str, head_dim: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables, and write the record if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser("token_scales", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     times, error_rows = [], []
     for shape in SHAPES:
@@ -106,7 +107,3 @@ def main() -> None:
             "errors": error_rows,
         }
         write_whole(args.json, to_json(record))
-
-
-if __name__ == "__main__":
-    main()

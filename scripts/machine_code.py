@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from greenfast.bench.record_io import operator_comparison, read_record, routing_comparison, serving_comparison
+from benchmarks.record_io import operator_comparison, read_record, routing_comparison, serving_comparison
 from greenfast.device.compiler import compile_kernel, compiler_version
 from greenfast.device.identity import code_hash
 from greenfast.judge.artifacts import RECORD

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from greenfast.bench.comparison import Comparison
-from greenfast.bench.record_io import AnyRecord, find_comparison, freshness, read_record, timed_kernels
-from greenfast.bench.record_schema import Benchmark
+from benchmarks.attention import peers
+from benchmarks.record_io import AnyRecord, find_comparison, freshness, read_record, timed_kernels
+from benchmarks.record_schema import Benchmark
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD
@@ -27,7 +27,7 @@ from greenfast.judge.record_index import FIELD, find_index, read_content, read_i
 from greenfast.judge.record_io import load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
-from greenfast.judge.tasks import find_task, load, load_peers
+from greenfast.judge.tasks import find_task
 from greenfast.ops.warmup import warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -108,11 +108,10 @@ def _shapes(record: AnyRecord) -> list[str]:
 
 def _dims(record: AnyRecord) -> Mapping[str, Mapping[str, int]]:
     """The dimensions of every shape of the record's task."""
-    task = find_task(record.task)
-    found = {shape.name: shape.dims for shape in task.config.shapes}
+    found = {shape.name: shape.dims for shape in find_task(record.task).config.shapes}
     if isinstance(record, Benchmark):
-        peers: Comparison = load_peers(load(task)).peers()
-        found |= {cell.shape.name: cell.shape.dims for cell in (*peers.timed, *peers.accuracy)}
+        comparison = peers()
+        found |= {cell.shape.name: cell.shape.dims for cell in (*comparison.timed, *comparison.accuracy)}
     return found
 
 

@@ -2,8 +2,8 @@
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
-Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `greenfast bench` wrote them. They and every
-other JSON file there get the form of kept records (``judge.record_index``): rows as tables, and the identities of
+Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `python -m benchmarks` wrote them. They and
+every other JSON file there get the form of kept records (``judge.record_index``): rows as tables, and the identities of
 kernels in evidence/index.json.
 """
 
@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
-from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.report import section
-from greenfast.bench.routing import rules, rules_table
+from benchmarks.benchmark_tables import batching_table, models_table
+from benchmarks.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
+from benchmarks.record_schema import Benchmark
+from benchmarks.report import section
+from benchmarks.routing import rules, rules_table
+from benchmarks.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
+from benchmarks.tiling_rules import tiling_rules
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
@@ -29,9 +32,6 @@ from greenfast.judge.tasks import find_task
 from greenfast.ops.routing_rules import FA3, TORCH
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
-from scripts.benchmark_tables import batching_table, models_table
-from scripts.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
-from scripts.tiling_rules import tiling_rules
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.bench.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
-from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.report import section
+from benchmarks.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
+from benchmarks.record_schema import Benchmark
+from benchmarks.report import section
+from benchmarks.speed_picture import operator_series
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
@@ -25,9 +26,8 @@ from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import Freshness
 from scripts import update_results
-from scripts.speed_picture import operator_series
 from scripts.update_results import blocks, evidence, fill, generated, kept_files
-from tests.bench.benchmarks import peers_record
+from tests.benchmarks.benchmarks import peers_record
 from tests.judge.report.records import record, side
 
 ROOT = Path(__file__).parents[1]
@@ -302,7 +302,7 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     assert generated(root)[picture] == picture.read_text()  # its numbers are those
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness("stale", ("other code",)))
     assert "have changed since these numbers, or the ones in the picture, were measured" in generated(root)[page]
-    monkeypatch.setattr("scripts.speed_picture._HEAD_DIM", 64)
+    monkeypatch.setattr("benchmarks.speed_picture._HEAD_DIM", 64)
     assert generated(root)[picture] != picture.read_text()
 
 

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "greenfast"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "greenfast"
+#: A package above all rooms: it imports anything of greenfast, and no file below src imports it.
+BENCHMARKS = ROOT / "benchmarks"
+#: Folders of the checkout that the installed package does not have.
+NOT_INSTALLED = ("benchmarks", "scripts", "tests")
 #: Rooms by the modules that they hold, lowest floor first: a room imports only from itself and from lower floors.
 ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "spec": (0, ("spec",)),
@@ -60,7 +65,6 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "judge gates": (6, ("judge.gates", "judge.error_metrics")),
     "judge": (7, ("judge",)),
     "evolve": (8, ("evolve",)),
-    "bench": (8, ("bench",)),
     "cli": (9, ("cli",)),
 }
 #: Rooms that import from these rooms alone.
@@ -71,7 +75,7 @@ ONLY = {
     **{room: {*EMULATOR, "toolchain", "kernels", "spec"} for room in EMULATOR},
 }
 TOP = {"__init__", "__main__"}
-TORCH_ROOMS = {"numerics", "problems", "library", "bench"}
+TORCH_ROOMS = {"numerics", "problems", "library"}
 #: Modules that only a problem, or the process of a solution, loads.
 TORCH_MODULES = tuple(
     f"greenfast.judge.{name}"
@@ -113,11 +117,12 @@ class Module:
         return room_of(self.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
 
 
-def read_modules(package: Path) -> dict[str, Module]:
+def read_modules(package: Path, top: str = "greenfast") -> dict[str, Module]:
+    """Return the modules of a package by their dotted names. top: the package's name."""
     modules = {}
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
-        name = ".".join(("greenfast", *path.with_suffix("").parts)).removesuffix(".__init__")
+        name = ".".join((top, *path.with_suffix("").parts)).removesuffix(".__init__")
         text = file.read_text()
         modules[name] = Module(name, path.as_posix(), len(text.splitlines()), _read_imports(ast.parse(text)))
     return modules
@@ -167,6 +172,8 @@ def _import_fault(room: str | None, imported: Import) -> str | None:
     target = imported.target
     if target.startswith("."):
         return "relative import; write the whole name"
+    if target.split(".")[0] in NOT_INSTALLED:
+        return f"import of {target}, which is not installed"
     if target.split(".")[0] != "greenfast":
         return None
     if imported.in_function:
@@ -181,6 +188,22 @@ def _import_fault(room: str | None, imported: Import) -> str | None:
     if to != room and to not in ONLY.get(room, {to}):
         return f"{room} imports {to}; only {', '.join(sorted(ONLY[room]))}"
     return None
+
+
+def benchmark_faults(package: Path) -> list[str]:
+    """The faults of the package benchmarks: hidden and relative imports, imports of scripts, circles, long files."""
+    modules = read_modules(package, "benchmarks")
+    faults = [f"{m.path}: {m.lines} lines, more than {MAX_LINES}" for m in modules.values() if m.lines > MAX_LINES]
+    for module in modules.values():
+        for imported in module.imports:
+            top = imported.target.split(".")[0]
+            if not top:
+                faults.append(f"{module.path}:{imported.line}: relative import; write the whole name")
+            elif top == "scripts":
+                faults.append(f"{module.path}:{imported.line}: import of {imported.target}; scripts import benchmarks")
+            elif imported.in_function and top in ("greenfast", "benchmarks"):
+                faults.append(f"{module.path}:{imported.line}: hidden import of {imported.target} inside a function")
+    return [*faults, *(f"circle of imports: {' -> '.join(circle)}" for circle in circles(modules))]
 
 
 def circles(modules: dict[str, Module]) -> list[tuple[str, ...]]:
@@ -252,6 +275,10 @@ def test_imports_go_down_in_the_open_and_files_are_short() -> None:
     assert layout_faults(PACKAGE) == []
 
 
+def test_benchmarks_import_in_the_open_and_files_are_short() -> None:
+    assert benchmark_faults(BENCHMARKS) == []
+
+
 def test_torch_is_loaded_only_in_its_rooms() -> None:
     assert torch_faults(PACKAGE) == []
 
@@ -282,6 +309,7 @@ _FOR_TYPES = f"{_IF_TYPES}from greenfast.emulator import program"
         ("emulator/a.py", "from greenfast.numerics import formats", "only emulator"),
         ("spec/a.py", "import greenfast", "in no room"),
         ("spec/a.py", "from . import b", "relative import"),
+        ("judge/gates/a.py", "import benchmarks.session", "which is not installed"),
         ("cli/a.py", "def f():\n    from greenfast.spec import task", "hidden import"),
         ("cli/a.py", "class A:\n    async def f(self):\n        import greenfast.spec", "hidden import"),
         ("extra/a.py", "", "in no room"),
@@ -295,6 +323,23 @@ def test_checker_finds_a_fault(tmp_path: Path, path: str, text: str, fault: str)
     assert len(faults) == 1
     assert faults[0].startswith(path)
     assert fault in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("from scripts import corpus", "scripts import benchmarks"),
+        ("from . import b", "relative import"),
+        ("def f():\n    import greenfast.spec", "hidden import"),
+        ("import benchmarks.a", "circle of imports"),
+        ("\n" * (MAX_LINES + 1), "lines"),
+    ],
+)
+def test_checker_finds_a_fault_of_benchmarks(tmp_path: Path, text: str, fault: str) -> None:
+    _write(tmp_path, {"a.py": "from benchmarks import b\nfrom greenfast import cli", "b.py": ""})
+    assert benchmark_faults(tmp_path) == []
+    (found,) = benchmark_faults(_write(tmp_path, {"b.py": text}))
+    assert fault in found
 
 
 def test_checker_finds_names_with_two_meanings(tmp_path: Path) -> None:

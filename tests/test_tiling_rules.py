@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiling_rules import LEAST_PROCESSES, fastest, tiling_rules
 from greenfast.kernels.attention import tuning_space
-from scripts.tiling_rules import LEAST_PROCESSES, fastest, tiling_rules
 
 SHIPPED = {
     "BLOCK_N": 128,

@@ -42,5 +42,5 @@ def test_tasks_are_in_the_wheel_under_the_package(wheel_names: set[str]) -> None
 def test_nothing_else_is_in_the_wheel(wheel_names: set[str]) -> None:
     outside = {name for name in wheel_names if name.split("/")[0] != "greenfast" and ".dist-info/" not in name}
     assert outside == set()
-    unwanted = ("tests", "results", "evidence", "__pycache__")
+    unwanted = ("tests", "results", "evidence", "benchmarks", "runner.py", "__pycache__")
     assert {name for name in wheel_names if any(part in unwanted for part in name.split("/"))} == set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +27,11 @@ class Ran:
     err: str
 
 
-def run_here(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Ran:
-    """Run ``greenfast ARGS`` in this process."""
+def run_here(capsys: pytest.CaptureFixture[str], *args: str | Path, run: Callable[[Sequence[str]], int] = main) -> Ran:
+    """Run ``greenfast ARGS`` in this process, or another command line."""
     capsys.readouterr()
     try:
-        code = main([str(arg) for arg in args])
+        code = run([str(arg) for arg in args])
     except SystemExit as e:  # argparse
         code = int(e.code or 0)
     captured = capsys.readouterr()

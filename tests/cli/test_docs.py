@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.bench.attention import operator, peers
-from greenfast.cli.main import parser, spelled
+from benchmarks.__main__ import BENCHMARKS
+from greenfast.cli.main import parser
 from greenfast.cli.options import VERBS
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import UsageError
@@ -45,7 +45,7 @@ def inline(text: str) -> list[str]:
     verbs = "|".join(VERBS)
     return [
         c
-        for c in re.findall(rf"`(greenfast (?:{verbs}) [^`]+)`", prose.replace("\n", " "))
+        for c in re.findall(rf"`((?:greenfast (?:{verbs})|python -m benchmarks) [^`]+)`", prose.replace("\n", " "))
         if not PLACEHOLDER.search(c)
     ]
 
@@ -77,7 +77,7 @@ def test_the_command_is_valid(command: str) -> None:
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
         del words[0]
     if words[: len(RUNNER)] == RUNNER:
-        words = ["greenfast", "bench", "fp8_sdpa", *words[len(RUNNER) :]]
+        words = ["python", "-m", "benchmarks", "kernel", "fp8_sdpa", *words[len(RUNNER) :]]
     if words[0] == "greenfast":
         check_greenfast(words[1:])
     elif words[0] == "make":
@@ -86,12 +86,12 @@ def test_the_command_is_valid(command: str) -> None:
         paths = [word for word in words[3:] if "/" in word]
         assert [path for path in paths if not (ROOT / path).exists()] == []
     elif words[0] == "torchrun":
-        module = words[words.index("-m") + 1 :]
-        assert module[0] == "greenfast"
-        check_greenfast(module[1:])
+        check_benchmark(words[words.index("-m") :])
     elif words[:3] == ["vllm", "serve", "MODEL"]:
         for option in ("--attention-backend", "--kv-cache-dtype"):
             assert f'"{words[words.index(option) + 1]}"' in VLLM
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        check_benchmark(words[1:])
     elif words[:2] == ["python", "-m"]:
         assert find_spec(words[2])
     elif words[0] == "python":
@@ -105,16 +105,18 @@ def test_the_command_is_valid(command: str) -> None:
         assert [name for name in extras if not re.search(rf"^{name} = \[", PYPROJECT, re.MULTILINE)] == []
 
 
+def check_benchmark(words: list[str]) -> None:
+    """Raises unless the words name a benchmark; tests/benchmarks checks the options."""
+    assert words[:2] == ["-m", "benchmarks"]
+    assert words[2] in (*BENCHMARKS, "--help")
+
+
 def check_greenfast(words: list[str]) -> None:
     """Raises unless the words parse and name an existing task, variants, shapes and formats."""
     try:
-        args = parser().parse_args(spelled(words))
+        args = parser().parse_args(words)
     except SystemExit:
         pytest.fail(f"greenfast {shlex.join(words)} is no command")
-    if getattr(args, "what", None) in ("peers", "operator"):
-        comparison = peers() if args.what == "peers" else operator()
-        assert set(args.shapes or []) <= {cell.shape.name for cell in comparison.timed}
-        return
     task = getattr(args, "task", None)
     if task is None or PLACEHOLDER.fullmatch(task):
         return

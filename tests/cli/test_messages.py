@@ -19,7 +19,6 @@ from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 pytestmark = pytest.mark.usefixtures("machine")
 
 VALIDATE = ("validate", "fp8_sdpa")
-BENCH = ("bench", "fp8_sdpa")
 WARMUP = ("warmup", "--arch", "sm_90a")
 
 
@@ -67,7 +66,6 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         (("build", "fp9"), "unknown task 'fp9'; allowed: "),
         ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
-        ((*BENCH, "--variant", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         (("build", "fp8_sdpa", "--variants", "stage1,stage9"), "unknown variant of task fp8_sdpa 'stage9'"),
         ((*VALIDATE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: b16_h8_s512_d64, "),
         (("build", "fp8_sdpa", "--shapes", "big"), "unknown shape of task fp8_sdpa 'big'"),
@@ -79,16 +77,10 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             (*VALIDATE, "--require", "speed"),
             "--require speed: allowed are build, resources, correctness, performance, ",
         ),
-        ((*BENCH, "--require", "evidence"), "--require evidence: bench does not look at the machine code"),
         (("examine", "fp8_sdpa"), "invalid choice: 'examine'"),
         ((*VALIDATE, "--fast"), "unrecognized arguments: --fast"),
         ((), "the following arguments are required: VERB"),
         # toggles
-        ((*BENCH, "--variant", "USE_X=1"), "unknown toggle of task fp8_sdpa 'USE_X'; allowed: DEBUG_PRINT, "),
-        ((*BENCH, "--variant", "USE_KV_LUT=2"), "USE_KV_LUT=2: allowed values are [0, 1]"),
-        ((*BENCH, "--variant", "USE_KV_LUT=yes"), "'USE_KV_LUT=yes' is not TOGGLE=INTEGER"),
-        ((*BENCH, "--variant", "USE_KV_LUT=--1"), "'USE_KV_LUT=--1' is not TOGGLE=INTEGER"),
-        ((*BENCH, "--variant", "stage1", "--from-env"), "not allowed with argument"),
         (
             (*VALIDATE, "--candidate", "USE_FUSED_SOFTMAX_PV=1,USE_WMMA_PV=0"),
             "USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: ",
@@ -136,34 +128,12 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
 def test_a_wrong_request_is_answered_with_what_is_allowed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: tuple[str, ...], said: str
 ) -> None:
-    out = ("--out", str(tmp_path)) if args[:1] in (("validate",), ("bench",)) else ()
+    out = ("--out", str(tmp_path)) if args[:1] == ("validate",) else ()
     assert_said(run_here(capsys, *args, *out), 2, said)
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"USE_CP_ASYNC": "2"}, "USE_CP_ASYNC=2: allowed values are [0, 1]"),
-        ({"USE_CP_ASYNC": "on"}, "USE_CP_ASYNC='on': allowed values are [0, 1]"),
-        ({"USE_CP_ASYNC": ""}, "USE_CP_ASYNC='': allowed values are [0, 1]"),
-        ({"USE_FUSED_SOFTMAX_PV": "1", "USE_WMMA_PV": "0"}, "USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1"),
-    ],
-)
-def test_a_wrong_toggle_in_the_environment_is_named(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    environment: dict[str, str],
-    said: str,
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert_said(run_here(capsys, *BENCH, "--from-env", "--out", tmp_path), 2, said)
-    assert files_below(tmp_path) == []
-
-
-@pytest.mark.parametrize("verb", ["validate", "bench", "profile"])
+@pytest.mark.parametrize("verb", ["validate", "profile"])
 def test_a_missing_gpu_is_a_machine_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str) -> None:
     ran = run_here(capsys, verb, "fp8_sdpa", "--device", "99", "--out", tmp_path)
     assert_said(ran, 3, "device 99: the driver shows 0 GPU(s); use --device none to run without one")
@@ -174,12 +144,11 @@ def test_a_profile_without_a_gpu_is_a_machine_error(capsys: pytest.CaptureFixtur
     assert_said(run_here(capsys, "profile", "fp8_sdpa", "--device", "none"), 3, "a profile needs a GPU; no GPU")
 
 
-@pytest.mark.parametrize("verb", ["validate", "bench"])
 def test_a_results_folder_that_cannot_be_made_is_a_machine_error(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    ran = run_here(capsys, verb, "fp8_sdpa", "--out", tmp_path / "file" / "results")
+    ran = run_here(capsys, "validate", "fp8_sdpa", "--out", tmp_path / "file" / "results")
     assert_said(ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out")
 
 
@@ -239,12 +208,11 @@ def test_a_missing_run_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ({"problem": PROBLEM.replace("def decode", "def undecode")}, "problem 'problem.py' has no function decode"),
     ],
 )
-@pytest.mark.parametrize("verb", ["validate", "bench"])
 def test_an_invalid_task_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, files: dict[str, Any], said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, files: dict[str, Any], said: str
 ) -> None:
     folder = write_task(tmp_path / "mine", **files)
-    ran = run_here(capsys, verb, folder, "--out", tmp_path / "out")
+    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
     assert_said(ran, 2, said)
     assert str(folder) in ran.err
     assert not (tmp_path / "out").exists()
@@ -334,13 +302,10 @@ def test_an_input_with_nan_is_a_usage_error(
     assert files_below(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("verb", [("validate",), ("bench", "kernel")])
 @pytest.mark.parametrize("device", ["emulator", "none"])
-def test_dims_beyond_all_memory_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: tuple[str, ...], device: str
-) -> None:
+def test_dims_beyond_all_memory_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str) -> None:
     folder = write_task(tmp_path / "mine", shapes=[{"name": "tiny", "dims": {"N": 2**40}}])
-    ran = run_here(capsys, *verb, folder, "--device", device, "--out", tmp_path / "out")
+    ran = run_here(capsys, "validate", folder, "--device", device, "--out", tmp_path / "out")
     assert (ran.code, len(ran.err.splitlines())) == (2, 1)
     assert re.search(
         r"(problem|family)\.py: .*its dimensions are too large: .* \((problem|family)\.py, line \d+\)$", ran.err

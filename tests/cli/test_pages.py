@@ -43,20 +43,9 @@ def test_validate_writes_the_page_of_its_record(capsys: pytest.CaptureFixture[st
     assert "% of elements" in text  # errors as distributions
 
 
-@pytest.mark.usefixtures("device")
-def test_bench_writes_the_page_of_its_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "run.html"
-    ran = run_here(
-        capsys, "bench", "kernel", "fp8_sdpa", "--variant", "stage2", *SMALL, "--out", tmp_path, "--html", file
-    )
-    assert (ran.code, ran.err) == (0, "")
-    assert "fp8_sdpa: stage2 Speed: PASS: timed" in read(file.read_text()).text
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h200/peers", "fp8_attention: hopper, compared with other libraries"),
         (
             "h200/fp8_attention-e4m3-hopper",
             f"fp8_attention: stage2 → hopper MERGE hopper is {HOPPER:.3f} times",

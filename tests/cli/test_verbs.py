@@ -11,7 +11,7 @@ import pytest
 
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.record_io import check_freshness, read_record
-from greenfast.judge.record_schema import GATES, BenchRecord, PhaseRecord, Record
+from greenfast.judge.record_schema import GATES, PhaseRecord, Record
 from greenfast.judge.request import add_check_plan
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right
@@ -122,22 +122,19 @@ def test_a_candidate_named_alone_is_compared_with_the_rung_before_it(
 
 
 @pytest.mark.parametrize(
-    ("verb", "required", "code"),
+    ("required", "code"),
     [
-        ("validate", (), 4),
-        ("validate", ("--require", "build,resources,evidence"), 0),
-        ("validate", ("--require", "performance"), 1),
-        ("validate", ("--require", "correctness"), 1),
-        ("validate", ("--require", "all"), 1),
-        ("bench", (), 0),
-        ("bench", ("--require", "build,resources"), 0),
-        ("bench", ("--require", "performance"), 1),
+        ((), 4),
+        (("--require", "build,resources,evidence"), 0),
+        (("--require", "performance"), 1),
+        (("--require", "correctness"), 1),
+        (("--require", "all"), 1),
     ],
 )
 def test_without_a_gpu_what_is_required_decides(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str, required: tuple[str, ...], code: int
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, required: tuple[str, ...], code: int
 ) -> None:
-    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, *required, "--device", "none", "--out", tmp_path)
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, *required, "--device", "none", "--out", tmp_path)
     assert (ran.code, ran.err) == (code, "")
     lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
     assert [line.split(maxsplit=2)[1:] for line in lines] == [
@@ -146,11 +143,8 @@ def test_without_a_gpu_what_is_required_decides(
     assert last_line(ran).is_dir()
 
 
-@pytest.mark.parametrize("verb", ["validate", "bench"])
-def test_without_a_gpu_the_emulator_decides_correctness(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
-) -> None:
-    ran = run_here(capsys, verb, "fp8_sdpa", *SMALL, "--require", "correctness", "--out", tmp_path)
+def test_without_a_gpu_the_emulator_decides_correctness(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--require", "correctness", "--out", tmp_path)
     assert (ran.code, ran.err) == (0, "")
     lines = [line for line in ran.out.splitlines() if line.startswith(("CORRECTNESS", "PERFORMANCE"))]
     assert [line.split()[1] for line in lines] == ["PASS", "PENDING"]
@@ -249,46 +243,6 @@ def test_an_unwanted_gpu_is_not_used(capsys: pytest.CaptureFixture[str], device:
     assert device.workers == []
 
 
-def test_bench_prints_the_timings(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
-    ran = run_here(capsys, "bench", "fp8_sdpa", "--variant", "stage1", *SMALL, "--out", tmp_path)
-    assert (ran.code, ran.err) == (0, "")
-    rows = [line.split() for line in ran.out.splitlines() if line.startswith("b1_h1_s32_d64")]
-    assert [row[:3] for row in rows] == [["b1_h1_s32_d64", "0", "warm"], ["b1_h1_s32_d64", "0", "cold"]]
-    assert all(float(row[3]) == pytest.approx(20.0, rel=0.01) for row in rows)
-    assert isinstance(read_record(last_line(ran)), BenchRecord)
-
-
-def test_bench_of_a_wrong_kernel_is_1(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
-    device.scripts["stage2"] = Script(behave=behaviours.races)
-    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path)
-    assert ran.code == 1
-    assert "a race?" in ran.out
-    assert "p50" not in ran.out
-
-
-def test_toggles_of_the_environment_make_the_variant(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("USE_CP_ASYNC", "0")
-    monkeypatch.setenv("USE_KV_LUT", " 1 ")
-    ran = run_here(capsys, "bench", "fp8_sdpa", "--from-env", *SMALL, "--out", tmp_path)
-    assert ran.code == 0
-    meta = json.loads((last_line(ran) / "build_meta.json").read_text())
-    on = {name for name in meta["build"] if name.isupper() and meta["build"][name]}
-    assert on == {"USE_WMMA_QK", "USE_WMMA_PV", "USE_KV_LUT"}  # the defaults with those two changed
-    record = read_record(last_line(ran))
-    assert record.command.startswith("USE_CP_ASYNC=0 USE_KV_LUT=")  # or the command would not repeat the run
-    assert "greenfast bench fp8_sdpa --from-env --shapes small" in record.command
-
-
-def test_without_from_env_the_environment_changes_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("USE_CP_ASYNC", "0")
-    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path)
-    assert json.loads((last_line(ran) / "build_meta.json").read_text())["build"]["USE_CP_ASYNC"] == 1
-
-
 def test_profile_shows_the_share_of_each_phase(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
@@ -344,22 +298,6 @@ def test_a_plot_that_cannot_be_drawn_says_why(
         assert (ran.code, ran.out) == (code, "")
         assert said in ran.err
         assert "Traceback" not in ran.err
-    bench = last_line(run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--out", tmp_path))
-    for option in (("--table",), ("--plot", str(tmp_path / "p.svg"))):
-        ran = run_here(capsys, "report", bench, *option)
-        assert ran.code == 2
-        assert "a run of one variant; a table or plot needs a comparison's record" in ran.err
-
-
-def test_compare_of_two_benches(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
-    folders = [
-        last_line(run_here(capsys, "bench", "fp8_sdpa", "--variant", name, *SMALL, "--out", tmp_path))
-        for name in ("stage1", "stage2")
-    ]
-    ran = run_here(capsys, "compare", *folders, "--required", "1.15", "--out", tmp_path / "COMPARE.md")
-    assert (ran.code, ran.err) == (0, "")
-    assert "required 1.15x: PASS" in ran.out
-    assert (tmp_path / "COMPARE.md").read_text() == ran.out
 
 
 def test_json_is_all_that_is_on_standard_output(
@@ -369,9 +307,6 @@ def test_json_is_all_that_is_on_standard_output(
     record = msgspec.json.decode(ran.out, type=Record)
     assert record.decision == "PARTIAL"
     assert "CORRECTNESS PASS" in ran.err
-    ran = run_here(capsys, "bench", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
-    assert msgspec.json.decode(ran.out, type=BenchRecord).side.variant == "stage2"
-    assert "PERFORMANCE PASS" in ran.err
     ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--json", "--shapes", "small", "--out", tmp_path)
     assert list(json.loads(ran.out)["phases"]["phase_cycles"]) == ["b1_h1_s32_d64"]
 

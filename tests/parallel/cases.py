@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.bench.parallel import ParallelCase, measure
-from greenfast.bench.parallel_backends import BACKENDS
+from benchmarks.parallel import ParallelCase, measure
+from benchmarks.parallel_backends import BACKENDS
 from greenfast.ops.context_stack import ACTIVE
 from greenfast.parallel import blocks
 from greenfast.parallel import varlen as varlen_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts import parallel_picture
+from benchmarks import parallel_picture
 
 
 def test_the_picture_and_the_tables_are_current() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast import __version__
-from greenfast.cli.options import BENCHMARKS, VERBS
+from greenfast.cli.options import VERBS
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
 from greenfast.spec.printable import PrintableStream, printable
@@ -30,7 +30,11 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
 _EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "warmup": None}
 #: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
-_MOVED_VERBS = {"tasks": ("greenfast list", ""), "variants": ("greenfast list", "fp8_sdpa")}
+_MOVED_VERBS = {
+    "bench": ("python -m benchmarks", ""),
+    "tasks": ("greenfast list", ""),
+    "variants": ("greenfast list", "fp8_sdpa"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,15 +50,6 @@ def parser() -> argparse.ArgumentParser:
     for name, (text, options) in VERBS.items():
         options(verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
     return top
-
-
-def spelled(arguments: list[str]) -> list[str]:
-    """The arguments as they are spelled today: ``bench TASK``, ``bench TASK --peers`` and ``bench --operator``."""
-    verb, rest = arguments[:1], arguments[1:]
-    if verb != ["bench"] or not rest or rest[0] in (*BENCHMARKS, "-h", "--help"):
-        return arguments
-    what = next((name for name in ("peers", "operator") if f"--{name}" in rest), "kernel")
-    return ["bench", what, *(word for word in rest if word != f"--{what}")]
 
 
 def find_moved_command(arguments: Sequence[str]) -> str | None:
@@ -91,7 +86,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if moved:
         print(f"greenfast: {arguments[0]!r} is now: {moved}", file=sys.stderr)
         return EXIT_USAGE
-    args = parser().parse_args(spelled(arguments))
+    args = parser().parse_args(arguments)
     args.command = shlex.join(["greenfast", *arguments])
     try:
         extra = _EXTRAS.get(args.verb, "judge")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from greenfast.cli.evolve_options import evolve
-from greenfast.cli.values import count, extent, file_if_named, named_file, numbers, rounds, speedup, tolerance, words
+from greenfast.cli.values import count, extent, file_if_named, named_file, numbers, speedup, tolerance, words
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
@@ -153,67 +153,6 @@ def init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--language", choices=("cuda", "ptx", "triton", "family"), default="cuda", help="default: %(default)s"
     )
-
-
-def bench(parser: argparse.ArgumentParser) -> None:
-    """Subcommands of ``greenfast bench``, with their options."""
-    what = parser.add_subparsers(dest="what", metavar="kernel|peers|operator|routing|serving|parallel", required=True)
-    for name, (text, options) in BENCHMARKS.items():
-        options(what.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
-
-
-def _kernel(parser: argparse.ArgumentParser) -> None:
-    _task(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--variant",
-        metavar="VARIANT",
-        help="a name, TOGGLE=VALUE,..., or auto for what the shapes should take (default: the candidate)",
-    )
-    which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
-    _what(parser)
-    _how_long(parser)
-    _where(parser)
-    _html(parser)
-    _outcome(parser)
-
-
-def _peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", nargs="?", default="fp8_attention", help="default: %(default)s")
-    _comparison(parser)
-
-
-def _comparison(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--shapes", type=words, metavar="A,B", help="shapes of the comparison (default: all, with errors too)"
-    )
-    which.add_argument("--grid", action="store_true", help="only the shapes that fill the GPU")
-    parser.add_argument("--rounds", type=rounds, metavar="N", help="rounds per shape (default: by time)")
-    _where(parser)
-    _html(parser)
-    _json(parser)
-
-
-def _serving(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cases", type=words, metavar="A,B", help="of decode, prefill, append and host (default: all of them)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a third of the shapes, with fewer rounds")
-    parser.add_argument(
-        "--fa3-library",
-        type=Path,
-        metavar="FILE",
-        help="FlashAttention-3 as vLLM ships it: its wheel's vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
-    )
-    _comparison(parser)
-
-
-def _parallel(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=words, metavar="A,B", help="sequences, such as 32k_causal (default: all)")
-    parser.add_argument("--contenders", type=words, metavar="A,B", help="such as torch,ring,ulysses (default: all)")
-    parser.add_argument("--rounds", type=rounds, default=7, metavar="N", help="rounds per case (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
 
 
 def build(parser: argparse.ArgumentParser) -> None:
@@ -370,25 +309,12 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 
 
 _Options: TypeAlias = tuple[str, Callable[[argparse.ArgumentParser], None]]
-#: What ``greenfast bench`` measures -> (help, its options).
-BENCHMARKS: dict[str, _Options] = {
-    "kernel": ("check one variant of a task and time it over shapes", _kernel),
-    "peers": ("compare a task's kernel with libraries that compute the same: times, errors", _peers),
-    "operator": ("compare greenfast.sdpa with PyTorch's attention and others: times, host times, errors", _comparison),
-    "routing": (
-        "time greenfast.sdpa and PyTorch's attention on many shapes, for the rules of greenfast.use",
-        _comparison,
-    ),
-    "serving": ("compare attention over a paged FP8 cache, and appending to it, with FlashAttention-3", _serving),
-    "parallel": ("compare attention of one sequence on several GPUs, in each process that torchrun starts", _parallel),
-}
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
     "validate": ("judge a candidate against a baseline through the five gates", validate),
     "judge": ("judge a solution of your own against a problem, through the same gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
     "evolve": ("search for a faster kernel under the gates", evolve),
-    "bench": ("time one kernel, or compare kernels, the operator, serving or several GPUs with other libraries", bench),
     "build": ("compile variants for targets: resources and machine code, without a GPU", build),
     "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
     "compare": ("compare the timings of two saved runs", compare),

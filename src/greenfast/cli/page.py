@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from greenfast.bench.pages import benchmark_page
-from greenfast.bench.record_io import AnyRecord
-from greenfast.bench.record_schema import Benchmark
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.pages import digest, record_page
+from greenfast.judge.record_schema import AnyRecord
 from greenfast.judge.store import check_writable, write_whole
 from greenfast.judge.tasks import LoadedTask
 from greenfast.spec.errors import UsageError
@@ -44,8 +42,4 @@ def write_page(
     """
     if file is None:
         return
-    if isinstance(record, Benchmark):
-        text = benchmark_page(record, digest(run))
-    else:
-        text = record_page(record, digest(run), task, built)
-    write_whole(file, text)
+    write_whole(file, record_page(record, digest(run), task, built))

@@ -7,13 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from greenfast.bench.plot import save_benchmark_plot
-from greenfast.bench.record_io import AnyRecord, read_record, record_schema
-from greenfast.bench.record_schema import Benchmark
-from greenfast.bench.report import benchmark_report
 from greenfast.cli.page import check_page, write_page
-from greenfast.judge.record_io import check_demands, find_outdated
-from greenfast.judge.record_schema import Record
+from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema
+from greenfast.judge.record_schema import AnyRecord, Record
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
@@ -28,9 +24,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.run:
         raise UsageError("give a run's folder or its record.json, or --schema")
     records = {path: read_record(path) for path in args.run}
-    drawn = (Record,) if args.table else (Record, Benchmark)
     if args.table or args.plot:
-        wrong = [str(p) for p, r in records.items() if not isinstance(r, drawn)]
+        wrong = [str(p) for p, r in records.items() if not isinstance(r, Record)]
         if wrong:
             raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
     if args.table:
@@ -41,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
     check_page(args.html)
     for path, record in records.items():
-        if not isinstance(record, Benchmark):
-            for reason in check_demands(record).reasons:
-                print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
+        for reason in check_demands(record).reasons:
+            print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
         if args.html:
             write_page(args.html, record, path)
             print(args.html)
@@ -57,13 +51,10 @@ def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:
         if plot.suffix not in (".png", ".svg"):
             raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
         try:
-            if isinstance(record, Benchmark):
-                save_benchmark_plot(record, plot)
-            elif isinstance(record, Record):
+            if isinstance(record, Record):
                 save_plot(record, plot)
         except OSError as e:
             raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
     if short and isinstance(record, Record):
         return short_form(record)
-    picture = str(plot) if plot else None
-    return benchmark_report(record, plot=picture) if isinstance(record, Benchmark) else report(record, plot=picture)
+    return report(record, plot=str(plot) if plot else None)

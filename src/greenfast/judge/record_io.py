@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -49,9 +49,25 @@ def read_run(run: Path, kinds: Any) -> Any:
             f"{path}: schema_version {version} is newer than this greenfast, which reads records up to "
             f"{SCHEMA_VERSION}; pip install -U greenfast"
         )
+    kind = content.get("kind")
+    if kind == "benchmark" and kind not in (known.__struct_config__.tag for known in get_args(kinds)):
+        raise UsageError(f"{path}: a record of a benchmark; python -m benchmarks report {path} reads it")
     record = convert_json(content, kinds, path, "record")
     check_record(record, content, path)
     return resolve_aliases(record, record.task)
+
+
+def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, Any]:
+    """Return the JSON Schema of record files. kinds: the union of their types."""
+    schema: dict[str, Any] = msgspec.json.schema(kinds)
+    for kind in get_args(kinds):
+        definition = schema["$defs"][kind.__name__]
+        definition["properties"] |= {
+            "schema_version": {"const": SCHEMA_VERSION},
+            DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "of all other fields, by SHA-256"},
+        }
+        definition["required"] = sorted({*definition["required"], "schema_version", DIGEST})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A record of greenfast", **schema}
 
 
 def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:

@@ -225,15 +225,12 @@ class TaskConfig(_Strict, frozen=True, kw_only=True):
         kernels of rungs (``greenfast.spec.kernel.Family``); a task without rungs needs none. The problem makes inputs
         and references (``greenfast.spec.problem.Problem``).
     solutions: the requirements for solutions.
-    peers: an importable module with a function ``peers`` that returns the comparison with other libraries; empty for
-        none.
     """
 
     name: Name
     description: str
     family: str = ""
     problem: str
-    peers: str = ""
     shapes: Annotated[list[Shape], Meta(min_length=1)]
     seeds: Annotated[list[NonNegative], Meta(min_length=1)]
     formats: Annotated[dict[str, FormatGates], Meta(min_length=1)]

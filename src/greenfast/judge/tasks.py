@@ -121,13 +121,6 @@ def load_family(task: Task) -> Family:
     return family
 
 
-def load_peers(task: LoadedTask) -> ModuleType:
-    """Import the module of the task's peers. Raises UsageError if the task has none, or if it has no ``peers``."""
-    if not task.config.peers:
-        raise UsageError(f"task {task.config.name} names no peers to be compared with; fp8_attention does")
-    return _import_module(Task(task.config, task.folder), "peers", task.config.peers, ("peers",))
-
-
 def _import_module(task: Task, key: str, name: str, functions: tuple[str, ...], *, instead: str = "") -> ModuleType:
     """Import a module with these functions, or with the function ``instead``. Raises UsageError for any other."""
     where = f"{task.folder / CONFIG_NAME}: {key} {name!r}"

@@ -1,6 +1,6 @@
 """Rules for calls of attention that are faster here than in 16 bits, from measurements.
 
-scripts/update_results.py writes routing_rules.json from the records of ``bench routing`` and ``bench operator``. A rule
+scripts/update_results.py writes routing_rules.json from the records of the benchmarks ``routing`` and ``sdpa``. A rule
 holds for one baseline, head dim, mask and precision. It has three minima: the reuse of a key (queries times heads of a
 group), the number of keys, and the work (4 B H S KV D operations, half of that with a mask). greenfast computes calls
 that reach all three. No measured shape with at least half of each is slower with greenfast.
@@ -28,7 +28,7 @@ _AUTO = ("fp8", "int8")
 
 @cache
 def load_data() -> dict[str, Any]:
-    """Return the contents of routing_rules.json, with ``rules`` as ``greenfast.bench.routing.rules`` writes them."""
+    """Return the contents of routing_rules.json, with ``rules`` as ``benchmarks.routing.rules`` writes them."""
     contents: dict[str, Any] = json.loads(files(__package__).joinpath("routing_rules.json").read_text(encoding="utf-8"))
     return contents
 

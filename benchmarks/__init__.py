@@ -1,0 +1,1 @@
+"""Benchmarks of greenfast, to run from a checkout: ``python -m benchmarks --help``."""

@@ -1,0 +1,326 @@
+"""Format a comparison as tables for its report, the pages and the console."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.ratios import by_shape, geometric_mean, headline, ratios
+from benchmarks.record_schema import AccuracyRow, BackendFacts, Benchmark, Row
+from benchmarks.serving_report import serving_tables
+from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.markdown import document, gates, provenance, resources
+from greenfast.spec.freshness import STALE, Freshness
+
+#: Most names to list one by one.
+_FEW = 4
+#: Bytes that quantization moves per element: two read, one written.
+_QUANTIZE_BYTES = 3
+
+
+def reasons(record: Benchmark) -> list[str]:
+    """Return the reasons of missing numbers: missing libraries, and failures with their shapes."""
+    found: dict[tuple[str, str], list[str]] = {}
+    everywhere = [(row.backend, row.reason, row.shape) for row in record.rows]
+    everywhere += [
+        (row.backend, row.reason, f"accuracy at {formatting.dims(row.dims)}, {row.inputs}") for row in record.accuracy
+    ]
+    for backend, reason, where in everywhere:
+        if reason:
+            found.setdefault((_label(record, backend), reason), []).append(where)
+    missing = {(c.label, c.missing) for c in record.backends}
+    return [
+        f"{label}: {reason}"
+        if (label, reason) in missing
+        else f"{label} on {_listed(where)}: {formatting.without_folders(reason)}"
+        for (label, reason), where in found.items()
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    """List a few names, or the number of names with the first and the last."""
+    return ", ".join(names) if len(names) <= _FEW else f"{len(names)} shapes, {names[0]} to {names[-1]}"
+
+
+def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows): for each shape the microseconds and TFLOP/s of each backend, and the ratios."""
+    shown = _columns(record, record.rows)
+    found = [ratios(record.rows, versus) for versus in record.versus]
+    lines = [
+        [shape, *(_console_cell(cells.get(c.name)) for c in shown), *(_speedup(ratio, shape) for ratio in found)]
+        for shape, cells in by_shape(record.rows).items()
+    ]
+    return ["shape", *(c.label for c in shown), *(versus.title for versus in record.versus)], lines
+
+
+def _console_cell(row: Row | None) -> str:
+    if row is None or row.median_us is None or row.tflops is None:
+        return formatting.NONE
+    return f"{formatting.micros(row.median_us)} µs {row.tflops:.0f}"
+
+
+def summary(record: Benchmark) -> str:
+    """Format the headline, all tables, and the reasons of missing numbers."""
+    if record.comparison == "serving":
+        return _serving_summary(record)
+    grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
+    by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))
+    missing = reasons(record)
+    parts = (
+        f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
+        _lengths_table(record, grid),
+        _times_table(record, grid, _rate, "TFLOP/s, counted as 4·B·H·S²·D, half of it with a mask"),
+        _times_table(
+            record, small, _micros, "Small shapes, µs per call; warm: a call's data are in L2 from the call before"
+        ),
+        _quantize_table(record),
+        _host_table(record),
+        _error_table(
+            record, by_inputs, lambda row: (row.inputs, _sizes(row.dims)), lambda row: row.error,
+            ("inputs", "B, H, S, D"),
+            "Relative error of the output (Frobenius) against attention on the inputs before any rounding",
+        ),
+        _comparison_of_errors(record, by_inputs),
+        _inputs_line(record),
+        _error_table(
+            record, by_length, lambda row: (str(row.dims["S"]),), lambda row: row.kernel_error, ("S",),
+            "Error of the kernel alone, against exact arithmetic on the same codes, by length "
+            + (f"(D={by_length[0].dims['D']}, one head, {by_length[0].sampled} of its query rows)" if by_length else "")
+        ),
+        formatting.bullets(missing),
+    )  # fmt: skip
+    return "\n\n".join(part for part in parts if part)
+
+
+def _serving_summary(record: Benchmark) -> str:
+    parts = (
+        f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
+        *serving_tables(record),
+        _host_table(record),
+        formatting.bullets(reasons(record)),
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def section(record: Benchmark, path: str, answer: Freshness | None = None) -> str:
+    """Format provenance and summary for a page. A record of changed kernels gives no numbers."""
+    if answer and answer.status == STALE:
+        return f"The measurement in [{path}]({path}) is {answer}."
+    own = f"greenfast {record.package_version}"
+    versions = dict.fromkeys(c.version for c in record.backends if c.version not in ("", own))
+    return (
+        f"Measured: {record.what}, compared with other libraries, interleaved in one run on {facts.device(record)}; "
+        f"{record.created[:10]}; commit {facts.commit(record)}; {', '.join(versions)}; "
+        f"[record]({path}).\n\n{summary(record)}"
+    )
+
+
+def benchmark_report(record: Benchmark, *, plot: str | None = None) -> str:
+    """Format the whole report. plot: path of a figure of this record, relative to the report."""
+    (name, text), *others = sections(record)
+    picture = f"![throughput and times of all backends]({plot})\n\n" if plot else ""
+    return document(title(record), [(name, picture + text), *others])
+
+
+def title(record: Benchmark) -> str:
+    """Return the title of the report."""
+    return f"{record.what}, compared with other libraries"
+
+
+def sections(record: Benchmark) -> list[tuple[str, str]]:
+    """Return the sections of the report with their names, the summary first."""
+    return [
+        ("Summary", summary(record)),
+        ("Gates", gates(record)),
+        ("Times", _samples_table(record)),
+        *([("Compiler resources", resources(record))] if record.side else []),
+        *provenance(record),
+    ]
+
+
+def clocks_line(record: Benchmark) -> str:
+    """Format the range of clocks and temperatures, if the driver reports them: a hot board is slower."""
+    ranges = [
+        f"{name} {record.clocks[f'{key}_min']:.0f} to {record.clocks[f'{key}_max']:.0f} {unit}"
+        for key, name, unit in (("sm_mhz", "SM clock", "MHz"), ("temperature_c", "temperature", "°C"))
+        if f"{key}_min" in record.clocks
+    ]
+    return f"{', '.join(ranges)}." if ranges else ""
+
+
+def _samples_table(record: Benchmark) -> str:
+    """Format every backend on every shape, with the spread of its rounds and the clocks."""
+    numbers = ("median µs", "p25 µs", "p75 µs", "TFLOP/s", "error", "kernel error")
+    lines = [
+        (
+            row.shape,
+            _label(record, row.backend),
+            *(
+                formatting.NONE if us is None else formatting.micros(us)
+                for us in (row.median_us, row.p25_us, row.p75_us)
+            ),
+            formatting.NONE if row.tflops is None else f"{row.tflops:.1f}",
+            formatting.error(row.error),
+            formatting.error(row.kernel_error),
+            f"{row.rounds} x {row.calls}" if row.rounds else formatting.NONE,
+            row.cache,
+            ", ".join(f"{name} {value:.0f}" for name, value in row.clocks.items()),
+            row.reason,
+        )
+        for row in record.rows
+    ]
+    header = ("shape", "contender", *numbers, "rounds x calls", "L2", "clocks", "reason")
+    return (
+        f"{formatting.table(header, lines, right=numbers)}\n\nA time is for one replay of a captured CUDA graph of N "
+        "calls, divided by N; a round replays each backend's graph once, in a rotating order. Inputs are drawn "
+        "from N(0, 1) on the GPU by a torch.Generator with seed 0; codes and bfloat16 values are "
+        "made of them before the timing. error: relative (Frobenius), against attention in float64 on the draw, over "
+        "rows of every head; kernel error: against exact arithmetic on the codes, for backends that read them."
+    )
+
+
+def _label(record: Benchmark, name: str) -> str:
+    return next((c.label for c in record.backends if c.name == name), name)
+
+
+def _columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
+    """Return the backends of these rows with a whole attention or a reason."""
+    names = {row.backend for row in rows if row.tflops is not None or row.reason}
+    return [c for c in record.backends if c.name in names]
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _sizes(dims: Mapping[str, int]) -> str:
+    return ", ".join(str(dims[name]) for name in "BHSD")
+
+
+def _speedup(found: Mapping[str, float], shape: str) -> str:
+    return formatting.speedup(found[shape]) if shape in found else formatting.NONE
+
+
+def _rate(row: Row | None) -> str:
+    return formatting.NONE if row is None or row.tflops is None else f"{row.tflops:.0f}"
+
+
+def _micros(row: Row | None) -> str:
+    return formatting.NONE if row is None or row.median_us is None else formatting.micros(row.median_us)
+
+
+def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | None], str], text: str) -> str:
+    """Format a row per shape with a value per backend and the ratios; empty without rows."""
+    if not rows:
+        return ""
+    shown, found = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
+    lines = []
+    for shape, cells in by_shape(rows).items():
+        first = next(iter(cells.values()))
+        where = [_sizes(first.dims), "causal" if first.dims.get("CAUSAL") else "full"]
+        if not first.grid:
+            where = [f"{shape} ({where[0]})", first.cache]
+        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *(_speedup(one, shape) for one in found)))
+    numbers = [*(c.label for c in shown), *(versus.title for versus in record.versus)]
+    lead = ("B, H, S, D", "mask") if rows[0].grid else ("shape (B, H, S, D)", "L2")
+    return f"{text}:\n\n{formatting.table((*lead, *numbers), lines, right=numbers)}"
+
+
+def _lengths_table(record: Benchmark, rows: Sequence[Row]) -> str:
+    """Format the ratios by length and mask, as geometric means over head dims."""
+    if not rows:
+        return ""
+    of = {row.shape: (row.dims["S"], row.dims.get("CAUSAL", 0)) for row in rows}
+    head_dims = ", ".join(map(str, sorted({row.dims["D"] for row in rows})))
+    cells: dict[tuple[int, str], list[float]] = {}
+    for versus in record.versus:
+        for shape, ratio in ratios(rows, versus).items():
+            length, causal = of[shape]
+            cells.setdefault((length, f"{versus.title}, {'causal' if causal else 'full'}"), []).append(ratio)
+    names = list(dict.fromkeys(name for _, name in cells))
+    lines = [
+        (
+            str(s),
+            *(formatting.speedup(geometric_mean(cells[s, n])) if (s, n) in cells else formatting.NONE for n in names),
+        )
+        for s in dict.fromkeys(length for length, _ in of.values())
+    ]
+    table = formatting.table(("S", *names), lines, right=names)
+    return f"Speed by length and mask, geometric mean over head dims {head_dims}:\n\n{table}"
+
+
+def _quantize_table(record: Benchmark) -> str:
+    """Format the bandwidth of quantization, at three bytes per element, and of a copy of as many bytes."""
+    lines = []
+    for cells in by_shape(record.rows).values():
+        row, copy = cells.get("quantize_fp8"), cells.get("copy")
+        if row is None or row.median_us is None or row.dims.get("CAUSAL"):
+            continue
+        rate = _QUANTIZE_BYTES * 3 * math.prod(row.dims[d] for d in "BHSD") / row.median_us / 1e6
+        share = f"{100 * copy.median_us / row.median_us:.0f} %" if copy and copy.median_us else formatting.NONE
+        lines.append((_sizes(row.dims), formatting.micros(row.median_us), f"{rate:.2f}", share))
+    if not lines:
+        return ""
+    header = ("B, H, S, D", "µs", "TB/s", "of a copy's bandwidth")
+    return (
+        "Quantization of Q, K and V alone, counting the three bytes that each element must move, and a copy of as "
+        f"many:\n\n{formatting.table(header, lines, right=header[1:])}"
+    )
+
+
+def _host_table(record: Benchmark) -> str:
+    if not record.host:
+        return ""
+    header = ("contender", "median µs", "least µs")
+    lines = [(_label(record, r.backend), f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
+    return (
+        f"Host time of an eager call at {formatting.dims(record.host[0].dims)}:\n\n"
+        f"{formatting.table(header, lines, right=header[1:])}"
+    )
+
+
+def _error_table(
+    record: Benchmark, rows: Sequence[AccuracyRow], key: Callable[[AccuracyRow], tuple[str, ...]],
+    value: Callable[[AccuracyRow], float | None], header: tuple[str, ...], text: str,
+) -> str:  # fmt: skip
+    """Format errors with a column per backend; empty without rows."""
+    if not rows:
+        return ""
+    found = {(key(row), row.backend): value(row) for row in rows}
+    shown = [c for c in record.backends if c.name in {row.backend for row in rows}]
+    lines = [(*at, *(formatting.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
+    labels = [c.label for c in shown]
+    return f"{text}:\n\n{formatting.table((*header, *labels), lines, right=labels)}"
+
+
+def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str:
+    """Compare the errors of greenfast.sdpa with other 8-bit backends, by precision; empty without errors."""
+    errors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.error is not None:
+            errors.setdefault(f"{row.inputs} at {_sizes(row.dims)}", {})[row.backend] = row.error
+    lines = []
+    for name in (name for name in record.own if name.startswith("sdpa")):
+        for precision in ("fp8", "int8"):
+            peers = [
+                c for c in record.backends
+                if c.precision == precision and c.name not in record.own and any(c.name in of for of in errors.values())
+            ]  # fmt: skip
+            times = {
+                at: of[name] / min(of[c.name] for c in peers if of.get(c.name))
+                for at, of in errors.items()
+                if of.get(name) and any(of.get(c.name) for c in peers)
+            }
+            if times:
+                worst = max(times, key=lambda at: times[at])
+                fine = sum(ratio <= 1 for ratio in times.values())
+                lines.append(
+                    f"- {_label(record, name)} errs no more than {' and '.join(c.label for c in peers)} on {fine} of "
+                    f"{len(times)} rows; at most {times[worst]:.2f}x, on {worst}."
+                )
+    return "\n".join(lines)
+
+
+def _inputs_line(record: Benchmark) -> str:
+    kinds = [f"*{kind}* {text}" for kind, text in record.inputs.items() if kind != "normal"]
+    return f"Inputs are N(0, 1), or {'; '.join(kinds)}." if kinds else ""

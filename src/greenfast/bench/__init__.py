@@ -1,1 +1,0 @@
-"""Benchmarks: the attention kernel and the operator compared with other libraries."""
