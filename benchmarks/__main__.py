@@ -26,6 +26,7 @@ BENCHMARKS = {
     "hopper_tilings": ("hopper_tilings:main", "time all tilings of the Hopper kernel"),
     "tiling_counts": ("tiling_counts:main", "add the emulator's estimates to the files of hopper_tilings"),
     "proposers": ("proposers:main", "compare the proposers of greenfast evolve on the files of hopper_tilings"),
+    "revalidate": ("revalidate:main", "validate the winner of a search again, on another day or device"),
     "compile_time": ("compile_time:main", "time cold and cached compilation"),
     "launch_cost": ("launch_cost:main", "measure the host time of a launch"),
     "parallel_picture": ("parallel_picture:main", "draw the picture and the tables of docs/parallel.md"),

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.options import make_parser
+from benchmarks.tuning_cache import Cache, count_evaluations, measure_recall, median_of_random_draws
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.screen_recall import measure_recall
-from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws
 from greenfast.evolve.t4 import read_t4
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError

@@ -1,9 +1,9 @@
-"""Add the estimate from the emulator's counts to the T4 files of ``hopper_tilings``, for ``screen_recall``.
+"""Add the estimate from the emulator's counts to the T4 files of ``hopper_tilings``, for ``tuning_cache``.
 
     python -m benchmarks tiling_counts FILE [FILE ...]
 
 Needs no GPU. Tilings that differ in their stages alone execute the same work, so one of each is counted, on one head
-of 512 queries and keys; with a mask and without. The estimate is ``greenfast.evolve.estimate``'s.
+of 512 queries and keys; with a mask and without. The estimate is ``greenfast.evolve.stages.estimate``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.options import make_parser
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
-from greenfast.evolve.estimate import estimate
+from greenfast.evolve.stages import estimate
 from greenfast.evolve.t4 import ESTIMATE, PIPE
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space

@@ -6,8 +6,8 @@ import itertools
 import math
 import random
 
+from benchmarks.tuning_cache import Cache
 from greenfast.evolve import t4
-from greenfast.evolve.simulate import Cache
 
 PARAMETERS = {"tile": (32, 64, 96, 128), "stages": (2, 3, 4), "warps": (2, 4, 8), "unroll": (1, 2, 4), "layout": (0, 1)}
 

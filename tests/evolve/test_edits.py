@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from greenfast.cli.evolve import find_space
-from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.proposal import Candidate, read_lines
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.stages import make_search_request
 from greenfast.judge.tasks import find_task, load

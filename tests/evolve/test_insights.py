@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.jsonl import read_lines
-from greenfast.evolve.language.prompts import prompt
-from greenfast.evolve.proposal import Context, Insight
+from greenfast.evolve.language import prompt
+from greenfast.evolve.proposal import Context, Insight, read_lines
 from greenfast.evolve.space import Space
 from greenfast.judge.digest import compute_digest
 from greenfast.judge.record_io import read_record

@@ -1,4 +1,4 @@
-"""Models: an endpoint that fails in every way, a mailbox, recorded answers, and what answers hold."""
+"""Models: an endpoint that fails in every way, a mailbox, and what answers hold."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.evolve.language.answers import MAX_EDIT, MAX_TEXT, parse_answer
-from greenfast.evolve.language.file_transport import FileTransport, Recorder, Replay
-from greenfast.evolve.language.model import AnswerLimits, Model, ModelAnswer, prompt_digest
-from greenfast.evolve.language.openai_endpoint import KEY, HttpModel
-from greenfast.evolve.language.prompts import STRATEGIES, prompt
+from greenfast.evolve.language import MAX_EDIT, MAX_TEXT, EngineerProposer, parse_answer, prompt
+from greenfast.evolve.model import KEY, AnswerLimits, HttpModel, Mailbox, Model, ModelAnswer, prompt_digest
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, Insight, ProposerError
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.proposers.engineer import EngineerProposer
 from greenfast.evolve.space import Parameter, Region, Space
 from greenfast.spec.errors import MachineError, UsageError
 
@@ -198,7 +194,7 @@ def test_a_key_in_an_answer_is_not_kept(endpoint: Endpoint, monkeypatch: pytest.
 
 def test_a_key_that_is_no_header_is_refused_and_not_shown(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("sk-a\nsecret", "sk-\u00e4-secret", "sk\0secret"):
-        monkeypatch.setattr("greenfast.evolve.language.openai_endpoint.os.environ", {KEY: key})
+        monkeypatch.setattr("greenfast.evolve.model.os.environ", {KEY: key})
         with pytest.raises(UsageError, match=f"{KEY} holds characters that no header can") as error:
             model(endpoint)
         assert "secret" not in str(error.value)
@@ -237,7 +233,7 @@ def test_without_httpx2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         HttpModel("http://host/v1", "m")
 
 
-# The mailbox, and recordings.
+# The mailbox.
 
 
 def test_a_mailbox_waits_for_an_answer_that_does_not_grow_any_more(tmp_path: Path) -> None:
@@ -252,14 +248,14 @@ def test_a_mailbox_waits_for_an_answer_that_does_not_grow_any_more(tmp_path: Pat
             answer = asked.with_name(asked.name.replace("prompt", "answer"))
             answer.write_text("an answer"[: 3 * (looks - 1)])
 
-    assert FileTransport(tmp_path, sleep).complete("question", AnswerLimits(tokens=9, seconds=9)).text == "an answer"
+    assert Mailbox(tmp_path, sleep).complete("question", AnswerLimits(tokens=9, seconds=9)).text == "an answer"
     assert looks == 5
 
 
 def test_a_prompt_that_was_asked_before_keeps_its_file(tmp_path: Path) -> None:
     for text in ("one", "two", "one"):
         with pytest.raises(ProposerError, match="resume the run"):
-            FileTransport(tmp_path, lambda _: None).complete(text, AnswerLimits(tokens=9, seconds=0))
+            Mailbox(tmp_path, lambda _: None).complete(text, AnswerLimits(tokens=9, seconds=0))
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         f"0001-{prompt_digest('one')}.prompt.md",
         f"0002-{prompt_digest('two')}.prompt.md",
@@ -270,13 +266,13 @@ def test_an_endless_answer_in_a_mailbox_is_refused(tmp_path: Path) -> None:
     (tmp_path / f"0001-{prompt_digest('q')}.prompt.md").write_text("q")
     (tmp_path / f"0001-{prompt_digest('q')}.answer.md").write_bytes(b"x" * 100_000)
     with pytest.raises(ProposerError, match="100000 bytes; an answer has at most 68736"):
-        FileTransport(tmp_path, lambda _: None).complete("q", LIMITS)
+        Mailbox(tmp_path, lambda _: None).complete("q", LIMITS)
 
 
 def test_a_mailbox_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="mailbox:FOLDER"):
-        FileTransport(tmp_path / "file")
+        Mailbox(tmp_path / "file")
 
 
 class Listed:
@@ -289,27 +285,6 @@ class Listed:
         self.prompts.append(prompt)
         self.limits.append(limits)
         return ModelAnswer(text=self.answers.pop(0), tokens=100)
-
-
-def test_what_was_recorded_answers_the_same_prompts_in_any_order(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    recorder = Recorder(Listed("first", "sec\nond", "third"), file)
-    for asked in ("a", "b", "a"):
-        recorder.complete(asked, LIMITS)
-    replay = Replay(file)
-    assert [replay.complete(asked, LIMITS).text for asked in ("b", "a", "a")] == ["sec\nond", "first", "third"]
-    with pytest.raises(ProposerError, match=f"no answer to prompt {prompt_digest('b')} is left"):
-        replay.complete("b", LIMITS)
-
-
-def test_answers_without_a_prompt_come_in_order(tmp_path: Path) -> None:
-    file = tmp_path / "answers.jsonl"
-    file.write_text('{"answer": "one"}\n{"answer": "two", "tokens": 5}\n')
-    replay: Model = Replay(file)
-    assert [replay.complete(asked, LIMITS) for asked in ("x", "y")] == [
-        ModelAnswer(text="one", tokens=2),
-        ModelAnswer(text="two", tokens=5),
-    ]
 
 
 # What answers hold.
@@ -499,20 +474,10 @@ def test_the_budget_of_tokens_holds_over_a_resume() -> None:
     assert log[-1] == "the budget of 200 tokens is spent"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_repeats_from_its_recording(strategy: str, tmp_path: Path) -> None:
-    file, given = tmp_path / "given.jsonl", tmp_path / "recorded.jsonl"
-    file.write_text(json.dumps({"answer": "?"}) + "\n" + json.dumps({"answer": GOOD}) + "\n")
-    options = {"model": f"replay:{file}", "record": str(given)}
-    found = make_proposer(strategy, options).propose(CONTEXT)
-    assert len(found) == 1
-    assert make_proposer(strategy, {"model": f"replay:{given}"}).propose(CONTEXT) == found
-
-
 def test_a_proposer_over_http_gets_through_an_endpoint_that_fails(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("greenfast.evolve.language.openai_endpoint._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("greenfast.evolve.model._FIRST_WAIT", 0.01)
     endpoint.replies = [(429, {"Retry-After": "0"}, b""), 0.05, b"garbage", completion("no"), completion(GOOD)]
     log: list[str] = []
     options = {"model": f"http:{endpoint.url}", "model_name": "m", "timeout": "1"}

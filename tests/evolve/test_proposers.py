@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
-from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, FitnessKind, Proposer, Stage
-from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.proposers.evolutionary import Archive, EvolutionaryProposer, archive_cell
-from greenfast.evolve.proposers.tpe import TpeProposer
-from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws, search
+from benchmarks.tuning_cache import Cache, count_evaluations, median_of_random_draws, search
+from greenfast.evolve.proposal import (
+    Candidate,
+    Context,
+    Descriptor,
+    Evaluation,
+    FitnessKind,
+    Proposer,
+    Stage,
+    build_archive,
+)
+from greenfast.evolve.proposers import EvolutionaryProposer, TpeProposer, make_proposer
 from greenfast.evolve.space import Parameter, Space
 from greenfast.spec.errors import MachineError, UsageError
 from tests.evolve import caches
@@ -105,13 +112,10 @@ def evaluation(fitness: float | None, kind: str = "seconds", **behaviour: Any) -
 
 
 def test_the_archive_keeps_the_best_of_each_behaviour_and_prefers_what_was_measured() -> None:
-    archive = Archive()
     tensor: dict[str, Any] = {"pipe": "tensor", "smem_bytes": 40_000, "registers": 100}
     kept = [evaluation(2.0, **tensor), evaluation(3.0, **{**tensor, "pipe": "fma"})]
     other = [evaluation(1e-9, "estimate", **tensor), evaluation(4.0, **tensor), evaluation(None, **tensor)]
-    for one in (other[0], *kept, *other[1:]):
-        archive.add(one)
-    assert archive.elites() == kept
+    assert list(build_archive((other[0], *kept, *other[1:]))) == kept
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_the_archive_keeps_the_best_of_each_behaviour_and_prefers_what_was_measu
     ],
 )
 def test_cells_are_pipe_shared_memory_and_registers(one: dict[str, int], other: dict[str, int], same: bool) -> None:
-    assert (archive_cell(Descriptor(**one)) == archive_cell(Descriptor(**other))) == same  # type: ignore[arg-type]
+    assert (Descriptor(**one).cell == Descriptor(**other).cell) == same  # type: ignore[arg-type]
 
 
 def test_islands_take_turns_and_mix_only_by_migration(cache: Cache) -> None:
@@ -192,20 +196,19 @@ def _make(name: str, options: dict[str, str]) -> Callable[[], Proposer]:
         ("random", {"islands": "4"}, "unknown option 'islands'; allowed: none"),
         ("evolutionary", {"islands": "0"}, "islands='0': a whole number of at least 1"),
         ("evolutionary", {"islands": "9999"}, "at most 1000 is needed"),  # each is an archive
-        ("free", {"model": "replay:EMPTY", "tokens": "9" * 5000}, "at most 1000000000000 is needed"),
+        ("free", {"model": "mailbox:FOLDER", "tokens": "9" * 5000}, "at most 1000000000000 is needed"),
         ("tpe", {"startup": "-1"}, "startup='-1': a whole number of at least 0"),
         ("scripted", {}, "file=FILE"),
         ("full", {}, "allowed are http:URL"),
         ("full", {"model": "llama"}, "allowed are http:URL"),
         ("full", {"model": "http:https://host/v1"}, "model_name=NAME"),
         ("full", {"model": "http:host", "model_name": "m"}, "a URL is needed"),
-        ("full", {"model": "replay:/none"}, "cannot be read"),
+        ("full", {"model": "replay:answers"}, "allowed are http:URL"),
         ("free", {"model": "http:http://host/v1", "model_name": "m", "tokens": "many"}, "tokens='many'"),
     ],
 )
 def test_a_wrong_option_is_named(name: str, options: dict[str, str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    given = {key: value.replace("EMPTY", str(tmp_path / "empty")) for key, value in options.items()}
+    given = {key: value.replace("FOLDER", str(tmp_path)) for key, value in options.items()}
     with pytest.raises(UsageError, match=said):
         _make(name, given)()
 

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.revalidate import REVALIDATION, Revalidation, revalidate
 from greenfast.device.worker import Worker
 from greenfast.evolve.event_log import EVENTS, read_events
-from greenfast.evolve.finals import Verdict
 from greenfast.evolve.gpu_workers import GpuWorker, LocalGpuWorkers
 from greenfast.evolve.gpu_workers import TimedHalving as RanRace
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
-from greenfast.evolve.revalidate import REVALIDATION, Revalidation, revalidate
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
+from greenfast.evolve.stages import Verdict
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.request import add_check_plan
 from greenfast.judge.tasks import find_task, load

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tuning_cache import Cache
 from greenfast.evolve.proposal import Candidate, Descriptor, Edit, Evaluation
-from greenfast.evolve.simulate import Cache
 from greenfast.evolve.t4 import build_results, read_t4, write_t4
 from greenfast.spec.errors import UsageError
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from greenfast.evolve.event_log import COSTS, EVENTS, Log, read_events
-from greenfast.evolve.jsonl import read_lines
-from greenfast.evolve.language.answers import parse_answer
-from greenfast.evolve.proposal import Candidate
+from greenfast.evolve.language import parse_answer
+from greenfast.evolve.proposal import Candidate, read_lines
 from greenfast.evolve.space import Space, read_space
 from greenfast.judge.formats.schema import read_definition, read_foreign_solution, read_workloads
 from greenfast.judge.record_schema import Record

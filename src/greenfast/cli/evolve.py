@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from greenfast.cli.console import show, status
-from greenfast.evolve.jsonl import read_lines
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
-from greenfast.evolve.proposal import Evaluation, Insight, select_best
+from greenfast.evolve.proposal import Evaluation, Insight, read_lines, select_best
 from greenfast.evolve.proposers import make_paths_absolute, make_proposer
 from greenfast.evolve.report import write_report
 from greenfast.evolve.run_folder import (

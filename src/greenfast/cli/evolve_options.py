@@ -24,7 +24,7 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         "--budget", metavar="gpu=12m,evals=256,time=1h", help="limits of the search (default: evals=64)"
     )
     parser.add_argument("--islands", type=count, metavar="N", help="of the evolutionary proposer")
-    parser.add_argument("--model", metavar="M", help="of free, insight and full: http:URL, mailbox:FOLDER, replay:FILE")
+    parser.add_argument("--model", metavar="M", help="of free, insight and full: http:URL or mailbox:FOLDER")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="another option of the proposer"
     )

@@ -18,12 +18,10 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.evolve.event_log import Log
-from greenfast.evolve.finals import Verdict, validate_finalist
 from greenfast.evolve.gpu_workers import GpuName, GpuWorkers
 from greenfast.evolve.halving import HalvingResult, run_halving
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.multi_gpu import CandidateResult, MultiGpuHalving, describe_timing
-from greenfast.evolve.outcomes import make_insight, mark_duplicate, mark_repeated, merge_results, without_costs
 from greenfast.evolve.proposal import (
     Candidate,
     Context,
@@ -31,9 +29,10 @@ from greenfast.evolve.proposal import (
     Insight,
     Proposer,
     ProposerError,
-    select_best,
+    build_archive,
 )
-from greenfast.evolve.stages import StageResult, Stages
+from greenfast.evolve.space import Space
+from greenfast.evolve.stages import StageResult, Stages, Verdict, validate_finalist
 from greenfast.evolve.workers import Workers, make_job
 from greenfast.judge.request import ProgressListener
 from greenfast.spec.errors import UsageError
@@ -88,20 +87,6 @@ class State:
         """The passed finalist with the largest lower bound of its interval."""
         passed = [pair for pair in self.verdicts if pair[1].decision == "MERGE"]
         return max(passed, key=lambda pair: pair[1].low, default=None)
-
-
-def build_archive(history: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
-    """Return the best evaluation of each cell, best first.
-
-    A cell: busiest pipe, log2 of shared memory, registers / 32.
-    """
-    cells: dict[tuple[str, int, int], list[Evaluation]] = {}
-    for e in history:
-        if e.valid and e.fitness is not None and e.behaviour is not None:
-            b = e.behaviour
-            cells.setdefault((b.pipe, b.smem_bytes.bit_length(), b.registers // 32), []).append(e)
-    best = [elite for members in cells.values() if (elite := select_best(members)) is not None]
-    return tuple(sorted(best, key=lambda e: (e.fitness_kind != "seconds", e.fitness or math.inf)))
 
 
 class Search:
@@ -392,3 +377,51 @@ def _is_faster(e: Evaluation, state: State) -> bool:
     """Return whether an evaluation was timed and is faster than the baseline."""
     measured = e.valid and e.stage == "race" and e.fitness_kind == "seconds" and e.fitness is not None
     return bool(measured and e.fitness is not None and e.fitness * 1e6 < state.baseline_us)
+
+
+def merge_results(built: StageResult, later: StageResult) -> StageResult:
+    """Merge the results of two stages of one kernel."""
+    behaviour = built.behaviour
+    if behaviour is not None and later.behaviour is not None:
+        behaviour = msgspec.structs.replace(behaviour, pipe=later.behaviour.pipe)
+    return msgspec.structs.replace(later, hash=built.hash, behaviour=behaviour)
+
+
+def mark_duplicate(e: Evaluation, first: Evaluation | None) -> Evaluation:
+    """Mark an evaluation as a duplicate: same machine code and launches as ``first``; copy that fitness."""
+    if first is None:
+        return e
+    other = first.candidate.key if first.candidate.parameters or first.candidate.edits else "the baseline"
+    return _copy_result(e, first, f"the same machine code and launches as {other}")
+
+
+def mark_repeated(candidate: Candidate, first: Evaluation) -> Evaluation:
+    """Make the evaluation of a candidate with the parameters and edits of an earlier one, without building it."""
+    return _copy_result(Evaluation(candidate=candidate, stage="duplicate", valid=first.valid), first, "proposed before")
+
+
+def _copy_result(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
+    return msgspec.structs.replace(
+        e,
+        hash=first.hash,
+        stage="duplicate",
+        valid=first.valid,
+        fitness=first.fitness,
+        fitness_kind=first.fitness_kind,
+        behaviour=first.behaviour,
+        feedback=why,
+    )
+
+
+def make_insight(space: Space, e: Evaluation, record: str) -> Insight:
+    """Make the insight of a timed candidate. record: digest of the log event with the timing."""
+    c = e.candidate
+    settings = space.shown(c.parameters)
+    edits = ", ".join(f"edit of {edit.region}" for edit in c.edits)
+    change = "; ".join(filter(None, (c.rationale, settings, edits)))
+    return Insight(change=change, prediction=c.prediction, outcome=e.feedback, record=record)
+
+
+def without_costs(e: Evaluation) -> Evaluation:
+    """Return the evaluation without costs, for the log: times differ between repeated runs."""
+    return msgspec.structs.replace(e, cost_seconds=0.0, gpu_seconds=0.0)

@@ -1,7 +1,7 @@
 """The data between the search loop and a proposer: candidates and their evaluations.
 
 ``greenfast.evolve.proposers.make_proposer(name, options)`` makes a proposer by its name on the command line; options
-are texts, such as {"islands": "4", "model": "replay:answers"}.
+are texts, such as {"islands": "4"}.
 
 A proposer's state depends only on the evaluations passed to ``observe``, and its random numbers come from
 ``Context.rng``. A resumed run makes a new proposer, passes it all past batches in order, and continues with
@@ -11,14 +11,20 @@ A proposer's state depends only on the evaluations passed to ``observe``, and it
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from greenfast.evolve.space import Space, Value
-from greenfast.spec.errors import MachineError
+from greenfast.judge.strict_json import decode
+from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.files import read_file
+
+T = TypeVar("T")
 
 #: The stages at which an evaluation can end, in order. ``space``: not in the space. ``duplicate``: same machine code
 #: and launches as an earlier candidate; its fitness is copied. Then the judge's gates, the screen by counts, the timing
@@ -26,6 +32,9 @@ from greenfast.spec.errors import MachineError
 Stage = Literal["space", "duplicate", "BUILD", "RESOURCES", "CORRECTNESS", "screen", "race", "validate"]
 #: ``seconds``: measured on a GPU. ``estimate``: computed from counts, not a speed. ``""``: no fitness.
 FitnessKind = Literal["seconds", "estimate", ""]
+_SMEM_STEP, _REGISTER_STEP = 32 * 1024, 32
+#: Largest file of lines: a device or a pipe may never end.
+_MAX_BYTES = 64 << 20
 
 
 class ProposerError(MachineError):
@@ -71,6 +80,11 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     pipe: str = ""
     smem_bytes: int = 0
     registers: int = 0
+
+    @property
+    def cell(self) -> tuple[str, int, int]:
+        """The cell: pipe, shared memory in steps of 32 KiB, registers in steps of 32; both limit the occupancy."""
+        return self.pipe, math.ceil(self.smem_bytes / _SMEM_STEP), math.ceil(self.registers / _REGISTER_STEP)
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,3 +165,40 @@ def select_best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     with_fitness = [e for e in evaluations if e.valid and e.fitness is not None]
     measured = [e for e in with_fitness if e.fitness_kind == "seconds"]
     return min(measured or with_fitness, key=lambda e: e.fitness or 0.0, default=None)
+
+
+def build_archive(history: Iterable[Evaluation]) -> tuple[Evaluation, ...]:
+    """Return the best valid evaluation of each cell, best first; measured ones are before estimated ones."""
+
+    def sort_key(e: Evaluation) -> tuple[bool, float]:
+        return e.fitness_kind != "seconds", math.inf if e.fitness is None else e.fitness
+
+    best: dict[tuple[str, int, int], Evaluation] = {}
+    for e in history:
+        cell = (e.behaviour or Descriptor()).cell
+        if e.valid and e.fitness is not None and (cell not in best or sort_key(e) < sort_key(best[cell])):
+            best[cell] = e
+    return tuple(sorted(best.values(), key=sort_key))
+
+
+def read_lines(path: Path, kind: type[T], name: str) -> tuple[T, ...]:
+    """Return the values of a file; empty lines are skipped.
+
+    name: the noun for a line's value in messages. Raises UsageError with the file, the line and the fault.
+    """
+    try:
+        data = read_file(path, _MAX_BYTES)
+    except OSError as e:
+        raise UsageError(
+            f"{path}: cannot be read ({e.strerror}); allowed is a file of lines, each a {name} as JSON"
+        ) from e
+    lines = data.splitlines()
+    values = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values.append(decode(line, kind))
+        except (ValueError, RecursionError) as e:
+            raise UsageError(f"{path}, line {number}: no {name}: {e}") from e
+    return tuple(values)

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from greenfast.evolve import t4
-from greenfast.evolve.loop import State, build_archive
+from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.proposal import Evaluation, select_best
+from greenfast.evolve.proposal import Evaluation, build_archive, select_best
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.report.webpage.charts import drawing
 from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
@@ -240,7 +240,7 @@ def _archive(manifest: Manifest, state: State) -> list[Markup]:
     header = ("busiest pipe", "shared memory", "registers", "µs", "settings")
     return [
         paragraph(
-            "The best of each cell: busiest pipe, shared memory by doublings, registers by 32. Of settings, what "
+            "The best of each cell: busiest pipe, shared memory by 32 KiB, registers by 32. Of settings, what "
             "differs from the defaults is shown."
         ),
         table(header, rows, right=header[1:4]),

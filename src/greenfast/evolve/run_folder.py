@@ -14,14 +14,13 @@ import msgspec
 
 from greenfast import __version__
 from greenfast.evolve.event_log import has_ended
-from greenfast.evolve.finals import keep_winner
 from greenfast.evolve.gpu_workers import describe_local_gpus, make_gpu_workers
 from greenfast.evolve.loop import Search, SearchListener, State
 from greenfast.evolve.manifest import MANIFEST, Manifest, SearchBudget, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
-from greenfast.evolve.stages import Stages, make_search_request
+from greenfast.evolve.stages import Stages, keep_winner, make_search_request
 from greenfast.evolve.workers import make_workers
 from greenfast.judge.baseline import load_baseline
 from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions

@@ -1,13 +1,15 @@
 """Run the judge's gates for one candidate of a search: BUILD and RESOURCES, then CORRECTNESS.
 
-The gates and the kinds of cases are those of ``greenfast validate``, with fewer cases. A candidate that passes here is
-not yet accepted: finalists are validated with the whole check plan.
+The gates and the kinds of cases are those of ``greenfast validate``, with fewer cases. A candidate that passes them is
+not yet accepted: finalists are validated with all gates and the whole check plan, in new processes, on shapes and seeds
+that the search did not use.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +19,38 @@ import msgspec
 
 from greenfast.device.identity import code_hash
 from greenfast.device.worker import Worker
-from greenfast.evolve.estimate import estimate
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
-from greenfast.evolve.sources import Sources
+from greenfast.evolve.sources import Sources, copy_folder
+from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.baseline import load_baseline
+from greenfast.judge.digest import compute_digest
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_schema import DRAWN, GateResult
-from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
+from greenfast.judge.record_schema import DRAWN, GateResult, Record
+from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
+from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.task import Shape
 from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.judge.validate import validate
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
+from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import find_buffers
+from greenfast.spec.peaks import matrix_rate
 from greenfast.spec.problem import Problem, References
 
 #: Emulator time limit per case in seconds. A candidate beyond it is dropped, though its kernel may be correct.
 _CASE_S = 120.0
+#: Rates per multiprocessor and clock: warp instructions, exponentials, passes of 128 bytes over shared memory, and
+#: bytes to or from the L2 cache (CUDA C++ Programming Guide, "Arithmetic Instructions"; NVIDIA A100 whitepaper for the
+#: L2).
+_ISSUED, _SPECIAL, _PASSES, _L2_BYTES = 4, 16, 1, 64
+_SECTOR = 32
+#: A clock near those of all targets. Estimates are compared only with each other.
+_HERTZ = 1.7e9
 _GATE_STAGES: dict[str, Stage] = {"BUILD": "BUILD", "RESOURCES": "RESOURCES", "CORRECTNESS": "CORRECTNESS"}
 
 
@@ -285,3 +301,152 @@ def _first_failure(
 
 def _fields(request: Request) -> dict[str, Any]:
     return {field.name: getattr(request, field.name) for field in dataclasses.fields(Request)}
+
+
+def compute_pipe_clocks(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
+    """Return the clocks for which a launch keeps each pipe busy, over all multiprocessors of the target.
+
+    ``wgmma`` multiplies operands of the format; all other matrix instructions multiply half.
+    """
+    wide = any(name.startswith("wgmma") for name in counts.instructions)
+    rate = matrix_rate(".".join(map(str, target.capability)), fmt if wide else "f16")
+    sectors = counts.global_load_sectors + counts.global_store_sectors
+    work = {
+        "tensor": counts.matrix_flops / rate if rate else 0.0,
+        "special": counts.exponentials / _SPECIAL,
+        "issue": counts.warp_instructions / _ISSUED,
+        "shared": counts.shared_passes / _PASSES,
+        "memory": sectors * _SECTOR / _L2_BYTES,
+    }
+    return {name: clocks / target.multiprocessors for name, clocks in work.items()}
+
+
+def estimate(counts: Mapping[str, KernelCounts], target: Target, fmt: str) -> tuple[float, str]:
+    """Estimate the seconds of one launch from the emulator's counts, and return the busiest pipe too.
+
+    The model covers throughput alone: each kind of work runs at its peak rate on all multiprocessors, and the slowest
+    kind determines the time. It ranks variants of a kernel roughly and ignores latency. It is a screen, not a
+    measurement (docs/evolve.md#the-screen reports its recall).
+    """
+    total, busy = 0.0, dict[str, float]()
+    for shape_counts in counts.values():
+        pipe_clocks = compute_pipe_clocks(shape_counts, target, fmt)
+        total += max(pipe_clocks.values()) / _HERTZ
+        for name, clocks in pipe_clocks.items():
+            busy[name] = busy.get(name, 0.0) + clocks
+    return total, max(busy, key=lambda name: busy[name]) if busy else ""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a finalist's validation.
+
+    record: path of its record, relative to the run's folder. record_digest: digest of that record. speedup, low, high:
+    speedup and confidence interval of the gated shape with the smallest gain; 0 if nothing was timed. confidence:
+    corrected for the number of finalists. device, created: the GPU and the date of the timing.
+    """
+
+    decision: str
+    reasons: list[str]
+    record: str = ""
+    record_digest: str = ""
+    shape: str = ""
+    speedup: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    confidence: float = 0.0
+    device: str = ""
+    created: str = ""
+
+    @property
+    def where(self) -> str:
+        """Return the device and the day in words; empty if unknown (older runs)."""
+        return f"on {self.device}, {self.created[:10]}" if self.device else ""
+
+
+@dataclass(frozen=True)
+class _FullRequest(Request):
+    """A request that checks the whole check plan and times only the gated shapes."""
+
+    @property
+    def built_shapes(self) -> list[Shape]:
+        """All shapes of the check plan."""
+        plan = self.check_plan
+        shapes = [*self.shapes, *(plan.required_shapes if plan else ()), *(plan.random_shapes if plan else ())]
+        return list({shape.name: shape for shape in shapes}.values())
+
+
+def correct_confidence(confidence: float, finalists: int) -> float:
+    """Return the confidence per verdict so that all verdicts hold together with ``confidence`` (Bonferroni)."""
+    return 1 - (1 - confidence) / max(1, finalists)
+
+
+def validate_finalist(
+    stages: Stages, candidate: Candidate, finalists: int, folder: Path, observer: ProgressListener
+) -> Verdict:
+    """Validate one of several finalists against the baseline. folder: of the run.
+
+    Raises as ``validate`` does.
+    """
+    manifest, request = stages.manifest, stages.raced
+    implementation = stages.implementation(candidate)
+    timing = msgspec.structs.replace(
+        request.timing,
+        confidence=correct_confidence(manifest.confidence, finalists),
+        gate_shapes=[shape.name for shape in request.shapes],
+    )
+    request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))
+    timed = request.shapes
+    request = add_check_plan(request, implementation.rung or stages.sources.rung, chosen=False)
+    whole = _FullRequest(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
+    request = dataclasses.replace(whole, shapes=timed)
+    outcome = validate(request, stages.baseline(), implementation, observer, required=manifest.required, profile=False)
+    return _verdict(outcome.record, outcome.folder, folder)
+
+
+def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
+    gated = [row for row in record.speedups if row.gated]
+    least = min(gated, key=lambda row: row.ci_low, default=None)
+    verdict = Verdict(
+        decision=record.decision,
+        reasons=list(record.reasons),
+        record=where.relative_to(folder).as_posix(),
+        record_digest=compute_digest(msgspec.to_builtins(record)),
+    )
+    if least is None:
+        return verdict
+    return msgspec.structs.replace(
+        verdict,
+        shape=least.shape,
+        speedup=least.speedup,
+        low=least.ci_low,
+        high=least.ci_high,
+        confidence=least.confidence,
+        device=record.device.name if record.device else "",
+        created=record.created,
+    )
+
+
+def keep_winner(stages: Stages, candidate: Candidate, verdict: Verdict, folder: Path) -> None:
+    """Write ``winner/``: candidate, verdict, record, report, sources, and the rung to add to the task for toggles."""
+    winner, record = folder / "winner", folder / verdict.record
+    shutil.rmtree(winner, ignore_errors=True)
+    write_whole(winner / "winner.json", to_json({"candidate": candidate, "verdict": verdict}))
+    for name in (RECORD, REPORT):
+        if (record / name).is_file():
+            write_whole(winner / name, (record / name).read_bytes())
+    sources = folder / "candidates" / candidate.key
+    for kind in ("solution", "kernels"):
+        if (sources / kind).is_dir():
+            copy_folder(sources / kind, winner / kind)
+    space = stages.manifest.space
+    implementation = stages.implementation(candidate)
+    if not space.solution and not space.family and implementation.rung is None:
+        rung = {
+            "name": f"evolved_{candidate.key[:6]}",
+            "title": candidate.rationale.splitlines()[0][:80] if candidate.rationale else "found by greenfast evolve",
+            "toggles": {name: value for name, value in implementation.variant.toggles if value},
+            "after": stages.manifest.baseline or stages.task.config.defaults.baseline,
+            "required_speedup": max(1.0, round(verdict.low - 0.005, 2)),
+            "budget": msgspec.to_builtins(implementation.requirements.budget),
+        }
+        write_whole(winner / "rung.json", to_json(rung))

@@ -1,4 +1,4 @@
-"""Validate a winner again on another day or device: ``python -m greenfast.evolve.revalidate RUN --out FOLDER``.
+"""Validate a winner again on another day or device: ``python -m benchmarks revalidate RUN --out FOLDER``.
 
 The validation uses the run's settings and new random inputs. It reports whether the new speedup is within the
 confidence interval of the run.
@@ -6,21 +6,19 @@ confidence interval of the run.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from greenfast.evolve.finals import Verdict, validate_finalist
+from benchmarks.options import make_parser
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate
-from greenfast.evolve.stages import Stages
+from greenfast.evolve.stages import Stages, Verdict, validate_finalist
 from greenfast.judge.environment import choose_device, now
 from greenfast.judge.request import NullListener
 from greenfast.judge.store import read_json, to_json, write_whole
-from greenfast.spec.errors import GreenfastError, MachineError, UsageError
+from greenfast.spec.errors import MachineError, UsageError
 
 REVALIDATION = "again.json"
 
@@ -88,19 +86,11 @@ def revalidate(run: Path, out: Path, device: str = "auto") -> Revalidation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both measurements; return 0 if the new one is within the first one's interval, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser("revalidate", __doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
-    try:
-        result = revalidate(args.run, args.out, args.device)
-    except GreenfastError as e:
-        print(f"greenfast: {e}", file=sys.stderr)
-        return e.exit_code
+    result = revalidate(args.run, args.out, args.device)
     print(result.in_words)
     return int(not result.within_ci)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

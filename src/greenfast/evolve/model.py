@@ -1,4 +1,4 @@
-"""A language model behind an OpenAI-compatible endpoint.
+"""Language models: text in, text out, within limits. One is behind an endpoint, the other is a folder of files.
 
 The client is httpx2, the maintained continuation of httpx; huggingface_hub already depends on it. One POST needs no
 vendor package. Retries are implemented here, because neither a client's retries nor a retry library supports a deadline
@@ -7,26 +7,75 @@ over the whole answer and a limit of its size.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
-from greenfast.evolve.language.model import AnswerLimits, ModelAnswer, estimate_tokens
 from greenfast.evolve.proposal import ProposerError
+from greenfast.judge.store import check_writable, write_whole
 from greenfast.judge.strict_json import decode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 
 #: Environment variable with the key; without it no key is sent.
 KEY = "GREENFAST_MODEL_KEY"
+#: Default time limit of an answer in seconds, by transport: a person may answer a mailbox.
+DEFAULT_TIMEOUTS = {"http": 180.0, "mailbox": 86400.0}
 _ATTEMPTS = 6
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds; each wait doubles
 _RETRIED_STATUSES = (408, 409, 425, 429)  # and every 5xx
 _MAX_SHOWN = 300  # characters of a server's response in a message
+_POLL = 0.5  # seconds between looks into a mailbox
+
+
+class AnswerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one answer. tokens: of its text. seconds: per attempt."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes to read; a longer answer is refused."""
+        return 64 * 1024 + 32 * self.tokens
+
+
+class ModelAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer. tokens: of prompt and answer together, from the server, else by ``estimate_tokens``."""
+
+    text: str
+    tokens: int
+
+
+class Model(Protocol):
+    """The interface of a model."""
+
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
+        """Return the answer to a prompt. Raises ProposerError if there is none within the limits."""
+
+
+def make_model(spec: str, name: str = "") -> Model:
+    """Make a model from http:URL (with the model's name) or mailbox:FOLDER. Raises UsageError for any other text."""
+    carrier, _, address = spec.partition(":")
+    if not address or carrier not in DEFAULT_TIMEOUTS:
+        raise UsageError(f"model {spec!r}: allowed are http:URL (and model_name=NAME) and mailbox:FOLDER")
+    return HttpModel(address, name) if carrier == "http" else Mailbox(Path(address))
+
+
+def estimate_tokens(*texts: str) -> int:
+    """Estimate tokens as bytes / 4, rounded up per text."""
+    return sum(-(-len(text.encode("utf-8", "replace")) // 4) for text in texts)
+
+
+def prompt_digest(prompt: str) -> str:
+    """Return 16 hexadecimal digits that identify a prompt."""
+    return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 class _RetryableError(Exception):
@@ -144,3 +193,48 @@ def _parse_completion(body: bytes, prompt: str) -> ModelAnswer:
 def _parse_retry_after(header: str) -> float | None:
     """Parse Retry-After in seconds; a date gives None."""
     return float(header) if header.isascii() and header.isdigit() else None
+
+
+class Mailbox:
+    """Writes prompts as ``NUMBER-DIGEST.prompt.md`` and reads answers from ``NUMBER-DIGEST.answer.md`` in one folder.
+
+    An answer should be moved into the folder atomically; a file that still grows is waited for. An existing prompt, as
+    after an interrupted run, is not written again.
+    """
+
+    def __init__(self, folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+        """sleep: waits between polls. Raises MachineError if the folder cannot be written."""
+        check_writable(folder, "mailbox:FOLDER")
+        self._folder, self._sleep = folder, sleep
+
+    def complete(self, prompt: str, limits: AnswerLimits) -> ModelAnswer:
+        """Write the prompt and wait for its answer."""
+        prompt_file = self._prompt_file(prompt)
+        file = prompt_file.with_name(prompt_file.name.replace(".prompt.md", ".answer.md"))
+        end = time.monotonic() + limits.seconds
+        size = -1
+        while True:
+            new_size = file.stat().st_size if file.is_file() else -1
+            if new_size > limits.max_bytes:
+                raise ProposerError(f"{file}: {new_size} bytes; an answer has at most {limits.max_bytes}")
+            if new_size > 0 and new_size == size:
+                try:
+                    text = file.read_bytes().decode("utf-8", "replace")
+                except OSError as e:
+                    raise ProposerError(f"{file}: cannot be read ({e.strerror})") from e
+                return ModelAnswer(text=text, tokens=estimate_tokens(prompt, text))
+            if time.monotonic() > end:
+                raise ProposerError(
+                    f"{prompt_file}: no {file.name} after {limits.seconds:g} s; write it and resume the run"
+                )
+            size = new_size
+            self._sleep(_POLL)
+
+    def _prompt_file(self, prompt: str) -> Path:
+        digest = prompt_digest(prompt)
+        for existing in sorted(self._folder.glob(f"*-{digest}.prompt.md")):
+            return existing
+        number = len(list(self._folder.glob("*.prompt.md"))) + 1
+        path = self._folder / f"{number:04}-{digest}.prompt.md"
+        write_whole(path, prompt)
+        return path

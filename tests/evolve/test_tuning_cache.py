@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from benchmarks.proposers import PROPOSERS
+from benchmarks.tuning_cache import Cache, count_evaluations, measure_recall, median_of_random_draws, search
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.proposers import make_proposer
-from greenfast.evolve.screen_recall import measure_recall
-from greenfast.evolve.simulate import Cache, count_evaluations, median_of_random_draws, search
 from greenfast.evolve.t4 import read_t4
 from greenfast.judge.record_index import read_content
 from tests.evolve import caches

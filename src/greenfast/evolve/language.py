@@ -1,0 +1,335 @@
+"""The proposer with a language model: EvoEngineer's strategies (arXiv 2510.03760), their prompts, and the answers.
+
+The strategies differ in how much a model is given. Free: the task and the best so far. Insight: also the insights.
+Full: also the archive and the history.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from greenfast.evolve.model import AnswerLimits, Model, estimate_tokens, prompt_digest
+from greenfast.evolve.proposal import Candidate, Context, Descriptor, Edit, Evaluation, ProposerError
+from greenfast.evolve.space import Space, Value
+from greenfast.judge.strict_json import once
+from greenfast.spec.errors import UsageError
+
+#: Strategy -> the sections that it adds to the task and the best so far.
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "free": (),
+    "insight": ("insights",),
+    "full": ("insights", "elites", "history"),
+}
+#: Most entries of history, archive and insights in a prompt; characters of a feedback.
+_HISTORY, _ELITES, _INSIGHTS, _FEEDBACK = 40, 12, 60, 400
+_FORM = """Answer with one JSON object in a ```json fence:
+{"candidates": [{"parameters": {NAME: VALUE}, "edits": [{"region": NAME, "text": TEXT}], "rationale": TEXT, \
+"prediction": TEXT}]}
+`parameters`: those that differ from the defaults. `edits`: the whole new text of a region; left out where none are.
+`rationale`: why it should be faster. `prediction`: by how much."""
+
+
+def prompt(context: Context, strategy: str, faults: Sequence[str] = ()) -> str:
+    """Write the prompt of a strategy. faults: of earlier answers to this prompt."""
+    sections = [f"# Task\n\n{context.task}", *_space(context.space)]
+    if context.baseline is not None:
+        sections.append(f"# To beat\n\n{_line(context.baseline)}")
+    if context.best is not None:
+        sections.append(f"# Best so far\n\n{_line(context.best)}{_edits(context.best.candidate)}")
+    for name in STRATEGIES[strategy]:
+        lines = list(_SECTIONS[name](context))
+        if lines:
+            sections.append(f"# {_TITLES[name]}\n\n" + "\n".join(lines))
+    if faults:
+        sections.append("# Refused in your answers so far\n\n" + "\n".join(f"- {fault}" for fault in faults))
+    many = "One candidate" if context.wanted == 1 else f"Up to {context.wanted} candidates"
+    sections.append(f"# Answer\n\n{many} that the history does not hold.\n{_FORM}")
+    return "\n\n".join(sections) + "\n"
+
+
+def _space(space: Space) -> Iterator[str]:
+    if space.parameters:
+        rows = (
+            f"- {name}: {', '.join(map(str, p.values))} (default {p.start}){f'; {p.help}' if p.help else ''}"
+            for name, p in space.parameters.items()
+        )
+        yield "# Parameters\n\n" + "\n".join(rows)
+    if space.constraints:
+        yield "# Constraints, none of which may be 0\n\n" + "\n".join(f"- {c}" for c in space.constraints)
+    for name, region in space.regions.items():
+        about = f": {region.help}" if region.help else ""
+        yield f"# Region {name} of {region.file}{about}\n\n```text\n{region.text}\n```"
+
+
+def _insights(context: Context) -> Iterator[str]:
+    """Yield the insights with a record: only those were measured."""
+    measured = [insight for insight in context.insights if insight.record]
+    for i in measured[-_INSIGHTS:]:
+        yield f"- {i.change}. Predicted: {i.prediction or 'nothing'}. Came: {i.outcome}"
+
+
+def _elites(context: Context) -> Iterator[str]:
+    for e in context.archive[:_ELITES]:
+        yield f"- {_line(e)}"
+
+
+def _history(context: Context) -> Iterator[str]:
+    for e in context.history[-_HISTORY:]:
+        yield f"- {_line(e)}"
+
+
+_SECTIONS = {"insights": _insights, "elites": _elites, "history": _history}
+_TITLES = {
+    "insights": "Insights, each of them measured",
+    "elites": "The best of each kind of behaviour",
+    "history": "Evaluated so far, the latest last",
+}
+
+
+def _line(e: Evaluation) -> str:
+    """Describe an evaluation in one line: settings, stage or time, behaviour, feedback."""
+    parts = [json.dumps(e.candidate.parameters, ensure_ascii=False)]
+    if e.candidate.edits:
+        parts.append("edits of " + ", ".join(edit.region for edit in e.candidate.edits))
+    parts.append(_fitness(e) if e.valid else f"failed at {e.stage}")
+    if e.behaviour is not None:
+        parts.append(_behaviour(e.behaviour))
+    feedback = " ".join(e.feedback.split())[:_FEEDBACK]
+    return "; ".join([*parts, feedback] if feedback else parts)
+
+
+def _fitness(e: Evaluation) -> str:
+    if e.fitness is None:
+        return f"passed {e.stage}"
+    return f"{e.fitness * 1e6:.4g} µs" if e.fitness_kind == "seconds" else f"estimated {e.fitness:.4g}, not measured"
+
+
+def _behaviour(b: Descriptor) -> str:
+    busiest = f"{b.pipe} busiest, " if b.pipe else ""
+    return f"{busiest}{b.registers} registers, {b.smem_bytes} bytes of shared memory"
+
+
+def _edits(candidate: Candidate) -> str:
+    return "".join(f"\n\nIts region {edit.region}:\n\n```text\n{edit.text}\n```" for edit in candidate.edits)
+
+
+#: Limits of an answer: its characters, positions tried as the start of JSON, candidates, and characters of an edit.
+MAX_TEXT, _MAX_STARTS, _MAX_CANDIDATES, MAX_EDIT = 1_000_000, 2_000, 64, 200_000
+_MAX_SHOWN = 120
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_START = re.compile(r"[{\[]")
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """The result of parsing. candidates: without duplicates. faults: one line per refused part."""
+
+    candidates: tuple[Candidate, ...]
+    faults: tuple[str, ...]
+
+
+def parse_answer(text: str, space: Space) -> Parsed:
+    """Parse the last object in an answer that lists candidates.
+
+    The form: {"candidates": [{"parameters": {...}, "edits": [{"region", "text"}], "rationale", "prediction"}]}. It may
+    be in a fence and surrounded by other text.
+    """
+    if len(text) > MAX_TEXT:
+        return Parsed((), (f"{len(text)} characters; at most {MAX_TEXT} are read",))
+    listed = _find_candidates(text)
+    if listed is None:
+        shown = " ".join(text.split())[:_MAX_SHOWN]
+        return Parsed((), (f"no JSON object with `candidates` in {shown!r}" if shown else "the answer is empty",))
+    candidates: dict[str, Candidate] = {}
+    faults = []
+    if len(listed) > _MAX_CANDIDATES:
+        faults.append(f"{len(listed)} candidates; the first {_MAX_CANDIDATES} are read")
+    for number, row in enumerate(listed[:_MAX_CANDIDATES], 1):
+        try:
+            candidate = _parse_candidate(row, space)
+        except (UsageError, RecursionError) as e:
+            faults.append(f"candidate {number}: {str(e)[: 4 * _MAX_SHOWN]}")
+            continue
+        if candidate.key in candidates:
+            faults.append(f"candidate {number}: the same as another")
+        candidates.setdefault(candidate.key, candidate)
+    if not listed:
+        faults.append("the list of candidates is empty")
+    return Parsed(tuple(candidates.values()), tuple(map(_replace_surrogates, faults)))
+
+
+def _find_candidates(text: str) -> list[Any] | None:
+    """Return the last list of candidates in the text. Fenced blocks are tried first, then every opening bracket."""
+    for part in [*reversed(_FENCE.findall(text)), text]:
+        lists = [rows for value in _find_json_values(part) if (rows := _candidate_rows(value)) is not None]
+        if lists:
+            return lists[-1]
+    return None
+
+
+def _find_json_values(text: str) -> list[Any]:
+    """Return the JSON objects and lists in a text, in order."""
+    decoder, values, position = json.JSONDecoder(object_pairs_hook=_parse_object), [], 0
+    for _ in range(_MAX_STARTS):
+        start = _START.search(text, position)
+        if start is None:
+            break
+        try:
+            value, position = decoder.raw_decode(text, start.start())
+            values.append(value)
+        except (ValueError, RecursionError):
+            position = start.end()
+    return values
+
+
+def _parse_object(pairs: list[tuple[str, Any]]) -> Any:
+    """Return an object, or its error as a text, so that the other parts of the answer are still parsed."""
+    try:
+        return once(pairs)
+    except msgspec.DecodeError as e:
+        return str(e)
+
+
+def _candidate_rows(value: Any) -> list[Any] | None:
+    if isinstance(value, dict) and isinstance(value.get("candidates"), list):
+        rows: list[Any] = value["candidates"]
+        return rows
+    listed = value if isinstance(value, list) else [value]
+    known = [row for row in listed if isinstance(row, dict) and ("parameters" in row or "edits" in row)]
+    return listed if known else None
+
+
+def _parse_candidate(row: Any, space: Space) -> Candidate:
+    if not isinstance(row, dict):
+        raise UsageError(f"{_shorten(row)} is no object")
+    parameters, edits = row.get("parameters", {}), row.get("edits", [])
+    if not isinstance(parameters, dict) or not isinstance(edits, list):
+        raise UsageError("`parameters` is an object and `edits` a list")
+    point = space.decode({name: _match_value(name, value, space) for name, value in parameters.items()})
+    parsed_edits = tuple(_parse_edit(edit, space) for edit in edits)
+    if len({edit.region for edit in parsed_edits}) < len(parsed_edits):
+        raise UsageError("a region is edited twice")
+    return Candidate(
+        parameters=point,
+        edits=parsed_edits,
+        rationale=_parse_text(row.get("rationale")),
+        prediction=_parse_text(row.get("prediction")),
+    )
+
+
+def _match_value(name: str, value: Any, space: Space) -> Value:
+    """Return the allowed value that equals a value: 128 for "128" or 128.0, 1 for true."""
+    parameter = space.parameters.get(name)
+    for allowed in parameter.values if parameter else ():
+        if value == allowed or (isinstance(value, str) and value.strip() == str(allowed)):
+            return allowed
+    return value if isinstance(value, (int, float, str)) else _shorten(value)
+
+
+def _parse_edit(edit: Any, space: Space) -> Edit:
+    if not isinstance(edit, dict) or not isinstance(edit.get("text"), str):
+        raise UsageError(f'an edit has the form {{"region": NAME, "text": TEXT}}; got {_shorten(edit)}')
+    region, text = edit.get("region"), edit["text"]
+    if not isinstance(region, str) or region not in space.regions:
+        raise UsageError(f"region {_shorten(region)}; allowed: {', '.join(sorted(space.regions)) or 'none'}")
+    if len(text) > MAX_EDIT:
+        raise UsageError(f"an edit of {len(text)} characters; at most {MAX_EDIT} are allowed")
+    return Edit(region=region, text=_replace_surrogates(text))
+
+
+def _parse_text(value: Any) -> str:
+    return _replace_surrogates(value[:MAX_EDIT]) if isinstance(value, str) else "" if value is None else _shorten(value)
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace lone surrogates: JSON can spell them, but a UTF-8 file cannot store them."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _shorten(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]
+
+
+#: Most prompts per batch, and most faults of one answer in the next prompt.
+_TRIES, _FAULTS = 3, 8
+_SPENT = re.compile(r"\b(\d+) tokens$")
+
+
+class EngineerProposer:
+    """Requests candidates from a model, within a budget of tokens.
+
+    After an answer without a usable candidate, the next prompt includes its faults. ``counts``: answers, candidates,
+    faults and tokens of this process. The tokens used are stored in the candidates' ``origin``, so the budget also
+    holds for a resumed run.
+    """
+
+    def __init__(
+        self,
+        strategy: str,
+        model: Model,
+        limits: AnswerLimits,
+        budget: int,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Send nothing yet.
+
+        strategy: one of prompts.STRATEGIES. limits: per answer. budget: tokens of prompts and answers in the whole run.
+        log: receives one line per answer, with the refused parts.
+        """
+        self._strategy, self._model, self._limits, self._budget, self._log = strategy, model, limits, budget, log
+        self._known: set[str] = set()
+        self._spent = 0  # tokens recorded in evaluated candidates
+        self._unobserved = 0  # tokens since then
+        self.counts: Counter[str] = Counter()
+
+    def propose(self, context: Context) -> Sequence[Candidate]:
+        """Return the candidates of one answer; none (and a line in the log) if the budget is spent.
+
+        Raises ProposerError if the model does not answer, or if three answers hold no new candidate.
+        """
+        faults: list[str] = []
+        for _ in range(_TRIES):
+            text = prompt(context, self._strategy, faults)
+            left = self._budget - self._spent - self._unobserved - estimate_tokens(text)
+            if left <= 0:
+                self._log(f"the budget of {self._budget} tokens is spent")
+                return []
+            limits = msgspec.structs.replace(self._limits, tokens=min(self._limits.tokens, left))
+            answer = self._model.complete(text, limits)
+            self._unobserved += answer.tokens
+            candidates, refused = self._select_new(answer.text, context)
+            self.counts.update(answers=1, tokens=answer.tokens, candidates=len(candidates), faults=len(refused))
+            self._log(
+                f"prompt {prompt_digest(text)}: {len(candidates)} taken, {answer.tokens} tokens, refused: {refused}"
+            )
+            if candidates:
+                origin = f"{self._strategy}, {self._unobserved} tokens"
+                first = msgspec.structs.replace(candidates[0], origin=origin)
+                return [first, *(msgspec.structs.replace(c, origin=self._strategy) for c in candidates[1:])]
+            faults += refused[:_FAULTS]
+        raise ProposerError(f"{_TRIES} answers of the model held no new candidate; the last: {'; '.join(faults[-2:])}")
+
+    def observe(self, evaluations: Sequence[Evaluation]) -> None:
+        """Record the evaluated candidates and their tokens."""
+        for evaluation in evaluations:
+            self._known.add(evaluation.candidate.key)
+            if spent := _SPENT.search(evaluation.candidate.origin):
+                self._spent += int(spent[1])
+                self._unobserved = 0
+
+    def _select_new(self, text: str, context: Context) -> tuple[list[Candidate], list[str]]:
+        parsed = parse_answer(text, context.space)
+        fresh = [c for c in parsed.candidates if c.key not in self._known]
+        faults = list(parsed.faults)
+        if len(fresh) < len(parsed.candidates):
+            faults.append(f"{len(parsed.candidates) - len(fresh)} candidates were evaluated before")
+        if len(fresh) > context.wanted:
+            faults.append(f"{len(fresh)} candidates; the first {context.wanted} are taken")
+        best = context.best
+        parents = (best.candidate.key,) if best else ()
+        return [msgspec.structs.replace(c, parents=parents) for c in fresh[: context.wanted]], faults
