@@ -29,7 +29,6 @@ BENCHMARKS = {
     "revalidate": ("revalidate:main", "validate the winner of a search again, on another day or device"),
     "compile_time": ("compile_time:main", "time cold and cached compilation"),
     "launch_cost": ("launch_cost:main", "measure the host time of a launch"),
-    "parallel_picture": ("parallel_picture:main", "draw the picture and the tables of docs/parallel.md"),
     "emulator_speed": ("emulator_speed:main", "measure the speed of the emulator"),
     "emulator_against_gpu": ("emulator_against_gpu:main", "compare outputs and counts of emulator and GPU"),
     "emulator_instructions": ("emulator_instructions:main", "compare every instruction of emulator and GPU"),

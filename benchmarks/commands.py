@@ -13,20 +13,26 @@ from pathlib import Path
 
 from rich.text import Text
 
-from benchmarks import attention
 from benchmarks import parallel as several_gpus
 from benchmarks import routing as many_shapes
+from benchmarks import sdpa as attention
+from benchmarks import serving as paged
 from benchmarks.comparison import Comparison
 from benchmarks.options import make_parser
-from benchmarks.pages import benchmark_page
 from benchmarks.parallel_backends import BACKENDS as PARALLEL_BACKENDS
-from benchmarks.plot import save_benchmark_plot
-from benchmarks.ratios import headline, ratios
-from benchmarks.record_io import read_benchmark, record_schema, serving_comparison
-from benchmarks.record_schema import Benchmark, Row, SpeedupPair
-from benchmarks.report import benchmark_report, clocks_line, console_table, reasons
+from benchmarks.pictures import benchmark_page, save_benchmark_plot
+from benchmarks.records import Benchmark, Row, SpeedupPair, read_benchmark, record_schema
+from benchmarks.report import (
+    benchmark_report,
+    clocks_line,
+    console_table,
+    headline,
+    ratios,
+    reasons,
+    tables,
+)
 from benchmarks.runner import BenchResult, compare
-from benchmarks.serving_report import tables
+from benchmarks.serving_cases import GROUPS
 from greenfast.cli.console import GateConsole, exit_code, required_gates, show, table
 from greenfast.cli.page import check_page, write_page
 from greenfast.cli.values import numbers, rounds, words
@@ -192,7 +198,7 @@ def serving(argv: Sequence[str]) -> int:
     if args.quick and args.rounds is None:
         args.rounds = _QUICK_ROUNDS
     library = str(args.fa3_library.resolve()) if args.fa3_library else ""
-    comparison = serving_comparison(args.cases, quick=args.quick, fa3_library=library)
+    comparison = paged.serving(args.cases or GROUPS, quick=args.quick, fa3_library=library)
     return _compare(args, lambda: comparison, _command("serving", *argv))
 
 

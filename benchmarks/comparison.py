@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from benchmarks.record_schema import BackendFacts, SpeedupPair
+from benchmarks.records import BackendFacts, SpeedupPair
 from greenfast.judge.task import Shape
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import KernelSource

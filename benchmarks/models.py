@@ -28,8 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import greenfast
-from benchmarks.graphs import event, order
 from benchmarks.options import make_parser
+from benchmarks.timing import event, order
 from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole

@@ -1,8 +1,4 @@
-"""Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m benchmarks parallel``.
-
-PyTorch's ring, FlashAttention-3 in a hand-written ring, and greenfast's ring and Ulysses are interleaved in one run.
-Each is compared with float64 before it is timed (docs/parallel.md).
-"""
+"""Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m benchmarks parallel``."""
 
 from __future__ import annotations
 
@@ -22,15 +18,71 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.backends import first_line
 from benchmarks.parallel_backends import BACKENDS, LIMITS, ParallelBackend, Shards
-from benchmarks.parallel_record import CaseRow, LinkRow, ParallelRecord, write_record
-from benchmarks.parallel_trace import Trace, trace_calls
+from benchmarks.records import CaseRow, LinkRow, ParallelRecord, write_record
+from benchmarks.sdpa_backends import first_line
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
 from greenfast.parallel.layout import ShardLayout
 from greenfast.spec.errors import MachineError
+
+_CALLS = 3
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Shares of the time between the first kernel's start and the last kernel's end; None without a trace."""
+
+    exposed: float | None
+    idle: float | None
+    exchanging: float | None
+
+
+def trace_calls(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
+    """Trace some calls; return the maximum of each share over the ranks."""
+    if mesh.device_type == "cpu":
+        return Trace(None, None, None)
+    call()
+    dist.barrier(mesh.get_group())
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    exchanges: list[Interval] = []
+    others: list[Interval] = []
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(_CALLS):
+            call()
+        torch.cuda.synchronize()
+    for event in profiler.events():
+        if event.device_type.name == "CUDA":
+            intervals = exchanges if "nccl" in event.name.lower() else others
+            intervals.append((event.time_range.start, event.time_range.end))
+    local = shares(exchanges, others) if others else (math.inf,) * 3  # a machine may forbid traces
+    x = torch.tensor(local, dtype=torch.float64, device="cuda")
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group())
+    exposed, idle, exchanging = x.tolist()
+    return Trace(None, None, None) if exposed == math.inf else Trace(exposed, idle, exchanging)
+
+
+def shares(exchanges: Sequence[Interval], others: Sequence[Interval]) -> tuple[float, float, float]:
+    """Return the shares of the total span: communication alone, idle, and communication in total."""
+    both = [*exchanges, *others]
+    if not both:
+        return 0.0, 0.0, 0.0
+    span = max(end for _, end in both) - min(start for start, _ in both)
+    busy, working, exchanging = covered(both), covered(others), covered(exchanges)
+    return (busy - working) / span, 1 - busy / span, exchanging / span
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
 
 _SAMPLED = 64  # query rows per rank, of one head, that are compared with float64
 _ROUND_SECONDS = 0.05  # duration of a backend's calls between two events

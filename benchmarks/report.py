@@ -1,16 +1,225 @@
-"""Format a comparison as tables for its report, the pages and the console."""
+"""Format records as tables: of the console, of reports in Markdown, and of the documentation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.ratios import by_shape, geometric_mean, headline, ratios
-from benchmarks.record_schema import AccuracyRow, BackendFacts, Benchmark, Row
-from benchmarks.serving_report import serving_tables
+from benchmarks.records import AccuracyRow, BackendFacts, Benchmark, Row, SpeedupPair
+from benchmarks.serving_cases import append_bytes, kv_bytes
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.markdown import document, gates, provenance, resources
 from greenfast.spec.freshness import STALE, Freshness
+
+
+def ratios(rows: Sequence[Row], versus: SpeedupPair) -> dict[str, float]:
+    """Return by shape the fastest baseline's time divided by the time of ``own``; above 1 ``own`` is faster.
+
+    Shapes of other groups, and shapes without a time of ``own`` or of any baseline, are left out.
+    """
+    found = {}
+    for shape, cells in by_shape(select_group(rows, versus.group)).items():
+        times = {name: row.median_us for name, row in cells.items() if row.median_us is not None}
+        baselines = [us for name, us in times.items() if name in versus.baselines]
+        if versus.own in times and baselines:
+            found[shape] = min(baselines) / times[versus.own]
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def headline(rows: Sequence[Row], versus: Iterable[SpeedupPair]) -> str:
+    """Describe each ratio: its geometric mean over the measured shapes of the grid, and the worst shape."""
+    return "; ".join(_headline(rows, one) for one in versus)
+
+
+def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
+    rows = select_group(rows, versus.group)
+    found = ratios(rows, versus)
+    if not found:
+        return f"speed of {versus.title}: not timed"
+    grid = {shape: found[shape] for shape in dict.fromkeys(r.shape for r in rows if r.grid) if shape in found}
+    where, what = (grid, "of the grid") if grid else (found, "outside of the grid")
+    worst = min(where, key=lambda shape: where[shape])
+    every = len({row.shape for row in rows if row.grid == bool(grid)})
+    of = "" if len(where) == every else f" of {every}"
+    return (
+        f"speed of {versus.title}: {formatting.speedup(geometric_mean(list(where.values())))}, geometric mean over "
+        f"{len(where)}{of} shapes {what}; worst {worst} {formatting.speedup(where[worst])}"
+    )
+
+
+def by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Group rows by shape, then by backend."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.shape, {})[row.backend] = row
+    return found
+
+
+def select_group(rows: Sequence[Row], group: str) -> list[Row]:
+    """Return the rows with a shape name that starts with ``group``."""
+    return [row for row in rows if row.shape.startswith(group)]
+
+
+#: Bytes per element of K and V, by the precision of a backend.
+_ITEM = {"fp8": 1, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class ServingTable:
+    """A table. title: describes the numbers. right: number of numeric columns at the end."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: int
+
+
+def serving_tables(record: Benchmark) -> list[str]:
+    """Format the tables in Markdown."""
+    return [
+        f"{t.title}:\n\n{formatting.table(t.header, t.rows, right=t.header[len(t.header) - t.right :])}"
+        for t in tables(record)
+    ]
+
+
+def tables(record: Benchmark) -> list[ServingTable]:
+    """Return the tables of decode, prefill and append that have rows."""
+    return [table for table in (_decode(record), _prefill(record), _append(record)) if table.rows]
+
+
+def read_rate(record: Benchmark) -> float | None:
+    """Return the bandwidth of the fastest reduction in TB/s; None if none was timed."""
+    timed = [row for row in select_group(record.rows, "read_") if row.median_us]
+    return max((row.dims["BYTES"] / row.median_us / 1e6 for row in timed if row.median_us), default=None)
+
+
+def rate(record: Benchmark, row: Row) -> float | None:
+    """Return TB/s of K and V for decode, or TFLOP/s for prefill; None without a time or for other rows."""
+    if row.median_us is None or row.tflops is None or "KEYS" not in row.dims:
+        return None
+    if "SQUARES" in row.dims:
+        return row.tflops
+    precision = next((c.precision for c in record.backends if c.name == row.backend), "fp8")
+    return kv_bytes(row.dims, _ITEM[precision]) / row.median_us / 1e6
+
+
+def short_name(shape: str) -> str:
+    """Return the part of a shape's name after its heads: 8x32768, skewed."""
+    return shape.split("_")[-1]
+
+
+def heads(dims: Mapping[str, int]) -> str:
+    """Format query heads, heads of K and V, and head dim: 32:8, 128."""
+    return f"{dims['H']}:{dims['HK']}, {dims['D']}"
+
+
+def panels(record: Benchmark) -> list[tuple[str, list[Row]]]:
+    """Return the title and the rows of each panel of the figure."""
+    found: dict[str, list[Row]] = {}
+    for group, unit in (("decode", "TB/s of K and V"), ("prefill", "TFLOP/s")):
+        for row in select_group(record.rows, f"{group}_"):
+            if rate(record, row) is not None:
+                found.setdefault(f"{group}, heads {heads(row.dims)}: {unit}", []).append(row)
+    return list(found.items())
+
+
+def _rated_columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
+    """Return the backends with a rate on one of these rows."""
+    names = {row.backend for row in rows if rate(record, row) is not None}
+    return [c for c in record.backends if c.name in names]
+
+
+def _cell(record: Benchmark, row: Row | None) -> str:
+    """Format microseconds, with the bandwidth in brackets."""
+    value = rate(record, row) if row else None
+    return _micros(row) if value is None else f"{_micros(row)} ({value:.2f})"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return f"{100 * part / whole:.0f} %" if part and whole else formatting.NONE
+
+
+def _ratio_columns(record: Benchmark, group: str) -> tuple[list[str], list[dict[str, float]]]:
+    chosen = [versus for versus in record.versus if versus.group == group]
+    return [versus.title.removeprefix(f"{group[:-1]}: ") for versus in chosen], [
+        ratios(record.rows, versus) for versus in chosen
+    ]
+
+
+def _speedups(found: Sequence[Mapping[str, float]], shape: str) -> list[str]:
+    return [formatting.speedup(one[shape]) if shape in one else formatting.NONE for one in found]
+
+
+def _decode(record: Benchmark) -> ServingTable:
+    rows, read = select_group(record.rows, "decode_"), read_rate(record)
+    shown = _rated_columns(record, rows)
+    plans = [c for c in record.backends if c.name in ("plan", "vllm_fa3_plan") and not c.missing]
+    titles, found = _ratio_columns(record, "decode_")
+    lines = []
+    for shape, cells in by_shape(rows).items():
+        first = next(iter(cells.values()))
+        own = cells.get("greenfast")
+        lines.append(
+            (
+                heads(first.dims),
+                short_name(shape),
+                *(_cell(record, cells.get(c.name)) for c in shown),
+                _share(rate(record, own) if own else None, read),
+                *_speedups(found, shape),
+                *(_micros(cells.get(c.name)) for c in plans),
+            )
+        )
+    header = (*(c.label for c in shown), "of the read bandwidth", *titles, *(f"{c.label}, µs" for c in plans))
+    of = f"; a reduction of 1 GiB reads {read:.2f} TB/s" if read else ""
+    title = (
+        "Decode, one query token for each sequence: µs (TB/s of the K and V attended to), caches beyond L2, pages of "
+        f"64 tokens in random order; plans are made before the calls and stand apart{of}"
+    )
+    return ServingTable(title, ("heads q:kv, head dim", "sequences x keys", *header), lines, len(header))
+
+
+def _prefill(record: Benchmark) -> ServingTable:
+    rows = select_group(record.rows, "prefill_")
+    shown = _rated_columns(record, rows)
+    titles, found = _ratio_columns(record, "prefill_")
+    lines = []
+    for shape, cells in by_shape(rows).items():
+        first = next(iter(cells.values()))
+        rates = [rate(record, row) if (row := cells.get(c.name)) else None for c in shown]
+        values = [formatting.NONE if value is None else f"{value:.0f}" for value in rates]
+        lines.append((heads(first.dims), short_name(shape), *values, *_speedups(found, shape)))
+    header = (*(c.label for c in shown), *titles)
+    title = (
+        "Prefill, causal: TFLOP/s, half of the square counted; greenfast over a paged cache that holds the codes, and "
+        "on bfloat16; FlashAttention-3 over K and V in rows, in FP8 over codes of Q, K and V"
+    )
+    return ServingTable(title, ("heads q:kv, head dim", "sequences x tokens", *header), lines, len(header))
+
+
+def _append(record: Benchmark) -> ServingTable:
+    lines = []
+    for cells in by_shape(select_group(record.rows, "append_")).values():
+        row, copy = cells.get("append"), cells.get("copy")
+        if row is None or row.median_us is None:
+            continue
+        what = "QK-norm and RoPE" if row.dims.get("NORM") else "RoPE"
+        of_copy = _share(copy.median_us, row.median_us) if copy else formatting.NONE
+        moved = f"{append_bytes(row.dims) / row.median_us / 1e6:.2f}"
+        lines.append((heads(row.dims), str(row.dims["TOKENS"]), what, _micros(row), moved, _micros(copy), of_copy))
+    header = ("append, µs", "TB/s", "copy, µs", "of the copy's bandwidth")
+    title = (
+        "Append: Q, K and V in bfloat16 to Q, and to codes and scales in the pages; and a copy that moves as many "
+        "bytes. 64 tokens lie in L2"
+    )
+    return ServingTable(title, ("heads q:kv, head dim", "tokens", "with", *header), lines, len(header))
+
 
 #: Most names to list one by one.
 _FEW = 4
@@ -47,7 +256,7 @@ def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
     shown = _columns(record, record.rows)
     found = [ratios(record.rows, versus) for versus in record.versus]
     lines = [
-        [shape, *(_console_cell(cells.get(c.name)) for c in shown), *(_speedup(ratio, shape) for ratio in found)]
+        [shape, *(_console_cell(cells.get(c.name)) for c in shown), *_speedups(found, shape)]
         for shape, cells in by_shape(record.rows).items()
     ]
     return ["shape", *(c.label for c in shown), *(versus.title for versus in record.versus)], lines
@@ -61,19 +270,10 @@ def _console_cell(row: Row | None) -> str:
 
 def summary(record: Benchmark) -> str:
     """Format the headline, all tables, and the reasons of missing numbers."""
-    if record.comparison == "serving":
-        return _serving_summary(record)
-    grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
     by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))
-    missing = reasons(record)
     parts = (
         f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
-        _lengths_table(record, grid),
-        _times_table(record, grid, _rate, "TFLOP/s, counted as 4·B·H·S²·D, half of it with a mask"),
-        _times_table(
-            record, small, _micros, "Small shapes, µs per call; warm: a call's data are in L2 from the call before"
-        ),
-        _quantize_table(record),
+        *(serving_tables(record) if record.comparison == "serving" else _attention_tables(record)),
         _host_table(record),
         _error_table(
             record, by_inputs, lambda row: (row.inputs, _sizes(row.dims)), lambda row: row.error,
@@ -87,19 +287,20 @@ def summary(record: Benchmark) -> str:
             "Error of the kernel alone, against exact arithmetic on the same codes, by length "
             + (f"(D={by_length[0].dims['D']}, one head, {by_length[0].sampled} of its query rows)" if by_length else "")
         ),
-        formatting.bullets(missing),
+        formatting.bullets(reasons(record)),
     )  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
 
-def _serving_summary(record: Benchmark) -> str:
-    parts = (
-        f"{_capitalized(headline(record.rows, record.versus))}. {clocks_line(record)}".strip(),
-        *serving_tables(record),
-        _host_table(record),
-        formatting.bullets(reasons(record)),
-    )
-    return "\n\n".join(part for part in parts if part)
+def _attention_tables(record: Benchmark) -> list[str]:
+    grid, small = ([row for row in record.rows if row.grid == wanted] for wanted in (True, False))
+    small_text = "Small shapes, µs per call; warm: a call's data are in L2 from the call before"
+    return [
+        _lengths_table(record, grid),
+        _times_table(record, grid, _rate, "TFLOP/s, counted as 4·B·H·S²·D, half of it with a mask"),
+        _times_table(record, small, _micros, small_text),
+        _quantize_table(record),
+    ]
 
 
 def section(record: Benchmark, path: str, answer: Freshness | None = None) -> str:
@@ -197,10 +398,6 @@ def _sizes(dims: Mapping[str, int]) -> str:
     return ", ".join(str(dims[name]) for name in "BHSD")
 
 
-def _speedup(found: Mapping[str, float], shape: str) -> str:
-    return formatting.speedup(found[shape]) if shape in found else formatting.NONE
-
-
 def _rate(row: Row | None) -> str:
     return formatting.NONE if row is None or row.tflops is None else f"{row.tflops:.0f}"
 
@@ -220,7 +417,7 @@ def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | 
         where = [_sizes(first.dims), "causal" if first.dims.get("CAUSAL") else "full"]
         if not first.grid:
             where = [f"{shape} ({where[0]})", first.cache]
-        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *(_speedup(one, shape) for one in found)))
+        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *_speedups(found, shape)))
     numbers = [*(c.label for c in shown), *(versus.title for versus in record.versus)]
     lead = ("B, H, S, D", "mask") if rows[0].grid else ("shape (B, H, S, D)", "L2")
     return f"{text}:\n\n{formatting.table((*lead, *numbers), lines, right=numbers)}"
@@ -324,3 +521,50 @@ def _comparison_of_errors(record: Benchmark, rows: Sequence[AccuracyRow]) -> str
 def _inputs_line(record: Benchmark) -> str:
     kinds = [f"*{kind}* {text}" for kind, text in record.inputs.items() if kind != "normal"]
     return f"Inputs are N(0, 1), or {'; '.join(kinds)}." if kinds else ""
+
+
+def models_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format the records of models.py: milliseconds by model and attention, and the errors of the attention."""
+    rows = []
+    for record in records:
+        plain = {run["model"]: run["median_ms"] for run in record["runs"] if run["attention"] == "torch"}
+        for run in record["runs"]:
+            gain = plain[run["model"]] / run["median_ms"]
+            rows.append(
+                (run["model"], f"{run['tokens']:,}", run["attention"], f"{run['median_ms']:.2f}", f"{gain:.3f}x",
+                 str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]), f"{run['difference']:.4f}")
+            )  # fmt: skip
+    header = ("model", "tokens", "attention", "ms", "speed", "calls routed", "errors of attention", "output differs by")
+    return _sourced_table(header, rows, records)
+
+
+def batching_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format the records of continuous_batching.py: tokens per second by model and attention."""
+    rows = []
+    for record in records:
+        for run in record["runs"]:
+            checks = ["-", "-"]
+            if "agreement" in run:
+                checks = [f"{100 * run['agreement']:.0f} %", f"{run['logprob_error']:.4f}"]
+            rows.append(
+                (run["model"], run["attention"], f"{run['requests']} of {run['prompt_tokens']:,} tokens",
+                 f"{run['tokens_per_s']:.0f}",
+                 f"{run['attention_ms']:.0f} of {run['kernels_ms']:.0f}" if run["kernels_ms"] else "-",
+                 f"{run['peak_gib']:.1f}", *checks)
+            )  # fmt: skip
+    header = (
+        "model", "attention", "prompts", "new tokens/s", "ms of attention, of all kernels", "peak GiB",
+        "tokens that bf16 would choose", "log-probabilities off by",
+    )  # fmt: skip
+    return _sourced_table(header, rows, records)
+
+
+def _sourced_table(header: Sequence[str], rows: Sequence[Sequence[str]], records: Sequence[Mapping[str, Any]]) -> str:
+    """Format a table, and where each of its records was measured."""
+    sources = []
+    for record in records:
+        names = (n for n in ("torch", "diffusers", "transformers") if n in record["environment"])
+        versions = ", ".join(f"{name} {record['environment'][name]}" for name in names)
+        commit = record["git"]["sha"][:10]
+        sources.append(f"Measured on {record['device']['name']}; commit {commit}; {versions}.")
+    return "\n\n".join([formatting.table(header, rows), *dict.fromkeys(sources)])

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.attention import attention_bytes, flops, sdpa_kernels
 from benchmarks.comparison import BenchCell, Comparison, ErrorLimits
-from benchmarks.inputs import INPUTS
-from benchmarks.ratios import by_shape, geometric_mean
-from benchmarks.record_schema import Benchmark, SpeedupPair
+from benchmarks.records import Benchmark, SpeedupPair
+from benchmarks.report import by_shape, geometric_mean
+from benchmarks.sdpa import attention_bytes, flops, sdpa_kernels
+from benchmarks.sdpa_inputs import INPUTS
 from benchmarks.session import BenchSession
 from greenfast.judge.task import Shape
 from greenfast.ops.quantized import PRECISIONS

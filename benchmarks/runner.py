@@ -11,11 +11,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.comparison import BenchCell, CheckResult, Comparison, ErrorLimits, Facts, TimingResult
-from benchmarks.plot import save_benchmark_plot
-from benchmarks.ratios import headline
-from benchmarks.record_io import timed_kernels
-from benchmarks.record_schema import AccuracyRow, Benchmark, HostRow, Row
-from benchmarks.report import benchmark_report
+from benchmarks.freshness import timed_kernels
+from benchmarks.pictures import save_benchmark_plot
+from benchmarks.records import AccuracyRow, Benchmark, HostRow, Row
+from benchmarks.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.backends import KERNEL, Backend, BoundCall
+from benchmarks.sdpa_backends import KERNEL, Backend, BoundCall
 from benchmarks.serving_cases import PAGE
 from benchmarks.serving_inputs import EPS, FP8, AppendInputs, PagedInputs
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.backends import BACKENDS, Backend, BoundCall, first_line
 from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
-from benchmarks.graphs import Captured, call_us, capture, order, queue_interleaved, rounds_for
-from benchmarks.inputs import Inputs, make_inputs
-from benchmarks.record_schema import HostRow
-from benchmarks.references import reference
+from benchmarks.records import HostRow
+from benchmarks.sdpa_backends import BACKENDS, Backend, BoundCall, first_line
+from benchmarks.sdpa_inputs import Inputs, make_inputs, reference
+from benchmarks.timing import Captured, call_us, capture, order, queue_interleaved, rounds_for
 from greenfast.device.bound_launch import BoundLaunch
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu

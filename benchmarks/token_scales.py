@@ -17,10 +17,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
-from benchmarks.graphs import call_us, capture, queue_interleaved, rounds_for
-from benchmarks.inputs import INPUTS, make_inputs
 from benchmarks.options import make_parser
-from benchmarks.references import reference
+from benchmarks.sdpa_inputs import INPUTS, make_inputs, reference
+from benchmarks.timing import call_us, capture, queue_interleaved, rounds_for
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.store import to_json, write_whole
 

@@ -30,7 +30,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from benchmarks.record_io import operator_comparison, read_record, routing_comparison, serving_comparison
+from benchmarks.records import read_record
+from benchmarks.routing import routing
+from benchmarks.sdpa import operator
+from benchmarks.serving import serving as serving_comparison
 from greenfast.device.compiler import compile_kernel, compiler_version
 from greenfast.device.identity import code_hash
 from greenfast.judge.artifacts import RECORD
@@ -99,7 +102,7 @@ def serving_kernels() -> Iterator[Entry]:
 
 def compared_kernels() -> Iterator[Entry]:
     """Yield the kernels that the comparisons of the operator, of routing and of serving time."""
-    for comparison in (operator_comparison(), routing_comparison(), serving_comparison()):
+    for comparison in (operator(), routing(), serving_comparison()):
         for name, (source, _) in (comparison.kernels() if comparison.kernels else {}).items():
             yield source, Target(comparison.arch), name
 

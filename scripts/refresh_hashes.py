@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.attention import peers
-from benchmarks.record_io import AnyRecord, find_comparison, freshness, read_record, timed_kernels
-from benchmarks.record_schema import Benchmark
+from benchmarks.freshness import find_comparison, freshness, timed_kernels
+from benchmarks.records import AnyRecord, Benchmark, read_record
+from benchmarks.sdpa import peers
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launches_of
 from greenfast.judge.artifacts import RECORD

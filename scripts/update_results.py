@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_tables import batching_table, models_table
-from benchmarks.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
-from benchmarks.record_schema import Benchmark
-from benchmarks.report import section
+from benchmarks import parallel_page
+from benchmarks.freshness import current_part, freshness
+from benchmarks.pictures import DESCRIPTION, gains_table, numbers_digest, speed_picture
+from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
+from benchmarks.report import batching_table, models_table, section
 from benchmarks.routing import rules, rules_table
-from benchmarks.speed_picture import DESCRIPTION, gains_table, numbers_digest, speed_picture
 from benchmarks.tiling_rules import tiling_rules
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
@@ -47,6 +47,7 @@ ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evide
 ROUTING_PAGE = "docs/operator.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
+PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
@@ -139,6 +140,7 @@ def generated(root: Path) -> dict[Path, str]:
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
         **_tilings(root),
+        **_parallel_page(root),
     }
 
 
@@ -219,6 +221,22 @@ def _tilings(root: Path) -> dict[Path, str]:
     """The rules of ``kernels.attention.tiling`` from the times of tilings."""
     records = root / TILING_RECORDS
     return {root / TILING_RULES: to_json(tiling_rules(records, root))} if records.is_dir() else {}
+
+
+def _parallel_page(root: Path) -> dict[Path, str]:
+    """The page of several GPUs with its tables and picture, if there are records for them."""
+    rows = parallel_page.read_rows(root)
+    if not rows:
+        return {}
+    page = root / PARALLEL_PAGE
+    text = page.read_text(encoding="utf-8")
+    for name, content in (
+        ("measured", parallel_page.measured_table(rows)),
+        ("aims", parallel_page.aims_table(rows)),
+        ("model", parallel_page.model_table()),
+    ):
+        text = fill(text, name, content, PARALLEL_PAGE)
+    return {page: text, root / PARALLEL_PICTURE: parallel_page.picture(rows)}
 
 
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record_io import AnyRecord, current_part, freshness, read_benchmark, read_record
-from benchmarks.record_schema import Benchmark
+from benchmarks.freshness import current_part, freshness
+from benchmarks.pictures import operator_series
+from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import section
-from benchmarks.speed_picture import operator_series
 from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
@@ -302,7 +302,7 @@ def test_the_readme_gets_its_table_and_its_picture_once_both_records_are_there(
     assert generated(root)[picture] == picture.read_text()  # its numbers are those
     monkeypatch.setattr(update_results, "freshness", lambda record: Freshness("stale", ("other code",)))
     assert "have changed since these numbers, or the ones in the picture, were measured" in generated(root)[page]
-    monkeypatch.setattr("benchmarks.speed_picture._HEAD_DIM", 64)
+    monkeypatch.setattr("benchmarks.pictures._HEAD_DIM", 64)
     assert generated(root)[picture] != picture.read_text()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.record_io import read_record
+from benchmarks.records import read_record
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import INDEX, read_index, render_index
 from greenfast.judge.record_schema import PhaseRecord, Record

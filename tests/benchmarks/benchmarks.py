@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.backends import KERNEL
-from benchmarks.record_schema import AccuracyRow, BackendFacts, Benchmark, HostRow, Row, SpeedupPair
+from benchmarks.records import AccuracyRow, BackendFacts, Benchmark, HostRow, Row, SpeedupPair
+from benchmarks.sdpa_backends import KERNEL
 from benchmarks.serving_cases import cases, flops
 from greenfast.judge.record_schema import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts

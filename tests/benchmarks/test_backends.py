@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import backends
-from benchmarks.backends import BACKENDS, FP8, KERNEL, Backend, BoundCall
-from benchmarks.inputs import INPUTS, Inputs, make_inputs
-from benchmarks.references import reference
+from benchmarks import sdpa_backends
+from benchmarks.sdpa_backends import BACKENDS, FP8, KERNEL, Backend, BoundCall
+from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from greenfast.kernels.attention import config
 from greenfast.numerics.codes import transposed_values
 from greenfast.spec.errors import UsageError
@@ -273,10 +272,10 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
     module.data_type = SimpleNamespace(FP8_E4M3="FP8_E4M3", FLOAT="FLOAT")
     module.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    backends._cudnn_handle.cache_clear()
+    sdpa_backends._cudnn_handle.cache_clear()
     found = inputs(causal)
     assert error(found, prepare("cudnn", found)) < 0.08
-    backends._cudnn_handle.cache_clear()
+    sdpa_backends._cudnn_handle.cache_clear()
 
 
 def make_backend(module: str) -> Backend:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.record_schema import Benchmark
+from benchmarks.records import Benchmark
 from benchmarks.runner import BenchResult
 from greenfast.judge.digest import sealed_json
 from tests.benchmarks.benchmarks import operator_record, peers_record, serving_record

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.parallel import ParallelCase
-from benchmarks.parallel_trace import covered, shares
+from benchmarks.parallel import ParallelCase, covered, shares
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks.plot import save_benchmark_plot
-from benchmarks.record_schema import Benchmark
+from benchmarks.pictures import save_benchmark_plot
+from benchmarks.records import Benchmark
 from tests.benchmarks.benchmarks import operator_record, peers_record, rows
 from tests.judge.report.figures import drawn_by
 

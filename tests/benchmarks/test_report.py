@@ -8,10 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.backends import KERNEL
-from benchmarks.ratios import geometric_mean, headline, ratios
-from benchmarks.record_schema import AccuracyRow, BackendFacts, Benchmark
-from benchmarks.report import benchmark_report, console_table, reasons, section, summary
+from benchmarks.records import AccuracyRow, BackendFacts, Benchmark
+from benchmarks.report import (
+    benchmark_report,
+    console_table,
+    geometric_mean,
+    headline,
+    ratios,
+    reasons,
+    section,
+    summary,
+)
+from benchmarks.sdpa_backends import KERNEL
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
 from tests.benchmarks.benchmarks import BACKENDS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows

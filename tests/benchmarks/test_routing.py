@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from benchmarks import routing
-from benchmarks.attention import flops
-from benchmarks.record_schema import Benchmark, Row
+from benchmarks.records import Benchmark, Row
+from benchmarks.sdpa import flops
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.ops.routing_rules import FA3, TORCH
 from tests.benchmarks.benchmarks import peers_record

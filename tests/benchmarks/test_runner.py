@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import attention
-from benchmarks.backends import BACKENDS, KERNEL
+from benchmarks import sdpa
 from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
-from benchmarks.inputs import INPUTS
-from benchmarks.record_io import freshness, read_record, timed_kernels
-from benchmarks.record_schema import HostRow, Row
+from benchmarks.freshness import freshness, timed_kernels
+from benchmarks.records import HostRow, Row, read_record
 from benchmarks.report import benchmark_report
 from benchmarks.runner import BenchResult, compare
+from benchmarks.sdpa_backends import BACKENDS, KERNEL
+from benchmarks.sdpa_inputs import INPUTS
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.record_io import resolve_aliases
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
@@ -125,7 +125,7 @@ def run(tmp_path: Path) -> Run:
         task = shipped(options.pop("task", "fp8_attention"))
         settings: dict[str, Any] = {"task": task, "arch": "sm_90a", "device": H100}
         asked = replace(request(tmp_path, **(settings | options)), command="python -m benchmarks")
-        comparison = attention.operator() if operator else attention.peers()
+        comparison = sdpa.operator() if operator else sdpa.peers()
         variant = None if operator else task.config.variant(task.config.defaults.candidate)
         watcher = ComparisonWatcher()
         outcome = compare(comparison, asked, variant, watcher, shapes=shapes, grid=grid, rounds=rounds)
@@ -313,11 +313,11 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
     head_dims: tuple[int, ...], lengths: tuple[int, ...], session: Session, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels of some head dims and lengths are compiled: those of all take 20 s."""
-    every = attention.operator_kernels()
+    every = sdpa.operator_kernels()
     assert len(every) == 270
     kernels = {n: k for n, k in every.items() if k[1].dims["D"] in head_dims and k[1].dims["S"] in lengths}
     assert len(kernels) == 18 * len(head_dims) * len(lengths)
-    monkeypatch.setattr(attention, "operator_kernels", lambda: kernels)
+    monkeypatch.setattr(sdpa, "operator_kernels", lambda: kernels)
     session.checked["fp8_plain"] = CheckResult(error=0.3, finite=True)  # on hard inputs an error stops nothing
     outcome = run(None, operator=True)
     record = outcome.record
@@ -325,7 +325,7 @@ def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
     assert outcome.folder.parent.name == "operator"
     assert (record.side, record.sides()) == (None, [])
     assert len(record.kernels) == len(kernels)
-    assert record.kernels == timed_kernels(attention.operator())
+    assert record.kernels == timed_kernels(sdpa.operator())
     assert freshness(record) == Freshness()
     (first, kernel), *others = record.kernels.items()
     changed_to, launch = msgspec.structs.replace, replace(kernel.launch, early=not kernel.launch.early)

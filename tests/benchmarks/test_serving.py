@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import graphs, serving_inputs, serving_kernels, serving_session
-from benchmarks.backends import KERNEL
+from benchmarks import serving as serving_module
+from benchmarks import serving_inputs, timing
 from benchmarks.comparison import BenchCell, Facts
-from benchmarks.record_schema import HostRow
-from benchmarks.serving import serving
+from benchmarks.records import HostRow
+from benchmarks.sdpa_backends import KERNEL
+from benchmarks.serving import ServingSession, load_library, serving, timed_launches
 from benchmarks.serving_backends import BACKENDS
 from benchmarks.serving_cases import (
     PAGE,
@@ -31,8 +32,6 @@ from benchmarks.serving_cases import (
     kv_bytes,
 )
 from benchmarks.serving_inputs import AppendInputs, PagedInputs, append_inputs, paged_inputs
-from benchmarks.serving_kernels import timed_launches
-from benchmarks.serving_session import ServingSession, load_library
 from benchmarks.session import BenchSession
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
@@ -320,7 +319,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> ServingSession:
     made = ServingSession.__new__(ServingSession)
     made._version, made._missing, made._cases = "", "no library", [host_case()]
     compiled: list[Any] = []
-    monkeypatch.setattr(serving_session, "warm", lambda sources, target: compiled.extend(sources))
+    monkeypatch.setattr(serving_module, "warm", lambda sources, target: compiled.extend(sources))
     monkeypatch.setattr(made, "compiled", compiled, raising=False)
     return made
 
@@ -355,9 +354,9 @@ def test_a_cell_is_drawn_checked_and_timed(
 
     held: list[int] = []
     event = SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 1.0)
-    monkeypatch.setattr(graphs, "capture_graph", capture_graph)
-    monkeypatch.setattr(graphs, "replay_us", lambda graph: 400.0)
-    monkeypatch.setattr(graphs, "event", lambda: event)
+    monkeypatch.setattr(timing, "capture_graph", capture_graph)
+    monkeypatch.setattr(timing, "replay_us", lambda graph: 400.0)
+    monkeypatch.setattr(timing, "event", lambda: event)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(session, "device", "cpu", raising=False)
@@ -409,7 +408,7 @@ def test_the_recorded_launches_are_those_of_the_calls(
     name: str, shape: Shape, step: str, small: Callable[[Shape], PagedInputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a contender's call hands to the operators makes the launch that was known from the shape."""
-    monkeypatch.setattr(serving_kernels, "copies", lambda dims: 1 if "SQUARES" in dims else 3)
+    monkeypatch.setattr(serving_module, "copies", lambda dims: 1 if "SQUARES" in dims else 3)
     case = ServingCase(shape, () if "TOKENS" in shape.dims else LENGTHS, token_scales=True)
     expected = timed_launches([case])[f"{step}, {shape.name}"]
     made: list[Any] = []

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record_io
+from benchmarks import freshness as freshness_module
 from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
-from benchmarks.plot import save_benchmark_plot
-from benchmarks.ratios import headline
-from benchmarks.record_io import freshness, read_record
-from benchmarks.record_schema import BackendFacts, HostRow
-from benchmarks.report import summary
+from benchmarks.freshness import current_part, freshness
+from benchmarks.pictures import save_benchmark_plot
+from benchmarks.records import BackendFacts, HostRow, read_record
+from benchmarks.report import headline, read_rate, summary, tables
 from benchmarks.runner import compare
 from benchmarks.serving import serving
 from benchmarks.serving_backends import BACKENDS
-from benchmarks.serving_report import read_rate, tables
 from greenfast.device.worker import Worker
 from greenfast.spec.errors import WrongResultError
 from greenfast.spec.facts import DeviceInfo
@@ -198,11 +196,11 @@ def test_times_of_changed_kernels_are_left_out_of_a_page(monkeypatch: pytest.Mon
     record = serving_record()
     shape, kept = next((r.shape, r.backend) for r in record.rows if r.backend == "greenfast")
     answers = {f"attention, {shape}": Freshness(), f"append, {shape}": Freshness(STALE, ("its code differs",))}
-    monkeypatch.setattr(record_io, "_check_kernels", lambda _: answers)
-    current, gone = record_io.current_part(record)
+    monkeypatch.setattr(freshness_module, "_check_kernels", lambda _: answers)
+    current, gone = current_part(record)
     assert gone == ["append"]
     assert kept in {row.backend for row in current.rows}
     assert "append" in {row.backend for row in record.rows} - {row.backend for row in current.rows}
     assert not current.host
-    monkeypatch.setattr(record_io, "_check_kernels", lambda _: {f"attention, {shape}": Freshness()})
-    assert record_io.current_part(record) == (record, [])
+    monkeypatch.setattr(freshness_module, "_check_kernels", lambda _: {f"attention, {shape}": Freshness()})
+    assert current_part(record) == (record, [])

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import graphs
 from benchmarks import session as sessions
-from benchmarks.attention import flops, operator, peers
-from benchmarks.backends import BACKENDS, KERNEL, Backend, BoundCall
+from benchmarks import timing
 from benchmarks.comparison import BenchCell
-from benchmarks.graphs import Captured, calls_for, order, rounds_for
-from benchmarks.inputs import INPUTS, Inputs, make_inputs
-from benchmarks.references import reference
+from benchmarks.sdpa import flops, operator, peers
+from benchmarks.sdpa_backends import BACKENDS, KERNEL, Backend, BoundCall
+from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from benchmarks.session import BenchSession
+from benchmarks.timing import Captured, calls_for, order, rounds_for
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention.config import read_dims
@@ -176,7 +175,7 @@ class Graph:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(graphs, "event", made.event)
+    monkeypatch.setattr(timing, "event", made.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return made
 
@@ -248,7 +247,7 @@ def test_a_graph_holds_enough_calls_and_keeps_what_they_read(
         out = call().clone()
         return Graph(clock, 100.0 * calls, out, right, [], "x"), out
 
-    monkeypatch.setattr(graphs, "capture_graph", graph)
+    monkeypatch.setattr(timing, "capture_graph", graph)
     ready = BoundCall(lambda: right)
     contend(monkeypatch, lambda _: BoundCall(lambda: right, copies=7))
     assert session.add("x", True).reason == ""
@@ -321,7 +320,7 @@ def test_what_is_no_attention_is_timed_unchecked(
     session: BenchSession, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = torch.zeros(3)
-    monkeypatch.setattr(graphs, "capture_graph", lambda call, calls: (Graph(clock, 2000.0, out, out, [], "x"), call()))
+    monkeypatch.setattr(timing, "capture_graph", lambda call, calls: (Graph(clock, 2000.0, out, out, [], "x"), call()))
     contend(monkeypatch, lambda _: BoundCall(lambda: ("codes", "scales")), attention=False)
     found = session.add("x", True)
     assert (found.reason, found.finite, found.error) == ("", True, None)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention import SMALL, peers
-from benchmarks.backends import KERNEL
 from benchmarks.comparison import BenchCell
-from benchmarks.record_io import read_record
-from benchmarks.record_schema import Benchmark
+from benchmarks.records import Benchmark, read_record
+from benchmarks.sdpa import SMALL, peers
+from benchmarks.sdpa_backends import KERNEL
 from benchmarks.session import BenchSession
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record_io import record_schema as all_schemas
+from benchmarks.records import record_schema as all_schemas
 from greenfast.judge.record_index import read_content
 from greenfast.judge.record_io import record_schema
 

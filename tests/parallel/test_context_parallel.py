@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parallel_record import ParallelRecord, read_parallel, write_record
+from benchmarks.records import ParallelRecord, read_parallel, write_record
 from greenfast.parallel.group import RankGroup, _ErrorContext
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running

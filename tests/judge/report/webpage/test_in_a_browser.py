@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.pages import benchmark_page
-from benchmarks.record_io import read_benchmark
+from benchmarks.pictures import benchmark_page
+from benchmarks.records import read_benchmark
 from greenfast.judge.pages import record_page
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record

@@ -1,4 +1,4 @@
-"""The inputs of a comparison: Q, K and V from one of several distributions, shared by all backends."""
+"""Inputs of attention: Q, K and V from one of several distributions, and the float64 references of their outputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Generator, Tensor
 
+from benchmarks.comparison import CheckResult
 from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Mask, Sizes, read_dims
-from greenfast.numerics.formats import quantize
+from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
+from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.errors import UsageError
 
 #: Outliers as in the FlashAttention-3 paper: N(0, 1) + N(0, 100) * Bernoulli(0.001).
@@ -183,3 +185,62 @@ def make_inputs(dims: Mapping[str, int], seed: int, kind: str, device: str) -> I
         values[name] = _KINDS[kind][1](torch.randn(shape, generator=draw, device=device), name, draw)
         codes[name], scales[name] = quantize(values[name], "e4m3")
     return Inputs(config, sizes, values, codes, scales)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Attention for some query rows of every head; float64 (heads, rows, head_dim).
+
+    rows: indices, (heads, rows). full: on the unquantized values. exact: on the dequantized codes. bound: largest
+    rounding error of a kernel with E4M3 weights relative to ``exact``. The last two are empty if no backend reads
+    codes.
+    """
+
+    rows: Tensor
+    full: Tensor
+    exact: Tensor
+    bound: Tensor
+
+    def check(self, out: Tensor, same_codes: bool) -> CheckResult:
+        """Measure the errors of an output, float32 (heads, length, head_dim). same_codes: computed from the codes."""
+        heads = torch.arange(len(self.rows), device=out.device).unsqueeze(1)
+        sampled = out[heads, self.rows].double()
+        error, finite = float((sampled - self.full).norm() / self.full.norm()), bool(torch.isfinite(out).all())
+        if not same_codes:
+            return CheckResult(error, finite=finite)
+        deviation = (sampled - self.exact).abs()
+        kernel_error = float(deviation.norm() / self.exact.norm())
+        return CheckResult(error, kernel_error, float((deviation / self.bound).max()), finite)
+
+
+def reference(inputs: Inputs, count: int, *, codes: bool) -> Reference:
+    """Compute references for up to ``count`` random rows per head, including the first and the last row."""
+    config, sizes = inputs.config, inputs.sizes
+    scale, device = 1.0 / math.sqrt(config.head_dim), inputs.values["q"].device
+    generator = torch.Generator().manual_seed(sizes.q_len)
+    keys = torch.arange(sizes.kv_len, device=device)
+    rows, full, exact, bound = [], [], [], []
+    group = sizes.heads // sizes.kv_heads
+    for head in range(sizes.batch * sizes.heads):
+        if count < sizes.q_len:
+            drawn = torch.randperm(sizes.q_len, generator=generator)[:count]
+            drawn[0], drawn[-1] = 0, sizes.q_len - 1
+        else:
+            drawn = torch.arange(sizes.q_len)
+        chosen = drawn.to(device)
+        mask = keys <= chosen.unsqueeze(1) if config.causal else None
+        index = {"q": head, "k": head // group, "v": head // group}
+        q, k, v = (inputs.values[name][index[name]].unsqueeze(0) for name in "qkv")
+        full.append(attention(q[:, chosen], k, v, scale, mask))
+        rows.append(chosen)
+        if codes:
+            q, k, v = (
+                dequantize(inputs.codes[name][i : i + 1], inputs.scales[name][i : i + 1], "e4m3")
+                for name, i in index.items()
+            )
+            exact.append(attention(q[:, chosen], k, v, scale, mask))
+            bound.append(attention_rounding_bound(q[:, chosen], k, v, scale, mask, E4M3_POLYNOMIAL_WEIGHTS))
+    none = torch.empty(0, device=device)
+    return Reference(
+        torch.stack(rows), torch.cat(full), torch.cat(exact) if codes else none, torch.cat(bound) if codes else none
+    )

@@ -1,81 +1,31 @@
-"""Read records, and check whether their kernels equal today's."""
+"""Check whether the kernels of a record equal today's."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from benchmarks.comparison import Comparison
-from benchmarks.record_schema import Benchmark
-from benchmarks.serving_cases import GROUPS
+from benchmarks.records import AnyRecord, Benchmark
+from benchmarks.routing import routing
+from benchmarks.sdpa import operator
+from benchmarks.serving import STEPS, serving
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
-from greenfast.judge import record_io as judged
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record, TimedKernel
+from greenfast.judge.record_io import check_freshness
+from greenfast.judge.record_schema import TimedKernel
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import STALE, Freshness, worst
 from greenfast.spec.kernel import KernelSource
-
-AnyRecord: TypeAlias = "Record | BenchRecord | PhaseRecord | Benchmark"
-
-
-def read_record(run: Path) -> AnyRecord:
-    """Read the record of a run from its folder or file. Shapes get the task's current names.
-
-    Raises UsageError for any other path.
-    """
-    record: AnyRecord = judged.read_run(run, Record | BenchRecord | PhaseRecord | Benchmark)
-    return record
-
-
-def record_schema() -> dict[str, Any]:
-    """Return the JSON Schema of record files of all kinds, those of the judge included."""
-    return judged.record_schema(Record | BenchRecord | PhaseRecord | Benchmark)
-
-
-def read_benchmark(run: Path) -> Benchmark:
-    """Read the record of a comparison. Raises UsageError for any other record."""
-    record = read_record(run)
-    if not isinstance(record, Benchmark):
-        raise UsageError(f"{run}: not a record of python -m benchmarks peers, operator, serving or routing")
-    return record
-
-
-def operator_comparison() -> Comparison:
-    """Return the comparison of ``python -m benchmarks sdpa``."""
-    # Imported by name: reading records needs no PyTorch.
-    comparison: Comparison = importlib.import_module("benchmarks.attention").operator()
-    return comparison
-
-
-def routing_comparison() -> Comparison:
-    """Return the comparison of ``python -m benchmarks routing``."""
-    comparison: Comparison = importlib.import_module("benchmarks.routing").routing()
-    return comparison
-
-
-def serving_comparison(
-    groups: Sequence[str] | None = None, *, quick: bool = False, fa3_library: str = ""
-) -> Comparison:
-    """Return the comparison of ``python -m benchmarks serving`` for some groups, by default all.
-
-    Raises UsageError for unknown groups.
-    """
-    module = importlib.import_module("benchmarks.serving")
-    comparison: Comparison = module.serving(groups or GROUPS, quick=quick, fa3_library=fa3_library)
-    return comparison
 
 
 def find_comparison(record: Benchmark) -> Comparison:
     """Return today's comparison for a record without a task's own kernel."""
-    make = {"serving": serving_comparison, "routing": routing_comparison}.get(record.comparison, operator_comparison)
-    return make()
+    makers: dict[str, Callable[[], Comparison]] = {"serving": serving, "routing": routing}
+    return makers.get(record.comparison, operator)()
 
 
 def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
@@ -100,7 +50,7 @@ def timed_kernels(comparison: Comparison) -> dict[str, TimedKernel]:
 def freshness(record: AnyRecord) -> Freshness:
     """Return whether a record's kernels and launches equal today's, as built by this machine's compiler."""
     if not isinstance(record, Benchmark) or record.side is not None:
-        return judged.check_freshness(record)
+        return check_freshness(record)
     return worst(_check_kernels(record).values())
 
 
@@ -126,9 +76,8 @@ def current_part(record: Benchmark) -> tuple[Benchmark, list[str]]:
 
     If any is removed, the host times are removed too: they measure the code around the kernels.
     """
-    steps: dict[str, tuple[str, ...]] = importlib.import_module("benchmarks.serving_kernels").STEPS
     changed = {n.rpartition(", ")[0] for n, answer in _check_kernels(record).items() if answer.status == STALE}
-    gone = [name for name, kernel_steps in steps.items() if changed.intersection(kernel_steps)]
+    gone = [name for name, kernel_steps in STEPS.items() if changed.intersection(kernel_steps)]
     if not gone:
         return record, []
     rows = [row for row in record.rows if row.backend not in gone]

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import sage
-from benchmarks.inputs import Inputs
-from benchmarks.record_schema import BackendFacts
+from benchmarks.records import BackendFacts
+from benchmarks.sdpa_inputs import Inputs
 from greenfast.numerics.formats import quantize
 from greenfast.ops import sdpa as operator
 from greenfast.ops.quantized import Precision

@@ -1,9 +1,4 @@
-"""The picture and tables of docs/parallel.md: what the model says of more GPUs, with the runs that there are.
-
-python -m benchmarks parallel_picture [--check]    (--check changes nothing; exit 1 where they are others)
-
-The model is ``greenfast.parallel.cost``; runs are evidence/parallel-*.json, of ``python -m benchmarks parallel``.
-"""
+"""The picture and tables of docs/parallel.md, from the model ``greenfast.parallel.cost`` and the kept runs."""
 
 from __future__ import annotations
 
@@ -16,13 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from benchmarks.options import make_parser
 from benchmarks.parallel_backends import BACKENDS
-from benchmarks.parallel_record import CaseRow, read_parallel
+from benchmarks.records import CaseRow, read_parallel
+from greenfast.judge.report import formatting
 from greenfast.parallel import cost
 
-ROOT = Path(__file__).parents[1]
-PICTURE, PAGE = ROOT / "docs" / "images" / "parallel.svg", ROOT / "docs" / "parallel.md"
 HEADS, HEAD_DIM = 32, 128
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _LENGTHS = {131072: ("128k", "#0072B2"), 1 << 20: ("1M", "#D55E00"), 1 << 23: ("8M", "#444444")}
@@ -35,25 +28,25 @@ _METHODS = {"ring": (cost.estimate_ring, "-"), "ulysses": (cost.estimate_ulysses
 
 
 def sizes(size: int, rows: int) -> cost.CallSizes:
-    """Of a causal attention on ``size`` ranks."""
+    """Return the sizes of a causal attention on ``size`` ranks."""
     each = rows // size
     return cost.CallSizes(size, 1, HEADS, HEADS, each, each, HEAD_DIM, True)
 
 
 def rate(method: str, size: int, rows: int) -> float:
-    """TFLOP/s of each GPU by the model."""
+    """Return TFLOP/s of each GPU by the model."""
     of = sizes(size, rows)
     return of.flops / _METHODS[method][0](of).seconds / 1e12
 
 
-def records() -> list[CaseRow]:
-    """Rows of two GPUs of all runs that are kept."""
-    found = [read_parallel(path) for path in sorted((ROOT / "evidence").glob("parallel-*.json"))]
+def read_rows(root: Path) -> list[CaseRow]:
+    """Read the rows of two GPUs of all kept runs."""
+    found = [read_parallel(path) for path in sorted((root / "evidence").glob("parallel-*.json"))]
     return [row for record in found if record.ranks == 2 for row in record.rows]
 
 
 def draw(rows: Sequence[CaseRow]) -> Figure:
-    """The figure: rates by the number of GPUs, and by the length of the sequence on two of them."""
+    """Draw the figure: rates by the number of GPUs, and by the length of the sequence on two of them."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
     scaling, two = figure.subplots(1, 2)
     for length, (name, color) in _LENGTHS.items():
@@ -93,43 +86,41 @@ def _axes(axes: Axes, x: str, title: str) -> None:
 
 
 def model_table() -> str:
-    """Rates of some numbers of GPUs in Markdown; a dash where there are fewer rows than a tile, or fewer heads."""
+    """Format rates of some numbers of GPUs; a dash where there are fewer rows than a tile, or fewer heads."""
     columns = [(131072, "ring"), (131072, "ulysses"), (1 << 20, "ring"), (1 << 20, "ulysses"), (1 << 23, "ring")]
     names = [f"{_LENGTHS[n][0]} rows, {method}" for n, method in columns]
-    lines = [f"| GPUs | {' | '.join(names)} |", "|---:|" + "---:|" * len(names)]
-    for size in (2, 4, 8, 64, 1024):
-        cells = [f"{rate(method, size, n):.0f}" if _sensible(method, size, n) else "-" for n, method in columns]
-        lines.append(f"| {size:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        (f"{size:,}", *(f"{rate(m, size, n):.0f}" if _sensible(m, size, n) else formatting.NONE for n, m in columns))
+        for size in (2, 4, 8, 64, 1024)
+    ]
+    return formatting.table(("GPUs", *names), rows, right=("GPUs", *names))
 
 
 def _sensible(method: str, size: int, length: int) -> bool:
     return length // size >= 1024 and (method == "ring" or size <= HEADS)
 
 
-def measured_table() -> str:
-    """The runs on two GPUs in Markdown."""
-    rows = records()
-    if not rows:
-        return "No run on two GPUs is kept yet."
-    header = "| case | contender | ms | TFLOP/s per GPU | error | exposed | idle | MiB | model, ms |"
-    lines = [header, "|---|---|" + "---:|" * 7]
+def measured_table(rows: Sequence[CaseRow]) -> str:
+    """Format the runs on two GPUs."""
+    header = ("case", "contender", "ms", "TFLOP/s per GPU", "error", "exposed", "idle", "MiB", "model, ms")
+    lines = []
     for row in rows:
         shares = ["-" if x is None else f"{100 * x:.1f} %" for x in (row.exposed, row.idle)]
         error = f"{row.error:.4f}" if row.error else "-"
         model = "-" if row.model_ms is None else f"{row.model_ms:.2f}"
         cells = [f"{row.median_ms:.2f}", f"{row.tflops:.0f}", error, *shares, f"{row.peak_bytes / 2**20:.0f}", model]
-        lines.append(f"| {row.case} | {BACKENDS[row.backend].label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((row.case, BACKENDS[row.backend].label, *cells))
+    return formatting.table(header, lines, right=header[2:])
 
 
-def aims_table() -> str:
-    """What the runs reached of what was aimed at, in Markdown: the faster of greenfast's methods in each case."""
-    rows = {(row.case, row.backend): row for row in records()}
+def aims_table(measured: Sequence[CaseRow]) -> str:
+    """Format the goals and what the faster of greenfast's methods reached in each case."""
+    rows = {(row.case, row.backend): row for row in measured}
     header = (
-        "| case | TFLOP/s: aim | came | by | of PyTorch's best | of FA3's ring | of `alone` | exposed: aim | came |"
-    )
-    lines = [f"{header} model's time of ring's, ulysses' |", "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"]
+        "case", "TFLOP/s: aim", "came", "by", "of PyTorch's best", "of FA3's ring", "of `alone`", "exposed: aim",
+        "came", "model's time of ring's, ulysses'",
+    )  # fmt: skip
+    lines = []
     for case, (rate, exposed) in _AIMS.items():
         of = {name: row for (at, name), row in rows.items() if at == case}
         if not of:
@@ -139,37 +130,15 @@ def aims_table() -> str:
         ratios = [f"{x / best.median_ms:.2f}x" for x in (theirs, of["fa3"].median_ms, of["alone"].median_ms)]
         models = ", ".join(f"{(of[name].model_ms or 0) / of[name].median_ms:.0%}" for name in _METHODS)
         came = "-" if best.exposed is None else f"{best.exposed:.1%}"
-        cells = [rate or "-", f"{best.tflops:.0f}", best.backend, *ratios, f"{exposed:.0%}", came, models]
-        lines.append(f"| {case} | {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append(
+            (case, str(rate or "-"), f"{best.tflops:.0f}", best.backend, *ratios, f"{exposed:.0%}", came, models)
+        )
+    return formatting.table(header, lines, right=set(header) - {"case", "by"})
 
 
-def page() -> str:
-    """docs/parallel.md with the tables of today's model and records."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, content in (("measured", measured_table()), ("aims", aims_table()), ("model", model_table())):
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}{content}\n{end}{rest.split(end, 1)[1]}"
-    return text
-
-
-def picture() -> str:
-    """The SVG; the same bytes for the same numbers."""
+def picture(rows: Sequence[CaseRow]) -> str:
+    """Return the SVG; the same bytes for the same numbers."""
     with rc_context({"svg.hashsalt": "greenfast", "svg.fonttype": "none", "font.size": 9}):
         out = io.StringIO()
-        FigureCanvasSVG(draw(records())).print_svg(out, metadata={"Date": None})  # type: ignore[no-untyped-call]
+        FigureCanvasSVG(draw(rows)).print_svg(out, metadata={"Date": None})  # type: ignore[no-untyped-call]
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the picture, or with --check compare it."""
-    parser = make_parser("parallel_picture", __doc__)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(argv)
-    made = {PICTURE: picture(), PAGE: page()}
-    if args.check:
-        return int(any(not file.is_file() or file.read_text(encoding="utf-8") != text for file, text in made.items()))
-    for file, text in made.items():
-        file.write_text(text, encoding="utf-8")
-    return 0

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.backends import BACKENDS, KERNEL
 from benchmarks.comparison import BenchCell, Comparison, ErrorLimits
-from benchmarks.inputs import INPUTS
-from benchmarks.record_schema import SpeedupPair
+from benchmarks.records import SpeedupPair
+from benchmarks.sdpa_backends import BACKENDS, KERNEL
+from benchmarks.sdpa_inputs import INPUTS
 from benchmarks.session import BenchSession
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
