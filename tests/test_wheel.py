@@ -34,7 +34,7 @@ def test_package_and_kernels_are_in_the_wheel(wheel_names: set[str]) -> None:
 
 
 def test_tasks_are_in_the_wheel_under_the_package(wheel_names: set[str]) -> None:
-    expected = {f"greenfast/tasks/{path.as_posix()}" for path in _files("tasks", "*.json")}
+    expected = {f"greenfast/tasks/{path.as_posix()}" for path in _files("tasks", "*.json", "*.py", "*.cuh")}
     assert expected
     assert expected <= wheel_names
 

@@ -20,12 +20,12 @@ from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import find_task, load, task_folders
-from greenfast.kernels.ladder import family as ladder
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.emulator.kernels import run_source
 
 SHIPPED = [load_task(folder).config.name for folder in task_folders()]

@@ -14,11 +14,11 @@ from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.kernels.attention.heuristics import rules
-from greenfast.kernels.ladder import family as ladder
 from greenfast.ops import warmup
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.emulator.corpus.everything import ENTRIES
 from tests.emulator.corpus.runner import kernel_of
 from tests.emulator.instructions.case import kernel_source

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from greenfast.problems import attention as attention_problem
-from greenfast.problems import ladder as ladder_problem
+from tasks.fp8_sdpa_stage_c_wmma import problem as ladder_problem
 from tests.gpu import references
 
 

@@ -19,9 +19,9 @@ from greenfast.judge.record_io import check_freshness, load_record_family, read_
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, Build, Record, Side
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.ladder import family as ladder
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch, program_of
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 #: A record of each kernel family, and the shape whose kernels are compared.
@@ -63,9 +63,11 @@ def record(request: pytest.FixtureRequest) -> AnyRecord:
 
 @pytest.fixture
 def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the kernels' folder, which the families read in its place."""
+    """A copy of greenfast's headers and, in a folder of it, of the ladder's; the families read these."""
     copy = tmp_path / "kernels"
     shutil.copytree(KERNEL_DIR, copy)
+    shutil.copytree(ladder.FOLDER, copy / "ladder")
+    monkeypatch.setattr(ladder, "FOLDER", copy / "ladder")
     for family in (hopper, ladder):
         monkeypatch.setattr(family, "KERNEL_DIR", copy)
     return copy

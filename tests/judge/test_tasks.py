@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.task import load_task
-from greenfast.judge.tasks import find_task, load, task_folders
+from greenfast.judge.tasks import find_task, load, load_family, task_folders
 from greenfast.judge.validate import validate
+from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
@@ -97,6 +102,19 @@ def test_two_tasks_with_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
     b = loaded(tmp_path / "b" / "mine", family=FAMILY.replace("twice", "thrice"))
     assert a.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "twice"
     assert b.family.kernel({"FAST": 1}, "float", {"N": 5}).entry == "thrice"
+
+
+def test_only_families_of_greenfast_are_imported_into_this_process(tmp_path: Path) -> None:
+    """The file of a shipped task is imported once. A copy of it elsewhere runs in a confined process."""
+    task = find_task("fp8_sdpa")
+    assert load_family(task) is load_family(task) is sys.modules[ladder.__name__]
+    shutil.copytree(task.folder, tmp_path / "copy")
+    copied = load_family(load_task(tmp_path / "copy"))
+    assert isinstance(copied, RemoteFamily)
+    values, dims = task.config.variant("stage2").values, task.config.shape("small").dims
+    mine = copied.kernel(values, "e4m3", dims)
+    assert mine.source == ladder.kernel(values, "e4m3", dims).source
+    assert mine.include_dirs == (tmp_path / "copy" / "kernels", KERNEL_DIR)
 
 
 @pytest.mark.parametrize(("us", "decision"), [(5.0, "MERGE"), (10.0, "DEFER"), (20.0, "DEFER")])

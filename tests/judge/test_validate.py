@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, req
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
 
+SDPA = Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma"
 FAST, SLOW = Script(us=10.0), Script(us=20.0)
 
 
@@ -273,8 +275,9 @@ def test_what_was_drawn_and_the_clocks_are_recorded(run: Callable[..., Outcome])
 
 def edited_task(folder: Path, edit: Callable[[dict[str, Any]], None]) -> LoadedTask:
     """The attention task with its config changed, in a separate folder."""
-    from_config = load_task(Path(__file__).parents[2] / "tasks" / "fp8_sdpa_stage_c_wmma")
+    from_config = load_task(SDPA)
     config = json.loads(msgspec.json.encode(from_config.config))
+    config |= {key: str(from_config.folder / config[key]) for key in ("family", "problem")}
     edit(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config_forward.json").write_text(json.dumps(config))
@@ -312,12 +315,13 @@ def test_a_promise_against_the_predecessor_that_does_not_hold_defers(
     assert_deferred(run(task=task), "EVIDENCE", "(stage1)")
 
 
-BROKEN_FAMILY = """from dataclasses import replace
-from greenfast.kernels.ladder import family as ladder
-from greenfast.kernels.ladder.family import launch
+BROKEN_FAMILY = """
+from dataclasses import replace
+
+render = kernel
 
 def kernel(toggles, fmt, dims, *, instrumented=False):
-    source = ladder.kernel(toggles, fmt, dims, instrumented=instrumented)
+    source = render(toggles, fmt, dims, instrumented=instrumented)
     if toggles["USE_WMMA_PV"]:
         source = replace(source, source=source.source + "\\nint broken() { return no_such_name; }\\n", name="mine.cu")
     return source
@@ -326,8 +330,9 @@ def kernel(toggles, fmt, dims, *, instrumented=False):
 
 def broken_task(folder: Path) -> LoadedTask:
     """The attention task, whose Stage 2 does not compile."""
-    folder.mkdir(parents=True)
-    (folder / "family.py").write_text(BROKEN_FAMILY)
+    shutil.copytree(SDPA / "kernels", folder)
+    with (folder / "family.py").open("a") as family:
+        family.write(BROKEN_FAMILY)
     return edited_task(folder, lambda c: c.update(family="family.py"))
 
 

@@ -8,11 +8,11 @@ from greenfast.judge.task import Shape
 from greenfast.judge.tasks import find_task, load
 from greenfast.judge.variant_choice import choices, chosen_rung
 from greenfast.kernels.attention import ada, hopper
-from greenfast.kernels.attention import family as fast
 from greenfast.kernels.attention.config import FORMATS, read_dims
-from greenfast.kernels.ladder import family as ladder
 from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import UsageError
+from tasks.fp8_attention import family as fast
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 
 DIMS = {"B": 1, "H": 8, "S": 512, "D": 64}
 HOPPER, ADA, STAGE2 = ({"USE_WGMMA": w, "USE_QMMA": q} for w, q in ((1, 0), (0, 1), (0, 0)))

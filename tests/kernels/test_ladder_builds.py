@@ -9,9 +9,9 @@ import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
-from greenfast.kernels.ladder import family as ladder
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.kernels.ladder_task import CONFIG, RUNGS, SMALL, is_full_fusion, toggles
 
 ARCHS = ("sm_89", "sm_90a")

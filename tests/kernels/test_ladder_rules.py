@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.kernels.ladder import family as ladder
-from greenfast.problems import ladder as sdpa_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource
+from tasks.fp8_sdpa_stage_c_wmma import problem as sdpa_problem
+from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.kernels.ladder_task import CONFIG, FORMS, RUNGS, SMALL, all_toggles, is_full_fusion, is_legal, toggles
 
 ADA = Target("sm_89")
@@ -150,7 +150,7 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    header = re.findall(r'#include "ladder/(\w+\.cuh)"', source.source)[0]
+    header = re.findall(r'#include "(\w+\.cuh)"', source.source)[0]
     assert f"{header}(" in str(caught.value)
 
 
@@ -209,16 +209,14 @@ def plans(correction: int = 0) -> KernelSource:
         for head_dim in ladder.HEAD_DIMS
         if is_legal(t)
     ]
-    found = sorted(
-        {re.findall(r'"ladder/(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources}
-    )
+    found = sorted({re.findall(r'"(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources})
     storages = {
         "staged": "SharedStorage",
         "registers": "RegistersStorage",
         "specialized": "SpecializedStorage",
         "persistent": "PersistentStorage",
     }
-    text = [f'#include "ladder/{header}.cuh"' for header in storages]
+    text = [f'#include "{header}.cuh"' for header in storages]
     for i, (header, struct) in enumerate(found):
         size = f"sizeof(greenfast::{storages[header]}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from greenfast.numerics.inputs import INPUT_RECIPE, standard_normal
-from greenfast.problems import ladder as sdpa_problem
+from tasks.fp8_sdpa_stage_c_wmma import problem as sdpa_problem
 
 SMALL = {"B": 1, "H": 1, "S": 32, "D": 64}
 MISSION = {"B": 1, "H": 8, "S": 512, "D": 64}

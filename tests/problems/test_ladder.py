@@ -16,7 +16,7 @@ from greenfast.judge.task import ErrorGate
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import standard_normal
-from greenfast.problems import ladder as sdpa_problem
+from tasks.fp8_sdpa_stage_c_wmma import problem as sdpa_problem
 from tests.kernels.ladder_task import CONFIG, SMALL
 
 SCALE = 64**-0.5

@@ -32,7 +32,7 @@ _OWN = "greenfast.kernels."
 #: Parameters of a Triton solution that are launch options and not constants.
 _TRITON_OPTIONS = ("num_warps", "num_stages")
 #: Files of a task: its config and its code.
-_TASK_FILES = ("config_*.json", "*.py", "*.cu", "*.cuh")
+_TASK_FILES = ("config_*.json", "*.py", "*.cu", "*.cuh", "kernels/*.py", "kernels/*.cuh")
 #: A directive that reads a file or may do so (a comment can precede its keyword); and the allowed header names.
 _READS = re.compile(r"(?:#|%:|\?\?=)[ \t\v\f\r]*(?:(?:include|include_next|import|embed)\b|(?=/\*))([^\n]*)")
 _HEADER = re.compile(r"(?:<[\w.+-]+(?:/[\w.+-]+)*>|\"[\w.+-]+(?:/[\w.+-]+)*\")")
@@ -50,14 +50,17 @@ class Sources:
         self.space, self._request, self._work = space, request, work
         self._solution: ResolvedSolution | None = None
         self._files: dict[str, bytes] = {}
-        self._root = KERNEL_DIR
+        #: The folders that the files of regions are searched in, in this order; by folder the name of its edited copy.
+        self._folders = {KERNEL_DIR: "kernels"}
+        if (own := request.task.folder / "kernels").is_dir():
+            self._folders = {own: "task_kernels", **self._folders}
         #: The rung with budget and error limits for candidates that are no rung; None for a solution.
         self.rung: Rung | None = None
         if space.solution:
             if space.family or space.rung:
                 raise UsageError(f"space {space.name}: `solution` excludes `family` and `rung`")
             self._solution = resolved = find_solution(space_folder / space.solution)
-            self._root, self._files = resolved.folder, collect_files(resolved, request.out)
+            self._folders, self._files = {resolved.folder: "solution"}, collect_files(resolved, request.out)
             if (language := resolved.config.language) in EXTRAS:  # else each candidate would fail with this error
                 require(f"{space.solution}, a solution in {language},", language)
             options = dict.fromkeys(_TRITON_OPTIONS if resolved.config.language == "triton" else ())
@@ -119,16 +122,17 @@ class Sources:
                 implementation = dataclasses.replace(implementation, requirements=self.rung)
         if not edits:
             return implementation
-        folder = self._work / candidate.key / "kernels"
-        copy_folder(KERNEL_DIR, folder, "*.py", "__pycache__")
-        for name, text in edits.items():
-            write_whole(folder / name, text)
+        copies = {folder: self._work / candidate.key / name for folder, name in self._folders.items()}
+        for folder, copied in copies.items():
+            copy_folder(folder, copied, "*.py", "__pycache__")
+        for file, text in edits.items():
+            write_whole(copies[self._folder_of(file)] / file, text)
         variant = Variant(f"{implementation.variant.name}+{candidate.key[:6]}", implementation.variant.toggles)
         return dataclasses.replace(
             implementation,
             variant=variant,
             rung=None,
-            family=cast(Family, PatchedFamily(implementation.family, folder)),
+            family=cast(Family, PatchedFamily(implementation.family, copies)),
         )
 
     def _of_solution(
@@ -173,11 +177,17 @@ class Sources:
             files[region.file] = before + text + after
         return files
 
+    def _folder_of(self, file: str) -> Path:
+        """Return the first folder with this file, or the last folder."""
+        *first, last = self._folders
+        return next((folder for folder in first if (folder / file).is_file()), last)
+
     def _split(self, name: str, region: Region, text: str | None = None) -> tuple[str, str, str]:
         """Split a region's file into the text before the region, in it, and after it."""
-        path = self._root / region.file
-        if not path.resolve().is_relative_to(self._root.resolve()):
-            raise UsageError(f"region {name}: {region.file} is outside of {self._root}")
+        folder = self._folder_of(region.file)
+        path = folder / region.file
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UsageError(f"region {name}: {region.file} is outside of {folder}")
         if text is None:
             try:
                 text = (self._files.get(region.file) or path.read_bytes()).decode()
@@ -197,19 +207,21 @@ class Sources:
 
 
 class PatchedFamily:
-    """A family with edited headers: its include folder is replaced by a patched copy."""
+    """A family with edited headers: its include folders are replaced by patched copies."""
 
-    def __init__(self, family: Family, folder: Path) -> None:
-        self._family, self._folder = family, folder
+    def __init__(self, family: Family, copies: Mapping[Path, Path]) -> None:
+        """copies: by folder its copy."""
+        self._family = family
+        self._copies = {folder.resolve(): copied for folder, copied in copies.items()}
 
     def program(
         self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
     ) -> Program:
-        """Return the family's program with the patched include folder."""
+        """Return the family's program with the patched include folders."""
         made = program_of(self._family, toggles, fmt, dims, instrumented=instrumented)
         steps = []
         for step in made.steps:
-            folders = tuple(self._folder if folder == KERNEL_DIR else folder for folder in step.kernel.include_dirs)
+            folders = tuple(self._copies.get(folder.resolve(), folder) for folder in step.kernel.include_dirs)
             steps.append(dataclasses.replace(step, kernel=dataclasses.replace(step.kernel, include_dirs=folders)))
         return dataclasses.replace(made, steps=tuple(steps))
 

@@ -44,8 +44,8 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of a source that an edit may replace: the lines between two markers, or the whole file without markers.
 
-    file: path in the solution or in greenfast's kernels. begin, end: texts of the marker lines, which are kept. text:
-    the current text; filled in when a run starts.
+    file: path in the solution; or in the folder ``kernels`` of the task, else in greenfast's kernels. begin, end: texts
+    of the marker lines, which are kept. text: the current text; filled in when a run starts.
     """
 
     file: str

@@ -21,8 +21,10 @@ from greenfast.spec.errors import GreenfastError, UsageError, unknown
 from greenfast.spec.kernel import Family
 from greenfast.spec.problem import Problem
 
-#: Prefix of greenfast's own families. Only these are imported into the judge's process.
+#: Prefix of the families in greenfast's package.
 _OWN = "greenfast.kernels."
+#: The folders of greenfast's own tasks: in an installed package, and in a source checkout.
+_OWN_ROOTS = (KERNEL_DIR.parent / "tasks", KERNEL_DIR.parents[2] / "tasks")
 #: Environment variable: additional folders of tasks, separated like PATH.
 TASKS_VARIABLE = "GREENFAST_TASKS"
 
@@ -42,9 +44,7 @@ def _roots() -> Iterator[Path]:
     for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
         if entry:
             yield Path(entry)
-    package = KERNEL_DIR.parent
-    yield package / "tasks"  # an installed package
-    yield package.parents[1] / "tasks"  # a source checkout
+    yield from _OWN_ROOTS
 
 
 def task_folders() -> list[Path]:
@@ -101,16 +101,16 @@ def load(task: Task) -> LoadedTask:
 def load_family(task: Task) -> Family:
     """Load the task's kernel family without its problem.
 
-    greenfast's own families are imported. Other families run in a confined process.
+    greenfast's own families, in its package and in its tasks, are imported. Other families run in a confined process.
     Raises UsageError if the family cannot be imported or lacks a function, SolutionError if its process ends.
     """
     name = task.config.family
     if not name:
         return cast(Family, NoFamily(task.config.name))
-    if name.startswith(_OWN):
+    is_file = name.endswith(".py")
+    if name.startswith(_OWN) or (is_file and _own_module_name(task.folder / name)):
         return cast(Family, _import_module(task, "family", name, ("kernel", "launch"), instead="program"))
     where = f"{task.folder / CONFIG_NAME}: family {name!r}"
-    is_file = name.endswith(".py")
     if is_file and not (task.folder / name).is_file():
         raise UsageError(f"{task.folder / name}: no such file")
     solution = SolutionConfig(name=task.config.name, language="family", file=name if is_file else "")
@@ -136,9 +136,25 @@ def _import_module(task: Task, key: str, name: str, functions: tuple[str, ...], 
     return module
 
 
+def _own_module_name(path: Path) -> str:
+    """Return the module name of a file of greenfast's own tasks, such as "tasks.NAME.problem", or an empty string."""
+    path = path.resolve()
+    for root in _OWN_ROOTS:
+        if path.is_file() and path.is_relative_to(root.resolve()):
+            return ".".join(("tasks", *path.relative_to(root.resolve()).with_suffix("").parts))
+    return ""
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Import a task author's file under a unique module name, so that two tasks' family.py do not collide."""
-    name = f"greenfast_task_{path.parent.name}_{path.stem}"
+    """Import a task's file under a unique module name, so that two tasks' family.py do not collide.
+
+    A file of greenfast's own tasks is imported once, under the name that ``import`` gives it in a source checkout.
+    """
+    own_name = _own_module_name(path)
+    name = own_name or f"greenfast_task_{path.parent.name}_{path.stem}"
+    module = sys.modules.get(own_name)
+    if module is not None and Path(module.__file__ or "").resolve() == path.resolve():
+        return module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"{path}: no such file")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention import ada, family, hopper
+from greenfast.kernels.attention import ada, choice, hopper
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
     QUERY_BLOCK,
@@ -45,15 +45,9 @@ Shape = tuple[int, ...]
 def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
     """Choose the attention kernel for a call. Raises NotImplementedError if the target has none."""
     try:
-        choice = family.choose_kernel(target, config, sizes)
+        return choice.choose_kernel(target, config, sizes)
     except UsageError as e:
         raise NotImplementedError(str(e)) from None
-    if choice.rung not in ("hopper", "ada"):
-        raise NotImplementedError(
-            f"greenfast's operator has kernels for compute capability 8.9 and up, this is {target.name}; "
-            "torch.nn.functional.scaled_dot_product_attention runs there"
-        )
-    return choice
 
 
 def build_sdpa_config(

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/named_barriers.cuh"
-#include "ladder/registers_steps.cuh"
+#include "registers_steps.cuh"
 #include "ptx/cp_async_mbarrier.cuh"
 
 namespace greenfast {

@@ -1,7 +1,7 @@
 // Stage 3B: phases, and the division of the work among blocks and threads.
 #pragma once
 
-#include "ladder/params.cuh"
+#include "params.cuh"
 
 namespace greenfast {
 

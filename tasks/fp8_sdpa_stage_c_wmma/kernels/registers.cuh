@@ -7,7 +7,7 @@
 // Gimelshein, 2018) in base 2; the base of a row changes only if P would exceed 2^8.
 #pragma once
 
-#include "ladder/registers_steps.cuh"
+#include "registers_steps.cuh"
 
 namespace greenfast {
 

@@ -5,7 +5,7 @@
 // are combined. So the stages of these tiles must not overlap with the partial results.
 #pragma once
 
-#include "ladder/registers_steps.cuh"
+#include "registers_steps.cuh"
 
 namespace greenfast {
 

@@ -5,7 +5,7 @@
 
 #include "common/conditional.cuh"
 #include "common/phase_clock.cuh"
-#include "ladder/registers_codes.cuh"
+#include "registers_codes.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
 

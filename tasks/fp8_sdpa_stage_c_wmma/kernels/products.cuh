@@ -9,7 +9,7 @@
 
 #include <mma.h>
 
-#include "ladder/tiles.cuh"
+#include "tiles.cuh"
 #include "ptx/mma.cuh"
 
 namespace greenfast {

@@ -1,6 +1,6 @@
 """The attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels are in ``kernels/ladder``: ``staged.cuh`` and, for full fusion, ``registers.cuh``, ``specialized.cuh`` and
+The kernels are next to this file: ``staged.cuh`` and, for full fusion, ``registers.cuh``, ``specialized.cuh`` and
 ``persistent.cuh``. This module renders their configuration, rejects the combinations that their static_asserts reject,
 and plans their shared memory.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 
+#: Folder of the ladder's sources. Theirs are included by name, greenfast's headers by the path in ``KERNEL_DIR``.
+FOLDER = Path(__file__).parent
 ENTRY = "fp8_sdpa"
 HEAD_DIMS = (64, 128)
 PHASES = ("Q load", "K/V prefetch", "dequantization", "QK^T", "softmax", "P*V", "store")
@@ -150,7 +153,7 @@ def kernel(
     ]
     # Persistent blocks cannot derive the number of heads from their grid.
     parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
-    source = f"""#include "ladder/{chosen.header}.cuh"
+    source = f"""#include "{chosen.header}.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {dims["D"]};
@@ -171,7 +174,7 @@ extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_block
         entry=ENTRY,
         source=source,
         name=f"{ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
+        include_dirs=(FOLDER, KERNEL_DIR),
         block=(chosen.threads, 1, 1),
         dynamic_smem_bytes=chosen.smem_bytes,
         phases=chosen.phases if instrumented else (),

@@ -10,9 +10,9 @@
 #include "common/conditional.cuh"
 #include "common/formats.cuh"
 #include "common/phase_clock.cuh"
-#include "ladder/params.cuh"
-#include "ladder/products.cuh"
-#include "ladder/tiles.cuh"
+#include "params.cuh"
+#include "products.cuh"
+#include "tiles.cuh"
 #include "ptx/math.cuh"
 
 namespace greenfast {

@@ -3,7 +3,7 @@
 
 #include "common/formats.cuh"
 #include "common/named_barriers.cuh"
-#include "ladder/registers_plan.cuh"
+#include "registers_plan.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/e4m3.cuh"
 

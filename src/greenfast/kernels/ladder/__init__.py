@@ -1,1 +1,0 @@
-"""The ladder of attention kernels, from a scalar one to full fusion."""
