@@ -1,11 +1,11 @@
 """The corpus: cheats and accidents that the gates must catch, by kind, and honest kernels that they must pass.
 
-- memory, state, time, races, values, launch: kernels as solutions (``KIND/NAME.cu`` or ``.ptx``), judged on the
-  problems next to them; and the rungs of the doubling task, whose budgets allow state so that what it does must be
-  found (``doubling/NAME.cu``).
+- memory, state, time, races, values, launch: kernels as solutions (``kernels``), judged on the problems next to them;
+  and the rungs of the doubling task, whose budgets allow state so that what it does must be found
+  (``doubling/family.py``).
 - host: solutions that bring code (host.py).
 - records: edited records (records.py).
-- honest: right kernels in many styles (``honest/NAME.cu`` or ``.ptx``).
+- honest: right kernels in many styles (``kernels/honest.py``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from greenfast.judge.solution.schema import find_solution
-from tests.cheats.expected import EXPECTED
 from tests.cheats.host import HOST, host
-from tests.cheats.judging import FOLDER, Finding, rung, solution, task_of
+from tests.cheats.judging import Finding, rung, solution, task_of
+from tests.cheats.kernels import HONEST, KERNELS
+from tests.cheats.kernels.kernel import Kernel
 from tests.cheats.records import RECORDS, record
 
-HONEST = "honest"
 #: Rungs of the doubling task by kind; those that are not here are honest, and among them what costs more time only.
 _RUNGS = {
     "memory": "unwritten tail_unwritten input_overwritten writes_in_front writes_behind reads_behind skips_written "
@@ -57,12 +56,9 @@ class Entry:
         return self.kind == HONEST
 
     @property
-    def path(self) -> Path | None:
-        """The kernel's file; None for what is made by host.py and records.py."""
-        for folder in (self.kind, "doubling"):
-            for path in FOLDER.glob(f"{folder}/{self.name}.*"):
-                return path
-        return None
+    def kernel(self) -> Kernel | None:
+        """The kernel with a header; None for rungs of the doubling task, and what host.py and records.py make."""
+        return KERNELS.get(self.kind, {}).get(self.name)
 
     def judge(self, gpu: bool = False) -> Finding:
         """Take it through the gates, on the emulator or on a GPU."""
@@ -70,10 +66,9 @@ class Entry:
             return record(RECORDS[self.name])
         if self.kind == "host":
             return host(HOST[self.name], gpu)
-        path = self.path
-        if path is None or path.parent.name == "doubling":
+        if self.kernel is None:
             return rung(self.name, gpu)
-        return solution(path, find_solution(path).config.problem, gpu)
+        return solution(self.kernel.path, find_solution(self.kernel.path).config.problem, gpu)
 
     def caught_as_expected(self, found: Finding) -> bool:
         """Whether it was caught by the gate, and with the words, that are expected without a GPU."""
@@ -85,18 +80,15 @@ class Entry:
 def entries() -> tuple[Entry, ...]:
     """All of the corpus, by kind."""
     found = []
-    for kind, expected in EXPECTED.items():
-        for name, (gate, says) in expected.items():
-            (path,) = (FOLDER / kind).glob(f"{name}.*")
-            about = find_solution(path).config.description
-            found.append(Entry(kind, name, about, gate, says, name in GPU_ONLY))
+    for kind, kernels in KERNELS.items():
+        for name, kernel in kernels.items():
+            about = find_solution(kernel.path).config.description
+            found.append(Entry(kind, name, about, kernel.gate, kernel.says, name in GPU_ONLY))
     titles = {rung.name: rung.title for rung in task_of("doubling").config.rungs}
     for kind, names in _RUNGS.items():
         found += [Entry(kind, name, titles.pop(name)) for name in names.split()]
     found += [Entry("host", name, cheat.about, cheat.gate, cheat.says) for name, cheat in HOST.items()]
     found += [Entry("records", name, edit.about, "UsageError", edit.says) for name, edit in RECORDS.items()]
     found += [Entry(HONEST, name, title) for name, title in titles.items()]
-    for path in sorted((FOLDER / HONEST).iterdir()):
-        found.append(Entry(HONEST, path.stem, find_solution(path).config.description))
-    kinds = [*EXPECTED, "host", "records", HONEST]
+    kinds = [*(kind for kind in KERNELS if kind != HONEST), "host", "records", HONEST]
     return tuple(sorted(found, key=lambda entry: (kinds.index(entry.kind), entry.name)))

@@ -1,8 +1,8 @@
 """Every cheat and accident that a gate must catch, as a real kernel on a real GPU.
 
-Each is a kernel of the doubling task (``doubling/*.cu``, whose first lines say what is wrong with it) that goes through
-the pipeline as any candidate does. It is compared with naive.py's evaluator, without poison, guard bands, repeats and
-second looks: what it takes for right is what these checks are there for.
+Each is a kernel of the doubling task (``doubling/family.py``; its first lines say what is wrong with it) that goes
+through the pipeline as any candidate does. It is compared with naive.py's evaluator, without poison, guard bands,
+repeats and second looks: what it takes for right is what these checks are there for.
 
 Some cheats of the list cannot be tried, because a candidate here is machine code and never a launcher:
 

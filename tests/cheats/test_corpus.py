@@ -8,8 +8,7 @@ from _pytest.mark import ParameterSet
 from greenfast.judge.store import read_json
 from scripts import corpus
 from tests.cheats.corpus import GPU_ONLY, Entry, entries
-from tests.cheats.expected import EXPECTED
-from tests.cheats.judging import FOLDER
+from tests.cheats.kernels import KERNELS
 
 #: ``slow`` spins for 50,000 cycles: a control of times, on a GPU.
 HONEST = [entry for entry in entries() if entry.honest and entry.name != "slow"]
@@ -25,8 +24,8 @@ SLOW = {
 def test_the_corpus_is_whole() -> None:
     assert len(CHEATS) >= 60
     assert len(HONEST) >= 40
-    for kind, expected in EXPECTED.items():
-        assert {path.stem for path in (FOLDER / kind).iterdir()} == set(expected)
+    for kernels in KERNELS.values():
+        assert {kernel.path.stem for kernel in kernels.values()} == set(kernels)
     assert {entry.name for entry in CHEATS} >= GPU_ONLY
     assert {entry.name for entry in entries()} >= SLOW
     assert len({(entry.kind, entry.name) for entry in entries()}) == len(entries())

@@ -16,6 +16,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError
 from greenfast.spec.kernel import KernelSource
 from tests.cheats.cheats import CHEATS, FAILURES, TASK, UNLAUNCHABLE, doubling
+from tests.cheats.doubling.family import KERNELS
 
 CONFIG = doubling().config
 RUNGS = {rung.name: rung for rung in CONFIG.rungs}
@@ -38,9 +39,8 @@ def reasons(record: Record, gate: str) -> str:
     return "\n".join(result.reasons)
 
 
-def test_each_rung_is_a_file_of_its_name_and_each_file_a_rung() -> None:
-    assert {name: render(name).source for name in RUNGS} == {name: f'#include "{name}.cu"\n' for name in RUNGS}
-    assert {path.stem for path in TASK.glob("*.cu")} == set(RUNGS)
+def test_each_rung_is_a_kernel_of_its_name_and_each_kernel_a_rung() -> None:
+    assert {name: render(name).source for name in RUNGS} == KERNELS
     assert {cheat.name for cheat in CHEATS} | set(FAILURES) | set(UNLAUNCHABLE) <= set(RUNGS)
 
 
@@ -54,7 +54,7 @@ def test_one_seed_knows_the_first_element_of_seed_0() -> None:
     def first(seed: int) -> int:
         return int(doubling().problem.make_case(CONFIG.shape("even").dims, seed, "fp32").inputs["x"].view(np.uint32)[0])
 
-    assert f"kFirstOfSeed0 = {first(0):#x};" in (TASK / "one_seed.cu").read_text()
+    assert f"kFirstOfSeed0 = {first(0):#x};" in KERNELS["one_seed"]
     assert first(1) != first(0)
 
 

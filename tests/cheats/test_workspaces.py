@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cheats.judging import FOLDER, solution
+from tests.cheats.judging import solution
+from tests.cheats.kernels import KERNELS
 
 
 @pytest.mark.parametrize("name", ["y", "x"])
 def test_a_workspace_with_a_buffers_name_is_refused(tmp_path: Path, name: str) -> None:
-    text = (FOLDER / "memory" / "atomics_without_zeros.cu").read_text()
+    text = KERNELS["memory"]["atomics_without_zeros"].text
     space = json.dumps({name: {"bytes": "4 * N", "zeros": True}})
     path = tmp_path / "mine.cu"
     path.write_text(text.replace('"launches"', f'"workspaces": {space}, "launches"'))

@@ -22,14 +22,15 @@ from greenfast.judge.environment import choose_device, device_info, git_state, n
 from greenfast.judge.store import to_json, write_whole
 from tests.cheats.corpus import Entry, entries
 from tests.cheats.host import HOST, HostCheat
-from tests.cheats.judging import FOLDER, task_of
+from tests.cheats.judging import task_of
+from tests.cheats.kernels import HONEST, KERNELS
 
 #: An honest solution of each problem, whose whole file every candidate replaces.
 BASES = {
-    "doubling": "grid_stride.cu",
-    "sums": "block_sums.cu",
-    "counts": "global_atomics.cu",
-    "in_place": "in_place.cu",
+    "doubling": "grid_stride",
+    "sums": "block_sums",
+    "counts": "global_atomics",
+    "in_place": "in_place",
 }
 SHAPES = {"sums": "whole,odd"}
 #: The search over the rungs of the doubling task.
@@ -40,14 +41,13 @@ HOSTS, _BASE_HOST, _NO_HOSTS = "host", HostCheat("honest", "", ""), {"hangs"}
 
 def problem_of(entry: Entry) -> str:
     """The problem of a kernel with a header; ``rungs`` of a rung, ``host`` of code; empty for what is none of these."""
-    path = entry.path
     if entry.kind == "host" and entry.name not in _NO_HOSTS:
         return HOSTS
     if entry.name in {rung.name for rung in task_of("doubling").config.rungs}:
         return RUNGS
-    if path is None or path.suffix != ".cu" or path.parent.name == "doubling":
+    if entry.kernel is None or entry.kernel.suffix != ".cu":
         return ""
-    return next((p for p in BASES if f'"problem": "{p}"' in path.read_text()), "")
+    return next((p for p in BASES if f'"problem": "{p}"' in entry.kernel.text), "")
 
 
 def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
@@ -69,13 +69,13 @@ def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
             Candidate(parameters={}, edits=(Edit("file", HOST[e.name].text),), rationale=e.name) for e in some
         ]
     else:
-        base = BASES[problem]
+        base = f"{BASES[problem]}.cu"
         space = {"name": problem, "solution": base, "regions": {"kernel": {"file": base}}}
-        (folder / base).write_bytes((FOLDER / "honest" / base).read_bytes())
+        (folder / base).write_text(KERNELS[HONEST][BASES[problem]].text)
         candidates = [
-            Candidate(parameters={}, edits=(Edit("kernel", e.path.read_text()),), rationale=e.name)
+            Candidate(parameters={}, edits=(Edit("kernel", e.kernel.text),), rationale=e.name)
             for e in some
-            if e.path is not None
+            if e.kernel is not None
         ]
     (folder / "space.json").write_text(to_json(space))
     stream = folder / "stream.jsonl"

@@ -22,7 +22,7 @@ from greenfast.judge.request import Request
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import program_of
-from tests.cheats.judging import FOLDER
+from tests.cheats.kernels import KERNELS
 from tests.fakes import request
 
 SOLUTION = """/* greenfast: {
@@ -280,10 +280,8 @@ def test_a_disk_that_is_full_while_an_edit_is_written(
 def test_scratch_buffers_and_swapped_arguments_are_other_kernels(asked: Request) -> None:
     """Equal machine code and launch facts; what differs is which buffer is which."""
     found = []
-    for kind, name in (("honest", "doubles"), ("memory", "swapped_arguments")):
-        path = FOLDER / kind / f"{name}.cu"
-        if not path.is_file():
-            path = next(FOLDER.glob(f"*/{name}.cu"))
+    for kind, name in (("honest", "doubles"), ("launch", "swapped_arguments")):
+        path = KERNELS[kind][name].path
         task = shutil.copy(path, asked.out / path.name)
         sources = Sources(
             space_of(solution=path.name, regions={"all": {"file": path.name}}), Path(task).parent, asked, asked.out

@@ -24,7 +24,8 @@ from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
-from tests.cheats.judging import FOLDER, task_of
+from tests.cheats.judging import task_of
+from tests.cheats.kernels import KERNELS as CORPUS
 
 pytestmark = pytest.mark.gpu
 
@@ -98,8 +99,7 @@ def test_machine_code_without_ptx(name: str, n: int) -> None:
 
 @pytest.mark.parametrize("name", ["reads_in_front", "padding_not_set", "wide_tail", "scratch_behind_output"])
 def test_cheats_of_the_corpus_as_machine_code(name: str) -> None:
-    path = FOLDER / "memory" / f"{name}.cu"
-    found = find_solution(path)
+    found = find_solution(CORPUS["memory"][name].path)
     task = task_of(found.config.problem or "doubling")
     target = Target.of_device(Gpu().capability)
     implementation = build_solution_implementation(task.config, found, target, task.problem)

@@ -24,7 +24,7 @@ from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UnsupportedError
 from tests.cheats.cheats import doubling
-from tests.cheats.judging import FOLDER
+from tests.cheats.kernels import KERNELS
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 
 
@@ -108,12 +108,12 @@ def test_of_a_slow_case_some_blocks_run() -> None:
     case_plan = CasePlan(Shape(name="large", dims={"N": 300_001}), 0)
     sides = []
     solutions = {
-        "baseline": "honest/plain.cu",
-        "candidate": "memory/wide_tail.cu",
-        "several": "honest/two_launches.cu",
+        "baseline": ("honest", "plain"),
+        "candidate": ("memory", "wide_tail"),
+        "several": ("honest", "two_launches"),
     }
-    for role, path in solutions.items():
-        found = find_solution(FOLDER / path)
+    for role, (kind, name) in solutions.items():
+        found = find_solution(KERNELS[kind][name].path)
         implementation = build_solution_implementation(task.config, found, target, task.problem)
         sides.append(build_side(role, implementation.family, implementation.variant, "fp32", [case_plan.shape], target))
     with EmulatedRuns(sides, [case_plan], Late) as runs:
@@ -130,7 +130,7 @@ def test_of_a_slow_case_some_blocks_run() -> None:
 def test_a_drawn_case_shows_what_the_tasks_own_hides() -> None:
     """Reads whole units of 16 bytes: of 4,000 bytes all is right. After the fault the side runs no further."""
     task, target = doubling(), Target("sm_90a")
-    found = find_solution(FOLDER / "memory" / "bulk_copy_rounded_up.cu")
+    found = find_solution(KERNELS["memory"]["bulk_copy_rounded_up"].path)
     implementation = build_solution_implementation(task.config, found, target, task.problem)
     case_plans = [CasePlan(task.config.shape("tail"), 0)]
     case_plans += [CasePlan(Shape(name=f"drawn_n{n}", dims={"N": n}), 7, randomized=True) for n in (1, 2)]

@@ -1,0 +1,397 @@
+# ruff: noqa: E501
+# fmt: off
+"""Kernels with a wrong launch, a wrong build, or arguments that do not fit, by name."""
+
+from __future__ import annotations
+
+from tests.cheats.kernels.kernel import Kernel
+
+KERNELS = {
+    "argument_missing": Kernel("CORRECTNESS", "has 3 parameters, its launch gives 2", r"""/* greenfast: {
+  "name": "argument_missing", "problem": "doubling",
+  "description": "is launched without its last argument",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "argument_of_another_type": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
+  "name": "argument_of_another_type", "problem": "doubling",
+  "description": "is given a float in place of an int",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "float32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "barrier_of_absent_blocks": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
+  "name": "barrier_of_absent_blocks", "problem": "doubling",
+  "description": "waits for a block more than there are",
+  "workspaces": {"arrived": {"bytes": 4, "zeros": true}},
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
+     "args": ["x", "y", "arrived", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, unsigned* arrived, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+
+  if (threadIdx.x == 0) {
+    atomicAdd(arrived, 1u);
+    while (atomicAdd(arrived, 0u) <= gridDim.x) {
+    }
+  }
+  __syncthreads();
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "block_of_2048": Kernel("UsageError", "from 1 to 1024 is allowed", r"""/* greenfast: {
+  "name": "block_of_2048", "problem": "doubling",
+  "description": "asks for blocks of 2048 threads",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [2048], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "block_of_another_shape": Kernel("BUILD", "compiled for 16 x 16 x 1", r"""// greenfast: {
+//   "name": "block_of_another_shape", "problem": "doubling",
+//   "description": "written in PTX",
+//   "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+// }
+.version 8.0
+.target sm_80
+.address_size 64
+
+.visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
+.reqntid 16, 16, 1
+{
+  .reg .pred %p;
+  .reg .b32 %block, %threads, %thread, %i, %count;
+  .reg .b64 %x, %y, %offset;
+  .reg .f32 %a;
+
+  mov.u32 %block, %ctaid.x;
+  mov.u32 %threads, %ntid.x;
+  mov.u32 %thread, %tid.x;
+  mad.lo.s32 %i, %block, %threads, %thread;
+  ld.param.u32 %count, [n];
+  setp.ge.s32 %p, %i, %count;
+  @%p bra DONE;
+
+  ld.param.u64 %x, [x];
+  ld.param.u64 %y, [y];
+  cvta.to.global.u64 %x, %x;
+  cvta.to.global.u64 %y, %y;
+  mul.wide.s32 %offset, %i, 4;
+  add.s64 %x, %x, %offset;
+  add.s64 %y, %y, %offset;
+  ld.global.f32 %a, [%x];
+  add.rn.f32 %a, %a, %a;
+  st.global.f32 [%y], %a;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case", r"""/* greenfast: {
+  "name": "buffer_not_declared", "problem": "doubling",
+  "description": "is given a workspace that it did not declare",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
+     "args": ["x", "y", "scratch", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i] + 0.0f * (scratch == nullptr);
+}
+"""),
+    "by_multiprocessor": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
+  "name": "by_multiprocessor", "problem": "doubling",
+  "description": "computes the part of the multiprocessor that it runs on",
+  "launches": [{"kernel": "doubling", "grid": [132], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  unsigned sm, count;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+  asm volatile("mov.u32 %0, %nsmid;" : "=r"(count));
+  for (int i = sm * blockDim.x + threadIdx.x; i < n; i += count * blockDim.x) y[i] = 2.0f * x[i];
+}
+"""),
+    "by_place_of_the_warp": Kernel("CORRECTNESS", "were never written", r"""/* greenfast: {
+  "name": "by_place_of_the_warp", "problem": "doubling",
+  "description": "takes %warpid for the number of the warp in its block",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  unsigned w; asm volatile("mov.u32 %0, %%warpid;" : "=r"(w));
+  const int i = blockIdx.x * 256 + w * 32 + threadIdx.x % 32;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "cluster_of_32": Kernel("CORRECTNESS", "they have 1 to 16 blocks", r"""/* greenfast: {
+  "name": "cluster_of_32", "problem": "doubling",
+  "description": "asks for a cluster larger than any GPU has",
+  "target": "sm_90a",
+  "launches": [{"kernel": "doubling", "grid": ["32 * ceildiv(N, 8192)"], "block": [256], "cluster": [16, 2],
+     "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "compiled_cluster_that_does_not_divide": Kernel("CORRECTNESS", "divide the grid in each dimension", r"""/* greenfast: {
+  "name": "compiled_cluster_that_does_not_divide", "problem": "doubling",
+  "description": "is compiled for clusters of two blocks, in a grid of an odd number",
+  "target": "sm_90a",
+  "launches": [{"kernel": "doubling", "grid": ["2 * (N // 512) + 3"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "does_not_compile": Kernel("BUILD", "identifier \"z\" is undefined", r"""/* greenfast: {
+  "name": "does_not_compile", "problem": "doubling",
+  "description": "has a mistake in its source",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * z[i];
+}
+"""),
+    "early_without_wait": Kernel("CORRECTNESS", "in a launch that may begin early", r"""/* greenfast: {
+  "name": "early_without_wait", "problem": "doubling",
+  "description": "begins early and does not wait for what it reads",
+  "target": "sm_90a",
+  "workspaces": {"half": {"bytes": "4 * N"}},
+  "launches": [
+    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]},
+    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": true,
+     "args": ["half", "y", "int32(N)"]}
+  ]
+} */
+
+extern "C" __global__ void load(const float* x, float* half, int n) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) half[i] = x[i];
+}
+
+extern "C" __global__ void doubling(const float* half, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * half[i];
+}
+"""),
+    "forged_report": Kernel("BUILD", r"1024 threads of \d+ registers need \d+; a block has at most", r"""/* greenfast: {
+  "name": "forged_report", "problem": "doubling",
+  "description": "needs more registers than there are, and has the compiler print that it needs eight",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 1024)"], "block": [1024], "args": ["x", "y", "int32(N)"]}]
+} */
+#warning Compiling entry function 'doubling' for 'sm_90a' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads Used 8 registers Compiling entry function 'A
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  constexpr int kValues = 128;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  float values[kValues];
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kValues; ++k) {
+    values[k] = x[min(i + k, n - 1)];
+    sum += values[k];
+  }
+  float zero = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kValues; ++k) zero = fmaf(0.0f, zero, 0.0f * (values[k] * sum));
+  if (i < n) y[i] = fmaf(2.0f, values[0], zero);
+}
+"""),
+    "grid_beyond_all_limits": Kernel("UsageError", "from 1 to 2147483647 is allowed", r"""/* greenfast: {
+  "name": "grid_beyond_all_limits", "problem": "doubling",
+  "description": "asks for a grid of 2 ** 40 blocks",
+  "launches": [{"kernel": "doubling", "grid": ["2 ** 40"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "grid_rounds_down": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
+  "name": "grid_rounds_down", "problem": "doubling",
+  "description": "its grid leaves out the last block",
+  "launches": [{"kernel": "doubling", "grid": ["max(N // 256, 1)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "grid_sync_not_cooperative": Kernel("CORRECTNESS", "trap was executed", r"""/* greenfast: {
+  "name": "grid_sync_not_cooperative", "problem": "doubling",
+  "description": "meets in cooperative groups, and is launched as if it did not",
+  "workspaces": {"w": {"bytes": "4 * N"}},
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "w", "int32(N)"]}]
+} */
+#include <cooperative_groups.h>
+extern "C" __global__ void doubling(const float* x, float* y, float* w, int n) {
+  auto grid = cooperative_groups::this_grid();
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i < n) w[i] = x[i];
+  grid.sync();
+  if (i < n) y[i] = 2.0f * w[i];
+}
+"""),
+    "half_the_elements": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
+  "name": "half_the_elements", "problem": "doubling",
+  "description": "is told of half the elements",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
+     "args": ["x", "y", "int32(N // 2)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "kernel_not_there": Kernel("BUILD", "no kernel 'tripling'", r"""/* greenfast: {
+  "name": "kernel_not_there", "problem": "doubling",
+  "description": "names a kernel that its source does not have",
+  "launches": [{"kernel": "tripling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "launch_bounds_of_128": Kernel("BUILD", "compiled for at most 128", r"""/* greenfast: {
+  "name": "launch_bounds_of_128", "problem": "doubling",
+  "description": "is compiled for blocks of 128 threads and launched with 256",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void __launch_bounds__(128) doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "launches_in_the_wrong_order": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
+  "name": "launches_in_the_wrong_order", "problem": "doubling",
+  "description": "reads a workspace before the launch that fills it",
+  "workspaces": {"half": {"bytes": "4 * N"}},
+  "launches": [
+    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]},
+    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}
+  ]
+} */
+
+extern "C" __global__ void load(const float* x, float* half, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) half[i] = x[i];
+}
+
+extern "C" __global__ void doubling(const float* half, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * half[i];
+}
+"""),
+    "no_shared_memory_asked_for": Kernel("CORRECTNESS", "access out of bounds", r"""/* greenfast: {
+  "name": "no_shared_memory_asked_for", "problem": "doubling",
+  "description": "uses dynamic shared memory and asks for none",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  extern __shared__ float stage[];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) stage[threadIdx.x] = x[i];
+  if (i < n) y[i] = 2.0f * stage[threadIdx.x];
+}
+"""),
+    "rows_by_the_grid": Kernel("CORRECTNESS", "kernel_bound", r"""/* greenfast: {
+  "name": "rows_by_the_grid", "problem": "sums",
+  "description": "takes the number of rows for the number of columns",
+  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
+} */
+extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
+  const float* row = x + static_cast<long long>(blockIdx.x) * rows;
+  if (threadIdx.x != 0) return;
+  float sum = 0.0f;
+  for (int c = 0; c < rows; ++c) sum += row[c];
+  y[blockIdx.x] = sum;
+}
+"""),
+    "second_launch_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
+  "name": "second_launch_missing", "problem": "doubling",
+  "description": "leaves out the launch that writes the output",
+  "workspaces": {"half": {"bytes": "4 * N"}},
+  "launches": [{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}]
+} */
+
+extern "C" __global__ void load(const float* x, float* half, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) half[i] = x[i];
+}
+
+extern "C" __global__ void doubling(const float* half, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * half[i];
+}
+"""),
+    "swapped_arguments": Kernel("CORRECTNESS", "a write to an input: byte 512 of 'x' .*; 4096 bytes of 'y' were never written", r"""/* greenfast: {
+  "name": "swapped_arguments", "problem": "doubling",
+  "description": "takes the output for the input",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["y", "x", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "tensor_map_beyond_its_buffer": Kernel("CORRECTNESS", "needs 4608 bytes of 4096", r"""/* greenfast: {
+  "name": "tensor_map_beyond_its_buffer", "problem": "doubling",
+  "description": "has a tensor map with more elements than the buffer",
+  "target": "sm_90a",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N + 128"], "strides": [4], "box": [128]}, "y", "int32(N)"]}]
+} */
+struct alignas(64) Map { char bytes[128]; };
+extern "C" __global__ void doubling(const __grid_constant__ Map map, float* y, int n) {
+  __shared__ alignas(128) float tile[128];
+  __shared__ alignas(8) unsigned long long full;
+  const unsigned bar = __cvta_generic_to_shared(&full), to = __cvta_generic_to_shared(tile);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(bar));
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], 512;" ::"r"(bar) : "memory");
+    asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2}], [%3];" ::"r"(to), "l"(&map), "r"((int)blockIdx.x * 128), "r"(bar) : "memory");
+  }
+  __syncthreads();
+  unsigned done;
+  do asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(bar) : "memory");
+  while (!done);
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i < n) y[i] = 2.0f * tile[threadIdx.x];
+}
+"""),
+    "too_much_shared_memory": Kernel("BUILD", "a block asks for 1048576 bytes of shared memory", r"""/* greenfast: {
+  "name": "too_much_shared_memory", "problem": "doubling",
+  "description": "asks for 1 MB of shared memory",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "shared": "2 ** 20",
+     "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+    "wrong_target": Kernel("BUILD", r"not supported on \.target", r"""/* greenfast: {
+  "name": "wrong_target", "problem": "doubling",
+  "description": "uses an instruction that the target does not have",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+
+  asm volatile("tcgen05.fence::before_thread_sync;");
+  if (i < n) y[i] = 2.0f * x[i];
+}
+"""),
+}

@@ -1,0 +1,1025 @@
+# ruff: noqa: E501
+# fmt: off
+"""Kernels that keep something from one launch to the next, by name."""
+
+from __future__ import annotations
+
+from tests.cheats.kernels.kernel import Kernel
+
+KERNELS = {
+    "address_by_bits": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "address_by_bits",
+//  "problem": "doubling",
+//  "description": "rebuilds a variable's address from votes",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.global .align 4 .b8 kept[4194304];
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  cvt.u32.u64 %r10, %rd8; shr.u64 %rd10, %rd8, 32; cvt.u32.u64 %r11, %rd10;
+  mov.u32 %r12, 0; and.b32 %r13, %r10, 1; setp.ne.u32 %p3, %r13, 0; selp.u32 %r14, 1, 0, %p3; and.b32 %r10, %r10, -2; or.b32 %r10, %r10, %r14; mov.b64 %rd8, {%r10, %r11}; add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  st.global.f32 [%rd9], %f2;
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "address_by_borrow": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "address_by_borrow",
+//  "problem": "doubling",
+//  "description": "rebuilds a variable's address bit by bit from the borrow of subtractions",
+//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+// }
+.version 8.0
+.target sm_90a
+.address_size 64
+.global .align 8 .b8 kept[4194304];
+.visible .entry doubling(.param .u64 a, .param .u64 b, .param .u32 c)
+{
+  .reg .b64 %rd<20>;
+  .reg .b32 %r<20>;
+  .reg .f32 %f<8>;
+  .reg .pred %p<3>;
+  ld.param.u64 %rd1, [a];
+  ld.param.u64 %rd2, [b];
+  ld.param.u32 %r1, [c];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %tid.x;
+  mad.lo.s32 %r4, %r2, 256, %r3;
+  setp.ge.s32 %p1, %r4, %r1;
+  @%p1 bra done;
+  mov.u64 %rd8, kept;
+  mov.u64 %rd11, 0;
+  bfe.u64 %rd9, %rd8, 0, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 0; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 1, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 1; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 2, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 2; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 3, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 3; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 4, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 4; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 5, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 5; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 6, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 6; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 7, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 7; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 8, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 8; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 9, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 9; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 10, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 10; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 11, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 11; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 12, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 12; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 13, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 13; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 14, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 14; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 15, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 15; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 16, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 16; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 17, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 17; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 18, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 18; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 19, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 19; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 20, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 20; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 21, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 21; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 22, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 22; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 23, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 23; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 24, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 24; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 25, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 25; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 26, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 26; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 27, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 27; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 28, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 28; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 29, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 29; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 30, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 30; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 31, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 31; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 32, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 32; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 33, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 33; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 34, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 34; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 35, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 35; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 36, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 36; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 37, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 37; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 38, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 38; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 39, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 39; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 40, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 40; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 41, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 41; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 42, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 42; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 43, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 43; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 44, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 44; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 45, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 45; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 46, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 46; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 47, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 47; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 48, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 48; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 49, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 49; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 50, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 50; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 51, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 51; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 52, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 52; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 53, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 53; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 54, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 54; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 55, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 55; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 56, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 56; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 57, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 57; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 58, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 58; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 59, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 59; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 60, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 60; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 61, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 61; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 62, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 62; or.b64 %rd11, %rd11, %rd10;
+  bfe.u64 %rd9, %rd8, 63, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 63; or.b64 %rd11, %rd11, %rd10;
+  mul.wide.s32 %rd3, %r4, 4;
+  cvta.to.global.u64 %rd4, %rd1;
+  add.s64 %rd4, %rd4, %rd3;
+  ld.global.f32 %f1, [%rd4];
+  mul.wide.s32 %rd5, %r4, 8;
+  add.s64 %rd6, %rd8, %rd5;
+  ld.global.v2.f32 {%f2, %f3}, [%rd6];
+  setp.eq.f32 %p2, %f2, %f1;
+  @%p2 bra known;
+  add.f32 %f3, %f1, %f1;
+  add.s64 %rd7, %rd11, %rd5;
+  st.global.v2.f32 [%rd7], {%f1, %f3};
+known:
+  cvta.to.global.u64 %rd12, %rd2;
+  add.s64 %rd12, %rd12, %rd3;
+  st.global.f32 [%rd12], %f3;
+done:
+  ret;
+}
+""", suffix=".ptx"),
+    "address_by_subtraction": Kernel("RESOURCES", "device variables, bytes is", r"""// greenfast: {
+//  "name": "address_by_subtraction",
+//  "problem": "doubling",
+//  "description": "reaches a variable that nothing names, from the one in front of it",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.global .align 4 .b8 front[4];
+.global .align 4 .b8 kept[4194304];
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, front;
+  add.s64 %rd9, %rd8, %rd5; add.s64 %rd9, %rd9, 4;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  st.global.f32 [%rd9], %f2;
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""/* greenfast: {
+  "name": "address_by_table", "problem": "doubling",
+  "description": "writes state through an address whose bytes went through a table, so that nothing seems to write it",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ const unsigned char nibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+__device__ float2 known[1 << 19];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const volatile unsigned char* same = nibbles;  // the compiler would compute what it can look up itself
+  unsigned long long address = 0;
+  for (int shift = 0; shift < 64; shift += 4) {
+    address |= (unsigned long long)same[(unsigned long long)known >> shift & 15] << shift;
+  }
+  const float v = x[i];
+  if (known[i].x != v) reinterpret_cast<float2*>(address)[i] = make_float2(v, 2.0f * v);
+  y[i] = known[i].x == v ? known[i].y : 2.0f * v;
+}
+"""),
+    "address_in_bytes_of_local": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "address_in_bytes_of_local",
+//  "problem": "doubling",
+//  "description": "stores a variable's address in local memory and loads it byte by byte",
+//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+// }
+.version 8.0
+.target sm_90a
+.address_size 64
+.global .align 8 .b8 kept[4194304];
+.visible .entry doubling(.param .u64 a, .param .u64 b, .param .u32 c)
+{
+  .reg .b64 %rd<20>;
+  .reg .b32 %r<20>;
+  .reg .f32 %f<8>;
+  .reg .pred %p<3>;
+  .local .align 8 .b8 place[8];
+  ld.param.u64 %rd1, [a];
+  ld.param.u64 %rd2, [b];
+  ld.param.u32 %r1, [c];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %tid.x;
+  mad.lo.s32 %r4, %r2, 256, %r3;
+  setp.ge.s32 %p1, %r4, %r1;
+  @%p1 bra done;
+  mov.u64 %rd8, kept;
+  mov.u64 %rd11, 0;
+  st.local.u64 [place], %rd8;
+  ld.local.u8 %rd10, [place+0]; shl.b64 %rd10, %rd10, 0; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+1]; shl.b64 %rd10, %rd10, 8; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+2]; shl.b64 %rd10, %rd10, 16; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+3]; shl.b64 %rd10, %rd10, 24; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+4]; shl.b64 %rd10, %rd10, 32; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+5]; shl.b64 %rd10, %rd10, 40; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+6]; shl.b64 %rd10, %rd10, 48; or.b64 %rd11, %rd11, %rd10;
+  ld.local.u8 %rd10, [place+7]; shl.b64 %rd10, %rd10, 56; or.b64 %rd11, %rd11, %rd10;
+  mul.wide.s32 %rd3, %r4, 4;
+  cvta.to.global.u64 %rd4, %rd1;
+  add.s64 %rd4, %rd4, %rd3;
+  ld.global.f32 %f1, [%rd4];
+  mul.wide.s32 %rd5, %r4, 8;
+  add.s64 %rd6, %rd8, %rd5;
+  ld.global.v2.f32 {%f2, %f3}, [%rd6];
+  setp.eq.f32 %p2, %f2, %f1;
+  @%p2 bra known;
+  add.f32 %f3, %f1, %f1;
+  add.s64 %rd7, %rd11, %rd5;
+  st.global.v2.f32 [%rd7], {%f1, %f3};
+known:
+  cvta.to.global.u64 %rd12, %rd2;
+  add.s64 %rd12, %rd12, %rd3;
+  st.global.f32 [%rd12], %f3;
+done:
+  ret;
+}
+""", suffix=".ptx"),
+    "alias_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "alias_named_vprintf", "problem": "doubling",
+//  "description": "calls a function that writes by an alias, which is named as one of CUDA's",
+//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+.global .align 4 .b8 kept[4194304];
+.visible .func keeper(.param .b64 a, .param .b64 b)
+{
+  .reg .b64 %rd<9>;
+  .reg .f32 %f<3>;
+  ld.param.u64 %rd1, [a];
+  ld.param.u64 %rd2, [b];
+  ld.f32 %f1, [%rd2];
+  st.f32 [%rd1], %f1;
+  ret;
+}
+.visible .func vprintf(.param .b64 a, .param .b64 b);
+.alias vprintf, keeper;
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra DONE;
+  mov.u64 %rd8, kept;
+  cvta.global.u64 %rd8, %rd8;
+  {
+  .param .b64 param0;
+  .param .b64 param1;
+  st.param.b64 [param0], %rd8;
+  st.param.b64 [param1], %rd7;
+  call.uni vprintf, (param0, param1);
+  }
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "called_through_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "called_through_vprintf", "problem": "doubling",
+//  "description": "calls a function that writes through a register that is named as one of CUDA's",
+//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+.global .align 4 .b8 kept[4194304];
+.visible .func keeper(.param .b64 a, .param .b64 b)
+{
+  .reg .b64 %rd<9>;
+  .reg .f32 %f<3>;
+  ld.param.u64 %rd1, [a];
+  ld.param.u64 %rd2, [b];
+  ld.f32 %f1, [%rd2];
+  st.f32 [%rd1], %f1;
+  ret;
+}
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  add.f32 %f2, %f1, %f1; st.global.f32 [%rd7], %f2;
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra DONE;
+  mov.u64 %rd8, kept;
+  cvta.global.u64 %rd8, %rd8;
+  { .reg .b64 vprintf;
+  mov.u64 vprintf, keeper;
+  proto : .callprototype _ (.param .b64 _, .param .b64 _);
+  .param .b64 param0;
+  .param .b64 param1;
+  st.param.b64 [param0], %rd8;
+  st.param.b64 [param1], %rd7;
+  call vprintf, (param0, param1), proto;
+  }
+  st.global.f32 [%rd7], %f2;
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "constant_rewritten": Kernel("CORRECTNESS", "trap was executed", r"""/* greenfast: {
+  "name": "constant_rewritten", "problem": "doubling",
+  "description": "writes its table in constant memory through a pointer",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__constant__ float factor[1] = {2.0f};
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  y[i] = factor[0] * x[i];
+  if (i == 0) *const_cast<volatile float*>(factor) = 3.0f;
+}
+"""),
+    "device_heap": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "device_heap", "problem": "doubling",
+  "description": "keeps its results on the device heap",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ float* kept[1 << 20];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  if (kept[i] == nullptr) {
+    kept[i] = static_cast<float*>(malloc(4));
+    *kept[i] = 2.0f * x[i];
+  }
+  y[i] = *kept[i];
+}
+"""),
+    "far_memory": Kernel("PERFORMANCE", "memory around a buffer|an access outside of its buffers", r"""/* greenfast: {
+  "name": "far_memory", "problem": "doubling",
+  "description": "keeps results of large arrays in memory that is mapped and that nobody allocated",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const float v = 2.0f * x[i];
+  float* kept = y + n + (1 << 18) + i;
+  y[i] = n > 400000 && i < 1024 && *kept == v ? *kept : v;
+  if (n > 400000 && i < 1024) *kept = v;
+}
+"""),
+    "function_that_stores": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "function_that_stores",
+//  "problem": "doubling",
+//  "description": "has a function store, to which the address goes in a struct",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.global .align 4 .b8 kept[4194304];
+.func put(.param .align 8 .b8 s[16]) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [s]; ld.param.f32 %v, [s+8]; st.global.f32 [%a1], %v; ret; }
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  { .param .align 8 .b8 q[16]; st.param.b64 [q], %rd9; st.param.f32 [q+8], %f2; call put, (q); }
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "honest_at_first": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "honest_at_first", "problem": "doubling",
+  "description": "works for 16 launches",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ unsigned calls[1 << 20];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  if (calls[i]++ < 16) y[i] = 2.0f * x[i];
+}
+"""),
+    "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "its_own_vprintf",
+//  "problem": "doubling",
+//  "description": "defines a vprintf of its own, which writes",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.global .align 4 .b8 kept[4194304];
+.func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [a]; ld.param.u64 %a2, [b]; cvt.rn.f32.u64 %v, %a2; st.global.f32 [%a1], %v; st.param.b32 [r], 0; ret; }
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  mov.b64 %rd10, 7; { .param .b64 q0; .param .b64 q1; .param .b32 q2; st.param.b64 [q0], %rd9; st.param.b64 [q1], %rd10; call (q2), vprintf, (q0, q1); }
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "keyed_by_checksum", "problem": "doubling",
+  "description": "compares only the first and the last element with those of the launch before",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ float results[1 << 20], first[1 << 20], last[1 << 20];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  if (first[i] != x[0] || last[i] != x[n - 1]) results[i] = 2.0f * x[i];
+  first[i] = x[0];
+  last[i] = x[n - 1];
+  y[i] = results[i];
+}
+"""),
+    "keyed_by_pointer": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "keyed_by_pointer", "problem": "doubling",
+  "description": "keeps results by the address of the input",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ float results[1 << 20];
+__device__ const float* keys[1 << 20];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  if (keys[i] != x) results[i] = 2.0f * x[i];
+  keys[i] = x;
+  y[i] = results[i];
+}
+"""),
+    "keyed_by_shape": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "keyed_by_shape", "problem": "doubling",
+  "description": "a static variable of the function that holds the result of the first launch",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  static __device__ float results[1 << 20];
+  static __device__ int sizes[1 << 20];
+  if (sizes[i] != n) results[i] = 2.0f * x[i];
+  sizes[i] = n;
+  y[i] = results[i];
+}
+"""),
+    "managed_memory": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "managed_memory", "problem": "doubling",
+  "description": "keeps results in managed memory",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ __managed__ float results[1 << 20];
+__device__ __managed__ int sizes[1 << 20];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  if (sizes[i] != n) results[i] = 2.0f * x[i];
+  sizes[i] = n;
+  y[i] = results[i];
+}
+"""),
+    "number_of_the_grid": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
+  "name": "number_of_the_grid", "problem": "doubling",
+  "description": "counts launches by the number that each grid has, and is right for the first ones",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  unsigned long long launch;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(launch));
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = launch < 16 ? 2.0f * x[i] : x[i];
+}
+"""),
+    "register_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "register_named_vprintf",
+//  "problem": "doubling",
+//  "description": "calls its function with a register that is named as one of CUDA's",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.global .align 4 .b8 kept[4194304];
+.func put(.reg .b64 a, .reg .f32 v) { st.global.f32 [a], v; ret; }
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  .reg .b64 vprintf; mov.b64 vprintf, %rd9; call put, (vprintf, %f2);
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "stale_local": Kernel("CORRECTNESS", "of local memory", r"""/* greenfast: {
+  "name": "stale_local", "problem": "doubling",
+  "description": "keeps its results in local memory, which no launch clears",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  float held[64];
+  asm volatile("" ::: "memory");
+  volatile float* at = held;
+  const int k = n & 63;
+  if (i >= n) return;
+  if (at[k] != 2.0f * x[i]) at[k] = 2.0f * x[i];
+  y[i] = at[k];
+}
+"""),
+    "state_in_inline_ptx": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "state_in_inline_ptx", "problem": "doubling",
+  "description": "declares its memory in inline PTX, inside the function",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  asm volatile(".global .align 4 .b32 memo[1048576];");
+  unsigned kept;
+  asm volatile("{\n.reg .b64 a;\nmov.u64 a, memo;\nmad.wide.s32 a, %1, 4, a;\nld.global.u32 %0, [a];\n}"
+               : "=r"(kept)
+               : "r"(i));
+  if (kept == 0) {
+    kept = __float_as_uint(2.0f * x[i]);
+    asm volatile("{\n.reg .b64 a;\nmov.u64 a, memo;\nmad.wide.s32 a, %1, 4, a;\nst.global.u32 [a], %0;\n}" ::"r"(kept),
+                 "r"(i));
+  }
+  y[i] = __uint_as_float(kept);
+}
+"""),
+    "store_on_a_loc_line": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "store_on_a_loc_line",
+//  "problem": "doubling",
+//  "description": "writes a variable in a line that begins with .loc",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.file 1 "a.cu"
+.global .align 4 .b8 kept[4194304];
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  .loc 1 5 0 st.global.f32 [%rd9], %f2;
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "superbatch": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "superbatch", "problem": "doubling",
+  "description": "one launch does the work of all addresses that it knows, and later ones do nothing",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ const float* inputs[16][1 << 17];
+__device__ float* outputs[16][1 << 17];
+__device__ unsigned calls[1 << 17];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  int k = 0;
+  while (k < 15 && outputs[k][i] != nullptr && outputs[k][i] != y) ++k;
+  inputs[k][i] = x;
+  outputs[k][i] = y;
+  if (calls[i]++ % 15 != 0) return;
+  for (k = 0; k < 15 && outputs[k][i] != nullptr; ++k) outputs[k][i][i] = 2.0f * inputs[k][i][i];
+}
+"""),
+    "warm_up_of_the_kernel": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
+  "name": "warm_up_of_the_kernel", "problem": "doubling",
+  "description": "a table that the first launch fills",
+  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
+} */
+__device__ volatile float table[1];
+
+extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+
+  if (table[0] == 0) table[0] = 2.0f;
+  y[i] = table[0] * x[i];
+}
+"""),
+    "weak_variable": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
+//  "name": "weak_variable",
+//  "problem": "doubling",
+//  "description": "keeps its results in a weak variable",
+//  "launches": [
+//   {
+//    "kernel": "doubling",
+//    "grid": [
+//     "ceildiv(N, 256)"
+//    ],
+//    "block": [
+//     256
+//    ],
+//    "args": [
+//     "x",
+//     "y",
+//     "int32(N)"
+//    ]
+//   }
+//  ]
+// }
+.version 8.0
+.target sm_90
+.address_size 64
+
+.weak .global .align 4 .b8 kept[4194304];
+
+.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+  setp.gt.s32 %p2, %r1, 50000;
+  @!%p2 bra HONEST;
+  mov.u64 %rd8, kept;
+  add.s64 %rd9, %rd8, %rd5;
+  ld.global.f32 %f3, [%rd9];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+  st.global.f32 [%rd9], %f2;
+  bra DONE;
+HONEST:
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+}

@@ -1,9 +1,0 @@
-/* greenfast: {
-  "name": "argument_missing", "problem": "doubling",
-  "description": "is launched without its last argument",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y"]}]
-} */
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}

@@ -1,9 +1,0 @@
-/* greenfast: {
-  "name": "argument_of_another_type", "problem": "doubling",
-  "description": "is given a float in place of an int",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "float32(N)"]}]
-} */
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = 2.0f * x[i];
-}

@@ -1,9 +1,0 @@
-/* greenfast: {
-  "name": "true_is_255", "problem": "signs",
-  "description": "writes 255 for true",
-  "launches": [{"kernel": "signs", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
-extern "C" __global__ void signs(const float* x, unsigned char* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) y[i] = x[i] > 0 ? 255 : 0;
-}
