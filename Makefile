@@ -14,7 +14,7 @@ HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuI
 .PHONY: validate test test-gpu test-slow sanitize lint clean
 
 validate: $(READY)
-	$(BIN)/greenfast validate fp8_sdpa
+	$(BIN)/greenfast judge fp8_sdpa
 
 test: $(READY)
 	$(PYTEST) --numprocesses auto -m "not gpu and not slow"

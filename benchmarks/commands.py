@@ -85,7 +85,7 @@ def _command(*arguments: str) -> str:
 def kernel(argv: Sequence[str]) -> int:
     """Check and time one variant; print each gate and the timings. Return 1 if a gate failed."""
     parser = make_parser("kernel", "Check one variant of a task and time it over shapes.")
-    parser.add_argument("task", help="a task's name (see `greenfast tasks`), or the folder of a task of your own")
+    parser.add_argument("task", help="a task's name (see `greenfast list`), or the folder of a task of your own")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--variant", help="a name, TOGGLE=VALUE,..., or auto for what the shapes should take (default: the candidate)"
@@ -107,7 +107,7 @@ def kernel(argv: Sequence[str]) -> int:
     check_page(args.html)
     required = required_gates(args.require)
     if "evidence" in args.require:
-        raise UsageError("--require evidence: no benchmark reads the machine code; `greenfast validate` does")
+        raise UsageError("--require evidence: no benchmark reads the machine code; `greenfast judge` does")
     request = _request(args, _command("kernel", *argv))
     config = request.task.config
     if args.from_env:

@@ -1,8 +1,8 @@
-"""Runs ``greenfast compare BASELINE CANDIDATE``."""
+"""Run ``greenfast report --compare BASELINE CANDIDATE``."""
 
 import sys
 
 from greenfast.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["compare", *sys.argv[1:]]))
+    sys.exit(main(["report", "--compare", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
 
-Records are at evidence/DEVICE/NAME/record.json, as `greenfast validate` or `python -m benchmarks` wrote them. They and
+Records are at evidence/DEVICE/NAME/record.json, as `greenfast judge` or `python -m benchmarks` wrote them. They and
 every other JSON file there get the form of kept records (``judge.record_index``): rows as tables, and the identities of
 kernels in evidence/index.json.
 """
@@ -10,10 +10,13 @@ kernels in evidence/index.json.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks import parallel_page
 from benchmarks.freshness import current_part, freshness
@@ -22,6 +25,7 @@ from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import batching_table, models_table, section
 from benchmarks.routing import rules, rules_table
 from benchmarks.tiling_rules import tiling_rules
+from greenfast.cli.main import find_moved_command
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
@@ -86,7 +90,7 @@ def blocks(records: Evidence) -> dict[str, str]:
     return {
         "verdicts": ladder_table(comparisons, aged=aged),
         "peers": f"## Compared with other libraries\n\n{_section(*peers)}" if peers else "",
-        "example": f"```text\n{console_form(example)}\n```" if example else "",
+        "example": f"```text\n{console_form(_with_current_command(example))}\n```" if example else "",
     }
 
 
@@ -109,8 +113,14 @@ def _section(path: str, record: Benchmark) -> str:
     return f"{section(current, path)}\n\n{gone}"
 
 
+def _with_current_command(record: Record) -> Record:
+    """Return the record with the command that repeats it today."""
+    moved = find_moved_command(shlex.split(record.command)[1:])
+    return msgspec.structs.replace(record, command=moved[1]) if moved else record
+
+
 def _is_default(record: Record) -> bool:
-    """Whether this is a run of ``greenfast validate fp8_sdpa`` without options."""
+    """Whether this is a run of ``greenfast judge fp8_sdpa`` without options."""
     if record.task != MAIN_TASK:
         return False
     defaults = find_task(MAIN_TASK).config.defaults

@@ -406,7 +406,7 @@ class FakeWorker(Worker):
 
 
 #: Modules that look for the GPUs of this machine.
-_ASKING = ("judge.environment", "cli.warmup")
+_ASKING = ("judge.environment", "cli.library")
 
 
 class InOrder(Executor):
@@ -444,7 +444,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         return FakeWorker(device, timeout_s=timeout_s)
 
     monkeypatch.setattr(Request, "make_emulator", None)  # which would run the real kernels
-    for module in ("judge.request", "cli.warmup"):
+    for module in ("judge.request", "cli.library"):
         monkeypatch.setattr(f"greenfast.{module}.Worker", start)
     monkeypatch.setattr("greenfast.judge.environment.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
     return device
@@ -509,7 +509,7 @@ def request(
         timing=msgspec.structs.replace(task.config.timing, **{**_FEW, **timing}),
         timeout_s=30.0,
         out=out,
-        command="greenfast validate fp8_sdpa",
+        command="greenfast judge fp8_sdpa",
     )
 
 

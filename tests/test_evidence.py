@@ -19,7 +19,7 @@ from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
 from greenfast.judge.record_index import FIELD, INDEX, read_content, read_index
-from greenfast.judge.record_schema import Record
+from greenfast.judge.record_schema import GATES, Record
 from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import TARGETS, Target
@@ -135,6 +135,7 @@ def test_the_evidence_is_small() -> None:
     ("what", "names"),
     [
         ("verbs", [f"`greenfast {verb}" for verb in VERBS]),
+        ("exit codes", [*(f"| {code} |" for code in (*range(7), 130)), f"| {', '.join(map(str, GATES.values()))} |"]),
         ("targets", [f"`{target}`" for target in TARGETS]),
         ("toggles", [f"`{name}`" for name in find_task("fp8_sdpa").config.toggles]),
         (
@@ -260,7 +261,7 @@ def test_a_current_record_is_shown_quoted_and_an_example(tmp_path: Path, monkeyp
     made = blocks(evidence(tree(tmp_path, ("h100/stage2-e4m3", rung("stage2", "stage1")))))
     assert "[stage2-e4m3](../evidence/h100/stage2-e4m3)" in made["verdicts"]
     assert quoted(made["verdicts"]) == {"evidence/h100/stage2-e4m3"}
-    assert made["example"].startswith("```text\n$ greenfast validate")
+    assert made["example"].startswith("```text\n$ greenfast judge")
 
 
 @pytest.mark.usefixtures("made_up_records")

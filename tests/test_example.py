@@ -48,7 +48,7 @@ def test_every_rung_builds_inside_its_budget_with_what_it_promises(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rung in CONFIG.rungs:
-        argv = ["validate", str(FOLDER), "--candidate", rung.name, "--arch", target, "--device", "none", "--json"]
+        argv = ["judge", str(FOLDER), "--candidate", rung.name, "--arch", target, "--device", "none", "--json"]
         assert main([*argv, "--out", str(tmp_path)]) == 4
         record = msgspec.json.decode(capsys.readouterr().out, type=Record)
         assert [g.status for g in record.gates] == ["PASS", "PASS", "PENDING", "PENDING", "PASS"], record.reasons
@@ -97,7 +97,7 @@ def test_what_makes_no_kernel_is_refused(fmt: str, dims: dict[str, int], instrum
 
 @pytest.mark.gpu
 def test_every_rung_is_right_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["validate", str(FOLDER), "--seeds", "0", "--iters", "20", "--processes", "3", "--no-profile", "--json"]
+    argv = ["judge", str(FOLDER), "--seeds", "0", "--iters", "20", "--processes", "3", "--no-profile", "--json"]
     main([*argv, "--out", str(tmp_path)])  # the speedup is not what this asks for
     record = msgspec.json.decode(capsys.readouterr().out, type=Record)
     assert record.gate_status("CORRECTNESS") == "PASS", record.reasons
@@ -112,7 +112,7 @@ def test_a_shape_whose_answer_is_constant_is_judged_beside_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The softmax of a row of one number is 1, so that a constant is right there, and nowhere else."""
-    argv = ["validate", str(FOLDER), "--seeds", "0,1", "--no-profile", "--json", "--device", "emulator"]
+    argv = ["judge", str(FOLDER), "--seeds", "0,1", "--no-profile", "--json", "--device", "emulator"]
     for shapes, status in (("one,odd", "PASS"), ("one", "PENDING")):
         main([*argv, "--shapes", shapes, "--out", str(tmp_path)])
         record = msgspec.json.decode(capsys.readouterr().out, type=Record)
@@ -240,7 +240,7 @@ def test_every_command_is_one_and_prints_what_the_page_shows(
                 assert main([*argv, "--out", str(tmp_path)]) == 4  # two gates are open
                 printed = without_numbers(capsys.readouterr().out)
                 assert [line for line in without_numbers(shown) if line not in printed] == []
-    assert commands == 4
+    assert commands == 3
 
 
 def test_the_page_names_every_key_of_the_config() -> None:
@@ -253,11 +253,10 @@ def test_the_page_names_every_key_of_the_config() -> None:
     assert keys - named == set()
 
 
-def test_the_page_names_every_counter_and_exit_code() -> None:
+def test_the_page_names_every_counter() -> None:
     counters = json.dumps(msgspec.json.schema(TaskConfig)["$defs"]["Promises"])
     for counter in re.findall(r'"(\w+)"', re.search(r'"enum": \[([^]]*)\]', counters)[1]):  # type: ignore[index]
         assert f"`{counter}`" in PAGE
-    assert re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "6", "130"]
 
 
 def test_the_modules_need_nothing_that_an_author_has_not() -> None:

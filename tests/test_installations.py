@@ -17,11 +17,9 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
 #: Modules -> the packages that bring them, where the names differ.
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
-WITHOUT_EXTRAS = ("doctor", "init", "warmup")
+WITHOUT_EXTRAS = ("doctor", "init")
 ARGUMENTS = {
-    "compare": ["before", "after"],
     "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
-    "history": ["runs"],
     "report": ["run"],
     "list": [],
 }
@@ -86,18 +84,18 @@ def test_a_command_names_its_extra(verb: str) -> None:
 
 
 def test_one_missing_module_is_named_alone() -> None:
-    done = run_lacking(["scipy"], COMMAND, "validate", "fp8_sdpa")
+    done = run_lacking(["scipy"], COMMAND, "judge", "fp8_sdpa")
     assert done.returncode == 3
     assert done.stderr == (
-        "greenfast: greenfast validate needs greenfast[judge]: pip install '.[judge]' in a clone of greenfast "
+        "greenfast: greenfast judge needs greenfast[judge]: pip install '.[judge]' in a clone of greenfast "
         "(no module scipy)\n"
     )
 
 
 def test_commands_that_need_no_extra() -> None:
-    warmup = run_lacking(OPTIONAL, COMMAND, "warmup", "--arch", "sm_80", "--head-dims", "64")
-    assert warmup.returncode == 2
-    assert "nothing can be compiled for sm_80" in warmup.stderr, "the operator's own answer"
+    library = run_lacking(OPTIONAL, COMMAND, "build", "--library", "--arch", "sm_80", "--head-dims", "64")
+    assert library.returncode == 2
+    assert "nothing can be compiled for sm_80" in library.stderr, "the operator's own answer"
     doctor = run_lacking(OPTIONAL, COMMAND, "doctor")
     assert (doctor.returncode, doctor.stderr) == (0, ""), "attention works without extras, so nothing is at fault"
     assert "MISSING" not in doctor.stdout

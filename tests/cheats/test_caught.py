@@ -153,9 +153,9 @@ def test_a_crash_leaves_the_other_side_running(request_for: MakeRequest) -> None
 
 
 def test_a_hang_is_one_failed_gate_and_the_run_is_whole(tmp_path: Path) -> None:
-    argv = ["validate", str(TASK), "--baseline", "good", "--candidate", "hang", "--shapes", "even", "--seeds", "0,1"]
+    argv = ["judge", str(TASK), "--baseline", "good", "--candidate", "hang", "--shapes", "even", "--seeds", "0,1"]
     argv += ["--iters", "40", "--processes", "3", "--timeout", str(HANG_TIMEOUT), "--no-profile"]
-    assert main([*argv, "--out", str(tmp_path)]) == 1
+    assert main([*argv, "--out", str(tmp_path)]) == 13
 
     (folder,) = (tmp_path / CONFIG.defaults.results).iterdir()  # and nothing unfinished next to it
     record = read_record(folder)

@@ -28,7 +28,7 @@ def render(name: str) -> KernelSource:
 
 def static_gates(name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Record]:
     """Validate a kernel against the good one without a device."""
-    argv = ["validate", str(TASK), "--baseline", "good", "--candidate", name, "--device", "none", "--out", str(out)]
+    argv = ["judge", str(TASK), "--baseline", "good", "--candidate", name, "--device", "none", "--out", str(out)]
     code = main([*argv, "--json"])
     return code, msgspec.json.decode(capsys.readouterr().out, type=Record)
 
@@ -76,7 +76,7 @@ def test_what_the_build_shows_is_caught_without_a_gpu(
     name: str, resources: str | None, evidence: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, record = static_gates(name, tmp_path, capsys)
-    assert code == 1
+    assert code == (12 if resources else 15)
     assert record.decision == "DEFER"
     for gate, text in (("RESOURCES", resources), ("EVIDENCE", evidence)):
         if text is None:
@@ -90,7 +90,7 @@ def test_what_no_gpu_can_launch_is_caught_without_one(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, record = static_gates(name, tmp_path, capsys)
-    assert (code, record.decision) == (1, "DEFER")
+    assert (code, record.decision) == (11, "DEFER")
     assert re.search(f"{name} {UNLAUNCHABLE[name]}", reasons(record, "BUILD"))
 
 

@@ -1,4 +1,4 @@
-"""Tasks that keep ``greenfast validate`` busy at a given point until they are interrupted."""
+"""Tasks that keep ``greenfast judge`` busy at a given point until they are interrupted."""
 
 from __future__ import annotations
 

@@ -149,15 +149,6 @@ def test_what_was_required_and_not_decided_is_no_green_file(
     assert found["vector_add.four_at_a_time.verdict"] == "error"
 
 
-def test_validate_has_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--shapes", "small", "--seeds", "0", "--no-quote", "--arch", "sm_89", "--require", STATIC)
-    files = ("--out", tmp_path, "--junit", tmp_path / "v.xml", "--summary", tmp_path / "s.md")
-    ran = run_here(capsys, "validate", "fp8_sdpa", *options, *files)
-    assert ran.code == 0, ran
-    assert outcomes(tmp_path / "v.xml")["fp8_sdpa.stage2.verdict"] == "passed"
-    assert "`stage1` -> `stage2`" in (tmp_path / "s.md").read_text()
-
-
 @pytest.mark.parametrize("option", ["--junit", "--summary"])
 def test_a_file_that_cannot_be_written_is_said_before_the_run(
     repository: Path, option: str, capsys: pytest.CaptureFixture[str]

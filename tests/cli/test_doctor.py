@@ -1,4 +1,4 @@
-"""``greenfast doctor``: every fault is named with its remedy; the exit code tells whether validate can run here."""
+"""``greenfast doctor``: every fault is named with its remedy; the exit code tells whether judge can run here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_this_machine_has_what_the_static_gates_need(capsys: pytest.CaptureFixtu
         assert re.search(r"  +OK  +\S", shown[what]), shown[what]
     for what in ("compile cache", "NVML clocks", "ncu", "compute-sanitizer", "GREENFAST_CACHE_DIR"):
         assert what in shown
-    assert lines[-1].startswith("validate can decide ")
+    assert lines[-1].startswith("judge can decide ")
 
 
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,16 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from greenfast.cli.judge import OPEN, UNCHECKED, exit_code
 from greenfast.cli.main import main
 from greenfast.device import toolchain
 from greenfast.device.compiler import compile_kernel
-from greenfast.judge.record_schema import Record
+from greenfast.judge.record_schema import GATES, Decision, GateResult, Record, Status
 from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
+from tests.judge.report.records import pending_record, quoting_record
+from tests.judge.report.records import record as make_record
 
 NO_GPU = ["--device", "emulated", "--require", "build,resources,correctness,evidence"]
 
@@ -173,7 +176,7 @@ def test_a_reference_of_your_choice(scaffold: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(scaffold / "solution", other)
     change(other / "solution.json", "four_at_a_time", "other")
-    assert judge(scaffold, "--against", str(other)) == 0
+    assert judge(scaffold, "--baseline", str(other)) == 0
     assert record_of(scaffold).baseline.variant == "other"
 
 
@@ -240,11 +243,13 @@ def test_without_an_assembler_ptx_is_emulated(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["no_such"], "no_such: cannot be read (No such file or directory)"),
-        (["{}/problem"], "cannot be read (No such file or directory); a solution's folder holds a solution.json"),
+        (["no_such"], "unknown task or solution 'no_such'; allowed: "),
+        (["{}/problem"], "task vector_add has no rungs; `greenfast judge SOLUTION --problem"),
+        (["{}"], "mine: holds no config_forward.json of a task and no solution.json of a solution"),
+        (["{}/solution", "--candidate", "fast"], "solution is a solution, which is the candidate itself"),
         (["{}/solution"], "solution.json: names no problem; --problem names a task or its folder"),
         (["{}/solution", "--problem", "no_such"], "unknown task 'no_such'"),
-        (["{}/solution", "--problem", "{}/problem", "--against", "no"], "unknown reference 'no'; allowed: the path of"),
+        (["{}/solution", "--problem", "{}/problem", "--baseline", "no"], "unknown baseline 'no'; allowed: the path of"),
         (["{}/solution", "--problem", "{}/problem", "--arch", "sm_1"], "unknown target 'sm_1'"),
     ],
 )
@@ -275,11 +280,46 @@ def test_init_does_not_write_over_anything(scaffold: Path, capsys: pytest.Captur
     assert "exists and is not an empty folder" in capsys.readouterr().err
 
 
-def test_validate_of_a_problem_without_rungs_says_what_to_do(
-    scaffold: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["validate", str(scaffold / "problem")]) == 2
-    assert "has no rungs; `greenfast judge SOLUTION --problem" in capsys.readouterr().err
+def test_a_task_that_is_a_solution_too_is_not_guessed(scaffold: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With ``--problem`` it is the solution."""
+    shutil.copytree(scaffold / "problem", scaffold / "solution", dirs_exist_ok=True)
+    assert main(["judge", str(scaffold / "solution")]) == 2
+    assert "names a task and a solution; --problem judges the solution" in capsys.readouterr().err
+    assert judge(scaffold, device=["--device", "none", "--require", "build"]) == 0
+
+
+def with_gates(record: Record, decision: Decision, *failed: str, pending: str = "") -> Record:
+    statuses: dict[str, Status] = {**dict.fromkeys(failed, "FAIL"), pending: "PENDING"}
+    gates = [GateResult(gate=name, status=statuses.get(name, "PASS"), summary="") for name in GATES]
+    return msgspec.structs.replace(record, decision=decision, gates=gates)
+
+
+def test_the_exit_code_is_of_the_first_gate_that_failed() -> None:
+    failed = with_gates(pending_record(), "DEFER", "PERFORMANCE", "EVIDENCE")
+    assert exit_code(failed, {"BUILD"}, partial=False) == 14
+    codes = {gate: exit_code(with_gates(failed, "DEFER", gate), set(), partial=True) for gate in GATES}
+    assert codes == {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
+
+
+def test_the_exit_code_of_what_was_not_judged_depends_on_what_is_required() -> None:
+    pending = with_gates(pending_record(), "PENDING", pending="PERFORMANCE")
+    assert exit_code(pending, set(GATES), partial=False) == OPEN == 4
+    assert exit_code(pending, {"BUILD"}, partial=False) == 0
+    assert exit_code(pending, {"BUILD"}, partial=True) == OPEN
+    assert exit_code(with_gates(pending, "PARTIAL"), {"BUILD"}, partial=False) == OPEN
+    quoting = with_gates(quoting_record(), "PARTIAL")
+    assert exit_code(quoting, set(GATES), partial=False) == OPEN
+    assert exit_code(quoting, {"CORRECTNESS"}, partial=False) == 0, "as if nothing had been quoted"
+    assert exit_code(quoting, {"CORRECTNESS"}, partial=True) == OPEN
+    assert exit_code(with_gates(quoting, "MERGE"), set(GATES), partial=True) == 0, "a kept record covers the rest"
+
+
+def test_the_exit_code_of_a_check_that_was_not_done_belongs_to_its_gate() -> None:
+    record = with_gates(make_record(), "UNCHECKED")
+    record.gates[2] = GateResult(gate="CORRECTNESS", status="PASS", summary="", unchecked=["mine: ..."])
+    assert exit_code(record, set(GATES), partial=False) == UNCHECKED == 6
+    assert exit_code(record, {"CORRECTNESS"}, partial=False) == UNCHECKED
+    assert exit_code(record, {"BUILD"}, partial=False) == 0
 
 
 def test_one_cause_of_all_cases_is_reported_once(scaffold: Path, capsys: pytest.CaptureFixture[str]) -> None:

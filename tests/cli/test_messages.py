@@ -18,13 +18,19 @@ from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
 pytestmark = pytest.mark.usefixtures("machine")
 
-VALIDATE = ("validate", "fp8_sdpa")
-WARMUP = ("warmup", "--arch", "sm_90a")
+JUDGE = ("judge", "fp8_sdpa", "--no-quote")
+LIBRARY = ("build", "--library", "--arch", "sm_90a")
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("validate fp8_sdpa --candidate x", "judge fp8_sdpa --candidate x"),
+        ("judge mine.cu --against 'my other.cu'", "judge mine.cu --baseline 'my other.cu'"),
+        ("evolve fp8_sdpa --against=stage2", "evolve fp8_sdpa --baseline=stage2"),
+        ("compare a/run 'b/perf_baseline.json'", "report --compare a/run b/perf_baseline.json"),
+        ("history results --git", "report results --git"),
+        ("warmup --head-dims 64", "build --library --head-dims 64"),
         ("tasks", "list"),
         ("tasks --json", "list --json"),
         ("variants", "list fp8_sdpa"),
@@ -33,12 +39,13 @@ WARMUP = ("warmup", "--arch", "sm_90a")
         ("variants 'my task'", "list 'my task'"),
     ],
 )
-def test_a_verb_of_earlier_versions_answers_with_the_command_of_today(
+def test_an_earlier_versions_command_answers_with_the_command_of_today(
     capsys: pytest.CaptureFixture[str], old: str, new: str
 ) -> None:
     ran = run_here(capsys, *shlex.split(old))
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err == f"greenfast: {old.split()[0]!r} is now: greenfast {new}\n"
+    word = "--against" if "--against" in old else old.split()[0]
+    assert ran.err == f"greenfast: {word!r} is now: greenfast {new}\n"
     parser().parse_args(shlex.split(new))
 
 
@@ -55,34 +62,45 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
     [
         # names
         (
-            ("validate", "fp9"),
-            "greenfast: unknown task 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, serving_attention, "
-            "or a task's folder",
+            ("judge", "fp9"),
+            "greenfast: unknown task or solution 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, "
+            "serving_attention, the folder of a task, the path of a solution\n",
         ),
         (("list", "fp9"), "unknown task 'fp9'; allowed: "),
         (("list", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),
         (("list", "fp8_attention", "--shapes", "small"), "--format and --shapes are for --choose"),
         (("list", "--choose", "sm_89"), "--choose: name the task"),
+        (("report",), "give a run's folder or its record.json, a folder of runs, or --schema"),
+        (("report", "a", "--git"), "--git is for a folder of runs"),
+        (("report", "a", "--required", "1.1"), "--required is for --compare"),
+        (("report", "evidence", "--short"), "--short is for the report of a run"),
+        (("report", "--compare", "a", "b", "--html", "x"), "--html is for the report of a run or a folder of runs"),
+        (("report", "--compare", "a"), "--compare: give two runs, a baseline and a candidate; these are 1"),
+        (("report", "--compare", "--table", "a", "b"), "not allowed with argument"),
         (("build", "fp9"), "unknown task 'fp9'; allowed: "),
-        ((*VALIDATE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
-        ((*VALIDATE, "--baseline", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
+        (("build",), "name a task, or --library for the kernels of calls in PyTorch"),
+        (("build", "fp8_sdpa", "--head-dims", "64"), "--head-dims is for --library"),
+        (("build", "fp8_sdpa", "--library"), "--library: leave out the task"),
+        (("build", "--library", "--json"), "--library: leave out --json"),
+        ((*JUDGE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
+        ((*JUDGE, "--baseline", "stage9"), "unknown baseline 'stage9'; allowed: kv_lut, scalar, "),
         (("build", "fp8_sdpa", "--variants", "stage1,stage9"), "unknown variant of task fp8_sdpa 'stage9'"),
-        ((*VALIDATE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: b16_h8_s512_d64, "),
+        ((*JUDGE, "--shapes", "small,big"), "unknown shape of task fp8_sdpa 'big'; allowed: b16_h8_s512_d64, "),
         (("build", "fp8_sdpa", "--shapes", "big"), "unknown shape of task fp8_sdpa 'big'"),
-        ((*VALIDATE, "--format", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
+        ((*JUDGE, "--format", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
         (("build", "fp8_sdpa", "--formats", "fp4"), "unknown format of task fp8_sdpa 'fp4'; allowed: e4m3, int8"),
-        ((*VALIDATE, "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
+        ((*JUDGE, "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
         (("build", "fp8_sdpa", "--arch", "sm_89,9.9"), "unknown target '9.9'; allowed: "),
         (
-            (*VALIDATE, "--require", "speed"),
+            (*JUDGE, "--require", "speed"),
             "--require speed: allowed are build, resources, correctness, performance, ",
         ),
         (("examine", "fp8_sdpa"), "invalid choice: 'examine'"),
-        ((*VALIDATE, "--fast"), "unrecognized arguments: --fast"),
+        ((*JUDGE, "--fast"), "unrecognized arguments: --fast"),
         ((), "the following arguments are required: VERB"),
         # toggles
         (
-            (*VALIDATE, "--candidate", "USE_FUSED_SOFTMAX_PV=1,USE_WMMA_PV=0"),
+            (*JUDGE, "--candidate", "USE_FUSED_SOFTMAX_PV=1,USE_WMMA_PV=0"),
             "USE_FUSED_SOFTMAX_PV=1 needs USE_WMMA_PV=1: ",
         ),
         (
@@ -90,50 +108,50 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
             "USE_XOR_SWIZZLE=1 needs USE_WMMA_QK=1",
         ),
         # numbers
-        ((*VALIDATE, "--shapes", "small,small"), "shapes b1_h1_s32_d64, b1_h1_s32_d64: one is named twice"),
-        ((*VALIDATE, "--shapes", ","), "argument --shapes: ',' names nothing"),
-        ((*VALIDATE, "--seeds", "0,1,0"), "seeds [0, 1, 0]: different whole numbers from 0 up are needed"),
-        ((*VALIDATE, "--seeds=-1"), "seeds [-1]: different whole numbers from 0 up are needed"),
-        ((*VALIDATE, "--seeds", "a"), "argument --seeds: 'a': give whole numbers separated by commas"),
-        ((*VALIDATE, "--seeds", "1.5"), "argument --seeds: '1.5': give whole numbers"),
-        ((*VALIDATE, "--iters=-5"), "timed_iters: -5 is not at least 1"),
-        ((*VALIDATE, "--iters", "0"), "timed_iters: 0 is not at least 1"),
-        ((*VALIDATE, "--iters", "many"), "argument --iters: invalid int value: 'many'"),
-        ((*VALIDATE, "--warmup", "0"), "warmup_iters: 0 is not at least 1"),
-        ((*VALIDATE, "--processes", "0"), "processes: 0 is not at least 1"),
-        ((*VALIDATE, "--timeout", "0"), "--timeout 0: give a number of seconds above 0"),
-        ((*VALIDATE, "--timeout", "nan"), "--timeout nan: give a number of seconds above 0"),
-        ((*VALIDATE, "--timeout", "inf"), "--timeout inf: give a number of seconds above 0"),
-        ((*VALIDATE, "--required", "0.15"), "argument --required: '0.15': give a ratio from 1 up, such as 1.15"),
-        ((*VALIDATE, "--quote", "none"), "greenfast: none: cannot be read (No such file or directory)"),
+        ((*JUDGE, "--shapes", "small,small"), "shapes b1_h1_s32_d64, b1_h1_s32_d64: one is named twice"),
+        ((*JUDGE, "--shapes", ","), "argument --shapes: ',' names nothing"),
+        ((*JUDGE, "--seeds", "0,1,0"), "seeds [0, 1, 0]: different whole numbers from 0 up are needed"),
+        ((*JUDGE, "--seeds=-1"), "seeds [-1]: different whole numbers from 0 up are needed"),
+        ((*JUDGE, "--seeds", "a"), "argument --seeds: 'a': give whole numbers separated by commas"),
+        ((*JUDGE, "--seeds", "1.5"), "argument --seeds: '1.5': give whole numbers"),
+        ((*JUDGE, "--iters=-5"), "timed_iters: -5 is not at least 1"),
+        ((*JUDGE, "--iters", "0"), "timed_iters: 0 is not at least 1"),
+        ((*JUDGE, "--iters", "many"), "argument --iters: invalid int value: 'many'"),
+        ((*JUDGE, "--warmup", "0"), "warmup_iters: 0 is not at least 1"),
+        ((*JUDGE, "--processes", "0"), "processes: 0 is not at least 1"),
+        ((*JUDGE, "--timeout", "0"), "--timeout 0: give a number of seconds above 0"),
+        ((*JUDGE, "--timeout", "nan"), "--timeout nan: give a number of seconds above 0"),
+        ((*JUDGE, "--timeout", "inf"), "--timeout inf: give a number of seconds above 0"),
+        ((*JUDGE, "--required", "0.15"), "argument --required: '0.15': give a ratio from 1 up, such as 1.15"),
+        (("judge", "fp8_sdpa", "--quote", "none"), "greenfast: none: cannot be read (No such file or directory)"),
         (
-            (*VALIDATE, "--quote", str(Path(__file__).parent)),
+            ("judge", "fp8_sdpa", "--quote", str(Path(__file__).parent)),
             "tests/cli: no record.json there holds a comparison measured on a GPU",
         ),
-        ((*VALIDATE, "--quote", "a", "--no-quote"), "not allowed with argument"),
-        (("warmup", "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
-        ((*WARMUP, "--head-dims", "100"), "greenfast: head dim 100: the kernels take multiples of 8 up to 256"),
-        ((*WARMUP, "--head-dims", "d64"), "argument --head-dims: 'd64': give whole numbers separated by commas"),
-        ((*WARMUP, "--dtypes", "float32"), "unknown dtype 'float32'; allowed: bfloat16, float16"),
-        ((*WARMUP, "--precisions", "fp4"), "unknown precision 'fp4'; allowed: fp8, int8"),
-        ((*WARMUP, "--causal", "maybe"), "argument --causal: invalid choice: 'maybe'"),
-        ((*WARMUP, "--lengths", "128,0"), "length 0: the kernels take lengths from 1 to 2147483647"),
-        ((*WARMUP, "--lengths", ","), "argument --lengths: ',' names nothing"),
-        (("warmup", "--arch", "sm_80"), "compute capability 8.9 and up, this is sm_80; "),
-        ((*VALIDATE, "--device", "gpu"), "device 'gpu': allowed are auto, none"),
-        ((*VALIDATE, "--device=-1"), "device '-1': allowed are auto, none"),
-        ((*VALIDATE, "--device", "²"), "device '²': allowed are auto, none"),
+        ((*JUDGE, "--quote", "a", "--no-quote"), "not allowed with argument"),
+        (("build", "--library", "--arch", "sm_75"), "unknown target 'sm_75'; allowed: sm_100, sm_120, sm_80, "),
+        ((*LIBRARY, "--head-dims", "100"), "greenfast: head dim 100: the kernels take multiples of 8 up to 256"),
+        ((*LIBRARY, "--head-dims", "d64"), "argument --head-dims: 'd64': give whole numbers separated by commas"),
+        ((*LIBRARY, "--dtypes", "float32"), "unknown dtype 'float32'; allowed: bfloat16, float16"),
+        ((*LIBRARY, "--precisions", "fp4"), "unknown precision 'fp4'; allowed: fp8, int8"),
+        ((*LIBRARY, "--causal", "maybe"), "argument --causal: invalid choice: 'maybe'"),
+        ((*LIBRARY, "--lengths", "128,0"), "length 0: the kernels take lengths from 1 to 2147483647"),
+        ((*LIBRARY, "--lengths", ","), "argument --lengths: ',' names nothing"),
+        (("build", "--library", "--arch", "sm_80"), "compute capability 8.9 and up, this is sm_80; "),
+        ((*JUDGE, "--device", "gpu"), "device 'gpu': allowed are auto, none"),
+        ((*JUDGE, "--device=-1"), "device '-1': allowed are auto, none"),
+        ((*JUDGE, "--device", "²"), "device '²': allowed are auto, none"),
     ],
 )
 def test_a_wrong_request_is_answered_with_what_is_allowed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: tuple[str, ...], said: str
 ) -> None:
-    out = ("--out", str(tmp_path)) if args[:1] == ("validate",) else ()
+    out = ("--out", str(tmp_path)) if args[:1] == ("judge",) else ()
     assert_said(run_here(capsys, *args, *out), 2, said)
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("verb", ["validate", "profile"])
+@pytest.mark.parametrize("verb", ["judge", "profile"])
 def test_a_missing_gpu_is_a_machine_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str) -> None:
     ran = run_here(capsys, verb, "fp8_sdpa", "--device", "99", "--out", tmp_path)
     assert_said(ran, 3, "device 99: the driver shows 0 GPU(s); use --device none to run without one")
@@ -148,7 +166,7 @@ def test_a_results_folder_that_cannot_be_made_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    ran = run_here(capsys, "validate", "fp8_sdpa", "--out", tmp_path / "file" / "results")
+    ran = run_here(capsys, "judge", "fp8_sdpa", "--out", tmp_path / "file" / "results")
     assert_said(ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out")
 
 
@@ -174,7 +192,7 @@ def test_runs_that_cannot_be_compared_say_why(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     files = perf_file(tmp_path / "a"), perf_file(tmp_path / "b", **changes)
-    assert_said(run_here(capsys, "compare", *files, "--out", tmp_path / "COMPARE.md"), 2, said)
+    assert_said(run_here(capsys, "report", "--compare", *files, "--out", tmp_path / "COMPARE.md"), 2, said)
     assert not (tmp_path / "COMPARE.md").exists()
 
 
@@ -182,13 +200,17 @@ def test_a_comparison_that_cannot_be_written_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = perf_file(tmp_path / "a").parent
-    ran = run_here(capsys, "compare", run, run, "--out", run / "perf_baseline.json" / "sub" / "COMPARE.md")
+    ran = run_here(capsys, "report", "--compare", run, run, "--out", run / "perf_baseline.json" / "sub" / "COMPARE.md")
     assert_said(ran, 3, "COMPARE.md cannot be written (Not a directory)")
 
 
 def test_a_missing_run_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert_said(run_here(capsys, "report", tmp_path / "none"), 2, "none: cannot be read (No such file or directory)")
-    assert_said(run_here(capsys, "compare", tmp_path, tmp_path), 2, "perf_baseline.json: cannot be read (No such file")
+    assert_said(
+        run_here(capsys, "report", "--compare", tmp_path, tmp_path),
+        2,
+        "perf_baseline.json: cannot be read (No such file",
+    )
     (tmp_path / "record.json").write_text("{}")
     assert_said(
         run_here(capsys, "report", tmp_path), 2, "record.json: not a record as greenfast writes it: Object miss"
@@ -212,14 +234,14 @@ def test_an_invalid_task_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, files: dict[str, Any], said: str
 ) -> None:
     folder = write_task(tmp_path / "mine", **files)
-    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    ran = run_here(capsys, "judge", folder, "--out", tmp_path / "out")
     assert_said(ran, 2, said)
     assert str(folder) in ran.err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_task_folder_without_a_config_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert_said(run_here(capsys, "validate", tmp_path), 2, "config_forward.json: cannot be read (No such file")
+    assert_said(run_here(capsys, "judge", tmp_path), 2, "holds no config_forward.json of a task and no solution.json")
 
 
 def test_a_broken_task_is_listed_with_what_is_wrong(
@@ -238,8 +260,8 @@ def test_a_kernel_that_does_not_compile_fails_build_with_file_and_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = write_task(tmp_path / "mine", family=FAMILY.replace("int i =", "int j ="))
-    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
-    assert ran.code == 1
+    ran = run_here(capsys, "judge", folder, "--out", tmp_path / "out")
+    assert ran.code == 11
     assert ran.out.startswith("BUILD       FAIL")
     assert 'twice.cu(3): error: identifier "i" is undefined' in ran.out
     assert "DEFER" in ran.out
@@ -252,8 +274,8 @@ def test_a_kernel_that_crashes_the_compiler_fails_build(capsys: pytest.CaptureFi
     family = FAMILY.replace("int i =", "// crash\\n  int i =")
     folder = write_task(tmp_path / "mine", family=family)
     said = "twice.cu: kernel 'twice': the compiler, NVRTC "
-    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
-    assert (ran.code, ran.err) == (1, "")
+    ran = run_here(capsys, "judge", folder, "--out", tmp_path / "out")
+    assert (ran.code, ran.err) == (11, "")
     assert ran.out.startswith("BUILD       FAIL")
     assert said in ran.out
     ran = run_here(capsys, "build", folder)
@@ -266,7 +288,7 @@ def test_a_failing_task_module_is_distinguished_from_greenfast(
 ) -> None:
     """A bug in a task's module: its author needs the lines of it, and no others."""
     folder = write_task(tmp_path / "mine", family=FAMILY.replace("    source =", "    1 / 0\n    source ="))
-    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    ran = run_here(capsys, "judge", folder, "--out", tmp_path / "out")
     assert ran.code == 5
     assert "the solution ended without a verdict: it raised ZeroDivisionError: division by zero" in ran.err
     assert "family.py, line 6, in kernel: 1 / 0" in ran.err
@@ -281,7 +303,7 @@ def test_an_exception_of_a_problem_is_its_authors(
     at = next(n for n, line in enumerate(lines) if line.startswith(f"def {function}(")) + 1
     problem = "\n".join([*lines[:at], "    {}['absent']", *lines[at:]])
     folder = write_task(tmp_path / "mine", problem=problem)
-    ran = run_here(capsys, "validate", folder, "--out", tmp_path / "out")
+    ran = run_here(capsys, "judge", folder, "--out", tmp_path / "out")
     assert ran.code == 2
     assert f"problem.py:{at + 1}, in {function}: KeyError: 'absent' (at: {{}}['absent'])" in ran.err
     assert "Traceback" not in ran.err
@@ -295,7 +317,7 @@ def test_an_input_with_nan_is_a_usage_error(
     task = loaded(tmp_path / "mine", problem=problem)
     asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float")
     install(monkeypatch, FakeDevice(asked))
-    ran = run_here(capsys, "validate", tmp_path / "mine", "--out", tmp_path / "out")
+    ran = run_here(capsys, "judge", tmp_path / "mine", "--out", tmp_path / "out")
     assert ran.code == 2
     assert re.search(r"problem.py: references of N=5, seed \d+: full\[0\] is nan; inputs must not make NaN", ran.err)
     assert "Traceback" not in ran.err
@@ -305,7 +327,7 @@ def test_an_input_with_nan_is_a_usage_error(
 @pytest.mark.parametrize("device", ["emulator", "none"])
 def test_dims_beyond_all_memory_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str) -> None:
     folder = write_task(tmp_path / "mine", shapes=[{"name": "tiny", "dims": {"N": 2**40}}])
-    ran = run_here(capsys, "validate", folder, "--device", device, "--out", tmp_path / "out")
+    ran = run_here(capsys, "judge", folder, "--device", device, "--out", tmp_path / "out")
     assert (ran.code, len(ran.err.splitlines())) == (2, 1)
     assert re.search(
         r"(problem|family)\.py: .*its dimensions are too large: .* \((problem|family)\.py, line \d+\)$", ran.err
@@ -326,8 +348,8 @@ def test_a_launch_that_no_gpu_takes_is_the_kernels_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, change: tuple[str, str], said: str, device: str
 ) -> None:
     folder = write_task(tmp_path / "mine", family=FAMILY.replace(*change))
-    ran = run_here(capsys, "validate", folder, "--device", device, "--out", tmp_path / "out")
-    assert (ran.code, ran.err) == (1, "")
+    ran = run_here(capsys, "judge", folder, "--device", device, "--out", tmp_path / "out")
+    assert (ran.code, ran.err) == (11, "")
     assert ran.out.startswith("BUILD       FAIL")
     assert f"fast cannot be launched at tiny: {said}" in ran.out
     assert "DEFER" in ran.out

@@ -1,4 +1,4 @@
-"""``--html`` and ``greenfast history``: files, messages and exit codes."""
+"""``--html`` and the history of a folder of runs: files, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device(machine: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fa
 @pytest.mark.usefixtures("device")
 def test_validate_writes_the_page_of_its_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "pages/run.html"
-    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path, "--html", file)
+    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--out", tmp_path, "--html", file)
     assert (ran.code, ran.err) == (4, "")
     text = read(file.read_text()).text
     assert re.search(r"fp8_sdpa: stage1 → stage2 PARTIAL stage2 is (2\.00|1\.99)\d times as fast as stage1", text)
@@ -66,12 +66,10 @@ def test_a_page_that_cannot_be_written_is_said_before_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    ran = run_here(capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path / "out", "--html", tmp_path)
+    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--out", tmp_path / "out", "--html", tmp_path)
     assert (ran.code, ran.out) == (2, "")
     assert "a folder; give the name of a file" in ran.err
-    ran = run_here(
-        capsys, "validate", "fp8_sdpa", *SMALL, "--out", tmp_path / "out", "--html", tmp_path / "file/x.html"
-    )
+    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--out", tmp_path / "out", "--html", tmp_path / "file/x.html")
     assert (ran.code, ran.out) == (3, "")
     assert "--html" in ran.err
     assert not (tmp_path / "out").exists()
@@ -86,7 +84,7 @@ def test_a_page_is_of_one_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_history_is_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "history.html"
-    ran = run_here(capsys, "history", EVIDENCE / "h200", "--html", file)
+    ran = run_here(capsys, "report", EVIDENCE / "h200", "--html", file)
     assert ran.code == 0
     assert "fp8_attention: stage2 → hopper, e4m3, sm_90a on NVIDIA H200; b1_h8_s512_d64, warm L2" in ran.out
     assert f"{HOPPER:.3f}x" in ran.out
@@ -95,7 +93,7 @@ def test_history_is_a_table_and_a_page(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_history_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    ran = run_here(capsys, "history", tmp_path)
+    ran = run_here(capsys, "report", tmp_path)
     assert ran.code == 2
-    assert "no record of validate or bench is below it" in ran.err
-    assert run_here(capsys, "history", tmp_path / "nothing").code == 2
+    assert "no record of a run is below it" in ran.err
+    assert run_here(capsys, "report", tmp_path / "nothing").code == 2

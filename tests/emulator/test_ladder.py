@@ -237,7 +237,7 @@ def test_debug_print_prints_from_the_kernel(variant: str) -> None:
 
 def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
-        "validate",
+        "judge",
         "fp8_sdpa",
         "--shapes",
         "small",

@@ -61,7 +61,7 @@ def command(problem: str, some: Sequence[Entry], folder: Path) -> list[str]:
         values = sorted({rung.toggles.get("KERNEL", 0) for rung in rungs.values()})
         space: dict[str, Any] = {"name": RUNGS, "parameters": {"KERNEL": {"values": values}}}
         candidates = [Candidate(parameters=dict(rungs[e.name].toggles), rationale=e.name) for e in some]
-        against = ["--against", "good"]
+        against = ["--baseline", "good"]
     elif problem == HOSTS:
         space = {"name": HOSTS, "solution": "mine.py", "regions": {"file": {"file": "mine.py"}}}
         (folder / "mine.py").write_text(_BASE_HOST.text)

@@ -60,7 +60,7 @@ def test_spaces(capsys: pytest.CaptureFixture[str], tmp_path: Path, space: dict[
         (("--budget", "evals=3,evals=4"), "evals is given twice"),
         (("--space", "none"), "--space 'none': no such file; spaces of the task by name: none"),
         (("--workers", "cloud:3"), "--workers 'cloud:3': allowed are local:N, and ray:ADDRESS"),
-        (("--against", "nobody"), "unknown reference 'nobody'; allowed: fast, plain"),
+        (("--baseline", "nobody"), "unknown baseline 'nobody'; allowed: fast, plain"),
         (("--shapes", "huge"), "unknown shape of task twice 'huge'"),
         (("--small", "huge"), "--small 'huge': shapes of space doubling are tiny, page"),
         (("--insights", "/none"), "/none: cannot be read"),

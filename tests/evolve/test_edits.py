@@ -46,7 +46,7 @@ def test_the_good_ones_are_left_and_the_others_end_where_they_say(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ran = run_here(
-        capsys, "evolve", "fp8_sdpa", "--space", "edits", "--against", "stage3b", "--proposer", "scripted", "--option",
+        capsys, "evolve", "fp8_sdpa", "--space", "edits", "--baseline", "stage3b", "--proposer", "scripted", "--option",
         f"file={STREAM}", "--batch", "32", "--device", "emulator", "--arch", "sm_90a", "--shapes", "mission",
         "--out", tmp_path,
     )  # fmt: skip

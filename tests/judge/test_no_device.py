@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from greenfast.cli import judge
 from greenfast.cli.console import exit_code
 from greenfast.cli.main import main
 from greenfast.judge.bench import bench
-from greenfast.judge.record_schema import GATES, Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.validate import validate
 from greenfast.spec.facts import DeviceInfo
 from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
@@ -49,9 +50,8 @@ def test_what_cannot_run_is_pending_with_its_reason(
     assert record.device == device
     (profile_row,) = [row for row in record.gates[-1].checks if row[0] == "Nsight Compute profile"]
     assert profile_row[2:] == (reason, "PENDING")
-    assert exit_code(record.gates, set()) == 0
-    assert exit_code(record.gates, {"BUILD", "RESOURCES", "EVIDENCE"}) == 0
-    assert exit_code(record.gates, {"PERFORMANCE"}) == exit_code(record.gates, set(GATES)) == 1
+    assert judge.exit_code(record, {"BUILD", "RESOURCES", "EVIDENCE"}, partial=False) == 0
+    assert judge.exit_code(record, {"PERFORMANCE"}, partial=False) == judge.OPEN
 
 
 def test_what_is_emulated_is_judged_but_never_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,6 +78,6 @@ def test_a_bench_of_what_cannot_run_is_pending(tmp_path: Path) -> None:
 
 def test_an_older_comparison_is_removed_by_a_run_that_was_not_timed(tmp_path: Path) -> None:
     (tmp_path / "COMPARE.md").write_text("of an older run")
-    argv = ["validate", "fp8_sdpa", "--shapes", "small", "--device", "none", "--out", str(tmp_path)]
+    argv = ["judge", "fp8_sdpa", "--shapes", "small", "--device", "none", "--out", str(tmp_path)]
     assert main(argv) == 4
     assert not (tmp_path / "COMPARE.md").exists()

@@ -46,7 +46,7 @@ def record(folder: Path, tmp_path: Path) -> Record:
 @pytest.mark.usefixtures("made_up_records")
 def test_aliases_of_shapes_are_read_as_their_names(tmp_path: Path) -> None:
     """In rows, lists and keys, and in what the gates say; the command stays as it was typed."""
-    then = make_record(command="greenfast validate fp8_sdpa --shapes small,mission,long")
+    then = make_record(command="greenfast judge fp8_sdpa --shapes small,mission,long")
     build = msgspec.structs.replace(then.candidate.builds[0], shapes=["small", "mission"])
     then = with_side(then, builds=[build])
     said = GateResult(

@@ -307,7 +307,7 @@ def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_
         row |= {"speedup": 9.0, "ci_low": 8.0, "ci_high": 9.5, "verdict": "FAST"}
     content |= {"decision": "MERGE", "reasons": ["all five gates hold"]}
     path = written(tmp_path, resealed(content))
-    for command in (["report", str(path)], ["validate", "fp8_sdpa", "--quote", str(path), "--out", str(tmp_path)]):
+    for command in (["report", str(path)], ["judge", "fp8_sdpa", "--quote", str(path), "--out", str(tmp_path)]):
         assert main(command) == 2
         assert "speedups[0]" in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ def family(**statements: str) -> str:
 def judged(tmp_path: Path, *options: str, **statements: str) -> tuple[Record, Path]:
     """The record of a validation on the emulator, on both shapes, and its folder."""
     folder = write_task(tmp_path / "task", family=family(**statements))
-    argv = ["validate", str(folder), "--shapes", "tiny,page", "--seeds", "0", "--device", "emulator", "--out", tmp_path]
+    argv = ["judge", str(folder), "--shapes", "tiny,page", "--seeds", "0", "--device", "emulator", "--out", tmp_path]
     main([*map(str, argv), *options])
     (run,) = (tmp_path / "twice").iterdir()
     record = read_record(run)

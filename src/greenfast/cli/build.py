@@ -15,12 +15,20 @@ from greenfast.judge.gates.sides import BuiltSide, build_side
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
 
+#: The options of ``greenfast build --library``: cli/library.py.
+_OF_LIBRARY = ("head_dims", "dtypes", "precisions", "causal", "log_sum_exp", "lengths")
 _COUNTERS = ("cp_async", "ldsm", "hmma", "imma", "qmma", "hgmma", "qgmma", "mufu_ex2", "local_memory", "bar_sync")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile variants for targets; one row per distinct kernel."""
+    for option in _OF_LIBRARY:
+        if getattr(args, option):
+            raise UsageError(f"--{option.replace('_', '-')} is for --library")
+    if args.task is None:
+        raise UsageError("name a task, or --library for the kernels of calls in PyTorch")
     task = find_task(args.task)
     config, family = task.config, load_family(task)
     names = [rung.name for rung in config.rungs]

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from greenfast.judge.record_schema import GATES, Decision, GateResult
+from greenfast.judge.record_schema import GATES, GateResult
 from greenfast.spec.errors import UsageError
 from greenfast.spec.printable import printable
 
@@ -106,21 +106,3 @@ def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
     """Return 0 if no gate failed and no required gate is pending, else 1."""
     short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
     return int(short)
-
-
-#: The exit codes of decisions that are neither a yes nor a no, and of one that lacks a check of the exam.
-OPEN = 4
-UNCHECKED = 6
-
-
-def decision_code(decision: Decision, gates: Sequence[GateResult], required: set[str]) -> int:
-    """Return ``exit_code``, or if that is 0 OPEN or UNCHECKED.
-
-    OPEN: no gates are required, and the exam was not whole or a gate is PENDING. UNCHECKED: a check of a required gate,
-    or of any gate if none are required, was not done.
-    """
-    code = exit_code(gates, required)
-    if code == 0 and not required and decision in ("PARTIAL", "PENDING"):
-        return OPEN
-    lacking = any(gate.unchecked for gate in gates if not required or gate.gate in required)
-    return UNCHECKED if code == 0 and lacking else code

@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
         print("\nnothing can run here until what is MISSING is there")
     elif not static:
         print(
-            "\nattention works here (greenfast.sdpa); validate, judge and the other commands need what is EXTRA: "
+            "\nattention works here (greenfast.sdpa); judge and the other commands need what is EXTRA: "
             f"{install_command('judge')}"
         )
     elif gpu_gates(findings):
-        print("\nvalidate can decide every gate here")
+        print("\njudge can decide every gate here")
     else:
         print(
-            "\nvalidate can decide every gate but PERFORMANCE here, CORRECTNESS on the emulator; PERFORMANCE can be "
+            "\njudge can decide every gate but PERFORMANCE here, CORRECTNESS on the emulator; PERFORMANCE can be "
             "quoted from a record of the same kernels"
         )
     return code

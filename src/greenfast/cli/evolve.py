@@ -36,7 +36,7 @@ from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 
-_OF_A_NEW_RUN = ("space", "proposer", "against", "shapes", "seeds", "format", "arch", "insights")
+_OF_A_NEW_RUN = ("space", "proposer", "baseline", "shapes", "seeds", "format", "arch", "insights")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
             proposer=proposer,
             options=make_paths_absolute(options),
             budget=read_budget(args.budget or ""),
-            baseline=args.against or "",
+            baseline=args.baseline or "",
             shapes=args.shapes or [],
             small=args.small or [],
             seeds=tuple(args.seeds or (0,)),

@@ -34,7 +34,7 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="local:N processes, or ray:ADDRESS for a Ray cluster (default: %(default)s)",
     )
-    parser.add_argument("--against", metavar="REFERENCE", help="a rung, toggles or a solution (default: the task's)")
+    parser.add_argument("--baseline", metavar="B", help="a rung, toggles or a solution (default: the task's)")
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes that are raced (default: the gated ones)")
     parser.add_argument("--small", type=words, metavar="A,B", help="shapes for the emulator (default: the smallest)")
     parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the search's inputs (default: 0)")

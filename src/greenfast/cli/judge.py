@@ -3,70 +3,140 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
-from greenfast.cli.ci import write_ci_outputs, write_verdict
-from greenfast.cli.console import OPEN, UNCHECKED, required_gates
-from greenfast.cli.page import check_page
+from rich.text import Text
+
+from greenfast.cli.console import GateConsole, required_gates, show, status
+from greenfast.cli.page import check_file, check_page, write_page
 from greenfast.cli.request import request_of
-from greenfast.cli.validate import arch_from_cached_record, judged, load_kept_records, show_outcome
-from greenfast.judge.baseline import load_baseline, load_solution
-from greenfast.judge.formats.importers import check_traces, import_problem, import_solution, write_traces
+from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
+from greenfast.judge.digest import sealed_json
+from greenfast.judge.formats.importers import check_traces, write_traces
 from greenfast.judge.record_schema import GATES, Record
+from greenfast.judge.report import formatting
+from greenfast.judge.report.junit import junit, junit_error
+from greenfast.judge.report.markdown import short_form
 from greenfast.judge.request import add_check_plan, is_partial
-from greenfast.judge.solution.schema import ResolvedSolution, find_solution
-from greenfast.judge.tasks import find_task, load, task_names
-from greenfast.spec.errors import UsageError, unknown
+from greenfast.judge.store import write_whole
+from greenfast.judge.subject import find_subject, load_implementations
+from greenfast.judge.validate import Outcome, validate
+from greenfast.spec.errors import GreenfastError, MachineError, UsageError
+
+#: Exit codes of runs in which no gate failed: something was not judged; a check of a required gate was not done.
+OPEN, UNCHECKED = 4, 6
 
 
-@write_ci_outputs
 def run(args: argparse.Namespace) -> int:
-    """Judge the solution; prints each gate when it ends, then the verdict and where the artifacts are."""
-    required = required_gates(args.require or ["all"])
+    """Judge the candidate, and write the files of ``--junit`` and ``--summary``, also for a run without a verdict.
+
+    A JUnit file of an earlier run is removed first, so that it is not taken for this run's result if this run is
+    killed.
+    """
     check_page(args.html)
-    asked = args.problem or _named_problem(find_solution(args.solution))
-    task = load(find_task(import_problem(asked, args.out, args.workloads)))
+    check_file(args.junit, "--junit")
+    if args.junit is not None:
+        args.junit.unlink(missing_ok=True)
+    _append(args.summary, "")
+    try:
+        record, code = _judge(args)
+    except (Exception, SystemExit) as e:
+        code = e.exit_code if isinstance(e, GreenfastError) else MachineError.exit_code
+        error = str(e) or type(e).__name__
+        if args.junit is not None:
+            write_whole(args.junit, junit_error(args.subject, error, code))
+        details = formatting.bullets([formatting.literal(error), f"Exit code: {code}"])
+        _append(args.summary, f"**no verdict**: {formatting.code(args.subject)}\n\n{details}\n\n")
+        raise
+    if args.junit is not None:
+        write_whole(args.junit, junit(record, code))
+    _append(args.summary, f"{short_form(record)}- Exit code: {code}\n\n")
+    return code
+
+
+def _judge(args: argparse.Namespace) -> tuple[Record, int]:
+    """Judge the candidate; print each gate when it ends, then the verdict. Return the record and the exit code."""
+    required = required_gates(args.require)
+    subject = find_subject(
+        args.subject,
+        problem=args.problem,
+        candidate=args.candidate,
+        baseline=args.baseline,
+        workloads=args.workloads,
+        out=args.out,
+    )
+    task = subject.task
     if args.traces is not None:
         check_traces(args.traces, task.folder)
-    found = find_solution(import_solution(args.solution, task.folder, args.out))
-    request = request_of(args, task, found.config.target)
-    reference = args.against or task.config.defaults.baseline
-    kept = load_kept_records(args, request, task.folder)  # not of the solution's folder, whose author could write one
+    request = request_of(args, task, subject.target)
+    kept = [] if args.no_quote else load_kept_records(request, args.quote, _warn)
     note = ""
-    if args.arch is None and not found.config.target:
-        request, note = arch_from_cached_record(request, kept, Path(reference).stem, found.config.name)
-    baseline = load_baseline(request, reference)
-    candidate = load_solution(request, found)
+    if args.arch is None and not subject.target:
+        named, request = request.target.name, use_recorded_target(request, kept, *subject.names)
+        if request.target.name != named:
+            note = f"  - target {request.target.name}, from the kept record, as there is no GPU; --arch selects another"
+    baseline, candidate = load_implementations(request, subject)
     chosen = args.shapes is not None or args.seeds is not None
-    request = add_check_plan(request, None, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None)
-    outcome = judged(args, request, baseline, candidate, kept)
+    request = add_check_plan(
+        request, candidate.rung, chosen=chosen, seed=args.exam_seed, public=args.seeds is not None
+    )  # fmt: skip
+    with GateConsole(to_stderr=args.json) as console:
+        outcome = validate(
+            request, baseline, candidate, console, required=args.required, profile=not args.no_profile, kept=kept
+        )
+    write_page(args.html, outcome.record, outcome.folder, task, outcome.built)
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
-    show_outcome(outcome, args.json, note)
-    partial = (chosen or args.exam_seed is not None) and is_partial(request)
-    return write_verdict(args, outcome.record, exit_code(outcome.record, required, partial))
+    if args.json:
+        print(sealed_json(outcome.record), end="")
+    else:
+        _show(outcome, note)
+    partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)
+    return outcome.record, exit_code(outcome.record, required, partial)
+
+
+def _show(outcome: Outcome, note: str) -> None:
+    """Print the verdict with its reasons, and the folder of the artifacts."""
+    record = outcome.record
+    sides = f"  {record.candidate.variant} against {record.baseline.variant}, {record.format}"
+    show(Text.assemble("\n", status(record.decision), sides))
+    for reason in record.reasons:
+        show(Text(f"  - {reason}"))
+    if note:
+        show(Text(note))
+    show(f"\n{outcome.folder}")
 
 
 def exit_code(record: Record, required: set[str], partial: bool) -> int:
-    """Return 0 if the required gates hold, the first failed gate's code, or 4 if something was not judged.
+    """Return 0 if the required gates hold on the whole exam, else the code of the first gate that failed.
 
-    Return 6 if all is well but for a check of a required gate that was not done.
-    partial: whether options left out a part of the exam. A record with a PENDING gate has no decision for that.
+    Return OPEN if no gate failed and something was not judged, UNCHECKED if only a check of a required gate was not
+    done. partial: True if options left out a part of the exam: a record with a PENDING gate has no decision for that.
+    A kept record covers that part if the decision is MERGE, and counts only if PERFORMANCE is required.
     """
     for result in record.gates:
         if result.status == "FAIL":
             return GATES[result.gate]
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
-    if undecided or partial or record.decision not in ("MERGE", "PENDING", "UNCHECKED"):
+    lacks_cases = record.decision == "PARTIAL" and (record.quoted is None or "PERFORMANCE" in required)
+    if undecided or lacks_cases or (partial and record.decision != "MERGE"):
         return OPEN
     return UNCHECKED if any(gate.unchecked for gate in record.gates if gate.gate in required) else 0
 
 
-def _named_problem(found: ResolvedSolution) -> str:
-    """Return the known problem that the solution names. Raises UsageError if it names none."""
-    named = found.config.problem
-    if not named:
-        raise UsageError(f"{found.path}: names no problem; --problem names a task or its folder")
-    if named not in task_names():
-        raise unknown(f"problem of {found.path}", named, task_names())
-    return named
+def _append(file: Path | None, text: str) -> None:
+    if file is None:
+        return
+    if file.is_dir():
+        raise UsageError(f"--summary {file}: a folder; give the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as e:
+        raise MachineError(f"--summary {file}: cannot be written ({e.strerror})") from e
+
+
+def _warn(text: str) -> None:
+    print(f"greenfast: {text}", file=sys.stderr)

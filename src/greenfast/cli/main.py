@@ -20,21 +20,27 @@ from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
 from greenfast.spec.printable import PrintableStream, printable
 
-#: 0: all requested gates hold. 1: a gate fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
-#: ended without a verdict. 130: interrupted. `judge` says more: cli/judge.py.
+#: 0: all requested gates hold. 1: a kernel fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
+#: ended without a verdict. 130: interrupted. `judge` has more: GATES in judge/record_schema.py, and cli/judge.py.
 EXIT_USAGE = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-#: Verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
-_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "warmup": None}
+#: Module of a verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
+_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "library": None}
 #: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
 _MOVED_VERBS = {
     "bench": ("python -m benchmarks", ""),
+    "compare": ("greenfast report --compare", ""),
+    "history": ("greenfast report", ""),
     "tasks": ("greenfast list", ""),
+    "validate": ("greenfast judge", ""),
     "variants": ("greenfast list", "fp8_sdpa"),
+    "warmup": ("greenfast build --library", ""),
 }
+#: (command, its option of earlier versions) -> the option that replaces it.
+_MOVED_OPTIONS = {("greenfast judge", "--against"): "--baseline", ("greenfast evolve", "--against"): "--baseline"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="greenfast",
         description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",
-        epilog="exit codes: 0 all requested gates hold, 1 a gate fell short, 2 usage or configuration, 3 the machine, "
-        "5 a solution's code ended without a verdict; judge: 11 to 15 which gate fell short, 4 not all was judged",
+        epilog="exit codes: 0 all requested gates hold, 1 a kernel fell short, 2 usage or configuration, 3 the "
+        "machine, 5 a solution's code ended without a verdict; judge: 11 to 15 which gate failed, 4 not all was judged",
     )
     top.add_argument("--version", action="version", version=f"greenfast {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -52,15 +58,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def find_moved_command(arguments: Sequence[str]) -> str | None:
-    """Return today's command for a command of an earlier version, ready to copy; None for a current verb."""
+def find_moved_command(arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Return an earlier version's verb or option, and today's command; None for a command of today."""
     verb, *rest = arguments or ("",)
-    if verb not in _MOVED_VERBS:
+    command, default = _MOVED_VERBS.get(verb, (f"greenfast {verb}", ""))
+    split = [word.partition("=") for word in rest]
+    words = [f"{_MOVED_OPTIONS.get((command, name), name)}{equals}{value}" for name, equals, value in split]
+    moved = [verb] if verb in _MOVED_VERBS else [name for name, *_ in split if (command, name) in _MOVED_OPTIONS]
+    if not moved:
         return None
-    command, default = _MOVED_VERBS[verb]
     valued = [word.startswith("--") and word != "--json" for word in ("", *rest)]
     has_argument = any(not word.startswith("-") and not value for word, value in zip(rest, valued, strict=False))
-    return " ".join(filter(None, (command, "" if has_argument else default, shlex.join(rest))))
+    today = " ".join(filter(None, (command, "" if has_argument else default, shlex.join(words))))
+    return moved[0], today
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,16 +94,18 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     moved = find_moved_command(arguments)
     if moved:
-        print(f"greenfast: {arguments[0]!r} is now: {moved}", file=sys.stderr)
+        old, today = moved
+        print(f"greenfast: {old!r} is now: {today}", file=sys.stderr)
         return EXIT_USAGE
     args = parser().parse_args(arguments)
     args.command = shlex.join(["greenfast", *arguments])
     try:
-        extra = _EXTRAS.get(args.verb, "judge")
+        name = "library" if getattr(args, "library", False) else args.verb
+        extra = _EXTRAS.get(name, "judge")
         if extra:
             require(f"greenfast {args.verb}", extra)
         # Only the verb's module is imported: importing all of them would slow down every command.
-        verb = importlib.import_module(f"greenfast.cli.{args.verb}")
+        verb = importlib.import_module(f"greenfast.cli.{name}")
         code = int(verb.run(args))
         sys.stdout.flush()  # here, where a closed pipe is handled
         return code

@@ -27,7 +27,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help="target, such as sm_89 (default: the GPU's; without a GPU, for validate the one of a kept record of this "
+        help="target, such as sm_89 (default: the GPU's; without a GPU, for judge the one of a kept record of this "
         "comparison, else the task's)",
     )
 
@@ -50,60 +50,51 @@ def _html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one HTML file")
 
 
-def _ci(parser: argparse.ArgumentParser) -> None:
-    _html(parser)
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the gates as JUnit XML")
-    parser.add_argument(
-        "--summary",
-        type=file_if_named,
-        metavar="FILE",
-        help='also append a summary in Markdown, as for "$GITHUB_STEP_SUMMARY"; nothing where the name is empty',
-    )
-
-
 def _json(parser: argparse.ArgumentParser, what: str = "record") -> None:
     parser.add_argument("--json", action="store_true", help=f"print the {what} as JSON instead of text")
 
 
-def _outcome(parser: argparse.ArgumentParser, what: str = "gates that must not be PENDING") -> None:
-    _json(parser)
+def judge(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast judge``."""
     parser.add_argument(
-        "--require",
-        type=words,
-        default=[],
-        metavar="GATE,...",
-        help=f"{what}: build, resources, correctness, performance, evidence, or all",
+        "subject",
+        metavar="TASK|SOLUTION",
+        help="a task's name (see `greenfast list`) or folder, to judge one of its variants; or a solution: a folder "
+        "with solution.json, a .cu, .ptx or .py file with the JSON in its header, a solution of FlashInfer-Trace or "
+        "SOL-ExecBench, or a KernelBench file with ModelNew",
     )
-
-
-def validate(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast validate``."""
-    _task(parser)
-    parser.add_argument("--baseline", metavar="VARIANT", help="a variant's name, or TOGGLE=VALUE,...")
-    parser.add_argument("--candidate", metavar="VARIANT", help="the variant that is judged")
+    parser.add_argument(
+        "--problem",
+        metavar="P",
+        help="what a solution solves: a task's name, a folder with config_forward.json, a definition of "
+        "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file (default: what the solution names)",
+    )
+    parser.add_argument("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
+    parser.add_argument("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
+    parser.add_argument(
+        "--candidate", metavar="VARIANT", help="of a task: a variant's name, or TOGGLE=VALUE,... (default: the task's)"
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="B",
+        help="a variant, or the path of a solution (default: the rung before --candidate, else the task's baseline)",
+    )
     _what(parser)
     _how_long(parser)
     _where(parser)
     parser.add_argument(
-        "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the candidate's rung's)"
+        "--required",
+        type=speedup,
+        metavar="RATIO",
+        help="the speedup asked for (default: the rung's, or the task's for solutions)",
     )
-    _exam(parser)
-    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
-    _quoting(parser)
-    _ci(parser)
-    _outcome(parser)
-
-
-def _exam(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exam-seed",
         type=count,
         metavar="N",
         help="repeat the exam of this seed, which is then not the whole exam (default: a secret one)",
     )
-
-
-def _quoting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
     quoting = parser.add_mutually_exclusive_group()
     quoting.add_argument(
         "--quote",
@@ -113,38 +104,22 @@ def _quoting(parser: argparse.ArgumentParser) -> None:
         "a folder of runs (default: the evidence folders in the task and next to its folder of tasks)",
     )
     quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
-
-
-def judge(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast judge``."""
+    _html(parser)
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the gates as JUnit XML")
     parser.add_argument(
-        "solution",
-        type=Path,
-        help="a folder with solution.json, a .cu, .ptx or .py file with the JSON in its header, a solution of "
-        "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file with ModelNew",
+        "--summary",
+        type=file_if_named,
+        metavar="FILE",
+        help='also append a summary in Markdown, as for "$GITHUB_STEP_SUMMARY"; nothing where the name is empty',
     )
+    _json(parser)
     parser.add_argument(
-        "--problem",
-        metavar="P",
-        help="a task's name (see `greenfast list`), a folder with config_forward.json, a definition of "
-        "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file (default: what the solution names)",
+        "--require",
+        type=words,
+        default=["all"],
+        metavar="GATE,...",
+        help="gates that must have been decided: build, resources, correctness, performance, evidence (default: all)",
     )
-    parser.add_argument("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
-    parser.add_argument("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
-    parser.add_argument(
-        "--against", metavar="REFERENCE", help="a rung of the task, or another solution (default: the task's baseline)"
-    )
-    _what(parser)
-    _how_long(parser)
-    _where(parser)
-    parser.add_argument(
-        "--required", type=speedup, metavar="RATIO", help="the speedup asked for (default: the problem's)"
-    )
-    _exam(parser)
-    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
-    _quoting(parser)
-    _ci(parser)
-    _outcome(parser, "gates that must have been decided (default: all)")
 
 
 def init(parser: argparse.ArgumentParser) -> None:
@@ -157,51 +132,33 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 def build(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast build``."""
-    _task(parser)
+    parser.add_argument("task", nargs="?", help="a task's name (see `greenfast list`) or folder")
     parser.add_argument(
+        "--arch", type=words, metavar="SM,...", help="targets (default: the task's; a GPU's, or sm_90a)"
+    )
+    of_task = parser.add_argument_group("variants of a task: resources and machine code")
+    of_task.add_argument(
         "--variants", nargs="+", metavar="VARIANT", help="names or TOGGLE=VALUE,... settings (default: every rung)"
     )
-    parser.add_argument("--arch", type=words, metavar="SM,...", help="targets (default: the task's)")
-    parser.add_argument("--formats", type=words, metavar="A,B", help="number formats (default: the task's own)")
-    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes to build for (default: the task's)")
-    parser.add_argument("--sass", type=Path, metavar="FOLDER", help="also write each kernel's machine code there")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-
-
-def warmup(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast warmup``."""
-    parser.add_argument(
-        "--head-dims",
-        type=numbers,
-        default=[64, 128, 256],
-        metavar="D,...",
-        help="of the tensors (default: 64,128,256)",
-    )
-    parser.add_argument(
-        "--dtypes", type=words, default=["float16", "bfloat16"], metavar="A,B", help="default: float16,bfloat16"
-    )
-    parser.add_argument("--precisions", type=words, default=["fp8", "int8"], metavar="A,B", help="default: fp8,int8")
-    parser.add_argument(
-        "--causal", choices=("both", "yes", "no"), default="both", help="with a causal mask (default: %(default)s)"
-    )
-    parser.add_argument(
+    of_task.add_argument("--formats", type=words, metavar="A,B", help="number formats (default: the task's own)")
+    of_task.add_argument("--shapes", type=words, metavar="A,B", help="shapes to build for (default: the task's)")
+    of_task.add_argument("--sass", type=Path, metavar="FOLDER", help="also write each kernel's machine code there")
+    of_task.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    of_calls = parser.add_argument_group("kernels of calls in PyTorch, into the cache: the first calls compile nothing")
+    of_calls.add_argument("--library", action="store_true", help="build these kernels, and no task's")
+    of_calls.add_argument("--head-dims", type=numbers, metavar="D,...", help="of the tensors (default: 64,128,256)")
+    of_calls.add_argument("--dtypes", type=words, metavar="A,B", help="default: float16,bfloat16")
+    of_calls.add_argument("--precisions", type=words, metavar="A,B", help="default: fp8,int8")
+    of_calls.add_argument("--causal", choices=("both", "yes", "no"), help="with a causal mask (default: both)")
+    of_calls.add_argument(
         "--log-sum-exp", action="store_true", help="also the kernels that return the log-sum-exp, for return_lse"
     )
-    parser.add_argument(
+    of_calls.add_argument(
         "--lengths",
         type=numbers,
         metavar="N,...",
         help="lengths that queries and keys will have, in any pair (default: lengths that need every kernel)",
     )
-    parser.add_argument("--arch", metavar="SM", help="target, such as sm_90a (default: the GPU's own, else sm_90a)")
-
-
-def compare(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast compare``."""
-    parser.add_argument("baseline", type=Path, help="a run's folder, or its perf_baseline.json")
-    parser.add_argument("candidate", type=Path, help="another run's")
-    parser.add_argument("--required", type=speedup, metavar="RATIO", help="the average speedup that is asked for")
-    parser.add_argument("--out", type=Path, default=Path("results/COMPARE.md"), help="default: %(default)s")
 
 
 def profile(parser: argparse.ArgumentParser) -> None:
@@ -222,20 +179,20 @@ def profile(parser: argparse.ArgumentParser) -> None:
 
 def report(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast report``."""
-    parser.add_argument("run", type=Path, nargs="*", help="a run's folder, or its record.json")
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
-    parser.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the run's timings (.png or .svg)")
+    parser.add_argument("run", type=Path, nargs="*", help="a run's folder or its record.json, or a folder of runs")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
+    what.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
+    what.add_argument(
+        "--compare", action="store_true", help="the timings of two runs, or two perf_baseline.json, next to each other"
+    )
+    what.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a run's timings (.png or .svg)")
     _html(parser)
-    parser.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
-
-
-def history(parser: argparse.ArgumentParser) -> None:
-    """Options of ``greenfast history``."""
-    parser.add_argument("folder", type=Path, help="a folder with records of runs, at any depth")
-    parser.add_argument("--git", action="store_true", help="also the versions of them in the folder's git history")
-    parser.add_argument("--shape", metavar="NAME", help="the shape that is shown (default: the one that decided most)")
-    _html(parser)
+    parser.add_argument("--git", action="store_true", help="of a folder of runs: also versions in its git history")
+    parser.add_argument("--shape", metavar="NAME", help="of a folder of runs: this shape (default: the one most gated)")
+    parser.add_argument("--required", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --compare (default: results/COMPARE.md)")
 
 
 def list_(parser: argparse.ArgumentParser) -> None:
@@ -311,17 +268,13 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 _Options: TypeAlias = tuple[str, Callable[[argparse.ArgumentParser], None]]
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
-    "validate": ("judge a candidate against a baseline through the five gates", validate),
-    "judge": ("judge a solution of your own against a problem, through the same gates", judge),
+    "judge": ("judge a variant of a task, or a solution of your own, against a baseline through the five gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
     "evolve": ("search for a faster kernel under the gates", evolve),
-    "build": ("compile variants for targets: resources and machine code, without a GPU", build),
-    "warmup": ("fill the kernel cache ahead, so that the first calls in PyTorch compile nothing", warmup),
-    "compare": ("compare the timings of two saved runs", compare),
+    "build": ("compile a task's variants, or the kernels of calls in PyTorch ahead of time, without a GPU", build),
     "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
-    "report": ("the report of a saved run again", report),
-    "history": ("the runs of kernels in the order of time", history),
+    "report": ("the report of a saved run, a comparison of two, or the history of a folder of runs", report),
     "list": ("the known tasks, or the variants of one", list_),
     "doctor": ("what this machine has, what is missing, and the remedy", doctor),
 }

@@ -1,4 +1,4 @@
-"""``greenfast report``."""
+"""``greenfast report``: saved runs as a report, a comparison, a table of verdicts, or a history."""
 
 from __future__ import annotations
 
@@ -7,35 +7,96 @@ import json
 import sys
 from pathlib import Path
 
+from rich.text import Text
+
+from greenfast.cli.console import show, table
 from greenfast.cli.page import check_page, write_page
+from greenfast.judge.artifacts import RECORD
+from greenfast.judge.compare import compare
+from greenfast.judge.history import records_below
 from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema
 from greenfast.judge.record_schema import AnyRecord, Record
+from greenfast.judge.report.history import HEADER, histories
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
+from greenfast.judge.report.webpage.history import history_page
+from greenfast.judge.store import write_whole
 from greenfast.spec.errors import MachineError, UsageError
+
+_REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
+#: Option -> what it is for.
+_FOR = {
+    "short": (_REPORT,),
+    "plot": (_REPORT,),
+    "html": (_REPORT, _HISTORY),
+    "git": (_HISTORY,),
+    "shape": (_HISTORY,),
+    "required": (_COMPARISON,),
+    "out": (_COMPARISON,),
+}
+_SHOWN = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the reports of saved runs, or one table of their verdicts, or the schema of records."""
+    """Print the reports of saved runs, their comparison, one table of their verdicts, a history, or the schema."""
     if args.schema:
         print(json.dumps(record_schema(), indent=2))
         return 0
-    if not args.run:
-        raise UsageError("give a run's folder or its record.json, or --schema")
-    records = {path: read_record(path) for path in args.run}
-    if args.table or args.plot:
-        wrong = [str(p) for p, r in records.items() if not isinstance(r, Record)]
-        if wrong:
-            raise UsageError(f"{', '.join(wrong)}: a run of one variant; a table or plot needs a comparison's record")
-    if args.table:
-        pairs = [(str(p), r) for p, r in records.items() if isinstance(r, Record)]
-        print(ladder_table(pairs, aged=find_outdated(pairs)))
-        return 0
-    if (args.plot or args.html) and len(records) > 1:
-        raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
+    runs: list[Path] = args.run
+    if not runs:
+        raise UsageError("give a run's folder or its record.json, a folder of runs, or --schema")
+    is_folder_of_runs = len(runs) == 1 and runs[0].is_dir() and not (runs[0] / RECORD).exists()
+    kind = _COMPARISON if args.compare else _TABLE if args.table else _HISTORY if is_folder_of_runs else _REPORT
+    for option, kinds in _FOR.items():
+        if getattr(args, option) and kind not in kinds:
+            raise UsageError(f"--{option} is for {' or '.join(kinds)}")
     check_page(args.html)
-    for path, record in records.items():
+    if kind == _COMPARISON:
+        if len(runs) != 2:
+            raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")
+        print(compare(*runs, required=args.required, out=args.out or Path("results/COMPARE.md")), end="")
+    elif kind == _TABLE:
+        pairs = [(str(path), _read_comparison(path)) for path in runs]
+        print(ladder_table(pairs, aged=find_outdated(pairs)))
+    elif kind == _HISTORY:
+        _show_history(runs[0], args)
+    else:
+        _show_reports(runs, args)
+    return 0
+
+
+def _read_comparison(path: Path) -> Record:
+    record = read_record(path)
+    if not isinstance(record, Record):
+        raise UsageError(f"{path}: a run of one variant; a table or plot needs a comparison's record")
+    return record
+
+
+def _show_history(folder: Path, args: argparse.Namespace) -> None:
+    """Print a table per kernel with its runs in the order of time, and write the page if requested."""
+    records, skipped = records_below(folder, git=args.git)
+    if not records:
+        raise UsageError("; ".join([f"{folder}: no record of a run is below it", *skipped[:1]]))
+    kernels = histories(records, args.shape)
+    for kernel in kernels:
+        title = f"{kernel.title}; {kernel.shape or 'nothing timed'}, {kernel.cache} L2"
+        show(table(HEADER, kernel.rows(), title=title))
+    for reason in skipped[:_SHOWN]:
+        show(Text(f"  - left out: {reason}"))
+    if len(skipped) > _SHOWN:
+        show(f"  - and {len(skipped) - _SHOWN} more files")
+    if args.html:
+        write_whole(args.html, history_page(f"Runs below {folder}", kernels, skipped))
+        show(f"\n{args.html}")
+
+
+def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
+    """Print the report of each run, or write the page of one."""
+    if (args.plot or args.html) and len(runs) > 1:
+        raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
+    for path in runs:
+        record = _read_comparison(path) if args.plot else read_record(path)
         for reason in check_demands(record).reasons:
             print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
         if args.html:
@@ -43,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
             print(args.html)
         else:
             print(_text(record, args.short, args.plot))
-    return 0
 
 
 def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:

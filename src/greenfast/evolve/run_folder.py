@@ -22,9 +22,9 @@ from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
 from greenfast.evolve.workers import make_workers
-from greenfast.judge.baseline import load_baseline
 from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
+from greenfast.judge.subject import load_baseline
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 

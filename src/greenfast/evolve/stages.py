@@ -1,6 +1,6 @@
 """Run the judge's gates for one candidate of a search: BUILD and RESOURCES, then CORRECTNESS.
 
-The gates and the kinds of cases are those of ``greenfast validate``, with fewer cases. A candidate that passes them is
+The gates and the kinds of cases are those of ``greenfast judge``, with fewer cases. A candidate that passes them is
 not yet accepted: finalists are validated with all gates and the whole check plan, in new processes, on shapes and seeds
 that the search did not use.
 """
@@ -23,7 +23,6 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources, copy_folder
 from greenfast.judge.artifacts import RECORD, REPORT
-from greenfast.judge.baseline import load_baseline
 from greenfast.judge.digest import compute_digest
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
@@ -32,6 +31,7 @@ from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import DRAWN, GateResult, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
 from greenfast.judge.store import to_json, write_whole
+from greenfast.judge.subject import load_baseline
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.judge.validate import validate

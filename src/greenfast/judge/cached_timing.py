@@ -7,9 +7,10 @@ PERFORMANCE: a failed PERFORMANCE is reused too. The age does not matter; the re
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,10 @@ from greenfast.judge.record_schema import (
     TimingRow,
 )
 from greenfast.judge.request import Request
-from greenfast.judge.store import read_json
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.estimators import Interval, verdict
 from greenfast.judge.timing.interleaved import METHOD, WARM
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, worst
 from greenfast.spec.problem import NORMAL, case_of
@@ -46,6 +47,7 @@ _TASKS = "tasks"
 
 class _Kind(msgspec.Struct):
     kind: str = ""
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,17 @@ def find_evidence_folders(task_folder: Path) -> list[Path]:
     return [path for path in folders if path.is_dir()]
 
 
-def load_records(folder: Path, skipped: Callable[[str], None] = lambda reason: None) -> list[StoredRecord]:
+def load_records(
+    folder: Path, skipped: Callable[[str], None] = lambda reason: None, *, task: str = ""
+) -> list[StoredRecord]:
     """Load the comparisons on a GPU below an evidence folder. Skip files that are unreadable or were edited.
 
-    skipped: receives the reason for each skipped file.
+    skipped: receives the reason for each skipped file. task: only of this task.
     """
     records = []
     for file in record_files(folder):
         try:
-            records += _load_comparison(file, (Path(folder.name) / file.relative_to(folder)).as_posix())
+            records += _load_comparison(file, (Path(folder.name) / file.relative_to(folder)).as_posix(), task)
         except UsageError as e:  # Another version, or an edited or damaged file.
             skipped(f"not quoted: {e}")
     return records
@@ -95,9 +99,40 @@ def load_required_records(path: Path) -> list[StoredRecord]:
     return records
 
 
-def _load_comparison(file: Path, shown: str) -> list[StoredRecord]:
-    if read_json(file, _Kind, "record").kind not in ("", "comparison"):  # One implementation alone, or a benchmark.
+def load_kept_records(
+    request: Request, path: Path | None, skipped: Callable[[str], None] = lambda reason: None
+) -> list[StoredRecord]:
+    """Load the records that PERFORMANCE may be quoted from: those of ``path``, else of the task's evidence folders.
+
+    Without a path, none are loaded if this machine can time. The folder of a solution is not searched, as its author
+    could write a record there.
+    """
+    if path is not None:
+        return load_required_records(path)
+    if request.cannot_time() is None:
         return []
+    task = request.task
+    folders = find_evidence_folders(task.folder)
+    return [record for folder in folders for record in load_records(folder, skipped, task=task.config.name)]
+
+
+def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str) -> Request:
+    """Return the request for the target of a stored record, so that every gate can decide without a GPU.
+
+    Return the unchanged request if no record compares the two, or if kernels cannot run.
+    """
+    if not kept or request.cannot_run() is not None:
+        return request
+    name = find_target(kept, request.task.config.name, request.format, baseline, candidate)
+    return request if name is None else replace(request, target=Target.parse(name))
+
+
+def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecord]:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):  # read_record reports the error
+        head = msgspec.json.decode(file.read_bytes(), type=_Kind)
+        # Others are of one implementation alone, or a benchmark.
+        if head.kind not in ("", "comparison") or (task and head.task != task):
+            return []
     record = read_record(file)
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
         return []

@@ -67,7 +67,7 @@ extern "C" __global__ void probe(const __nv_fp8_e4m3* x, float* y) { y[threadIdx
 class Diagnosis:
     """The status of one dependency.
 
-    OK: available. MISSING: required for attention. EXTRA: required for validate, judge and the other commands, and part
+    OK: available. MISSING: required for attention. EXTRA: required for judge and the other commands, and part
     of an extra. OPTIONAL: missing or unusable, and required only for the purpose in the remedy.
     """
 
@@ -83,12 +83,12 @@ def library(findings: Sequence[Diagnosis]) -> bool:
 
 
 def static_gates(findings: Sequence[Diagnosis]) -> bool:
-    """Check whether validate can decide BUILD, RESOURCES and EVIDENCE."""
+    """Check whether judge can decide BUILD, RESOURCES and EVIDENCE."""
     return all(f.status not in ("MISSING", "EXTRA") for f in findings)
 
 
 def gpu_gates(findings: Sequence[Diagnosis]) -> bool:
-    """Check whether validate can decide PERFORMANCE too."""
+    """Check whether judge can decide PERFORMANCE too."""
     return static_gates(findings) and any(f.what.startswith("GPU") and f.status == "OK" for f in findings)
 
 
@@ -118,7 +118,7 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
 def _of_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
     """Check the dependencies of the judge."""
     if _NO_JUDGE:
-        return [Diagnosis("validate and judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
+        return [Diagnosis("judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
     return [
         _tool("ncu", ncu(), "the profile of EVIDENCE and of `greenfast profile`", "NVIDIA Nsight Compute"),
         _tool("compute-sanitizer", shutil.which("compute-sanitizer"), "looking for races by hand", "a CUDA toolkit"),

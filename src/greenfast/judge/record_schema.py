@@ -1,6 +1,6 @@
 """The schema of a run's record: its result, with everything that is needed to repeat the run.
 
-Records are JSON files. ``greenfast report`` and ``greenfast compare`` read them. Field names contain the units.
+Records are JSON files. ``greenfast report`` reads them. Field names contain the units.
 """
 
 from __future__ import annotations

@@ -232,13 +232,13 @@ def add_check_plan(
     return replace(request, check_plan=check_plan)
 
 
-def is_partial(request: Request) -> bool:
+def is_partial(request: Request, rung: Rung | None) -> bool:
     """Return True if the request has fewer cases than a run without ``--shapes`` and ``--seeds`` on this device.
 
-    On the emulator such a run has the task's default shapes, on a GPU all shapes.
+    On the emulator such a run has the task's default shapes, on a GPU all shapes of the candidate's rung.
     """
     config, plan = request.task.config, request.check_plan
     other = [part for part in (plan.missing if plan else ()) if not part.endswith(" shapes")]
     emulated = isinstance(request.ordinal, str) or request.cannot_run() is not None
-    usual = set(config.defaults.shapes) if emulated else {shape.name for shape in config.shapes}
+    usual = set(config.defaults.shapes) if emulated else {s.name for s in select_shapes(config, rung)}
     return bool(other) or not usual <= {shape.name for shape in request.shapes}

@@ -157,7 +157,7 @@ class FormatGates(_Strict, frozen=True, kw_only=True):
 
 
 class Solutions(_Strict, frozen=True, kw_only=True):
-    """The requirements for solutions that ``greenfast judge`` judges.
+    """The requirements for solutions.
 
     budget: None for the limits of the target's hardware, without state between launches.
     required_speedup: speedup over the reference; None requires a speedup above the noise.
@@ -204,7 +204,7 @@ class Drawing(_Strict, frozen=True, kw_only=True):
 
 
 class Defaults(_Strict, frozen=True, kw_only=True):
-    """The defaults of the options of ``greenfast validate TASK``.
+    """The defaults of the options of ``greenfast judge TASK``.
 
     baseline: a rung; in a task without rungs, the path of a solution in the task's folder.
     candidate: a rung; empty in a task without rungs.

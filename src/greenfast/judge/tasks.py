@@ -67,6 +67,13 @@ def task_names() -> list[str]:
     return names
 
 
+def is_task(name: str) -> bool:
+    """Return True if this is the name of a known task or of its folder, or the path of a task's folder."""
+    if (Path(name) / CONFIG_NAME).is_file():
+        return True
+    return name in task_names() or name in [folder.name for folder in task_folders()]
+
+
 def find_task(name: str) -> Task:
     """Return the task with this name (in its config or of its folder), or in this folder.
 

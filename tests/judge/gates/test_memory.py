@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.cli.console import UNCHECKED, decision_code
 from greenfast.device import memory_check
 from greenfast.judge.decision import decide
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.record_schema import GATES, GateResult, PlanCoverage, Record
+from greenfast.judge.record_schema import PlanCoverage, Record
 from greenfast.judge.request import add_check_plan
 from greenfast.judge.validate import validate
 from tests.cheats.cheats import doubling
@@ -115,23 +114,3 @@ def test_a_check_that_was_not_done_is_not_a_merge(monkeypatch: pytest.MonkeyPatc
     decision, reasons = decide(record.gates, None, whole)
     assert decision == "UNCHECKED"
     assert any("slow: neither the check on the emulator" in reason for reason in reasons)
-
-
-def test_the_exit_code_belongs_to_the_check_that_was_not_done() -> None:
-    gates = [GateResult(gate=name, status="PASS", summary="") for name in GATES]
-    gates[2] = GateResult(gate="CORRECTNESS", status="PASS", summary="", unchecked=["mine: ..."])
-    assert decision_code("UNCHECKED", gates, set()) == UNCHECKED == 6
-    assert decision_code("UNCHECKED", gates, {"CORRECTNESS"}) == UNCHECKED
-    assert decision_code("UNCHECKED", gates, {"BUILD"}) == 0
-    assert decision_code("PENDING", gates, set()) == 4
-    failed = [*gates[:3], GateResult(gate="PERFORMANCE", status="FAIL", summary="")]
-    assert decision_code("DEFER", failed, set()) == 1
-
-
-def test_without_read_only_memory_the_verdict_is_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A write to an input that is undone would not be seen at the timed shapes."""
-    monkeypatch.setattr(memory_check, "has_read_only", lambda _: False)
-    record = judge(monkeypatch, tmp_path)
-    unchecked = [text for gate in record.gates for text in gate.unchecked]
-    assert any("writes to inputs at the timed shapes: the driver has no read-only memory" in text for text in unchecked)
-    assert record.decision != "MERGE"

@@ -12,9 +12,9 @@ import pytest
 
 from greenfast.device.executable import Executable
 from greenfast.device.session import RunResult
-from greenfast.judge.baseline import load_baseline
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.correctness import check
+from greenfast.judge.subject import load_baseline
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
 
@@ -99,7 +99,7 @@ def test_the_tasks_own_reference_is_not_a_folder_of_its_name(tmp_path: Path, mon
         seen.append(path)
         raise LookupError
 
-    monkeypatch.setattr("greenfast.judge.baseline.import_solution", found)
+    monkeypatch.setattr("greenfast.judge.subject.import_solution", found)
     config = SimpleNamespace(rungs=[], defaults=SimpleNamespace(baseline="reference"))
     request: Any = SimpleNamespace(task=SimpleNamespace(config=config, folder=tmp_path / "task"), out=tmp_path)
     with pytest.raises(LookupError):

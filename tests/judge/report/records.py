@@ -160,7 +160,7 @@ def record(**changes: Any) -> Record:
         "task": "fp8_sdpa",
         "format": "int8",
         "arch": "sm_90a",
-        "command": "greenfast validate fp8_sdpa --candidate stage2",
+        "command": "greenfast judge fp8_sdpa --candidate stage2",
         "package_version": "0.1.0",
         "baseline": side("stage1", p50_us=1200.8, registers=88, smem=30413, scale=1.0, hmma=32),
         "candidate": side("stage2", p50_us=656.4, registers=84, smem=37478, scale=1.1, hmma=64),

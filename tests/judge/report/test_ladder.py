@@ -139,7 +139,7 @@ def test_the_console_form_is_the_command_the_gates_and_the_decision() -> None:
     assert console_form(
         record(gates=failed, decision="DEFER", reasons=["PERFORMANCE: mission: 1.01x"])
     ).splitlines() == [
-        "$ greenfast validate fp8_sdpa --candidate stage2",
+        "$ greenfast judge fp8_sdpa --candidate stage2",
         "CORRECTNESS PASS    6 of 6 rows hold",
         "PERFORMANCE FAIL    mission is fast enough",
         "            - mission: 1.01x",

@@ -178,7 +178,7 @@ def test_decision_with_all_its_reasons() -> None:
 
 def test_reproduction_names_command_and_inputs() -> None:
     text = section(validation_report(record()), "How to reproduce")
-    assert "```\ngreenfast validate fp8_sdpa --candidate stage2\n```" in text
+    assert "```\ngreenfast judge fp8_sdpa --candidate stage2\n```" in text
     assert cells(text, "small", "B=1 H=1 S=32 D=64", "2")[3] == "digest-small-2"
     other = [correctness_row("small", 0, inputs_digest="else")]
     candidate = side("stage2", p50_us=1, registers=8, smem=9, scale=1, hmma=1, correctness=other)
@@ -240,7 +240,7 @@ def test_short_form_is_short_and_complete(reasons: list[str]) -> None:
         assert line in text
     assert "RESOURCES PASS, CORRECTNESS PASS, PERFORMANCE PASS, EVIDENCE PASS" in text
     assert "NVIDIA H100; commit 0123456789 (dirty)" in text
-    assert "`greenfast validate fp8_sdpa --candidate stage2`" in text
+    assert "`greenfast judge fp8_sdpa --candidate stage2`" in text
     if len(reasons) > 2:
         assert "a b; second; and 25 more" in text
 
@@ -258,7 +258,7 @@ def test_a_quoted_performance_says_so_wherever_it_stands() -> None:
     assert cells(text, "record")[1] == "evidence/h100/stage2/record.json"
     assert cells(text, "SHA-256 of the record")[1] == "ab" * 32
     assert cells(text, "device")[1] == "NVIDIA H100, driver 580.95, CUDA 13.0"
-    assert cells(text, "command")[1] == "greenfast validate fp8_sdpa --candidate stage2"
+    assert cells(text, "command")[1] == "greenfast judge fp8_sdpa --candidate stage2"
     assert "p50" not in text
     assert f"**Performance**: not measured here, {source}" in short_form(one)
     assert "PTX emulator (emulated)" in short_form(one)

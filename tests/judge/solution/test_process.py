@@ -325,7 +325,7 @@ gate.error_stats = lambda actual, reference, bad: greenfast.judge.error_metrics.
 
 
 def validated(folder: Path, out: Path) -> int:
-    return main(["validate", str(folder), "--device", "emulator", "--seeds", "0", "--out", str(out)])
+    return main(["judge", str(folder), "--device", "emulator", "--seeds", "0", "--out", str(out)])
 
 
 def test_a_family_that_patches_the_judge_does_not_pass_with_a_wrong_kernel(
@@ -333,7 +333,7 @@ def test_a_family_that_patches_the_judge_does_not_pass_with_a_wrong_kernel(
 ) -> None:
     wrong = FAMILY.replace('"2.0f"', '"3.0f"')
     folder = write_task(tmp_path / "mine", family=PATCH + wrong)
-    assert validated(folder, tmp_path / "out") == 1
+    assert validated(folder, tmp_path / "out") == 13
     assert "DEFER" in capsys.readouterr().out
 
 

@@ -189,7 +189,7 @@ def test_machine_code_side_by_side_or_why_not() -> None:
 
 def test_repeat_and_limits() -> None:
     found = sections(run_page(record(), PageData()))
-    assert "<pre>greenfast validate fp8_sdpa --candidate stage2</pre>" in found["Repeat it"]
+    assert "<pre>greenfast judge fp8_sdpa --candidate stage2</pre>" in found["Repeat it"]
     assert "Seeds of the inputs: 0, 1, 2." in found["Repeat it"]
     assert "had changes that are not in commit" in found["Limits"]
     assert "equal bits on 1 of 2 inputs" in found["Limits"]

@@ -1,4 +1,4 @@
-"""``greenfast warmup``: what is compiled for which options and target, and what is printed."""
+"""``greenfast build --library``: what is compiled for which options and target, and what is printed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[KernelSource], str]
 
 
 def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
-    ran = run_here(capsys, "warmup", *ONE)
+    ran = run_here(capsys, "build", "--library", *ONE)
     assert (ran.code, ran.err) == (0, "")
     first, *steps, counts, folder = ran.out.splitlines()
     assert first == NO_GPU
@@ -54,7 +54,7 @@ def test_the_first_run_compiles_and_the_second_finds_it(capsys: pytest.CaptureFi
     assert counts.startswith("sm_90a: 3 kernels compiled, 0 already cached, ")
     assert folder.startswith(f"{cache_folder}: 3 entries, ")
     assert folder.endswith(" MiB")
-    again = run_here(capsys, "warmup", *ONE, "--arch", "9.0a")
+    again = run_here(capsys, "build", "--library", *ONE, "--arch", "9.0a")
     assert again.out.startswith("sm_90a: 0 kernels compiled, 3 already cached, "), "no line for what was there"
     assert again.out.splitlines()[1:] == [folder]
 
@@ -64,7 +64,7 @@ def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(warmup, "_compile_cached", lambda *kernel: replace(compile_kernel(*kernel), from_cache=False))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    ran = run_here(capsys, "warmup", *ONE)
+    ran = run_here(capsys, "build", "--library", *ONE)
     assert "compiling" in ran.out
     assert "3/3" in ran.out
     assert "quantize_qkv" not in ran.out
@@ -74,22 +74,34 @@ def test_the_options_reach_the_kernels(
     capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
 ) -> None:
     hopper = Target("sm_90a")
-    assert run_here(capsys, "warmup").code == 0
+    assert run_here(capsys, "build", "--library").code == 0
     assert asked.pop() == (set(kernels_for(hopper)), "sm_90a")
-    run_here(capsys, "warmup", "--log-sum-exp", "--lengths", "128,300")
+    run_here(capsys, "build", "--library", "--log-sum-exp", "--lengths", "128,300")
     assert asked.pop()[0] == set(kernels_for(hopper, log_sum_exp=True, lengths=[128, 300]))
-    run_here(capsys, "warmup", "--causal", "yes", "--head-dims", "72,128", "--dtypes", "bfloat16", "--lengths", "64")
+    run_here(
+        capsys,
+        "build",
+        "--library",
+        "--causal",
+        "yes",
+        "--head-dims",
+        "72,128",
+        "--dtypes",
+        "bfloat16",
+        "--lengths",
+        "64",
+    )
     assert asked.pop()[0] == set(
         kernels_for(hopper, causal=[True], head_dims=[72, 128], dtypes=["bfloat16"], lengths=[64])
     )
-    run_here(capsys, "warmup", "--causal", "no", "--precisions", "int8", "--lengths", "64")
+    run_here(capsys, "build", "--library", "--causal", "no", "--precisions", "int8", "--lengths", "64")
     assert asked.pop()[0] == set(kernels_for(hopper, causal=[False], precisions=["int8"], lengths=[64]))
 
 
 def test_combinations_that_calls_refuse_are_printed(
     capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
 ) -> None:
-    ran = run_here(capsys, "warmup", "--arch", "sm_89", "--dtypes", "float16", "--precisions", "int8")
+    ran = run_here(capsys, "build", "--library", "--arch", "sm_89", "--dtypes", "float16", "--precisions", "int8")
     assert ran.code == 0
     assert ran.out.splitlines()[0] == "no kernel on sm_89, so calls refuse these: head dim 256, float16, int8"
     assert asked[0][0] == set(
@@ -105,10 +117,10 @@ def test_a_gpu_chooses_the_target_unless_it_is_named(
 ) -> None:
     device = install(monkeypatch, FakeDevice(request(tmp_path)))
     monkeypatch.setattr(warmup, "kernels_for", lambda target, **_: [])
-    ran = run_here(capsys, "warmup")
+    ran = run_here(capsys, "build", "--library")
     assert (ran.code, asked.pop()[1]) == (0, "sm_89")
     assert "no GPU" not in ran.out
     device.workers.clear()
-    run_here(capsys, "warmup", "--arch", "sm_90a")
+    run_here(capsys, "build", "--library", "--arch", "sm_90a")
     assert asked.pop()[1] == "sm_90a"
     assert device.workers == [], "a GPU is not asked, it may be out of order"

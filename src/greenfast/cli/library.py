@@ -1,4 +1,4 @@
-"""``greenfast warmup``. Needs no extras."""
+"""``greenfast build --library``: the kernels of calls in PyTorch, into the cache. Needs no extras."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from greenfast.device.compiler import CompiledKernel
 from greenfast.device.gpu import device_count
 from greenfast.device.worker import Worker
 from greenfast.spec.arch import Target
+from greenfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 _DEFAULT_TARGET = "sm_90a"
+#: The options of ``greenfast build TASK``.
+_OF_TASK = ("task", "variants", "formats", "shapes", "sass", "json")
 _GPU_TIMEOUT_S = 30.0
 _CAUSAL = {"both": (False, True), "yes": (True,), "no": (False,)}
 
@@ -48,40 +51,42 @@ def _operator() -> ModuleType:
     return importlib.import_module("greenfast.ops.warmup")
 
 
-def _target(named: str | None) -> Target:
-    """Return the target of ``--arch``, else of the first GPU (queried in a separate process), else Hopper."""
-    if named:
-        return Target.parse(named)
+def _targets(names: list[str] | None) -> list[Target]:
+    """Return the targets of ``--arch``, else of the first GPU (queried in a separate process), else Hopper."""
+    if names:
+        return [Target.parse(name) for name in names]
     if device_count():
         with Worker(0, timeout_s=_GPU_TIMEOUT_S) as worker:
-            return Target.of_device(worker.info().capability)
+            return [Target.of_device(worker.info().capability)]
     target = Target(_DEFAULT_TARGET)
     print(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target")
-    return target
+    return [target]
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile the kernels of PyTorch calls into the cache."""
-    target = _target(args.arch)
+    for option in _OF_TASK:
+        if getattr(args, option):
+            raise UsageError(f"--library: leave out {'the task' if option == 'task' else f'--{option}'}")
+    targets = _targets(args.arch)
     operator = _operator()
-    left_out: list[str] = []
-    sources = operator.kernels_for(
-        target,
-        head_dims=args.head_dims,
-        dtypes=args.dtypes,
-        precisions=args.precisions,
-        causal=_CAUSAL[args.causal],
-        log_sum_exp=args.log_sum_exp,
-        lengths=args.lengths or operator.LENGTHS,
-        left_out=left_out.append,
-    )
-    if left_out:
-        print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}")
-    with _Steps(len(sources)) as steps:
-        done = operator.warm(sources, target, steps)
+    for target in targets:
+        left_out: list[str] = []
+        sources = operator.kernels_for(
+            target,
+            head_dims=args.head_dims or (64, 128, 256),
+            dtypes=args.dtypes or ("float16", "bfloat16"),
+            precisions=args.precisions or ("fp8", "int8"),
+            causal=_CAUSAL[args.causal or "both"],
+            log_sum_exp=args.log_sum_exp,
+            lengths=args.lengths or operator.LENGTHS,
+            left_out=left_out.append,
+        )
+        if left_out:
+            print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}")
+        with _Steps(len(sources)) as steps:
+            done = operator.warm(sources, target, steps)
+        print(f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s")
     entries, size = cache.usage()
-    print(
-        f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s\n"
-        f"{cache.cache_dir()}: {entries} entries, {size / 2**20:.1f} MiB"
-    )
+    print(f"{cache.cache_dir()}: {entries} entries, {size / 2**20:.1f} MiB")
     return 0
