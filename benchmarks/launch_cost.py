@@ -15,11 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.timing import interleave
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Bound, Gpu
@@ -67,20 +69,19 @@ def program(target: Target) -> tuple[Executable, Case]:
 
 
 def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
-    """Host time per call of each way; waiting for the device is outside the timed part."""
-    samples: dict[str, list[float]] = {what: [] for what in ways}
+    """Measure the host time per call of each way; waiting for the device is outside the timed part."""
+
+    def time_batch(call: Callable[[], None]) -> float:
+        gpu.stream.sync()
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            call()
+        return (time.perf_counter() - start) / LAUNCHES * 1e6
+
     gc.collect()
     gc.disable()
     try:
-        for batch in range(WARMUP_BATCHES + batches):
-            for what, call in ways.items():
-                gpu.stream.sync()
-                start = time.perf_counter()
-                for _ in range(LAUNCHES):
-                    call()
-                us = (time.perf_counter() - start) / LAUNCHES * 1e6
-                if batch >= WARMUP_BATCHES:
-                    samples[what].append(us)
+        samples = interleave({what: partial(time_batch, call) for what, call in ways.items()}, batches, WARMUP_BATCHES)
         gpu.stream.sync()
     finally:
         gc.enable()

@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 import greenfast
 from benchmarks.options import make_parser
-from benchmarks.timing import event, order
+from benchmarks.timing import event, interleave
 from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.judge.environment import device_info, git_state, package_versions
 from greenfast.judge.store import to_json, write_whole
@@ -219,17 +220,17 @@ def errors(model: Model) -> list[float]:
 
 def measure(name: str, model: Model, attentions: Sequence[str], rounds: int) -> list[Run]:
     """All attentions of a model, in turn."""
-    times: dict[str, list[float]] = {a: [] for a in attentions}
     outs: dict[str, Tensor] = {}
     routed: dict[str, Any] = {}
-    for turn in range(-1, rounds):
-        for attention_name in order(attentions, max(turn, 0)):
-            with torch.inference_mode(), ATTENTIONS[attention_name]() as counts:
-                took, out = _timed(model.call)
-            if turn < 0:
-                outs[attention_name], routed[attention_name] = out, counts
-            else:
-                times[attention_name].append(took)
+
+    def run(attention_name: str) -> float:
+        with torch.inference_mode(), ATTENTIONS[attention_name]() as counts:
+            took, out = _timed(model.call)
+        if attention_name not in outs:  # in the warm-up
+            outs[attention_name], routed[attention_name] = out, counts
+        return took
+
+    times = interleave({a: partial(run, a) for a in attentions}, rounds, warmup=1)
     exact = outs["torch"].double()
     found, own = [], {}
     with torch.inference_mode():

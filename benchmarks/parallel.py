@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.parallel_backends import BACKENDS, LIMITS, ParallelBackend, Shards
+from benchmarks.parallel_backends import BACKENDS, LIMITS, Shards, start_ring_step
 from benchmarks.records import CaseRow, LinkRow, ParallelRecord, write_record
-from benchmarks.sdpa_backends import first_line
+from benchmarks.registry import Backend, first_line
+from benchmarks.timing import interleave
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
@@ -165,7 +167,7 @@ def measure(
 ) -> Iterator[ParallelRecord]:
     """Yield the record after each case; it is the same on all ranks of the mesh."""
     device = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    missing = {name: BACKENDS[name].missing(mesh.device_type) for name in backends}
+    missing = {name: _missing(BACKENDS[name], mesh) for name in backends}
     record = ParallelRecord(
         device=device,
         ranks=mesh.size(),
@@ -185,6 +187,13 @@ def measure(
         yield record
 
 
+def _missing(backend: Backend, mesh: DeviceMesh) -> str:
+    """Return why a backend cannot be measured here, or an empty text."""
+    if backend.precision == "bf16" and mesh.device_type == "cpu":
+        return "it is measured on GPUs only"
+    return backend.describe().missing
+
+
 def _case(
     mesh: DeviceMesh, case: ParallelCase, rounds: int, names: Sequence[str]
 ) -> tuple[list[CaseRow], dict[str, str]]:
@@ -195,7 +204,8 @@ def _case(
     for name in names:
         backend = BACKENDS[name]
         try:
-            call = backend.prepare(mesh, shards)
+            assert backend.prepare
+            call = backend.prepare(shards).call
             errors[name] = _checked(mesh, case, shards, backend, call)
         except Exception as error:
             if backend.precision == "fp8":
@@ -203,12 +213,9 @@ def _case(
             refused[f"{case.name}: {name}"] = first_line(error)
             continue
         peaks[name] = _peak(mesh, call)
-        calls[name] = max(1, round(_ROUND_SECONDS / _worst(mesh, _seconds(mesh, call, 1))))
+        calls[name] = max(1, round(_ROUND_SECONDS / _slowest_seconds(mesh, call, 1)))
         ready[name] = call
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    for _ in range(rounds):
-        for name, call in ready.items():
-            times[name].append(_worst(mesh, _seconds(mesh, call, calls[name])))
+    times = interleave({name: partial(_slowest_seconds, mesh, ready[name], calls[name]) for name in ready}, rounds)
     found = []
     for name, call in ready.items():
         trace = trace_calls(mesh, call)
@@ -262,15 +269,15 @@ def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
             found[:, i].normal_(generator=generator)
         return found
 
-    return Shards(normal(case.heads), normal(case.kv_heads), normal(case.kv_heads), case.causal, case.rows)
+    return Shards(mesh, normal(case.heads), normal(case.kv_heads), normal(case.kv_heads), case.causal, case.rows)
 
 
 def _checked(
-    mesh: DeviceMesh, case: ParallelCase, shards: Shards, backend: ParallelBackend, call: Callable[[], Tensor]
+    mesh: DeviceMesh, case: ParallelCase, shards: Shards, backend: Backend, call: Callable[[], Tensor]
 ) -> float:
     """Return the largest relative error of any rank's sampled rows of its last head. Raises ValueError if too large."""
     out = call()
-    if not backend.whole:
+    if not backend.attention:
         return 0.0
     layout = ShardLayout(mesh.size(), True)
     rank, group = mesh.get_local_rank(), mesh.get_group()
@@ -316,6 +323,11 @@ def _seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
     return float(start.elapsed_time(end)) / 1e3 / count
 
 
+def _slowest_seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
+    """Return the slowest rank's seconds per call."""
+    return _worst(mesh, _seconds(mesh, call, count))
+
+
 def _worst(mesh: DeviceMesh, number: float) -> float:
     """Return the maximum of a number over the ranks."""
     x = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
@@ -337,20 +349,13 @@ def _peak(mesh: DeviceMesh, call: Callable[[], Tensor]) -> int:
 
 def _links(mesh: DeviceMesh) -> list[LinkRow]:
     """Measure the bytes/s of a ring step and of an all-to-all."""
-    group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-    ranks = dist.get_process_group_ranks(group)
+    group, size = mesh.get_group(), mesh.size()
     found = []
     for count in _LINKS if mesh.device_type == "cuda" else _LINKS[:1]:
         sent, received = (torch.zeros(count, dtype=torch.uint8, device=mesh.device_type) for _ in range(2))
 
         def ring(sent: Tensor = sent, received: Tensor = received) -> Tensor:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], group),
-                    dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], group),
-                ]
-            )
-            for work in works:
+            for work in start_ring_step(group, sent, received):
                 work.wait()
             return received
 
@@ -361,7 +366,7 @@ def _links(mesh: DeviceMesh) -> list[LinkRow]:
 
         for what, call in (("to the next rank", ring), ("all to all", heads)):
             call()
-            seconds = _worst(mesh, _seconds(mesh, call, 10 if mesh.device_type == "cuda" else 1))
+            seconds = _slowest_seconds(mesh, call, 10 if mesh.device_type == "cuda" else 1)
             moved = count if call is ring else count * (size - 1) // size
             found.append(LinkRow(what=what, bytes=moved, microseconds=seconds * 1e6, gigabytes=moved / seconds / 1e9))
     return found

@@ -185,16 +185,22 @@ def _find_thresholds(sizes: _Floats, gains: _Floats, full: _Flags) -> _Floats | 
     if not full.any():
         return None
     values = (np.unique(sizes[full, 0]), np.unique(sizes[full, 1]), np.unique(sizes[:, 2]))
-    thresholds = np.array(list(product(*values)))
-    taken = _exceed(sizes, thresholds[:, None])
-    safe = np.where(_exceed(sizes, thresholds[:, None] / 2), gains, np.inf).min(axis=1) >= 1.0
-    total = np.where(safe, np.where(taken, np.log(gains), 0.0).sum(axis=1), 0.0)
+    taken, near = (_exceed_all(sizes, [v * share for v in values]) for share in (1.0, 0.5))
+    safe = ~(near & (gains < 1.0)).any(axis=1)
+    total = np.zeros(len(taken))
+    total[safe] = np.where(taken[safe], np.log(gains), 0.0).sum(axis=1)
     best = total == total.max()
     if total.max() <= 0:
         return None
     least = sizes[taken[best][0]].min(axis=0)
-    least[2] = thresholds[best, 2].min()
+    least[2] = values[2][np.flatnonzero(best) % len(values[2])].min()
     return np.asarray(least)
+
+
+def _exceed_all(sizes: _Floats, values: Sequence[_Floats]) -> _Flags:
+    """Return which shapes exceed which thresholds: (thresholds in the order of ``product(*values)``, shapes)."""
+    reuse, keys, work = (sizes[:, axis] >= value[:, None] for axis, value in enumerate(values))
+    return (reuse[:, None, None] & keys[:, None] & work).reshape(-1, len(sizes))
 
 
 def _exceed(sizes: _Floats, least: _Floats) -> _Flags:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from benchmarks.comparison import BenchCell, Comparison, ErrorLimits
 from benchmarks.records import SpeedupPair
-from benchmarks.sdpa_backends import BACKENDS, KERNEL
+from benchmarks.registry import KERNEL
+from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import INPUTS
 from benchmarks.session import BenchSession
 from greenfast.device.identity import launch_facts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.comparison import BenchCell, Comparison, ErrorLimits, Facts
 from benchmarks.records import HostRow, SpeedupPair
-from benchmarks.sdpa_backends import KERNEL, Backend, first_line
+from benchmarks.registry import KERNEL, Backend, first_line
 from benchmarks.serving_backends import BACKENDS, VLLM
 from benchmarks.serving_cases import (
     GROUPS,
@@ -139,7 +139,7 @@ class ServingSession(BenchSession):
         return replace(found, backends=[self._described(c) for c in found.backends])
 
     def _described(self, backend: Any) -> Any:
-        if self.backends[backend.name].package != VLLM:
+        if self.backends[backend.name].library != VLLM:
             return backend
         return msgspec.structs.replace(backend, version=self._version, missing=self._missing)
 

@@ -16,16 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.sdpa_backends import KERNEL, Backend, BoundCall
+from benchmarks.registry import GREENFAST, KERNEL, TORCH, BoundCall, Library, Suite
 from benchmarks.serving_cases import PAGE
 from benchmarks.serving_inputs import EPS, FP8, AppendInputs, PagedInputs
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.serving.plan import ServingPlan, append_kv
 
 #: The package of the backends in vLLM's library, which the session loads from a file.
-VLLM = "vllm"
+VLLM: Library = ("torch", "vllm")
 Precision = Literal["fp8", "bf16"]
-_PACKAGES = {"fa3_fwd_interface": "fa3-fwd", "flash_attn_interface": "flash_attn_3"}
+_PACKAGES = (("fa3_fwd_interface", "fa3-fwd"), ("flash_attn_interface", "flash_attn_3"))
+#: The first installed package of FlashAttention-3.
+_FA3 = next((package for package in _PACKAGES if importlib.util.find_spec(package[0])), _PACKAGES[0])
+#: All backends by name.
+BACKENDS = Suite()
+_register = BACKENDS.register
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> BoundCall:
@@ -60,32 +65,34 @@ def _paged(inputs: PagedInputs, cache: Sequence[Tensor]) -> BoundCall:
     return _in_turn([bind(table) for table in inputs.tables])
 
 
+@_register(KERNEL, "greenfast FP8", "fp8", GREENFAST)
 def _greenfast(inputs: PagedInputs) -> BoundCall:
     return _paged(inputs, (inputs.k_codes, inputs.v_groups, inputs.scale, inputs.scale))
 
 
+@_register("token_scales", "greenfast FP8, a scale per token", "fp8", GREENFAST)
 def _token_scales(inputs: PagedInputs) -> BoundCall:
     return _paged(inputs, inputs.token_scaled)
 
 
+@_register("varlen", "greenfast FP8 on bf16, quantization included", "fp8", GREENFAST)
 def _varlen(inputs: PagedInputs) -> BoundCall:
     """Bind greenfast's attention over bfloat16 keys without a cache; the call includes quantization."""
     (k, v), (q, starts, _, _, most) = inputs.rows, _common(inputs)
     return BoundCall(lambda: flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True))
 
 
-def _with_kvcache(planned: bool) -> Callable[[PagedInputs], BoundCall]:
-    def prepare(inputs: PagedInputs) -> BoundCall:
-        q, plan = inputs.q.unsqueeze(1), _plan(inputs) if planned else None
-        k, v, used, table, scale = inputs.k_codes, inputs.v_groups, inputs.used, inputs.tables[0], inputs.scale
-        return BoundCall(
-            lambda: flash_attn_with_kvcache(
-                q, k, v, cache_seqlens=used, page_table=table, k_descale=scale, v_descale=scale, causal=True,
-                scheduler_metadata=plan,
-            )
-        )  # fmt: skip
-
-    return prepare
+@_register("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", GREENFAST, planned=False)
+@_register("kvcache", "flash_attn_with_kvcache, planned", "fp8", GREENFAST, planned=True)
+def _with_kvcache(inputs: PagedInputs, planned: bool) -> BoundCall:
+    q, plan = inputs.q.unsqueeze(1), _plan(inputs) if planned else None
+    k, v, used, table, scale = inputs.k_codes, inputs.v_groups, inputs.used, inputs.tables[0], inputs.scale
+    return BoundCall(
+        lambda: flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, page_table=table, k_descale=scale, v_descale=scale, causal=True,
+            scheduler_metadata=plan,
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class _Last:
         return cls(k, v, at, slots, inputs.scale[0], (cos, torch.zeros_like(cos)))
 
 
+@_register("kvcache_appending", "flash_attn_with_kvcache, planned, with k and v", "fp8", GREENFAST)
 def _appending_kvcache(inputs: PagedInputs) -> BoundCall:
     """Bind a call with the last token of each sequence as new K and V, to rotate and write."""
     q, plan, last, past = inputs.q.unsqueeze(1), _plan(inputs), _Last.make(inputs), inputs.used - 1
@@ -124,6 +132,7 @@ def _appending_kvcache(inputs: PagedInputs) -> BoundCall:
     )  # fmt: skip
 
 
+@_register("append_last", "append_kv", "none", GREENFAST, attention=False)
 def _append_last(inputs: PagedInputs) -> BoundCall:
     last = _Last.make(inputs)
     q, k_cache, v_cache = inputs.q, inputs.k_codes, inputs.v_groups
@@ -135,6 +144,7 @@ def _append_last(inputs: PagedInputs) -> BoundCall:
     )
 
 
+@_register("varlen_decode", "flash_attn_varlen_func without a cache", "fp8", GREENFAST)
 def _varlen_of_decode(inputs: PagedInputs) -> BoundCall:
     """Bind one query per sequence over bfloat16 keys without a cache."""
     (k, v), ends = inputs.rows, torch.nn.functional.pad(inputs.used.cumsum(0), (1, 0)).int()
@@ -142,10 +152,12 @@ def _varlen_of_decode(inputs: PagedInputs) -> BoundCall:
     return BoundCall(lambda: flash_attn_varlen_func(q, k, v, starts, ends, 1, longest, causal=True))
 
 
+@_register("plan", "greenfast's plan", "none", GREENFAST, attention=False)
 def _make_plan(inputs: PagedInputs) -> BoundCall:
     return BoundCall(lambda: _plan(inputs).tensor)
 
 
+@_register("plan_update", "ServingPlan.update", "none", GREENFAST, attention=False)
 def _update_plan(inputs: PagedInputs) -> BoundCall:
     plan = _plan(inputs)
 
@@ -176,63 +188,56 @@ def _vllm_metadata(inputs: PagedInputs, precision: Precision) -> Tensor:
     return found
 
 
-def _vllm(precision: Precision) -> Callable[[PagedInputs], BoundCall]:
-    def prepare(inputs: PagedInputs) -> BoundCall:
-        library: Any = torch.ops._vllm_fa3_C
-        q, k, v, scales = _given(inputs, precision)
-        metadata = None if inputs.prefill else _vllm_metadata(inputs, precision)
-        _, starts, used, queries, longest = _common(inputs)
-        of_keys, of_cache = (starts, None) if inputs.prefill else (None, used)
-        forward, scale = library.fwd, inputs.head_dim**-0.5
+@_register("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", VLLM, precision="bf16")
+@_register("vllm_fa3", "FA3 FP8 (vLLM)", "fp8", VLLM, precision="fp8")
+def _vllm(inputs: PagedInputs, precision: Precision) -> BoundCall:
+    library: Any = torch.ops._vllm_fa3_C
+    q, k, v, scales = _given(inputs, precision)
+    metadata = None if inputs.prefill else _vllm_metadata(inputs, precision)
+    _, starts, used, queries, longest = _common(inputs)
+    of_keys, of_cache = (starts, None) if inputs.prefill else (None, used)
+    forward, scale = library.fwd, inputs.head_dim**-0.5
 
-        def bind(table: Tensor | None) -> Callable[[], Any]:
-            return lambda: forward(
-                q, k, v, None, None, None, None, starts, of_keys, None, None, of_cache, queries, longest, table, None,
-                None, None, None, None, *scales, scale, True, -1, -1, 0.0, True, metadata, 0, None, 0, None, 1, 0, None,
-            )[0]  # fmt: skip
+    def bind(table: Tensor | None) -> Callable[[], Any]:
+        return lambda: forward(
+            q, k, v, None, None, None, None, starts, of_keys, None, None, of_cache, queries, longest, table, None,
+            None, None, None, None, *scales, scale, True, -1, -1, 0.0, True, metadata, 0, None, 0, None, 1, 0, None,
+        )[0]  # fmt: skip
 
-        return _in_turn([bind(table) for table in ([None] if inputs.prefill else inputs.tables)])
-
-    return prepare
+    return _in_turn([bind(table) for table in ([None] if inputs.prefill else inputs.tables)])
 
 
+@_register("vllm_fa3_plan", "FA3's plan (vLLM)", "none", VLLM, attention=False)
 def _vllm_plan(inputs: PagedInputs) -> BoundCall:
     return BoundCall(lambda: _vllm_metadata(inputs, "fp8"))
 
 
-def package_module() -> str:
-    """Return the name of the first installed FlashAttention-3 package."""
-    return next((name for name in _PACKAGES if importlib.util.find_spec(name)), next(iter(_PACKAGES)))
+@_register("fa3_bf16", "FA3 bf16", "bf16", _FA3, precision="bf16")
+@_register("fa3", "FA3 FP8", "fp8", _FA3, precision="fp8")
+def _package(inputs: PagedInputs, precision: Precision) -> BoundCall:
+    fa3 = importlib.import_module(_FA3[0])
+    q, k, v, scales = _given(inputs, precision)
+    descale = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    if inputs.prefill:
+        starts, most = inputs.starts, inputs.longest
+        return BoundCall(
+            lambda: _first(fa3.flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True, **descale))
+        )
+    metadata = fa3.get_scheduler_metadata(
+        len(inputs.lengths), 1, inputs.longest, inputs.heads, inputs.kv_heads, inputs.head_dim, inputs.used,
+        qkv_dtype=q.dtype, cu_seqlens_q=inputs.starts, page_size=PAGE, causal=True,
+    )  # fmt: skip
+    _, starts, used, _, _ = _common(inputs)
 
-
-def _package(precision: Precision) -> Callable[[PagedInputs], BoundCall]:
-    def prepare(inputs: PagedInputs) -> BoundCall:
-        fa3 = importlib.import_module(package_module())
-        q, k, v, scales = _given(inputs, precision)
-        descale = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-        if inputs.prefill:
-            starts, most = inputs.starts, inputs.longest
-            return BoundCall(
-                lambda: _first(fa3.flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True, **descale))
+    def bind(table: Tensor) -> Callable[[], Any]:
+        return lambda: _first(
+            fa3.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=used, page_table=table, cu_seqlens_q=starts, max_seqlen_q=1, causal=True,
+                scheduler_metadata=metadata, **descale,
             )
-        metadata = fa3.get_scheduler_metadata(
-            len(inputs.lengths), 1, inputs.longest, inputs.heads, inputs.kv_heads, inputs.head_dim, inputs.used,
-            qkv_dtype=q.dtype, cu_seqlens_q=inputs.starts, page_size=PAGE, causal=True,
         )  # fmt: skip
 
-        _, starts, used, _, _ = _common(inputs)
-
-        def bind(table: Tensor) -> Callable[[], Any]:
-            return lambda: _first(
-                fa3.flash_attn_with_kvcache(
-                    q, k, v, cache_seqlens=used, page_table=table, cu_seqlens_q=starts, max_seqlen_q=1, causal=True,
-                    scheduler_metadata=metadata, **descale,
-                )
-            )  # fmt: skip
-
-        return _in_turn([bind(table) for table in inputs.tables])
-
-    return prepare
+    return _in_turn([bind(table) for table in inputs.tables])
 
 
 def _first(found: Any) -> Any:
@@ -240,6 +245,7 @@ def _first(found: Any) -> Any:
     return found[0] if isinstance(found, tuple | list) else found
 
 
+@_register("append", "append", "none", GREENFAST)
 def _append(inputs: AppendInputs) -> BoundCall:
     k_cache, v_cache, k_scale, v_scale = inputs.pages
     q_weight, k_weight = inputs.weights or (None, None)
@@ -251,6 +257,7 @@ def _append(inputs: AppendInputs) -> BoundCall:
     )  # fmt: skip
 
 
+@_register("copy", "copy", "none", TORCH, attention=False)
 def _copy(inputs: AppendInputs) -> BoundCall:
     """Bind a copy of as many bytes as the append moves."""
     half = inputs.bytes_moved // 2
@@ -258,39 +265,8 @@ def _copy(inputs: AppendInputs) -> BoundCall:
     return BoundCall(lambda: moved[:half].copy_(moved[half:]))
 
 
-def _reads(reduction: Callable[[Tensor], Tensor]) -> Callable[[Tensor], BoundCall]:
-    return lambda x: BoundCall(lambda: reduction(x))
-
-
-_OWN = ("greenfast", "greenfast")
-_LIBRARY = ("torch", VLLM)
-_FA3 = (package_module(), _PACKAGES[package_module()])
-_TORCH = ("torch", "torch")
-#: All backends by name.
-BACKENDS = {
-    c.name: c
-    for c in (
-        Backend(KERNEL, "greenfast FP8", "fp8", *_OWN, _greenfast),
-        Backend("token_scales", "greenfast FP8, a scale per token", "fp8", *_OWN, _token_scales),
-        Backend("varlen", "greenfast FP8 on bf16, quantization included", "fp8", *_OWN, _varlen),
-        Backend("plan", "greenfast's plan", "none", *_OWN, _make_plan, attention=False),
-        Backend("append", "append", "none", *_OWN, _append),
-        Backend("kvcache", "flash_attn_with_kvcache, planned", "fp8", *_OWN, _with_kvcache(True)),
-        Backend("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", *_OWN, _with_kvcache(False)),
-        Backend(
-            "kvcache_appending", "flash_attn_with_kvcache, planned, with k and v", "fp8", *_OWN, _appending_kvcache
-        ),
-        Backend("varlen_decode", "flash_attn_varlen_func without a cache", "fp8", *_OWN, _varlen_of_decode),
-        Backend("append_last", "append_kv", "none", *_OWN, _append_last, attention=False),
-        Backend("plan_update", "ServingPlan.update", "none", *_OWN, _update_plan, attention=False),
-        Backend("vllm_fa3", "FA3 FP8 (vLLM)", "fp8", *_LIBRARY, _vllm("fp8")),
-        Backend("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", *_LIBRARY, _vllm("bf16")),
-        Backend("vllm_fa3_plan", "FA3's plan (vLLM)", "none", *_LIBRARY, _vllm_plan, attention=False),
-        Backend("fa3", "FA3 FP8", "fp8", *_FA3, _package("fp8")),
-        Backend("fa3_bf16", "FA3 bf16", "bf16", *_FA3, _package("bf16")),
-        Backend("copy", "copy", "none", *_TORCH, _copy, attention=False),
-        Backend("read_sum", "sum", "none", *_TORCH, _reads(torch.sum), attention=False),
-        Backend("read_max", "maximum", "none", *_TORCH, _reads(torch.max), attention=False),
-        Backend("read_norm", "norm", "none", *_TORCH, _reads(torch.linalg.vector_norm), attention=False),
-    )
-}  # fmt: skip
+@_register("read_norm", "norm", "none", TORCH, attention=False, reduction=torch.linalg.vector_norm)
+@_register("read_max", "maximum", "none", TORCH, attention=False, reduction=torch.max)
+@_register("read_sum", "sum", "none", TORCH, attention=False, reduction=torch.sum)
+def _read(x: Tensor, reduction: Callable[[Tensor], Tensor]) -> BoundCall:
+    return BoundCall(lambda: reduction(x))

@@ -10,8 +10,9 @@ import gc
 import importlib
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
 from benchmarks.records import HostRow
-from benchmarks.sdpa_backends import BACKENDS, Backend, BoundCall, first_line
+from benchmarks.registry import Backend, BoundCall, first_line
+from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import Inputs, make_inputs, reference
-from benchmarks.timing import Captured, call_us, capture, order, queue_interleaved, rounds_for
+from benchmarks.timing import Captured, capture, interleave, time_graphs
 from greenfast.device.bound_launch import BoundLaunch
 from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu
@@ -127,17 +129,15 @@ class BenchSession:
 
     def time(self, rounds: int | None) -> TimingResult:
         """Replay every graph once per round. rounds: None chooses the number from the replays' durations."""
-        captured = {name: entry.captured for name, entry in self._entries.items()}
-        count = rounds or rounds_for([c.replay_us for c in captured.values()])
         for entry in self._entries.values():
             if entry.checked is not None:
                 _poison(entry.captured.out)
-        marks = queue_interleaved({name: c.graph for name, c in captured.items()}, count)
-        clocks = self._clocks()  # while the GPU is still busy
-        torch.cuda.synchronize()
+        captured = {name: entry.captured for name, entry in self._entries.items()}
+        clocks: dict[str, float] = {}
+        samples = time_graphs(captured, rounds, while_busy=lambda: clocks.update(self._clocks()))
         calls = {name: c.calls for name, c in captured.items()}
         changed = [name for name, entry in self._entries.items() if _has_changed(entry, self.backends[name].own)]
-        return TimingResult(call_us(marks, calls), calls, changed, clocks)
+        return TimingResult(samples, calls, changed, clocks)
 
     def host(self, cell: BenchCell) -> list[HostRow]:
         """Measure the host time of eager calls in interleaved batches, with a synchronisation after each batch.
@@ -146,17 +146,8 @@ class BenchSession:
         """
         self.open(cell, None)
         ready = {name: bound for name in cell.backends if (bound := self._try_call(name))}
-        times: dict[str, list[float]] = {name: [] for name in ready}
-        for turn in range(-_BATCH_WARMUP, _BATCHES):
-            for name in order(tuple(ready), turn):
-                call = ready[name].call
-                start = time.perf_counter()
-                for _ in range(_BATCH):
-                    call()
-                taken = (time.perf_counter() - start) / _BATCH * 1e6
-                torch.cuda.synchronize()
-                if turn >= 0:
-                    times[name].append(taken)
+        batches = {name: partial(_time_batch, bound.call) for name, bound in ready.items()}
+        times = interleave(batches, _BATCHES, _BATCH_WARMUP)
         self.close()
         return [
             HostRow(
@@ -221,6 +212,16 @@ class BenchSession:
         except Exception:  # any refusal of NVML; virtual machines often withhold the power
             pass
         return clocks
+
+
+def _time_batch(call: Callable[[], Any]) -> float:
+    """Return the host's microseconds per call of a batch, and wait for the GPU."""
+    start = time.perf_counter()
+    for _ in range(_BATCH):
+        call()
+    taken = (time.perf_counter() - start) / _BATCH * 1e6
+    torch.cuda.synchronize()
+    return taken
 
 
 def _as_float(out: Tensor, *, copy: bool = False) -> Tensor:

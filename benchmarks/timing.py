@@ -1,12 +1,13 @@
-"""Capture calls in CUDA graphs and time them interleaved."""
+"""The timing loop of all benchmarks: interleaved rounds, of CUDA graphs or of any calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ _REPLAY_US, _MOST_CALLS = 2000.0, 50
 #: Time spent on each graph, and limits of its rounds.
 _TIMED_US, _LEAST_ROUNDS, _MOST_ROUNDS = 60_000.0, 7, 200
 
-Marks = dict[str, list[tuple[Any, Any]]]
+T = TypeVar("T")
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
@@ -84,26 +85,37 @@ def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
     return Captured(graph, out, calls, replay_us(graph))
 
 
-def queue_interleaved(graphs: Mapping[str, Any], rounds: int) -> Marks:
-    """Queue a replay of every graph once per round, after a warm-up; return the events around each replay.
+def interleave(calls: Mapping[str, Callable[[], T]], rounds: int, warmup: int = 0) -> dict[str, list[T]]:
+    """Call each once per round in the order of ``order``; return their results, without those of warm-up rounds."""
+    results: dict[str, list[T]] = {name: [] for name in calls}
+    for turn in range(-warmup, rounds):
+        for name in order(tuple(calls), turn):
+            result = calls[name]()
+            if turn >= 0:
+                results[name].append(result)
+    return results
 
-    The host runs ahead of the GPU, so the events include no host time.
+
+def time_graphs(
+    captured: Mapping[str, Captured], rounds: int | None = None, while_busy: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Replay every graph once per round; return the microseconds per call of each replay.
+
+    rounds: None chooses the number from the replays' durations. The host queues all rounds ahead of the GPU, so the
+    events around the replays include no host time; then it calls ``while_busy`` and waits for the GPU.
     """
-    names = list(graphs)
-    for turn in range(max(2, rounds // 4)):
-        for name in order(names, turn):
-            graphs[name].replay()
-    marks: Marks = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in order(names, turn):
-            start, end = event(), event()
-            start.record()
-            graphs[name].replay()
-            end.record()
-            marks[name].append((start, end))
-    return marks
+    count = rounds or rounds_for([c.replay_us for c in captured.values()])
+    marks = interleave(
+        {name: partial(_mark_replay, c.graph) for name, c in captured.items()}, count, max(2, count // 4)
+    )
+    while_busy()
+    torch.cuda.synchronize()
+    return {name: [1e3 * a.elapsed_time(b) / captured[name].calls for a, b in pairs] for name, pairs in marks.items()}
 
 
-def call_us(marks: Marks, calls: Mapping[str, int]) -> dict[str, list[float]]:
-    """Return the microseconds per call of each replay, after the GPU has finished."""
-    return {name: [1e3 * a.elapsed_time(b) / calls[name] for a, b in pairs] for name, pairs in marks.items()}
+def _mark_replay(graph: Any) -> tuple[Any, Any]:
+    start, end = event(), event()
+    start.record()
+    graph.replay()
+    end.record()
+    return start, end

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import greenfast
 from benchmarks.options import make_parser
 from benchmarks.sdpa_inputs import INPUTS, make_inputs, reference
-from benchmarks.timing import call_us, capture, queue_interleaved, rounds_for
+from benchmarks.timing import capture, time_graphs
 from greenfast.judge.environment import git_state, now, package_versions
 from greenfast.judge.store import to_json, write_whole
 
@@ -60,11 +60,7 @@ def time_shape(shape: tuple[int, ...]) -> dict[str, float]:
         call()
     torch.cuda.synchronize()
     captured = {name: capture(call) for name, call in calls.items()}
-    rounds = rounds_for([each.replay_us for each in captured.values()])
-    marks = queue_interleaved({name: each.graph for name, each in captured.items()}, rounds)
-    torch.cuda.synchronize()
-    times = call_us(marks, {name: each.calls for name, each in captured.items()})
-    return {name: round(statistics.median(samples), 2) for name, samples in times.items()}
+    return {name: round(statistics.median(samples), 2) for name, samples in time_graphs(captured).items()}
 
 
 def errors(kind: str, head_dim: int) -> dict[str, float]:

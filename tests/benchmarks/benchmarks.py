@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.records import AccuracyRow, BackendFacts, Benchmark, HostRow, Row, SpeedupPair
-from benchmarks.sdpa_backends import KERNEL
+from benchmarks.registry import KERNEL
 from benchmarks.serving_cases import cases, flops
 from greenfast.judge.record_schema import GateResult, Side, TimedKernel
 from greenfast.spec.facts import LaunchFacts

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import sdpa_backends
-from benchmarks.sdpa_backends import BACKENDS, FP8, KERNEL, Backend, BoundCall
+from benchmarks.registry import KERNEL, Backend, BoundCall
+from benchmarks.sdpa_backends import BACKENDS, FP8
 from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from greenfast.kernels.attention import config
 from greenfast.numerics.codes import transposed_values
@@ -279,7 +280,7 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
 
 
 def make_backend(module: str) -> Backend:
-    return Backend("x", "X", "fp8", module, "x-wheel", lambda found: BoundCall(lambda: found.values["q"]))
+    return Backend("x", "X", "fp8", (module, "x-wheel"), lambda found: BoundCall(lambda: found.values["q"]))
 
 
 def test_a_library_that_is_missing_or_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.records import AccuracyRow, BackendFacts, Benchmark
+from benchmarks.registry import KERNEL
 from benchmarks.report import (
     benchmark_report,
     console_table,
@@ -19,7 +20,6 @@ from benchmarks.report import (
     section,
     summary,
 )
-from benchmarks.sdpa_backends import KERNEL
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
 from tests.benchmarks.benchmarks import BACKENDS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows

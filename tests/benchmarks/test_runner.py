@@ -15,9 +15,10 @@ from benchmarks import sdpa
 from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
 from benchmarks.freshness import freshness, timed_kernels
 from benchmarks.records import HostRow, Row, read_record
+from benchmarks.registry import KERNEL
 from benchmarks.report import benchmark_report
 from benchmarks.runner import BenchResult, compare
-from benchmarks.sdpa_backends import BACKENDS, KERNEL
+from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import INPUTS
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.record_io import resolve_aliases

@@ -16,7 +16,7 @@ from benchmarks import serving as serving_module
 from benchmarks import serving_inputs, timing
 from benchmarks.comparison import BenchCell, Facts
 from benchmarks.records import HostRow
-from benchmarks.sdpa_backends import KERNEL
+from benchmarks.registry import KERNEL
 from benchmarks.serving import ServingSession, load_library, serving, timed_launches
 from benchmarks.serving_backends import BACKENDS
 from benchmarks.serving_cases import (

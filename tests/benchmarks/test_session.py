@@ -15,8 +15,9 @@ from torch import Tensor
 from benchmarks import session as sessions
 from benchmarks import timing
 from benchmarks.comparison import BenchCell
+from benchmarks.registry import KERNEL, Backend, BoundCall
 from benchmarks.sdpa import flops, operator, peers
-from benchmarks.sdpa_backends import BACKENDS, KERNEL, Backend, BoundCall
+from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from benchmarks.session import BenchSession
 from benchmarks.timing import Captured, calls_for, order, rounds_for
@@ -269,7 +270,7 @@ def contend(
     *,
     attention: bool = True,
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "x", Backend("x", "X", "fp8", "math", package, prepare, attention=attention))
+    monkeypatch.setitem(BACKENDS, "x", Backend("x", "X", "fp8", ("math", package), prepare, attention=attention))
 
 
 def test_a_library_that_fails_or_is_wrong_is_a_reason(session: BenchSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +333,7 @@ def test_host_time_is_of_batches_of_eager_calls(session: BenchSession, monkeypat
     called: list[str] = []
 
     def backend(name: str) -> Backend:
-        return Backend(name, name, "bf16", "math", "x", lambda _: BoundCall(lambda: called.append(name)))
+        return Backend(name, name, "bf16", ("math", "x"), lambda _: BoundCall(lambda: called.append(name)))
 
     monkeypatch.setattr(sessions, "make_inputs", lambda dims, seed, kind, device: make_inputs(dims, seed, kind, "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -356,7 +357,7 @@ def test_host_times_leave_out_a_library_that_refuses(session: BenchSession, monk
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     def backend(name: str, package: str, call: Callable[[], Any]) -> Backend:
-        return Backend(name, name, "bf16", "math", package, lambda _: BoundCall(call))
+        return Backend(name, name, "bf16", ("math", package), lambda _: BoundCall(call))
 
     for name, package, call in (("own", "greenfast", tuple), ("a", "x", tuple), ("b", "x", refuse)):
         monkeypatch.setitem(BACKENDS, name, backend(name, package, call))

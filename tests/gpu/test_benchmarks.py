@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.comparison import BenchCell
 from benchmarks.records import Benchmark, read_record
+from benchmarks.registry import KERNEL
 from benchmarks.sdpa import SMALL, peers
-from benchmarks.sdpa_backends import KERNEL
 from benchmarks.session import BenchSession
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import KernelImage
