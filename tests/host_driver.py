@@ -44,6 +44,7 @@ class HostDriver:
         self.refuses_read_only = False  # as some drivers do
         self._blocks: dict[int, Any] = {}
         self._bases: list[int] = []
+        self._mapped_bases: list[int] = []
         self._hashes: dict[tuple[int, int], tuple[bytes, int]] = {}
         self._ok = self.CUresult.CUDA_SUCCESS
         self.underway = 0  # fills and copies to the device that have not been waited for
@@ -62,15 +63,21 @@ class HostDriver:
 
     def holds(self, pointer: int, nbytes: int) -> bool:
         """Whether an access lies within an allocation."""
-        if any(base <= pointer and pointer + nbytes <= base + size for base, (size, _) in self.mapped.items()):
+        base, size, _ = self._mapping_at(pointer)
+        if pointer + nbytes <= base + size:
             return True
         n = bisect_right(self._bases, pointer) - 1
         return n >= 0 and pointer + nbytes <= self._bases[n] + len(self._blocks[self._bases[n]])
 
+    def _mapping_at(self, pointer: int) -> tuple[int, int, bool]:
+        """The base, size and writability of the last mapping that begins at or before an address; zeros for none."""
+        n = bisect_right(self._mapped_bases, pointer) - 1
+        return (self._mapped_bases[n], *self.mapped[self._mapped_bases[n]]) if n >= 0 else (0, 0, False)
+
     def may_write(self, pointer: int, nbytes: int) -> bool:
         """Whether a write lies within an allocation that the device may write."""
-        read_only = any(base <= pointer < base + size and not write for base, (size, write) in self.mapped.items())
-        return self.holds(pointer, nbytes) and not read_only
+        base, size, writable = self._mapping_at(pointer)
+        return self.holds(pointer, nbytes) and (writable or pointer >= base + size)
 
     def hash_at(self, pointer: int, nbytes: int) -> int:
         """The hash of what lies there, computed again where that has changed: a comparison takes far less time."""
@@ -159,10 +166,12 @@ class HostDriver:
         assert pointer % GRANULE == offset == 0
         _map(pointer, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, handle)
         self.mapped[pointer] = nbytes, False
+        self._mapped_bases = sorted(self.mapped)
         return (self._ok,)
 
     def cuMemUnmap(self, pointer: int, nbytes: int) -> tuple[Any, ...]:  # noqa: N802
         assert self.mapped.pop(pointer)[0] == nbytes
+        self._mapped_bases = sorted(self.mapped)
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _map(pointer, nbytes, _PROT_NONE, kind, -1)
         return (self._ok,)
