@@ -21,7 +21,7 @@ from benchmarks.freshness import find_comparison, freshness, timed_kernels
 from benchmarks.records import AnyRecord, Benchmark, read_record
 from benchmarks.sdpa import peers
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
-from greenfast.device.identity import code_hash, launches_of
+from greenfast.device.identity import code_hash, list_launches
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, find_index, read_content, read_index, render_index, split
 from greenfast.judge.record_io import load_record_family
@@ -82,7 +82,7 @@ def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[Ke
     today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for shape, of_shape in dims.items():
         program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
-        today |= launches_of(program, shape, of_shape)
+        today |= list_launches(program, shape, of_shape)
     return today
 
 

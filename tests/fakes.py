@@ -205,7 +205,7 @@ class HostLaunch:
         self._arguments = list(plan.args)
         self._launches = 0
 
-    def places(self) -> list[tuple[str, HostSlot]]:
+    def address_slots(self) -> list[tuple[str, HostSlot]]:
         return [(name, HostSlot(self._pointers, name)) for name in self._pointers]
 
     def write(self, number: int, argument: bytes) -> None:

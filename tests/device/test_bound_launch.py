@@ -40,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     for name in ("CUfunction", "CUlaunchAttribute", "CUlaunchAttributeID", "CUlaunchConfig", "CUstream"):
         setattr(fake, name, getattr(real, name))
     monkeypatch.setattr(bound_launch, "driver", fake)
-    monkeypatch.setattr(bound_launch, "encoded", lambda layout, pointer: bytes([pointer]) * 128)
+    monkeypatch.setattr(bound_launch, "encode_tensor_map", lambda layout, pointer: bytes([pointer]) * 128)
     return fake
 
 
@@ -70,7 +70,7 @@ def test_addresses_are_written_where_the_buffers_are(driver: Driver) -> None:
     inner = Struct((np.int32(3), "b", Struct((np.int8(1), "a")), TensorMap("b", "uint8", (1,), (1,), (1,), 0)))
     plan = dataclasses.replace(PLAN, args=(*PLAN.args, inner))
     launch = BoundLaunch(Kernel(6), (1, 1, 1), 0, plan, {"a": 1, "b": 2}, 0)
-    for name, place in launch.places():
+    for name, place in launch.address_slots():
         place.value = {"a": 2**40 + 5, "b": 77}[name]
     launch()
     moved = BoundLaunch(Kernel(6), (1, 1, 1), 0, plan, {"a": 2**40 + 5, "b": 77}, 0)
@@ -86,7 +86,7 @@ def test_addresses_in_captured_bytes_move_with_their_buffers(driver: Driver) -> 
     """A callable's kernels get their pointers in structs, of which the capture knows the bytes alone."""
     captured = Packed(bytes(24), ((8, "a", 0), (16, "b", 32)))
     launch = BoundLaunch(Kernel(1), (1, 1, 1), 0, dataclasses.replace(PLAN, args=(captured,)), {"a": 64, "b": 128}, 0)
-    assert [(name, slot.value) for name, slot in launch.places()] == [("a", 64), ("b", 160)]
+    assert [(name, slot.value) for name, slot in launch.address_slots()] == [("a", 64), ("b", 160)]
 
 
 def test_a_tensor_map_is_encoded_again_for_another_address_alone(
@@ -99,8 +99,8 @@ def test_a_tensor_map_is_encoded_again_for_another_address_alone(
         return bytes([pointer]) * 128
 
     launch = BoundLaunch(Kernel(5), (1, 1, 1), 0, PLAN, {"a": 1, "b": 2}, 0)
-    monkeypatch.setattr(bound_launch, "encoded", encoded)
-    place = dict(launch.places())["b"]
+    monkeypatch.setattr(bound_launch, "encode_tensor_map", encoded)
+    place = dict(launch.address_slots())["b"]
     for address in (5, 6, 5, 6):
         place.value = address
         launch()

@@ -181,7 +181,7 @@ def test_a_pipe_that_nothing_includes_is_no_matter(tmp_path: Path) -> None:
 
 
 def test_a_name_that_may_mean_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "_MOST_MEANT", 2)
+    monkeypatch.setattr(compiler, "_MAX_CANDIDATES", 2)
     write(tmp_path, a="", b="", c="")
     with pytest.raises(CompileError, match=r"k\.cu: it includes a file by a macro, which may be any of more than 2"):
         compile_kernel(source('#define NAME "a.cuh"\n#include NAME\n' + SIMPLE, tmp_path), ADA)
@@ -199,7 +199,7 @@ def test_hash_survives_include_cycles_and_folders(tmp_path: Path) -> None:
 def test_a_nul_does_not_hide_what_follows(language: Literal["cuda", "ptx"]) -> None:
     """NVRTC takes it for the end of the text; the emulator, and who reads the file, would go on."""
     made = dataclasses.replace(source(SIMPLE + "\n\0#error hidden"), language=language)
-    with pytest.raises(CompileError, match=r"k\.cu: line 2 holds a NUL, where a compiler ends to read; take it out"):
+    with pytest.raises(CompileError, match=r"k\.cu: line 2 has a NUL byte, .* stops reading; delete it"):
         compile_kernel(made, ADA)
 
 

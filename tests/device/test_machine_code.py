@@ -9,7 +9,7 @@ import pytest
 
 from greenfast.device import machine_code, tool_process, toolchain
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.machine_code import count_instructions, disassemble, unawaited_stores
+from greenfast.device.machine_code import count_instructions, disassemble, find_unawaited_stores
 from greenfast.judge.task import Counter
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
@@ -170,7 +170,7 @@ def test_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         disassemble(kernel.cubin, "til")
     monkeypatch.setattr(toolchain, "find_nvidia_binary_utility", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match=r"pip: nvidia-cuda-nvdisasm, which 'greenfast\[judge\]' brings"):
+    with pytest.raises(MachineError, match=r"pip: nvidia-cuda-nvdisasm, part of 'greenfast\[judge\]'"):
         disassemble(kernel.cubin, "tile")
 
 
@@ -190,7 +190,7 @@ LISTING = """	.section	.text.k,"ax",@progbits
 )
 def test_a_bulk_store_that_machine_code_does_not_await_is_found(store: str) -> None:
     awaited = LISTING.format(store=store, wait="DEPBAR.LE SB0, 0x0")
-    assert unawaited_stores(awaited) == []
+    assert find_unawaited_stores(awaited) == []
     for wait in ("NOP", "DEPBAR.LE SB0, 0x1", "BAR.SYNC 0x0"):
-        assert unawaited_stores(LISTING.format(store=store, wait=wait)) == [f"{store.split()[0]} at 0010"]
-    assert unawaited_stores(LISTING.format(store="UBLKCP.S.G [UR6], [UR4], UR5", wait="NOP")) == []
+        assert find_unawaited_stores(LISTING.format(store=store, wait=wait)) == [f"{store.split()[0]} at 0010"]
+    assert find_unawaited_stores(LISTING.format(store="UBLKCP.S.G [UR6], [UR4], UR5", wait="NOP")) == []

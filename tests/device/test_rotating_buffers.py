@@ -15,7 +15,7 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import (
-    PLACES,
+    NUM_BUFFER_SETS,
     SHIFTS,
     WRONG_BITS,
     WRONG_FAR,
@@ -119,7 +119,7 @@ def rotation(gpu: OneKernelGpu) -> Rotation:
 
 def test_buffers_lie_apart_inputs_first() -> None:
     larger = Case({"x": np.zeros(1000, np.float32), "z": np.zeros(4, np.float32)}, CASES[0].outputs)
-    layout = Layout.of([*CASES, larger], EXECUTABLE.workspaces)
+    layout = Layout.for_cases([*CASES, larger], EXECUTABLE.workspaces)
     assert list(layout.offsets) == ["x", "y", "z", "s", "w"]
     assert layout.sizes == {"x": 4000, "y": 16, "z": 16, "s": 4, "w": 16}
     ends = [layout.offsets[name] + layout.sizes[name] for name in layout.offsets]
@@ -136,12 +136,12 @@ def test_buffers_lie_apart_inputs_first() -> None:
 
 
 def test_an_image_is_what_a_launch_finds() -> None:
-    layout = Layout.of(CASES, EXECUTABLE.workspaces)
-    image = layout.image(CASES[1])
-    assert layout.within(image, "x", 16).view(np.float32).tolist() == [10, 11, 12, 13]
-    assert layout.within(image, "z", 16).view(np.float32).tolist() == [10] * 4  # in place
-    assert layout.within(image, "s", 4).tolist() == [0] * 4
-    assert layout.within(image, "y", 16).tolist() == [POISON] * 16
+    layout = Layout.for_cases(CASES, EXECUTABLE.workspaces)
+    image = layout.initial_bytes(CASES[1])
+    assert layout.slice_buffer(image, "x", 16).view(np.float32).tolist() == [10, 11, 12, 13]
+    assert layout.slice_buffer(image, "z", 16).view(np.float32).tolist() == [10] * 4  # in place
+    assert layout.slice_buffer(image, "s", 4).tolist() == [0] * 4
+    assert layout.slice_buffer(image, "y", 16).tolist() == [POISON] * 16
     held = {"x": 16, "z": 16, "s": 4}
     assert (np.delete(image, [layout.offsets[n] + i for n, size in held.items() for i in range(size)]) == POISON).all()
 
@@ -197,15 +197,15 @@ def test_every_launch_draws_a_case_and_addresses_that_none_had(gpu: OneKernelGpu
         addresses = [pointers[str(name)] for pointers in gpu.seen]
         assert len(set(addresses)) == len(addresses)
         assert {address % 16 for address in addresses} == {0}
-    places = found._places
+    places = found._buffer_sets
     assert all(len(place.unused) < SHIFTS for place in places)
-    assert sum(len(place.unused) for place in places) == PLACES * SHIFTS - len(gpu.seen)
+    assert sum(len(place.unused) for place in places) == NUM_BUFFER_SETS * SHIFTS - len(gpu.seen)
 
 
 def test_addresses_come_back_when_all_were_drawn(gpu: OneKernelGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.device.rotating_buffers.SHIFTS", 2)
     assert rotation(gpu).time(0, 20, cold=False, seed=1)[2] is None
-    assert len({pointers["x"] for pointers in gpu.seen}) == PLACES * 2
+    assert len({pointers["x"] for pointers in gpu.seen}) == NUM_BUFFER_SETS * 2
 
 
 def test_an_address_inside_a_buffer_moves_with_it(gpu: OneKernelGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: 
     found = rotation(gpu)
     gpu.memory.watched = True
     found.time(1, 1, cold=cold, seed=0)
-    memory, inputs = found._places[0].memory, found._places[0].inputs
+    memory, inputs = found._buffer_sets[0].memory, found._buffer_sets[0].inputs
     wipe = [f"fill {memory.nbytes} bytes", *([f"fill {inputs.nbytes} bytes"] if inputs else [])]
     assert gpu.memory.refuses_read_only == (inputs is None)
     restore = ["copy"] * (2 if inputs else 1)  # the inputs, and what a launch may change
@@ -290,7 +290,7 @@ def test_every_launch_is_checked(
 @pytest.mark.parametrize("end", ["first", "last"])
 def test_memory_for_later_launches_is_checked(gpu: OneKernelGpu, end: str) -> None:
     found = rotation(gpu)
-    memories = [place.memory for place in found._places]
+    memories = [place.memory for place in found._buffer_sets]
 
     def keeps(pointers: Mapping[str, int], number: int) -> None:
         works(pointers, number)
@@ -372,11 +372,11 @@ def test_its_memory_is_given_back(gpu: OneKernelGpu) -> None:
 
 def test_equal_seeds_draw_the_same(gpu: OneKernelGpu) -> None:
     found = rotation(gpu)
-    unused = [list(place.unused) for place in found._places]
+    unused = [list(place.unused) for place in found._buffer_sets]
     drawn = []
     for seed in (1, 1, 2):
         gpu.seen.clear()
-        for place, shifts in zip(found._places, unused, strict=True):
+        for place, shifts in zip(found._buffer_sets, unused, strict=True):
             place.unused[:] = shifts
         found.time(0, 20, cold=False, seed=seed)
         drawn.append([pointers["x"] for pointers in gpu.seen])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
-from greenfast.device.identity import code_hash, launches_of
+from greenfast.device.identity import code_hash, list_launches
 from greenfast.judge.record_io import check_freshness, load_record_family, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, Build, Record, Side
 from greenfast.kernels import KERNEL_DIR
@@ -32,7 +32,7 @@ def of_today(record: AnyRecord, side: Side, build: Build) -> Build:
     """With the hashes of today's machine code, also where the kept record is stale."""
     name, then = next(iter(build.launches.items()))
     program = program_of(*load_record_family(record, side), record.format, then.dims)
-    source, _ = launches_of(program, name.partition(" launch ")[0], then.dims)[name]
+    source, _ = list_launches(program, name.partition(" launch ")[0], then.dims)[name]
     compiled = compile_kernel(source, Target.parse(build.arch))
     return msgspec.structs.replace(build, code_hash=code_hash(compiled), kernel_hash=kernel_hash(source))
 

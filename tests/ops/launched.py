@@ -79,11 +79,13 @@ class PretendedGpu:
                 self._kernel, self._stream = kernel.name, args[4]
 
             def __call__(self) -> None:
-                inputs = [position.value for _, position in self.places() if isinstance(position, ctypes.c_uint64)]
+                inputs = [slot.value for _, slot in self.address_slots() if isinstance(slot, ctypes.c_uint64)]
                 held = gpu._workspaces.get(threading.get_ident(), 0)
                 assert all(a < _WORKSPACE or a >= held > 0 for a in inputs), "the workspace was given back"
                 sizes = [len(value_bytes(a, lambda _: 0, lambda _: bytes(MAP_BYTES))) for a in self._arguments]
-                result = [ctypes.string_at(position, size) for position, size in zip(self._places, sizes, strict=True)]
+                result = [
+                    ctypes.string_at(position, size) for position, size in zip(self._host_addresses, sizes, strict=True)
+                ]
                 grid = (self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ)
                 noted = gpu.launches.setdefault(threading.get_ident(), [])
                 noted.append(Launch(self._kernel, grid, tuple(result), self._stream))
@@ -111,7 +113,7 @@ class PretendedGpu:
         def loaded(source: Any, device: int) -> _Kernel:
             return _Kernel(hashlib.sha256(source.source.encode()).hexdigest())
 
-        patch.setattr(bound_launch, "encoded", encoded)
+        patch.setattr(bound_launch, "encode_tensor_map", encoded)
         patch.setattr(launch_plans, "BoundLaunch", Prepared)
         patch.setattr(launch_plans.LaunchPlan, "launch", launch)
         patch.setattr(launch_plans, "_load", loaded)

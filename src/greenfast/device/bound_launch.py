@@ -13,7 +13,7 @@ from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import MAP_BYTES, Argument, Launch, TensorMap, find_pointers, find_tensor_maps, value_bytes
 
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
-_MOST_ENCODED = 1024  # addresses of each tensor map whose encoding is kept
+_MAX_ENCODINGS = 1024  # cached encodings per tensor map, by address
 _SLOT = 64  # alignment of each argument in bytes, as a tensor map requires
 _KINDS = driver.CUtensorMapDataType
 _TYPES = {
@@ -52,7 +52,7 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def encoded(layout: TensorMap, pointer: int) -> bytes:
+def encode_tensor_map(layout: TensorMap, pointer: int) -> bytes:
     """Encode a tensor map (CUtensorMap, 128 bytes) over device memory at ``pointer``.
 
     Raises UsageError for an unsupported element type, and MachineError if the driver refuses.
@@ -60,7 +60,7 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
     rank, name = len(layout.shape), np.dtype(layout.dtype).name
     if name not in _TYPES:
         raise unknown("type of a tensor map's elements", name, _TYPES)
-    found = check(
+    tensor_map = check(
         driver.cuTensorMapEncodeTiled(
             _TYPES[name],
             rank,
@@ -76,33 +76,33 @@ def encoded(layout: TensorMap, pointer: int) -> bytes:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(found.getPtr(), MAP_BYTES)
+    return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
 
 
 class MovableMap:
     """A tensor map among the arguments of a launch. Setting ``value``, its address, encodes it again."""
 
-    def __init__(self, layout: TensorMap, place: int) -> None:
-        self._layout, self._bytes = layout, (ctypes.c_char * MAP_BYTES).from_address(place)
+    def __init__(self, layout: TensorMap, host_address: int) -> None:
+        self._layout, self._bytes = layout, (ctypes.c_char * MAP_BYTES).from_address(host_address)
         self._encoded: dict[int, bytes] = {}
         self._address = 0
 
     def _set(self, address: int) -> None:
         if address == self._address:
             return
-        found = self._encoded.get(address)
-        if found is None:
-            found = encoded(self._layout, address)
-            if len(self._encoded) >= _MOST_ENCODED:
+        encoding = self._encoded.get(address)
+        if encoding is None:
+            encoding = encode_tensor_map(self._layout, address)
+            if len(self._encoded) >= _MAX_ENCODINGS:
                 self._encoded.clear()
-            self._encoded[address] = found
-        self._bytes.raw, self._address = found, address
+            self._encoded[address] = encoding
+        self._bytes.raw, self._address = encoding, address
 
     value = property(fset=_set)
 
 
 class BoundLaunch:
-    """One launch of a loaded kernel on a fixed stream, and on fixed device memory unless ``places`` are written.
+    """One launch of a loaded kernel on a fixed stream. Its buffers are fixed unless ``address_slots`` are written.
 
     Calling it queues the launch. It owns no device memory, so the caller must keep its pointers valid. Threads may
     share an object if nothing writes its arguments.
@@ -126,16 +126,16 @@ class BoundLaunch:
         if len(plan.args) != kernel.num_arguments:
             raise UsageError(f"{name} has {kernel.num_arguments} parameters, its launch gives {len(plan.args)}")
         try:
-            packed = [_bytes_of(argument, pointers) for argument in plan.args]
+            packed = [_pack_argument(argument, pointers) for argument in plan.args]
         except KeyError as e:
             raise UsageError(f"launch argument {e.args[0]!r} is no buffer of the case: {', '.join(pointers)}") from None
-        places = np.cumsum([0, *(-(-len(p) // _SLOT) * _SLOT for p in packed)])
-        self._storage = ctypes.create_string_buffer(int(places[-1]) + _SLOT)
+        offsets = np.cumsum([0, *(-(-len(p) // _SLOT) * _SLOT for p in packed)])
+        self._storage = ctypes.create_string_buffer(int(offsets[-1]) + _SLOT)
         base = -(-ctypes.addressof(self._storage) // _SLOT) * _SLOT
-        for place, argument in zip(places, packed, strict=False):
-            ctypes.memmove(base + int(place), argument, len(argument))
-        self._places = [base + int(place) for place in places[:-1]]
-        self._addresses = (ctypes.c_void_p * len(packed))(*self._places)
+        self._host_addresses = [base + int(offset) for offset in offsets[:-1]]
+        for address, argument in zip(self._host_addresses, packed, strict=True):
+            ctypes.memmove(address, argument, len(argument))
+        self._addresses = (ctypes.c_void_p * len(packed))(*self._host_addresses)
         self._parameters = ctypes.addressof(self._addresses)
         self._arguments = plan.args
         self._function = driver.CUfunction(int(kernel.handle))
@@ -148,20 +148,20 @@ class BoundLaunch:
         self._config = config
 
     def write(self, number: int, argument: bytes) -> None:
-        """Overwrite an argument, counted from 0, with as many bytes; launches that are queued keep what they had."""
-        ctypes.memmove(self._places[number], argument, len(argument))
+        """Overwrite an argument, counted from 0, by one of the same size. Queued launches keep their arguments."""
+        ctypes.memmove(self._host_addresses[number], argument, len(argument))
 
-    def places(self) -> list[tuple[str, Any]]:
-        """Each buffer's name with where its address is among the arguments: a ``value`` to be set, as long as self is.
+    def address_slots(self) -> list[tuple[str, Any]]:
+        """Return (buffer, slot) for each address among the arguments. Setting ``slot.value`` changes the address.
 
-        Launches that are queued keep what they had.
+        Queued launches keep their arguments. A slot is valid as long as this object.
         """
-        found: list[tuple[str, Any]] = []
-        for place, argument in zip(self._places, self._arguments, strict=True):
+        slots: list[tuple[str, Any]] = []
+        for base, argument in zip(self._host_addresses, self._arguments, strict=True):
             maps = find_tensor_maps(argument)
-            found += [(layout.buffer, MovableMap(layout, place + start)) for start, layout in maps]
-            found += [(name, ctypes.c_uint64.from_address(place + start)) for start, name in find_pointers(argument)]
-        return found
+            slots += [(layout.buffer, MovableMap(layout, base + start)) for start, layout in maps]
+            slots += [(name, ctypes.c_uint64.from_address(base + start)) for start, name in find_pointers(argument)]
+        return slots
 
     def __call__(self) -> None:
         """Queue the launch. Raises MachineError if the driver refuses it, NoContextError without a context."""
@@ -171,24 +171,26 @@ class BoundLaunch:
 
 
 def _attributes(plan: Launch) -> list[driver.CUlaunchAttribute]:
-    found = []
+    attributes = []
     if plan.early:
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
-        found.append(early)
+        attributes.append(early)
     if plan.cluster != (1, 1, 1):
         cluster = driver.CUlaunchAttribute()
         cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = plan.cluster
-        found.append(cluster)
+        attributes.append(cluster)
     if plan.cooperative:
-        together = driver.CUlaunchAttribute()
-        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        together.value.cooperative = 1
-        found.append(together)
-    return found
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        attributes.append(cooperative)
+    return attributes
 
 
-def _bytes_of(argument: Argument, pointers: Mapping[str, int]) -> bytes:
-    return value_bytes(argument, pointers.__getitem__, lambda layout: encoded(layout, pointers[layout.buffer]))
+def _pack_argument(argument: Argument, pointers: Mapping[str, int]) -> bytes:
+    return value_bytes(
+        argument, pointers.__getitem__, lambda layout: encode_tensor_map(layout, pointers[layout.buffer])
+    )

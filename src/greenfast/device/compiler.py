@@ -35,8 +35,8 @@ from greenfast.spec.kernel import KernelSource
 # NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
-#: Most files that an include by a macro may refer to.
-_MOST_MEANT = 4096
+#: Maximum number of files that an include by a macro may refer to.
+_MAX_CANDIDATES = 4096
 # A header's name as a compiler in its folder writes it, in a message and in PTX.
 _RELATIVE = re.compile(r"(?:^|(?<= of ))\.{1,2}/[^\s\"(]*", re.MULTILINE)
 _FILE_LINE = re.compile(r"^(\s*\.file\s+\d+ \")(/[^\"]*/\.{1,2}/[^\"]*)", re.MULTILINE)
@@ -74,7 +74,7 @@ class CompiledKernel:
 
     @property
     def resources(self) -> Resources:
-        """Its resources. Raises MachineError without machine code."""
+        """The kernel's resources. Raises MachineError without machine code."""
         if self.reported is None:
             raise MachineError(f"{self.source.name}: {assembler.MISSING}")
         return self.reported
@@ -99,13 +99,13 @@ def compile_kernel(
             f"{target.name}; --arch {source.requires} builds it"
         )
     start = time.perf_counter()
-    given = _given(source)
-    output, from_cache = _build(source, given, target, use_cache, isolated)
+    content = _content(source)
+    output, from_cache = _build(source, content, target, use_cache, isolated)
     compile_ms = (time.perf_counter() - start) * 1e3
-    found = entries(output.ptx) if source.language != "cubin" else cubin_entries(read_cubin(output.cubin, source.name))
-    if source.entry not in found:
+    names = entries(output.ptx) if source.language != "cubin" else cubin_entries(read_cubin(output.cubin, source.name))
+    if source.entry not in names:
         raise CompileError(
-            f"{source.name}: no kernel {source.entry!r}, only: {', '.join(found) or 'none'}; "
+            f"{source.name}: no kernel {source.entry!r}, only: {', '.join(names) or 'none'}; "
             f'is it a __global__ function declared extern "C"?'
         )
     return CompiledKernel(
@@ -117,7 +117,7 @@ def compile_kernel(
         reported=_resources(source, output) if output.cubin else None,
         compiler=_compiler(source, output.ptx),
         options=compile_options(source, target),
-        kernel_hash=_hash(source, given),
+        kernel_hash=_hash(source, content),
         compile_ms=compile_ms,
         from_cache=from_cache,
     )
@@ -126,11 +126,11 @@ def compile_kernel(
 def _resources(source: KernelSource, output: nvrtc.CompilerOutput) -> Resources:
     if source.language == "cubin":
         image = read_cubin(output.cubin, source.name)
-        found = cubin_resources(output.cubin, image, source.entry, source.dynamic_smem_bytes)
+        resources = cubin_resources(output.cubin, image, source.entry, source.dynamic_smem_bytes)
     else:
-        found = parse_resources(output.log, source.entry, source.dynamic_smem_bytes)
+        resources = parse_resources(output.log, source.entry, source.dynamic_smem_bytes)
     global_bytes, constant_bytes = variable_bytes(output.cubin, output.ptx)
-    return replace(found, global_bytes=global_bytes, constant_bytes=constant_bytes)
+    return replace(resources, global_bytes=global_bytes, constant_bytes=constant_bytes)
 
 
 @functools.cache  # of the library that this process has loaded
@@ -158,7 +158,7 @@ def to_ptx(
 
     assemble: False skips machine code: it takes half of the time, and does not detect errors of the assembler.
     """
-    return _build(source, _given(source), target, use_cache, isolated, assemble)[0].ptx
+    return _build(source, _content(source), target, use_cache, isolated, assemble)[0].ptx
 
 
 def entries(ptx: str) -> list[str]:
@@ -183,38 +183,38 @@ def kernel_hash(source: KernelSource) -> str:
     Included: entry, source, included project headers, block, dynamic shared memory. Not included: file names, folders,
     target, compiler.
     """
-    return _hash(source, _given(source))
+    return _hash(source, _content(source))
 
 
-def _given(source: KernelSource) -> bytes:
+def _content(source: KernelSource) -> bytes:
     """Return the compiler's input; for CUDA its digest."""
     return _sources_digest(source) if source.language == "cuda" else source.source.encode() + source.binary
 
 
-def _hash(source: KernelSource, given: bytes) -> str:
+def _hash(source: KernelSource, content: bytes) -> str:
     launch = f"{source.entry};{source.block};{source.dynamic_smem_bytes};".encode()
-    return hashlib.sha256(launch + given).hexdigest()[:16]
+    return hashlib.sha256(launch + content).hexdigest()[:16]
 
 
 def _build(
-    source: KernelSource, given: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
+    source: KernelSource, content: bytes, target: Target, use_cache: bool, isolated: bool, assemble: bool = True
 ) -> tuple[nvrtc.CompilerOutput, bool]:
-    """Compile a source; return the output, and whether it came from the cache. given: from ``_given``."""
+    """Compile a source. Return the output, and whether it came from the cache. content: from ``_content``."""
     if "\0" in source.source:
         line = source.source[: source.source.index("\0")].count("\n") + 1
-        raise CompileError(f"{source.name}: line {line} holds a NUL, where a compiler ends to read; take it out")
+        raise CompileError(f"{source.name}: line {line} has a NUL byte, at which a compiler stops reading; delete it")
     if source.language == "ptx":
         return assembler.assemble(source.source, source.name, target, use_cache=use_cache)
     if source.language == "cubin":
         image = read_cubin(source.binary, source.name)
-        made_for = cubin_capability(source.binary, image)
-        if made_for[0] != target.capability[0] or made_for[1] > target.capability[1]:
+        capability = cubin_capability(source.binary, image)
+        if capability[0] != target.capability[0] or capability[1] > target.capability[1]:
             raise CompileError(
-                f"{source.name}: machine code for sm_{made_for[0]}{made_for[1]} does not run on {target.name}"
+                f"{source.name}: machine code for sm_{capability[0]}{capability[1]} does not run on {target.name}"
             )
         return nvrtc.CompilerOutput("read", source.binary, "", ""), False
     if not use_cache:
-        return _run_nvrtc(source, given, target, isolated, assemble), False
+        return _run_nvrtc(source, content, target, isolated, assemble), False
     key: bytes = make_program_cache_key(
         code=source.source,
         code_type="c++",
@@ -222,7 +222,7 @@ def _build(
         target_type="cubin" if assemble else "ptx",
         # Replaces the names of folders, which do not determine the content. The compiler version in the key has no
         # patch release.
-        extra_digest=b"numbered folders;" + given + toolchain.fingerprint(),
+        extra_digest=b"numbered folders;" + content + toolchain.fingerprint(),
     )
     folders = [*(str(folder.resolve()) for folder in source.include_dirs), *map(str, toolchain.include_dirs())]
     parts = cache.load(key)
@@ -231,7 +231,7 @@ def _build(
         texts = _name_folders(ptx.decode(), log.decode(), folders)
         if texts is not None:
             return nvrtc.CompilerOutput("NVRTC_SUCCESS", cubin, *texts), True
-    output = _run_nvrtc(source, given, target, isolated, assemble)
+    output = _run_nvrtc(source, content, target, isolated, assemble)
     numbered = _number_folders(output.ptx, output.log, folders, source.name)
     cache.store(key, [output.cubin, *(text.encode() for text in numbered)])
     return output, False
@@ -277,7 +277,7 @@ def _name_folders(ptx: str, log: str, folders: Sequence[str]) -> tuple[str, str]
 
 
 def _run_nvrtc(
-    source: KernelSource, given: bytes, target: Target, isolated: bool, assemble: bool
+    source: KernelSource, content: bytes, target: Target, isolated: bool, assemble: bool
 ) -> nvrtc.CompilerOutput:
     library = toolchain.nvrtc_library()
     _require_fixed_clock(source, library)
@@ -288,31 +288,31 @@ def _run_nvrtc(
     # A separate process can compile in the project's folder, so that __FILE__ does not contain that folder.
     isolated = isolated or any(_FILE_NAME.search(text) for text in _sources(source))
     job = nvrtc.Job(source.source, _NO_FOLDER + source.name, options, folders, may_read if isolated else None)
-    what = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
+    title = f"{source.name}{f': kernel {source.entry!r}' if source.entry else ''}"
     try:
         output = compiler_process.run(job) if isolated else nvrtc.run(job)
     except compiler_process.CompilerCrashError as e:
         raise CompileError(
-            f"{what}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name}, without a "
+            f"{title}: the compiler, {_nvrtc_version()}, crashed ({e}) while it compiled for {target.name}, without a "
             f"message; it may use {COMPILER_BYTES >> 20} MiB of memory; shorten the kernel until it compiles, or try "
             "nvcc"
         ) from None
     if len(output.cubin) + len(output.ptx) > OUTPUT_BYTES:
         raise CompileError(
-            f"{what}: its machine code has {len(output.cubin) >> 20} MiB; at most {OUTPUT_BYTES >> 20} are judged"
+            f"{title}: its machine code has {len(output.cubin) >> 20} MiB; at most {OUTPUT_BYTES >> 20} are judged"
         )
-    if _given(source) != given:  # its hash, and its place in the cache, would be another kernel's
-        raise CompileError(f"{what}: a file that it includes changed while it was compiled; compile it again")
+    if _content(source) != content:  # its hash, and its place in the cache, would be another kernel's
+        raise CompileError(f"{title}: a file that it includes changed while it was compiled; compile it again")
     ptx, log = _text(output.ptx, source, folders), _text(output.log, source, folders)
     if output.status == "NVRTC_ERROR_COMPILATION":
-        raise CompileError(f"{what} does not compile for {target.name}:\n{readable(log, ptx)}")
+        raise CompileError(f"{title} does not compile for {target.name}:\n{readable(log, ptx)}")
     if output.status == "NVRTC_ERROR_INVALID_OPTION":
-        said = f"{_nvrtc_version()} does not take the options for {target.name}, but a newer one may"
-        raise MachineError(f"{said}: {log.strip()}")
+        reason = f"{_nvrtc_version()} does not take the options for {target.name}, but a newer one may"
+        raise MachineError(f"{reason}: {log.strip()}")
     if output.status == "NVRTC_ERROR_OUT_OF_MEMORY":
-        raise CompileError(f"{what}: the compiler needs more than the {COMPILER_BYTES >> 20} MiB that it may use")
+        raise CompileError(f"{title}: the compiler needs more than the {COMPILER_BYTES >> 20} MiB that it may use")
     if output.status != "NVRTC_SUCCESS":
-        raise RuntimeError(f"{what}: {output.status}: {log.strip()}")
+        raise RuntimeError(f"{title}: {output.status}: {log.strip()}")
     return nvrtc.CompilerOutput(output.status, output.cubin, ptx, log)
 
 
@@ -375,53 +375,53 @@ def _sources(source: KernelSource) -> Iterator[bytes]:
     folders = [os.fspath(folder) for folder in source.include_dirs]
     seen: set[tuple[int, int]] = set()
 
-    def visit(spelled: bytes, text: bytes, folder: str | None) -> Iterator[bytes]:
-        yield b"%d:%s;%d:%s;" % (len(spelled), spelled, len(text), text)
+    def visit(included_name: bytes, text: bytes, folder: str | None) -> Iterator[bytes]:
+        yield b"%d:%s;%d:%s;" % (len(included_name), included_name, len(text), text)
         for quote, name in includes(text):
             including = [folder] if folder is not None and quote == b'"' else []
             for candidate in (*including, *folders):
                 path = os.path.join(candidate, name.decode(errors="replace"))
                 try:
-                    found = os.stat(path)
+                    status = os.stat(path)
                 except (OSError, ValueError):
                     continue
-                _require_no_pipe(source, name.decode(errors="replace"), found)
-                if stat.S_ISREG(found.st_mode):
-                    if (found.st_dev, found.st_ino) not in seen:
-                        seen.add((found.st_dev, found.st_ino))
+                _require_no_pipe(source, name.decode(errors="replace"), status)
+                if stat.S_ISREG(status.st_mode):
+                    if (status.st_dev, status.st_ino) not in seen:
+                        seen.add((status.st_dev, status.st_ino))
                         yield from visit(name, Path(path).read_bytes(), os.path.dirname(path))
                     break
         if includes_by_a_macro(text):
-            for file in _files_of(source, folders):
-                found = file.stat()
-                if (found.st_dev, found.st_ino) not in seen:
-                    seen.add((found.st_dev, found.st_ino))
-                    yield b"%d;" % found.st_size + file.read_bytes()
+            for file in _list_files(source, folders):
+                status = file.stat()
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    yield b"%d;" % status.st_size + file.read_bytes()
 
     yield from visit(b"", source.source.encode(), None)
 
 
-def _files_of(source: KernelSource, folders: Sequence[str]) -> list[Path]:
+def _list_files(source: KernelSource, folders: Sequence[str]) -> list[Path]:
     """List all files in the folders. Raises CompileError for a pipe, and for too many files."""
     files = []
     for path in (path for folder in folders for path in Path(folder).rglob("*")):
         try:
-            found = path.stat()
-        except OSError:  # a link that leads nowhere
+            status = path.stat()
+        except OSError:  # a broken link
             continue
-        _require_no_pipe(source, path.name, found)
-        if stat.S_ISREG(found.st_mode):
+        _require_no_pipe(source, path.name, status)
+        if stat.S_ISREG(status.st_mode):
             files.append(path)
-        if len(files) > _MOST_MEANT:
+        if len(files) > _MAX_CANDIDATES:
             raise CompileError(
-                f"{source.name}: it includes a file by a macro, which may be any of more than {_MOST_MEANT} in "
+                f"{source.name}: it includes a file by a macro, which may be any of more than {_MAX_CANDIDATES} in "
                 f"{', '.join(folders)}; write the name out, or keep the source in a folder of its own"
             )
     return sorted(files)
 
 
-def _require_no_pipe(source: KernelSource, name: str, found: os.stat_result) -> None:
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+def _require_no_pipe(source: KernelSource, name: str, status: os.stat_result) -> None:
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise CompileError(
             f"{source.name}: it includes {name!r}, which is a pipe or a device: a compiler would wait for it; include "
             "ordinary files"

@@ -10,10 +10,11 @@ from greenfast.device.elf import Image, ImageError
 from greenfast.spec.errors import CompileError, DamagedCodeError
 from greenfast.spec.facts import Resources
 
-# Attributes of .nv.info with a symbol's number and a 32-bit value; and the format of an attribute with a length.
+# Attributes of .nv.info with a symbol's number and a 32-bit value.
 _REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
 #: Attributes of a kernel with three extents: the product is the maximum number of threads, or the exact block.
-_MOST_THREADS, _EXACT_BLOCK = 0x05, 0x10
+_MAX_THREADS, _EXACT_BLOCK = 0x05, 0x10
+#: Format of an attribute with a length and bytes. Attributes of other formats have a 16-bit value.
 _SIZED = 4
 _TEXT = ".text."
 #: Bytes reserved by the system at the start of a block's shared memory, from compute capability 9.0 on.
@@ -47,7 +48,7 @@ def cubin_resources(cubin: bytes, image: Image, entry: str, dynamic_smem_bytes: 
     A cubin does not distinguish spills from other stack memory, so the stack includes spills, and spills are 0.
     """
     attributes: dict[int, int] = {}
-    for code, value in _attributes(image, ".nv.info"):
+    for code, value in read_attributes(image, ".nv.info"):
         if len(value) == 8:
             symbol, number = struct.unpack("<II", value)
             if symbol < len(image.symbols) and image.symbols[symbol].name == entry:
@@ -70,25 +71,30 @@ def cubin_resources(cubin: bytes, image: Image, entry: str, dynamic_smem_bytes: 
 
 def block_fault(image: Image, entry: str, block: tuple[int, int, int]) -> str:
     """Describe why __launch_bounds__ or .reqntid forbid a launch with this block; empty if it is allowed."""
-    found = dict(_attributes(image, f".nv.info.{entry}"))
+    attributes = dict(read_attributes(image, f".nv.info.{entry}"))
     shown = " x ".join(map(str, block))
-    for code, value in found.items():
-        if code in (_MOST_THREADS, _EXACT_BLOCK) and len(value) == 12:
+    for code, value in attributes.items():
+        if code in (_MAX_THREADS, _EXACT_BLOCK) and len(value) == 12:
             bound: tuple[int, ...] = struct.unpack("<3I", value)
-            most = math.prod(bound)
-            if code == _MOST_THREADS and math.prod(block) > most:
-                return f"its block of {shown} has {math.prod(block)} threads; the kernel is compiled for at most {most}"
+            limit = math.prod(bound)
+            if code == _MAX_THREADS and math.prod(block) > limit:
+                return (
+                    f"its block of {shown} has {math.prod(block)} threads; the kernel is compiled for at most {limit}"
+                )
             if code == _EXACT_BLOCK and block != bound:
                 return f"its block is {shown}; the kernel is compiled for {' x '.join(map(str, bound))}"
     return ""
 
 
-def _attributes(image: Image, name: str) -> Iterator[tuple[int, bytes]]:
+def read_attributes(image: Image, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the code and the bytes of each attribute in a section ``.nv.info``."""
     index = image.find(name)
-    data, at = image.sections[index].data if index is not None else b"", 0
-    while at + 4 <= len(data):
-        form, code, value = struct.unpack_from("<BBH", data, at)
-        at += 4
+    data, position = image.sections[index].data if index is not None else b"", 0
+    while position + 4 <= len(data):
+        form, code, value = struct.unpack_from("<BBH", data, position)
+        position += 4
         if form == _SIZED:
-            yield code, data[at : at + value]
-            at += -(-value // 4) * 4
+            yield code, data[position : position + value]
+            position += -(-value // 4) * 4
+        else:
+            yield code, value.to_bytes(2, "little")

@@ -58,8 +58,8 @@ class ImageError(ValueError):
     """The bytes are no complete ELF image; the message names the fault."""
 
 
-#: Sizes and addresses beyond this are damage: no GPU has so much memory.
-_MOST_BYTES = 1 << 40
+#: No GPU has so much memory: larger sizes and addresses are damage.
+_MAX_BYTES = 1 << 40
 _HEADER, _ROW = 64, struct.calcsize("<2I4Q2I2Q")
 
 
@@ -79,11 +79,11 @@ class Image:
         if size != _ROW or table + size * count > len(data):
             raise ImageError(f"not a whole ELF image: {count} section headers of {size} bytes at {table}")
         headers = [struct.unpack_from("<2I4Q2I2Q", data, table + i * size) for i in range(count)]
-        held = sum(header[5] for header in headers if header[1] != NOBITS)
-        if names >= count or held > 2 * len(data):  # sections that overlap often would take any amount of memory
-            raise ImageError(f"not a whole ELF image: {count} sections of {held} bytes in {len(data)}")
+        total = sum(header[5] for header in headers if header[1] != NOBITS)
+        if names >= count or total > 2 * len(data):  # sections that overlap often would take any amount of memory
+            raise ImageError(f"not a whole ELF image: {count} sections of {total} bytes in {len(data)}")
         for _, kind, _, address, offset, nbytes, *_ in headers:
-            if max(address, nbytes) > _MOST_BYTES or (kind != NOBITS and offset + nbytes > len(data)):
+            if max(address, nbytes) > _MAX_BYTES or (kind != NOBITS and offset + nbytes > len(data)):
                 raise ImageError(f"not a whole ELF image: a section of {nbytes} bytes at {offset} in {len(data)} bytes")
         start, length = headers[names][4:6]
         strings = data[start : start + length]
@@ -105,15 +105,15 @@ class Image:
         for s in self.sections:
             if s.kind in (_RELA, _REL):
                 self._relocations.setdefault(s.applies_to, []).extend(self._relocations_in(s))
-        for found in self._relocations.values():
-            found.sort(key=lambda r: (r.offset, r.kind))
+        for relocations in self._relocations.values():
+            relocations.sort(key=lambda r: (r.offset, r.kind))
 
     def find(self, name: str) -> int | None:
-        """The index of the section with this name."""
+        """Return the index of the section with this name; None if there is none."""
         return next((i for i, section in enumerate(self.sections) if section.name == name), None)
 
     def relocations(self, section: int) -> list[ElfRelocation]:
-        """The relocations of a section, by offset."""
+        """Return the relocations of a section, sorted by offset."""
         return self._relocations.get(section, [])
 
     def _relocations_in(self, table: ElfSection) -> Iterator[ElfRelocation]:
@@ -121,19 +121,19 @@ class Image:
             raise ImageError(f"section {table.name!r} patches section {table.applies_to}, which does not exist")
         target = self.sections[table.applies_to]
         for row in _rows("<QQq" if table.kind == _RELA else "<QQ", table):
-            at, info = row[:2]
+            offset, info = row[:2]
             # Without an addend in the row, it is stored at the offset.
-            addend = row[2] if table.kind == _RELA else _signed(target.data, at)
-            if at > target.size:
-                raise ImageError(f"section {table.name!r} has an address at {at} of {target.size} bytes")
-            yield ElfRelocation(at, info & 0xFFFFFFFF, info >> 32, addend)
+            addend = row[2] if table.kind == _RELA else _signed(target.data, offset)
+            if offset > target.size:
+                raise ImageError(f"section {table.name!r} has an address at {offset} of {target.size} bytes")
+            yield ElfRelocation(offset, info & 0xFFFFFFFF, info >> 32, addend)
 
     def _symbols(self, table: ElfSection) -> Iterator[ElfSymbol]:
         if table.link >= len(self.sections):
             raise ImageError(f"section {table.name!r} names section {table.link}, which does not exist")
         strings = self.sections[table.link].data
         for name, info, _, section, value, size in _rows("<IBBHQQ", table):
-            if max(value, size) > _MOST_BYTES:
+            if max(value, size) > _MAX_BYTES:
                 raise ImageError(f"a symbol of {size} bytes at {value}")
             yield ElfSymbol(_text(strings, name), section, value, size, info & 15 == _SECTION_SYMBOL)
 
@@ -145,15 +145,15 @@ def _rows(form: str, table: ElfSection) -> Iterator[tuple[int, ...]]:
     return struct.iter_unpack(form, table.data)
 
 
-def _text(strings: bytes, at: int) -> str:
-    end = strings.find(b"\0", at)
-    if at > len(strings) or end < 0:
-        raise ImageError(f"a name at {at} of {len(strings)} bytes, without an end")
+def _text(strings: bytes, start: int) -> str:
+    end = strings.find(b"\0", start)
+    if start > len(strings) or end < 0:
+        raise ImageError(f"a name at {start} of {len(strings)} bytes, without an end")
     try:
-        return strings[at:end].decode()
+        return strings[start:end].decode()
     except UnicodeDecodeError:
-        raise ImageError(f"the name at {at} is no text") from None
+        raise ImageError(f"the name at {start} is no text") from None
 
 
-def _signed(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 8], "little", signed=True)
+def _signed(data: bytes, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 8], "little", signed=True)

@@ -16,7 +16,7 @@ from greenfast.spec.errors import DamagedCodeError
 _TIMEOUT_S = 120
 #: Memory for nvdisasm in addition to the limit of tools.
 _LISTING_MEMORY = 1 << 30
-_MOST_SAID = 1000
+_MAX_MESSAGE = 1000
 
 # Counter -> opcodes; an opcode includes its longer forms (HMMA: HMMA.16816.F32).
 _OPCODES: dict[str, tuple[str, ...]] = {
@@ -42,15 +42,15 @@ _BULK_STORE = re.compile(r"(?:UBLKCP|UBLKRED)\.G\.S\b|UTMASTG|UTMAREDG")
 
 
 def disassemble(cubin: bytes, entry: str) -> str:
-    """The SASS of kernel ``entry`` and the functions that it calls, as nvdisasm prints it.
+    """Return the SASS of kernel ``entry`` and of the functions that it calls, as printed by nvdisasm. Cached.
 
-    Cached. Raises MachineError if nvdisasm is missing, DamagedCodeError if it cannot read the cubin, needs more time or
+    Raises MachineError if nvdisasm is missing, DamagedCodeError if it cannot read the cubin, needs more time or
     memory than it may use, or if the cubin has no such kernel.
     """
     tool = toolchain.nvdisasm()
     # nvdisasm takes a quarter of a second to start, a cache load a millisecond.
-    what = f"sass;{toolchain.file_fingerprint(tool)};{entry};".encode()
-    key = hashlib.sha256(what + cubin).digest()
+    origin = f"sass;{toolchain.file_fingerprint(tool)};{entry};".encode()
+    key = hashlib.sha256(origin + cubin).digest()
     cached = cache.load(key)
     if cached is not None:
         return cached[0].decode()
@@ -58,16 +58,16 @@ def disassemble(cubin: bytes, entry: str) -> str:
         folder = Path(temporary).resolve()
         file = folder / "kernel.cubin"
         file.write_bytes(cubin)
-        options = ["--print-code", *_only(cubin, entry), str(file)]
+        options = ["--print-code", *_select_kernel(cubin, entry), str(file)]
         memory = _LISTING_MEMORY + memory_for(len(cubin))
         try:
             run = run_tool(tool, options, folder, name="nvdisasm", memory_bytes=memory, seconds=_TIMEOUT_S)
         except ToolError as e:
             raise DamagedCodeError(f"the machine code of {entry!r} cannot be read: nvdisasm {e}") from None
     if run.exit_code != 0:
-        said = run.errors.strip().replace(str(file), "the cubin")[-_MOST_SAID:]
-        raise DamagedCodeError(f"nvdisasm cannot read the machine code of {entry!r}: {said}")
-    sass = _section(run.output, entry)
+        message = run.errors.strip().replace(str(file), "the cubin")[-_MAX_MESSAGE:]
+        raise DamagedCodeError(f"nvdisasm cannot read the machine code of {entry!r}: {message}")
+    sass = _find_section(run.output, entry)
     cache.store(key, [sass.encode()])
     return sass
 
@@ -86,72 +86,72 @@ def count_instructions(sass: str) -> dict[str, int]:
 
 
 def parse_listing(sass: str) -> tuple[list[tuple[str, str, str, str]], dict[str, int]]:
-    """The instructions of a listing (address, predicate, opcode, operands), and the number of each label's."""
+    """Return the instructions of a listing (address, predicate, opcode, operands), and the index of each label."""
     code: list[tuple[str, str, str, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(code)
-        elif found := _WHOLE.match(line):
-            code.append((found[1], found[2] or "", found[3], found[4]))
+        elif match := _WHOLE.match(line):
+            code.append((match[1], match[2] or "", match[3], match[4]))
     return code, labels
 
 
-def reached_from(
+def find_reachable(
     code: list[tuple[str, str, str, str]], labels: dict[str, int], start: int, ends: Callable[[str, str], bool]
 ) -> set[int]:
-    """Return the instructions that a path reaches, including its last ones. Every branch may go both ways.
+    """Return the indices of the instructions on all paths from ``start``. Every branch may go both ways.
 
     ends: returns whether an instruction (opcode, operands) ends a path.
     """
     reached: set[int] = set()
-    ahead = [start]
-    while ahead:
-        at = ahead.pop()
-        if at in reached or at >= len(code):
+    pending = [start]
+    while pending:
+        index = pending.pop()
+        if index in reached or index >= len(code):
             continue
-        reached.add(at)
-        _, predicate, opcode, operands = code[at]
+        reached.add(index)
+        _, predicate, opcode, operands = code[index]
         kind = opcode.split(".")[0]
         if ends(opcode, operands):
             continue
         if kind in ("BRX", "JMX"):  # indirect branch
-            ahead += labels.values()
+            pending += labels.values()
         if kind != "BSSY":  # its target is a reconvergence point
-            ahead += [labels[target] for target in _TARGET.findall(operands) if target in labels]
+            pending += [labels[target] for target in _TARGET.findall(operands) if target in labels]
         always = not predicate and (kind in ("EXIT", "RET") or (kind == "BRA" and operands.lstrip().startswith("`")))
         if not always:
-            ahead.append(at + 1)
+            pending.append(index + 1)
     return reached
 
 
-def unawaited_stores(sass: str) -> list[str]:
+def find_unawaited_stores(sass: str) -> list[str]:
     """Return the bulk stores from shared memory in a listing without any path to a wait.
 
     Machine code shows neither commits of stores nor conditions, so a wait on any path counts.
     """
     code, labels = parse_listing(sass)
-    found = []
-    for at, (address, _, opcode, _) in enumerate(code):
+    stores = []
+    for index, (address, _, opcode, _) in enumerate(code):
         if _BULK_STORE.match(opcode):
-            reached = reached_from(code, labels, at, lambda *_: False)
+            reached = find_reachable(code, labels, index, lambda *_: False)
             if not any(code[n][2].startswith("DEPBAR.LE") and code[n][3].split()[1:2] == ["0x0"] for n in reached):
-                found.append(f"{opcode} at {address}")
-    return found
+                stores.append(f"{opcode} at {address}")
+    return stores
 
 
-def _only(cubin: bytes, entry: str) -> list[str]:
-    """Return options that skip the other kernels of a library (ten seconds); empty if they do not apply."""
+def _select_kernel(cubin: bytes, entry: str) -> list[str]:
+    """Return options that skip the other kernels, which takes 10 s for a library; empty if they do not apply."""
     try:
         symbols = Image(cubin).symbols
-    except ImageError:  # nvdisasm says what is wrong with it
+    except ImageError:  # nvdisasm reports the damage
         return []
-    found = [number for number, symbol in enumerate(symbols) if symbol.name == entry]
-    return ["--cuda-function-index", str(found[0])] if found else []
+    numbers = [number for number, symbol in enumerate(symbols) if symbol.name == entry]
+    return ["--cuda-function-index", str(numbers[0])] if numbers else []
 
 
-def _section(listing: str, entry: str) -> str:
-    """The section of nvdisasm's listing for kernel ``entry``."""
+def _find_section(listing: str, entry: str) -> str:
+    """Return the section of kernel ``entry`` in a listing of nvdisasm."""
     start = listing.find(f"\t.section\t.text.{entry},")
     if start < 0:
         raise DamagedCodeError(f"the machine code has no kernel {entry!r}")

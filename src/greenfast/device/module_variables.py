@@ -13,7 +13,7 @@ _GLOBAL = (".nv.global", ".nv.global.init")
 _CONSTANT = ".nv.constant3"
 #: The device heap outlives a launch, and an allocation contains the freed data.
 HEAP_FUNCTIONS = {"malloc", "__nv_aligned_device_malloc"}
-HEAP_BYTES = 8 << 20  # as the driver makes it
+HEAP_BYTES = 8 << 20  # the driver's default
 
 
 def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
@@ -26,14 +26,14 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
 
     Raises DamagedCodeError for a cubin that cannot be read.
     """
-    image, found = _module_variables(cubin)
-    harmless = set(read_only_variables(cubin, ptx))
+    image, sections = _find_variables(cubin)
+    constants = set(read_only_variables(cubin, ptx))
     state = sum(
-        section.size - sum(v.size for v in variables if v.name in harmless) - _padding(section, variables)
-        for section, variables in found
+        section.size - sum(v.size for v in variables if v.name in constants) - _padding(section, variables)
+        for section, variables in sections
     )
     heap = any(symbol.section == UNDEFINED and symbol.name in HEAP_FUNCTIONS for symbol in image.symbols)
-    constant = sum(section.size for section, _ in found if section.name == _CONSTANT)
+    constant = sum(section.size for section, _ in sections if section.name == _CONSTANT)
     return state + heap * HEAP_BYTES, constant
 
 
@@ -41,31 +41,31 @@ def variable_bytes(cubin: bytes, ptx: str = "") -> tuple[int, int]:
 def read_only_variables(cubin: bytes, ptx: str) -> tuple[str, ...]:
     """Return the variables of a module that its PTX never writes.
 
-    They are not state, so a launch that changes one is wrong. Raises MachineError as variable_bytes.
+    They are not state, so a launch that changes one is wrong. Raises DamagedCodeError as ``variable_bytes``.
     """
-    _, found = _module_variables(cubin)
-    names = {v.name for _, variables in found for v in variables}
+    _, sections = _find_variables(cubin)
+    names = {v.name for _, variables in sections for v in variables}
     return tuple(sorted(find_readonly_globals(ptx, names))) if names else ()
 
 
-def _module_variables(cubin: bytes) -> tuple[Image, list[tuple[ElfSection, list[ElfSymbol]]]]:
-    """The image of a cubin, and its sections of variables with those that they hold."""
+def _find_variables(cubin: bytes) -> tuple[Image, list[tuple[ElfSection, list[ElfSymbol]]]]:
+    """Return the image of a cubin, and each section of variables with its variables."""
     try:
         image = Image(cubin)
     except ImageError as e:
         raise DamagedCodeError(f"the machine code cannot be read: {e}") from e
     sections = [(n, s) for n, s in enumerate(image.sections) if s.name in (*_GLOBAL, _CONSTANT)]
-    return image, [(section, _variables(image, n, section)) for n, section in sections]
+    return image, [(section, _list_variables(image, n)) for n, section in sections]
 
 
-def _variables(image: Image, index: int, section: ElfSection) -> list[ElfSymbol]:
-    """The variables of a section by address, none of them twice."""
-    found = {(s.value, s.size): s for s in image.symbols if s.section == index and not s.is_section and s.size}
-    return [found[key] for key in sorted(found)]
+def _list_variables(image: Image, section: int) -> list[ElfSymbol]:
+    """Return the variables of a section by address, without aliases."""
+    symbols = {(s.value, s.size): s for s in image.symbols if s.section == section and not s.is_section and s.size}
+    return [symbols[key] for key in sorted(symbols)]
 
 
 def _padding(section: ElfSection, variables: list[ElfSymbol]) -> int:
-    """Bytes between variables that alignment explains; a section without variables is all content."""
+    """Return the bytes between variables that alignment explains; 0 for a section without variables."""
     if not variables:
         return 0
     total, end = 0, 0

@@ -7,7 +7,7 @@ __ldg or const __restrict__) before the wait.
 
 from __future__ import annotations
 
-from greenfast.device.machine_code import parse_listing, reached_from
+from greenfast.device.machine_code import find_reachable, parse_listing
 
 _WAIT = "ACQBULK"
 # Accesses to global memory, without bulk copies (UBLKCP, UTMALDG): the instruction does not show their addresses.
@@ -28,7 +28,7 @@ def early_launch_faults(sass: str) -> list[str]:
     ]
     if not any(opcode == _WAIT for _, _, opcode, _ in code):
         return [*faults, f"no {_WAIT}: the kernel never waits for the launch before it"]
-    for at in sorted(reached_from(code, labels, 0, _is_wait)):
+    for at in sorted(find_reachable(code, labels, 0, _is_wait)):
         address, _, opcode, _ = code[at]
         if opcode.split(".")[0] in _ACCESSES and "CONSTANT" not in opcode:
             faults.append(f"{opcode} at {address}: reached without a wait for the launch before")

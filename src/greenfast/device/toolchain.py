@@ -32,7 +32,7 @@ _REMEDY = "install with pip: {} (version 13), or install a CUDA toolkit and set 
 
 
 def nvrtc_library() -> Path:
-    """The NVRTC library, loaded into this process. Raises MachineError if it is missing.
+    """Load NVRTC into this process and return its path. Raises MachineError if it is missing.
 
     Call this before any NVRTC function: the finder loads the library and then its builtins, and a thread that compiles
     between the two fails for lack of the builtins.
@@ -46,10 +46,10 @@ def nvrtc_library() -> Path:
 
 
 def cuda_include_dirs() -> tuple[Path, ...]:
-    """The folders of the CUDA and CCCL headers, in the compiler's order.
+    """Return the folders of the CUDA and CCCL headers, in the compiler's order.
 
     Packages in the Python environment come first, then CUDA_PATH or CUDA_HOME, then /usr/local/cuda; the first complete
-    one is taken. Raises MachineError naming the missing headers and the packages that provide them.
+    one is used. Raises MachineError naming the missing headers and the packages that provide them.
     """
     missing = list(_HEADERS)
     for folder in _header_folders():
@@ -62,15 +62,15 @@ def cuda_include_dirs() -> tuple[Path, ...]:
 
 
 def include_dirs() -> tuple[Path, ...]:
-    """The folders of all headers that kernels can include, in the compiler's order; raises as ``cuda_include_dirs``."""
+    """Return the folders of all headers that kernels can include. Raises as ``cuda_include_dirs``."""
     return (STANDARD_HEADERS, *cuda_include_dirs())
 
 
 def nvdisasm() -> Path:
-    """The disassembler. Raises MachineError if it is missing."""
+    """Return the path of the disassembler. Raises MachineError if it is missing."""
     path: str | None = find_nvidia_binary_utility("nvdisasm") or shutil.which("nvdisasm")
     if path is None:
-        remedy = _REMEDY.format("nvidia-cuda-nvdisasm, which 'greenfast[judge]' brings,")
+        remedy = _REMEDY.format("nvidia-cuda-nvdisasm, part of 'greenfast[judge]',")
         raise MachineError(f"nvdisasm, the CUDA disassembler, was not found; {remedy}")
     return Path(path)
 
@@ -80,16 +80,16 @@ def assemblers() -> list[Path]:
 
     Order: the Python package nvidia-cuda-nvcc, CUDA_PATH, PATH, then Triton's: ptxas-blackwell (newest CUDA) and ptxas.
     """
-    found = [Path(tool) for tool in (find_nvidia_binary_utility("ptxas"), shutil.which("ptxas")) if tool]
+    tools = [Path(tool) for tool in (find_nvidia_binary_utility("ptxas"), shutil.which("ptxas")) if tool]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin"
-        found += [bundled / name for name in ("ptxas-blackwell", "ptxas")]
-    return [tool for tool in dict.fromkeys(found) if tool.is_file()]
+        tools += [bundled / name for name in ("ptxas-blackwell", "ptxas")]
+    return [tool for tool in dict.fromkeys(tools) if tool.is_file()]
 
 
 def fingerprint() -> bytes:
-    """Changes with every update of the compiler or its headers, patch releases included. Raises MachineError."""
+    """Return bytes that change with every update of the compiler or its headers. Raises MachineError."""
     folders = cuda_include_dirs()
     files = [nvrtc_library(), *(folders[0] / header for header in _HEADERS), folders[-1] / _CCCL_HEADER]
     return ";".join(file_fingerprint(path) for path in files).encode() + _standard_headers_digest()
@@ -114,18 +114,19 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _header_folders() -> list[Path]:
-    found: list[str | None] = [find_nvidia_header_directory("cudart"), get_cuda_path_or_home()]
-    folders = [Path(found[0])] if found[0] else []
-    folders += [Path(found[1]) / "include"] if found[1] else []
+    package: str | None = find_nvidia_header_directory("cudart")
+    toolkit: str | None = get_cuda_path_or_home()
+    folders = [Path(package)] if package else []
+    folders += [Path(toolkit) / "include"] if toolkit else []
     return [*folders, Path("/usr/local/cuda/include")]
 
 
 def _cccl_folder(include: Path) -> list[Path]:
-    """CCCL has its own folder from CUDA 13 on; before, it is among the other headers."""
+    """Return CCCL's own folder, which it has since CUDA 13; empty if its headers are among the others."""
     if (include / _CCCL_HEADER).is_file():
         return []
-    found: str | None = find_nvidia_header_directory("cccl")
-    for folder in [include / "cccl", *([Path(found)] if found else [])]:
+    package: str | None = find_nvidia_header_directory("cccl")
+    for folder in [include / "cccl", *([Path(package)] if package else [])]:
         if (folder / _CCCL_HEADER).is_file():
             return [folder]
     raise _missing_headers([_CCCL_HEADER], ["nvidia-cuda-cccl"])

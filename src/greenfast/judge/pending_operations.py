@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from greenfast.device.compiler import CompiledKernel
-from greenfast.device.machine_code import disassemble, unawaited_stores
+from greenfast.device.machine_code import disassemble, find_unawaited_stores
 from greenfast.emulator.pending_at_exit import find_unawaited
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.record_schema import Status
@@ -49,7 +49,7 @@ def _check_kernel(kernel: CompiledKernel) -> tuple[Status, str]:
 def _check_machine_code(kernel: CompiledKernel) -> tuple[Status, str]:
     """Check that some path from each store has a wait. Machine code does not show the groups of operations."""
     try:
-        unawaited = unawaited_stores(disassemble(kernel.cubin, kernel.source.entry))
+        unawaited = find_unawaited_stores(disassemble(kernel.cubin, kernel.source.entry))
     except MachineError as e:
         return "PENDING", f"its machine code could not be followed: {e}"
     if unawaited:

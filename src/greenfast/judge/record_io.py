@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from greenfast.device.identity import launches_of
+from greenfast.device.identity import list_launches
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import compute_digest
@@ -199,7 +199,7 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
         for name, dims in launches.items():
             shape = name.partition(" launch ")[0]
             program = program_of(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
-            source, now = launches_of(program, shape, dims).get(name, (None, None))
+            source, now = list_launches(program, shape, dims).get(name, (None, None))
             if source is None:
                 yield Freshness(STALE, (f"the {what} of {name} is launched no more",))
                 continue

@@ -170,7 +170,7 @@ class LaunchPlan:
         Device(self.device).set_current()  # PyTorch may not have set it in a new thread
         each = tuple(step.bind(self.device, pointers, stream) for step in self.steps)
         pairs = zip(self.steps, each, strict=True)
-        placed = [(step.names.get(name, name), slot) for step, x in pairs for name, slot in x.places()]
+        placed = [(step.names.get(name, name), slot) for step, x in pairs for name, slot in x.address_slots()]
         work = [(self.work[name], slot) for name, slot in placed if name in self.work]
         return BoundLaunches(each, [(self.names.index(n), slot) for n, slot in placed if n not in self.work], work)
 

@@ -6,7 +6,7 @@
 // More launches than CORRECTNESS makes, fewer than PERFORMANCE does.
 constexpr unsigned kWatched = 16;
 
-__device__ unsigned launches_of[1 << 20];
+__device__ unsigned list_launches[1 << 20];
 
 // The launch's number in this process, from 0, for element i; each thread counts its own.
-__device__ __forceinline__ unsigned counted(int i) { return launches_of[i]++; }
+__device__ __forceinline__ unsigned counted(int i) { return list_launches[i]++; }

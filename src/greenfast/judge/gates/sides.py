@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.identity import launches_of, state_variables
+from greenfast.device.identity import list_launches, state_variables
 from greenfast.device.module_variables import read_only_variables
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
@@ -35,7 +35,7 @@ class BuiltProgram:
 
     def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
         """Return each launch with its kernel, by the launch's name in records."""
-        names = launches_of(self.program, shape, dims).items()
+        names = list_launches(self.program, shape, dims).items()
         return {name: (kernel, facts) for kernel, (name, (_, facts)) in zip(self.kernels, names, strict=True)}
 
 
