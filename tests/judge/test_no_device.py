@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from greenfast.cli import judge
-from greenfast.cli.console import exit_code
 from greenfast.cli.main import main
 from greenfast.judge.bench import bench
 from greenfast.judge.record_schema import Record
@@ -73,7 +72,6 @@ def test_a_bench_of_what_cannot_run_is_pending(tmp_path: Path) -> None:
     statuses = {g.gate: g.status for g in outcome.record.gates}
     assert statuses == {"BUILD": "PASS", "RESOURCES": "PASS", "CORRECTNESS": "PENDING", "PERFORMANCE": "PENDING"}
     assert outcome.record.side.timing == []
-    assert exit_code(outcome.record.gates, {"CORRECTNESS"}) == 1
 
 
 def test_an_older_comparison_is_removed_by_a_run_that_was_not_timed(tmp_path: Path) -> None:

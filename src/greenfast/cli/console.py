@@ -100,9 +100,3 @@ def required_gates(names: Sequence[str]) -> set[str]:
     if unknown:
         raise UsageError(f"--require {', '.join(sorted(unknown))}: allowed are {', '.join(_GATES)} and all")
     return {name.upper() for name in wanted}
-
-
-def exit_code(gates: Sequence[GateResult], required: set[str]) -> int:
-    """Return 0 if no gate failed and no required gate is pending, else 1."""
-    short = any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in gates)
-    return int(short)

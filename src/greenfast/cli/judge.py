@@ -9,17 +9,16 @@ from pathlib import Path
 from rich.text import Text
 
 from greenfast.cli.console import GateConsole, required_gates, show, status
-from greenfast.cli.page import check_file, check_page, write_page
-from greenfast.cli.request import request_of
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.formats.importers import check_traces, write_traces
+from greenfast.judge.pages import write_page
 from greenfast.judge.record_schema import GATES, Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
-from greenfast.judge.request import add_check_plan, is_partial
-from greenfast.judge.store import write_whole
+from greenfast.judge.request import add_check_plan, is_partial, make_request
+from greenfast.judge.store import check_output_file, write_whole
 from greenfast.judge.subject import find_subject, load_implementations
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
@@ -34,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     A JUnit file of an earlier run is removed first, so that it is not taken for this run's result if this run is
     killed.
     """
-    check_page(args.html)
-    check_file(args.junit, "--junit")
+    check_output_file(args.html, "--html")
+    check_output_file(args.junit, "--junit")
     if args.junit is not None:
         args.junit.unlink(missing_ok=True)
     _append(args.summary, "")
@@ -69,7 +68,20 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     task = subject.task
     if args.traces is not None:
         check_traces(args.traces, task.folder)
-    request = request_of(args, task, subject.target)
+    request = make_request(
+        task,
+        shapes=args.shapes,
+        seeds=args.seeds,
+        fmt=args.format,
+        arch=args.arch or subject.target or None,
+        device=args.device,
+        warmup=args.warmup,
+        iters=args.iters,
+        processes=args.processes,
+        timeout_s=args.timeout,
+        out=args.out,
+        command=args.command,
+    )
     kept = [] if args.no_quote else load_kept_records(request, args.quote, _warn)
     note = ""
     if args.arch is None and not subject.target:

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.text import Text
 
 from greenfast.cli.console import show, table
-from greenfast.cli.page import check_page, write_page
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.compare import compare
 from greenfast.judge.history import records_below
+from greenfast.judge.pages import write_page
 from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema
 from greenfast.judge.record_schema import AnyRecord, Record
 from greenfast.judge.report.history import HEADER, histories
@@ -21,7 +21,7 @@ from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.report.webpage.history import history_page
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import check_output_file, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 
 _REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     for option, kinds in _FOR.items():
         if getattr(args, option) and kind not in kinds:
             raise UsageError(f"--{option} is for {' or '.join(kinds)}")
-    check_page(args.html)
+    check_output_file(args.html, "--html")
     if kind == _COMPARISON:
         if len(runs) != 2:
             raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")

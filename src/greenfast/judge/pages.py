@@ -14,6 +14,7 @@ from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Run
 from greenfast.judge.report.webpage.listing import HotCode
 from greenfast.judge.report.webpage.roofline import Work
 from greenfast.judge.report.webpage.run import PageData, run_page
+from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.problem import least_work
@@ -23,6 +24,14 @@ _NOT_BUILT = (
     "a solution's code does not run to show a saved record; the command under 'Repeat it' with --html FILE writes a "
     "page with the machine code"
 )
+
+
+def write_page(
+    file: Path | None, record: AnyRecord, run: Path, task: LoadedTask | None = None, built: Sequence[BuiltSide] = ()
+) -> None:
+    """Write the page of a record, whose file or folder is ``run``. Do nothing if no file is named."""
+    if file is not None:
+        write_whole(file, record_page(record, digest(run), task, built))
 
 
 def record_page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,23 +140,25 @@ _SMALL_CASE_TIMEOUT_S = 60.0
 def make_request(
     task: LoadedTask,
     *,
-    shapes: Sequence[str] | None,
-    seeds: Sequence[int] | None,
-    fmt: str | None,
-    arch: str | None,
+    shapes: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    fmt: str | None = None,
+    arch: str | None = None,
     device: str,
-    warmup: int | None,
-    iters: int | None,
-    processes: int | None,
+    warmup: int | None = None,
+    iters: int | None = None,
+    processes: int | None = None,
     timeout_s: float,
     out: Path,
     command: str,
 ) -> Request:
     """Build a request: replace None with the task's defaults and check all values.
 
-    Raises UsageError for a shape, seed, format or target that the task does not have, and MachineError for a missing
-    device.
+    Raises UsageError for a shape, seed, format or target that the task does not have and for a timeout that is no time,
+    and MachineError for a missing device.
     """
+    if not 0 < timeout_s < math.inf:
+        raise UsageError(f"--timeout {timeout_s:g}: give a number of seconds above 0")
     config = task.config
     chosen = [config.shape(name) for name in (shapes or config.defaults.shapes)]
     if len({s.name for s in chosen}) != len(chosen):

@@ -62,6 +62,16 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         ) from e
 
 
+def check_output_file(file: Path | None, option: str) -> None:
+    """Raise UsageError or MachineError if an option's file cannot be written. None is allowed."""
+    if file is None:
+        return
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "no regular file"
+        raise UsageError(f"{option} {file}: {what}; give the name of a file")
+    check_writable(file.parent, option)
+
+
 @contextlib.contextmanager
 def new_run_folder(parent: Path, stamp: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
     """Yield a temporary folder, and a function that renames it to ``parent/<stamp>`` in one step.
