@@ -276,24 +276,24 @@ class HostInstrument:
     def launch(self, arguments: Sequence[Any]) -> None:
         memory = self.gpu.fake.memory
         memory.note(self.entry)
-        if self.entry == "veil":
+        if self.entry == "apply_mask":
             pointer, pairs, key = map(int, arguments)
-            ctypes.memmove(pointer, _veiled(ctypes.string_at(pointer, 16 * pairs), key), 16 * pairs)
+            ctypes.memmove(pointer, _mask_words(ctypes.string_at(pointer, 16 * pairs), key), 16 * pairs)
         if self.entry != "digest":
             return
         *fields, key = struct.unpack(f"<{RANGES * FIELDS + 1}Q", arguments[0])
-        for pointer, pairs, first, place, veil in zip(*(fields[i::FIELDS] for i in range(FIELDS)), strict=True):
+        for pointer, pairs, first, place, mask_key in zip(*(fields[i::FIELDS] for i in range(FIELDS)), strict=True):
             if pairs:
                 assert memory.holds(pointer, 16 * pairs), "a digest of memory that is not allocated"
                 number = ctypes.c_uint64.from_address(place)
-                if veil:
-                    of_data = hash(_veiled(ctypes.string_at(pointer, 16 * pairs), veil))
+                if mask_key:
+                    of_data = hash(_mask_words(ctypes.string_at(pointer, 16 * pairs), mask_key))
                 else:
                     of_data = memory.hash_at(pointer, 16 * pairs)
                 number.value += hash((of_data, first, key)) % 2**64
 
 
-def _veiled(data: bytes, key: int) -> bytes:
+def _mask_words(data: bytes, key: int) -> bytes:
     return (np.frombuffer(data, np.uint8) ^ _stream(key, len(data))).tobytes()
 
 
@@ -336,7 +336,7 @@ class FakeGpu(Gpu):
         return info
 
     def load(self, image: KernelImage) -> HostKernel | HostInstrument:
-        if image.entry in ("spin", "scrub", "digest", "veil", "fill_local"):
+        if image.entry in ("spin", "clobber_smem", "digest", "apply_mask", "fill_local"):
             return HostInstrument(self, image.entry)
         return HostKernel(self, image)
 

@@ -38,10 +38,10 @@ def digest(words: Words, key: int, first: int = 0) -> int:
         return int(mixed(words ^ (np.uint64(key) + numbers)).sum(dtype=np.uint64))
 
 
-def emulated(ranges: Sequence[tuple[str, Words, int, str]], key: int, blocks: int, veil: int = 0) -> GridResult:
+def emulated(ranges: Sequence[tuple[str, Words, int, str]], key: int, blocks: int, mask_key: int = 0) -> GridResult:
     """The digest on the emulator; ranges: name, words, number of the first one, and the sum that is added to."""
     fields = [
-        (name, np.uint64(len(words) // 2), np.uint64(first), total, np.uint64(veil))
+        (name, np.uint64(len(words) // 2), np.uint64(first), total, np.uint64(mask_key))
         for name, words, first, total in ranges
     ]
     fields += [(np.uint64(0),) * FIELDS] * (RANGES - len(ranges))  # type: ignore[list-item]
@@ -85,24 +85,24 @@ def test_every_bit_its_place_and_the_key_count() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 1030])
-def test_veiled_memory_shows_nothing_and_has_the_same_digest(count: int) -> None:
+def test_masked_memory_shows_nothing_and_has_the_same_digest(count: int) -> None:
     words = np.zeros(count, np.uint64)
     plan = Launch((2, 1, 1), ("a", np.uint64(count // 2), np.uint64(77)))
     outputs = {"a": OutputSpec((count,), "uint64")}
-    veiled = run_grid(kernel("veil").ptx, "veil", (256, 1, 1), 0, plan, {"a": words}, outputs).outputs["a"]
-    assert len(np.unique(veiled)) == count
-    assert int(emulated([("a", veiled, 6, "sum")], KEY, 2, veil=77).outputs["sum"][0]) == digest(words, KEY, 6)
+    masked = run_grid(kernel("apply_mask").ptx, "apply_mask", (256, 1, 1), 0, plan, {"a": words}, outputs).outputs["a"]
+    assert len(np.unique(masked)) == count
+    assert int(emulated([("a", masked, 6, "sum")], KEY, 2, mask_key=77).outputs["sum"][0]) == digest(words, KEY, 6)
 
 
 @pytest.mark.parametrize("words", [1, 1000, 3072])
 def test_shared_memory_is_overwritten_to_its_end(words: int) -> None:
     """A write past it would be a fault."""
     plan = Launch((2, 1, 1), (np.uint64(KEY), np.uint32(words)))
-    result = run_grid(kernel("scrub").ptx, "scrub", (1024, 1, 1), 8 * words, plan, {}, {})
+    result = run_grid(kernel("clobber_smem").ptx, "clobber_smem", (1024, 1, 1), 8 * words, plan, {}, {})
     assert result.counts.record().shared_store_bytes == 2 * 8 * words
 
 
 def test_the_kernels_need_no_memory_of_their_own() -> None:
-    for entry in ("spin", "scrub", "veil", "digest"):
+    for entry in ("spin", "clobber_smem", "apply_mask", "digest"):
         found = kernel(entry).resources
         assert (found.spill_bytes, found.stack_bytes, found.static_smem_bytes, found.global_bytes) == (0, 0, 0, 0)

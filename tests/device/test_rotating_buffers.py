@@ -224,7 +224,7 @@ def test_an_address_inside_a_buffer_moves_with_it(gpu: OneKernelGpu, monkeypatch
 
 @pytest.mark.parametrize(
     ("cold", "between"),
-    [(False, ["digest", "scrub", "spin"]), (True, ["scrub", f"fill {PAGE - 2 * GUARD_BYTES} bytes"])],
+    [(False, ["digest", "clobber_smem", "spin"]), (True, ["clobber_smem", f"fill {PAGE - 2 * GUARD_BYTES} bytes"])],
 )
 def test_what_is_queued_around_a_launch(gpu: OneKernelGpu, cold: bool, between: list[str]) -> None:
     """Between the two stamps there is the launch and nothing else."""

@@ -25,12 +25,12 @@ PAGE_BYTES = 2 << 20
 
 #: The first compute capability with clusters of blocks.
 _CLUSTERS_SINCE = (9, 0)
-#: NVML's number of a board's power at the moment, in milliwatts.
+#: NVML's field number of a board's current power in milliwatts.
 _POWER_INSTANT = 186
 
 
 def device_count() -> int:
-    """The number of CUDA devices; 0 without a driver."""
+    """Return the number of CUDA devices; 0 without a driver."""
     try:
         if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
             return 0
@@ -42,13 +42,13 @@ def device_count() -> int:
 def load_kernel(image: KernelImage, device: Device) -> Any:
     """Load the kernel of an image (cuda.core Kernel) on a device with a current context.
 
-    Raises MachineError if it asks for more shared memory than a block can have there.
+    Raises MachineError if it needs more shared memory than a block of the device can have.
     """
     limit = device.properties.max_shared_memory_per_block_optin
     if image.dynamic_smem_bytes > limit:
         raise MachineError(
-            f"{image.entry} asks for {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
-            f"{device.name} gets at most {limit}"
+            f"{image.entry} needs {image.dynamic_smem_bytes} bytes of dynamic shared memory; a block of "
+            f"{device.name} has at most {limit}"
         )
     kernel = ObjectCode.from_cubin(image.cubin).get_kernel(image.entry)
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -58,7 +58,7 @@ def load_kernel(image: KernelImage, device: Device) -> Any:
 
 
 def whole_pages(nbytes: int) -> int:
-    """The bytes of the pages that hold this number of bytes."""
+    """Round a number of bytes up to whole pages."""
     return nbytes + -nbytes % PAGE_BYTES
 
 
@@ -133,11 +133,11 @@ class Bound:
         self._initial: dict[str, int | GuardedBuffer] = {}
         for name, spec in changed.items():
             self._initial[name] = 0 if spec.zeros else POISON
-            held = np.frombuffer(spec.data, np.uint8) if isinstance(spec, Workspace) and spec.data else None
-            held = self._inputs.get(name, held)
-            if held is not None:
+            content = np.frombuffer(spec.data, np.uint8) if isinstance(spec, Workspace) and spec.data else None
+            content = self._inputs.get(name, content)
+            if content is not None:
                 self._initial[name] = copy = GuardedBuffer(sizes[name])
-                copy.upload(held)
+                copy.upload(content)
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
         self._launches = gpu.prepare(executable, pointers)
         self._executable, self._variables = executable, gpu.variables(executable)
@@ -160,23 +160,25 @@ class Bound:
             self._buffers[name].queue_initial(initial, self._gpu.stream)
 
     def outputs(self) -> dict[str, Array]:
-        """The outputs as they are now."""
+        """Return the current content of the outputs."""
         return {
             name: self._buffers[name].download(spec.shape, dtype_of(spec.dtype)) for name, spec in self._outputs.items()
         }
 
     def violations(self) -> list[str]:
-        """Memory that the kernel must not write but did: changed inputs, overwritten guard bands."""
-        found = []
+        """Describe changes of memory that the kernel must not write: inputs, guard bands, variables."""
+        changes = []
         for name, array in self._inputs.items():
             if name in self._outputs:
                 continue
             if self._buffers[name].download(array.shape, array.dtype).tobytes() != array.tobytes():
-                found.append(f"input {name!r} was changed")
-        found += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
+                changes.append(f"input {name!r} was changed")
+        changes += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
         now = self._gpu.variables(self._executable)
-        found += [f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]]
-        return found
+        changes += [
+            f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]
+        ]
+        return changes
 
     def free(self) -> None:
         """Free the device memory."""
@@ -202,7 +204,7 @@ class Gpu:
         self._kernels: dict[KernelImage, Any] = {}
 
     def info(self) -> DeviceInfo:
-        """Name, compute capability, driver and sizes of the device."""
+        """Return name, compute capability, driver and sizes of the device."""
         properties = self.device.properties
         capability = self.device.compute_capability
         cuda = int(check(driver.cuDriverGetVersion()))
@@ -221,12 +223,12 @@ class Gpu:
 
     def _memory_gb_s(self) -> float:
         """Return the bandwidth from the memory's clock and width, with two transfers per clock; 0 if unknown."""
-        asked = driver.CUdevice_attribute
+        attributes = driver.CUdevice_attribute
         clock, width = (
             int(check(driver.cuDeviceGetAttribute(attribute, self.device.device_id)))
             for attribute in (
-                asked.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
-                asked.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+                attributes.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+                attributes.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
             )
         )
         return round(2 * clock * 1e3 * width / 8 / 1e9, 1)
@@ -237,26 +239,28 @@ class Gpu:
         return (self.device.compute_capability.major, self.device.compute_capability.minor)
 
     def load(self, image: KernelImage) -> Any:
-        """The loaded kernel of an image (cuda.core Kernel); each image is loaded once."""
+        """Return the loaded kernel of an image (cuda.core Kernel). Each image is loaded once."""
         if image not in self._kernels:
             kernel = load_kernel(image, self.device)
-            if self.capability >= _CLUSTERS_SINCE:  # of more than 8 blocks, for which a launch or the kernel asks
+            if self.capability >= _CLUSTERS_SINCE:  # a launch or the kernel may request more than 8 blocks
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
                 check(driver.cuKernelSetAttribute(attribute, 1, kernel.handle, self.device.device_id))
             self._kernels[image] = kernel
         return self._kernels[image]
 
     def prepare(self, executable: Executable, pointers: Mapping[str, int]) -> list[BoundLaunch]:
-        """A program's launches on the device's stream; pointers: the address of each buffer."""
-        known = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
+        """Return a program's launches on the device's stream. pointers: the address of each buffer."""
+        addresses = {PHASE_BUFFER: 0, **pointers}  # only an instrumented build writes that one
         stream = int(self.stream.handle)
         return [
-            BoundLaunch(self.load(image), image.block, image.dynamic_smem_bytes, plan, known, stream, name=image.entry)
+            BoundLaunch(
+                self.load(image), image.block, image.dynamic_smem_bytes, plan, addresses, stream, name=image.entry
+            )
             for image, plan in executable.steps
         ]
 
     def variables(self, executable: Executable) -> dict[str, bytes]:
-        """The contents of the variables that no launch of a program may change, by kernel and name.
+        """Return the contents of the variables that no launch of a program may change, by kernel and name.
 
         Raises MachineError for one of ``KernelImage.variables`` that is not found.
         """
@@ -265,7 +269,7 @@ class Gpu:
             library = check(driver.cuKernelGetLibrary(self.load(image).handle))
             for name in (*image.variables, *image.tables):
                 status, address, nbytes = driver.cuLibraryGetGlobal(library, name.encode())
-                if status and name in image.tables:  # the driver does not show what the compiler keeps to itself
+                if status and name in image.tables:  # the driver hides tables with internal linkage
                     continue
                 if status:
                     raise MachineError(f"{image.entry}: its module's variable {name!r} cannot be read: {status.name}")
@@ -279,15 +283,15 @@ class Gpu:
         return Bound(self, executable, case)
 
     def clocks(self) -> dict[str, float]:
-        """SM clock in MHz, temperature in degrees Celsius and power in watts, as far as the driver reports them now."""
-        found = {}
+        """Return the SM clock in MHz, temperature in degrees Celsius and power in watts that the driver reports."""
+        readings = {}
         with contextlib.suppress(Exception):  # any NVML error; virtual machines often withhold clocks
             board = self.device.to_system_device()
             sm_mhz, temperature = board.get_clock("sm").get_current_mhz(), board.temperature.get_sensor()
-            found = {"sm_mhz": float(sm_mhz), "temperature_c": float(temperature)}
-            found["power_w"] = board.get_field_values([_POWER_INSTANT])[0].value / 1e3
-        return found
+            readings = {"sm_mhz": float(sm_mhz), "temperature_c": float(temperature)}
+            readings["power_w"] = board.get_field_values([_POWER_INSTANT])[0].value / 1e3
+        return readings
 
     def mark(self) -> Any:
-        """Queue a time stamp (cuda.core Event); the difference of two, when both have passed, is in milliseconds."""
+        """Queue a time stamp (cuda.core Event). The difference of two completed ones is in milliseconds."""
         return self.stream.record(options=EventOptions(timing_enabled=True))

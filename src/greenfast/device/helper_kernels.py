@@ -23,26 +23,26 @@ _SPIN_NS = 60_000
 #: As in instruments.cu: the ranges of one launch of the digest, and 64-bit fields of a range.
 RANGES, FIELDS = 4, 5
 _PARAMETERS = struct.Struct(f"<{RANGES * FIELDS + 1}Q")
-_DIGEST_THREADS, _SCRUB_THREADS = 256, 1024
+_DIGEST_THREADS, _CLOBBER_THREADS = 256, 1024
 _BLOCKS_PER_SM = 4
 
 
 class DigestRange(NamedTuple):
-    """Device memory to be digested, a multiple of 16 bytes, and the address of the 64-bit number that this adds to.
+    """Device memory to be digested, a multiple of 16 bytes. Its digest is added to the 64-bit number at ``sum``.
 
-    first: the number of its first 64-bit word. veil: the key that it is veiled with, 0 if it is not.
+    first: the number of its first 64-bit word. mask_key: the key of its XOR mask, 0 for none.
     """
 
     pointer: int
     nbytes: int
     first: int
     sum: int
-    veil: int = 0
+    mask_key: int = 0
 
 
 @cache
 def source(entry: str) -> KernelSource:
-    """A kernel of instruments.cu."""
+    """Return a kernel of instruments.cu."""
     file = Path(__file__).with_name("instruments.cu")
     return KernelSource(
         entry=entry, source=file.read_text(encoding="utf-8"), name=file.name, include_dirs=(), block=(1, 1, 1)
@@ -64,10 +64,10 @@ class Instruments:
         shared = properties.max_shared_memory_per_block_optin
         # One block fills a multiprocessor, so each gets one; twice as many, in case that one has two of the first.
         grid = (2 * properties.multiprocessor_count, 1, 1)
-        self._scrub = self._prepare(
-            "scrub", _SCRUB_THREADS, shared, Launch(grid, (np.uint64(0), np.uint32(shared // 8)))
+        self._clobber_smem = self._prepare(
+            "clobber_smem", _CLOBBER_THREADS, shared, Launch(grid, (np.uint64(0), np.uint32(shared // 8)))
         )
-        self._fill_local = self._prepare("fill_local", _SCRUB_THREADS, 0, Launch(grid, (np.uint32(0),)))
+        self._fill_local = self._prepare("fill_local", _CLOBBER_THREADS, 0, Launch(grid, (np.uint32(0),)))
         self._digests: dict[tuple[int, int], BoundLaunch] = {}
 
     def _prepare(self, entry: str, threads: int, shared: int, plan: Launch) -> BoundLaunch:
@@ -77,40 +77,40 @@ class Instruments:
         )
 
     def spin(self) -> None:
-        """Keep the device busy while the host queues what follows, without touching memory."""
+        """Keep the device busy while the host queues more work, without touching memory."""
         self._spin()
 
     def flush_l2(self) -> None:
         """Write zeros over twice the L2 cache, which also keeps the device busy."""
         check(driver.cuMemsetD8Async(self.flushed.pointer, 0, self.flushed.nbytes, self._gpu.stream.handle))
 
-    def scrub(self, key: int) -> None:
+    def clobber_smem(self, key: int) -> None:
         """Fill the shared memory of every multiprocessor with a pattern that is drawn from the key."""
-        self._scrub.write(0, key.to_bytes(8, "little"))
-        self._scrub()
+        self._clobber_smem.write(0, key.to_bytes(8, "little"))
+        self._clobber_smem()
 
     def fill_local(self, byte: int) -> None:
         """Fill local memory with a byte: 1 KiB of each thread that can be resident."""
         self._fill_local.write(0, bytes([byte] * 4))
         self._fill_local()
 
-    def veil(self, pointer: int, nbytes: int, key: int) -> None:
-        """Make device memory, a multiple of 16 bytes, unreadable without the key; with it, readable again."""
+    def apply_mask(self, pointer: int, nbytes: int, key: int) -> None:
+        """Apply an XOR mask to device memory, a multiple of 16 bytes. The same key removes it."""
         plan = Launch((self._blocks, 1, 1), (np.uint64(pointer), np.uint64(nbytes // 16), np.uint64(key)))
-        self._prepare("veil", _DIGEST_THREADS, 0, plan)()
+        self._prepare("apply_mask", _DIGEST_THREADS, 0, plan)()
 
     def digest(self, ranges: Sequence[DigestRange], key: int) -> None:
         """Add each range's digest under a 64-bit key to its sum."""
-        for some in (ranges[i : i + RANGES] for i in range(0, len(ranges), RANGES)):
-            pairs = max(r.nbytes for r in some) // 16
-            launch = self._digest_of(max(1, min(self._blocks, -(-pairs // _DIGEST_THREADS))), len(some))
-            fields = [field for r in some for field in (r.pointer, r.nbytes // 16, r.first, r.sum, r.veil)]
+        for batch in (ranges[i : i + RANGES] for i in range(0, len(ranges), RANGES)):
+            pairs = max(r.nbytes for r in batch) // 16
+            launch = self._prepare_digest(max(1, min(self._blocks, -(-pairs // _DIGEST_THREADS))), len(batch))
+            fields = [field for r in batch for field in (r.pointer, r.nbytes // 16, r.first, r.sum, r.mask_key)]
             fields += [0] * (RANGES * FIELDS - len(fields))
             launch.write(0, _PARAMETERS.pack(*fields, key))
             launch()
 
-    def _digest_of(self, blocks: int, rows: int) -> BoundLaunch:
-        """The launch of a digest with that grid; its ranges are written before each launch."""
+    def _prepare_digest(self, blocks: int, rows: int) -> BoundLaunch:
+        """Return the launch of a digest with this grid. Its ranges are written before each launch."""
         if (blocks, rows) not in self._digests:
             plan = Launch((blocks, rows, 1), (bytes(_PARAMETERS.size),))
             self._digests[blocks, rows] = self._prepare("digest", _DIGEST_THREADS, 0, plan)

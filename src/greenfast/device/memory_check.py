@@ -39,9 +39,9 @@ RUNS = ((True, 0xFF), (False, 0x00), (True, 0x3F))
 #: Alignment of each buffer: wider than any vector access of one thread.
 ALIGNMENT = 32
 #: The note if the driver has no read-only mappings.
-NOT_READ_ONLY = "the driver has no read-only memory, so a write to an input that is undone is not seen"
+NOT_READ_ONLY = "the driver has no read-only memory, so an undone write to an input is not detected"
 #: Largest checked case in bytes, so that its pages fit next to the kernels' own memory.
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, case: Case) -> RunResult:
@@ -61,7 +61,9 @@ def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, cas
             violations += guarded.violations()
     same = all(same_bits(outputs[0], other) for other in outputs[1:])
     if not same:
-        violations.append("the outputs depend on what uninitialized memory holds, or on where the buffers are")
+        violations.append(
+            "the outputs depend on the content of uninitialized memory, or on the addresses of the buffers"
+        )
     notes = [] if has_read_only(ordinal) else [NOT_READ_ONLY]
     return RunResult(outputs[0], list(dict.fromkeys(violations)), same, notes=notes)
 
@@ -164,7 +166,7 @@ class _GuardedCase:
             pages.upload()
         check(driver.cuCtxSynchronize())
         instruments.fill_local(self._fill)
-        instruments.scrub(random.getrandbits(64))
+        instruments.clobber_smem(random.getrandbits(64))
         for n, launch in enumerate(self._launches):
             self._poison_allocations(n)
             launch()
@@ -190,18 +192,20 @@ class _GuardedCase:
 
     def violations(self) -> list[str]:
         """Describe changes of memory that the program must not write."""
-        found = []
+        changes = []
         for name, pages in self._pages.items():
             changed = self._left[name] != pages.image
-            within = changed[pages.offset : pages.offset + pages.nbytes]
-            if within.any() and not pages.changes:
-                found.append(f"input {name!r} was changed")
-            within[:] = False
+            content = changed[pages.offset : pages.offset + pages.nbytes]
+            if content.any() and not pages.changes:
+                changes.append(f"input {name!r} was changed")
+            content[:] = False
             if changed.any():
-                found.append(f"memory around {name!r} was written")
+                changes.append(f"memory around {name!r} was written")
         now = self._gpu.variables(self._executable)
-        found += [f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]]
-        return found
+        changes += [
+            f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]
+        ]
+        return changes
 
     def free(self) -> None:
         """Free the pages."""

@@ -22,7 +22,8 @@ _DECLARED = re.compile(r"[^;{}()\[=]*\.(?:global|const)\b[^;{}()\[=]*?([\w$%]+)[
 _VARIABLE = re.compile(r"\.(?:global|const)\b")
 _PARAMETER = re.compile(r"\.param\b.*?([\w$%]+)(?:\[\d*\])?$", re.DOTALL)
 _STATEMENT = re.compile(
-    r"(?:[\w$%]+\s*:\s*)*(?:@!?\s*(?P<guard>[\w$%]+)\s+)?(?P<opcode>[a-zA-Z.][\w.:]*)(?:\s+(?P<rest>.*))?$", re.DOTALL
+    r"(?:[\w$%]+\s*:\s*)*(?:@!?\s*(?P<guard>[\w$%]+)\s+)?(?P<opcode>[a-zA-Z.][\w.:]*)(?:\s+(?P<operands>.*))?$",
+    re.DOTALL,
 )
 _LOAD = re.compile(r"(?:ldu?|prefetchu?)\b")
 #: Instructions that compute an address from an address, with the indices of the possible source operands. A sum or a
@@ -52,8 +53,8 @@ _RENAMES = re.compile(r"\.(?:alias|reg)\b[^;]*")
 
 
 def find_readonly_globals(ptx: str, names: Iterable[str]) -> set[str]:
-    """The ones of ``names`` that are variables of the module and that none of its code can write."""
-    # most: nothing refers to them
+    """Return those of ``names`` that are variables of the module and that its code cannot write."""
+    # Most variables are never referenced.
     alone = set() if "/*" in ptx else {name for name in names if _only_declared(ptx, name)}
     module = _AddressFlow(set(names) - alone)
     if module.names:
@@ -66,16 +67,16 @@ def find_readonly_globals(ptx: str, names: Iterable[str]) -> set[str]:
 
 def _only_declared(ptx: str, name: str) -> bool:
     """Return whether a text without block comments has a name only once: in a declaration, alone on its line."""
-    at = ptx.find(name)
-    if at < 0 or ptx.find(name, at + 1) >= 0:
+    start = ptx.find(name)
+    if start < 0 or ptx.find(name, start + 1) >= 0:
         return False
-    end = ptx.find("\n", at)
-    line = ptx[ptx.rfind("\n", 0, at) + 1 : end if end >= 0 else None]
-    found = None if '"' in line or "//" in line else _DECLARED.match(line)
-    return found is not None and found[1] == name
+    end = ptx.find("\n", start)
+    line = ptx[ptx.rfind("\n", 0, start) + 1 : end if end >= 0 else None]
+    declaration = None if '"' in line or "//" in line else _DECLARED.match(line)
+    return declaration is not None and declaration[1] == name
 
 
-def _renamed(text: str, names: Mapping[str, str]) -> str:
+def _rename(text: str, names: Mapping[str, str]) -> str:
     return _WORD.sub(lambda word: names.get(word[0], word[0]), text) if names else text
 
 
@@ -95,25 +96,25 @@ class _Statement:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Every register and name in it."""
+        """All registers and names in the statement."""
         return (*self.guard, *(word for operand in self.operands for word in _WORD.findall(operand)))
 
-    def words_of(self, *numbers: int) -> list[str]:
-        """The registers and names in some operands."""
+    def operand_words(self, *numbers: int) -> list[str]:
+        """Return the registers and names in some operands."""
         return [word for n in numbers if n < len(self.operands) for word in _WORD.findall(self.operands[n])]
 
     @classmethod
     def parse(cls, text: str) -> _Statement:
-        found = _STATEMENT.match(text)
-        if found is None:  # not understood: opcode "" loses every address in it
+        match = _STATEMENT.match(text)
+        if match is None:  # not understood: opcode "" loses every address in it
             return cls("", (), (text,), (), "")
-        rest = found["rest"] or ""
-        called = _CALLED.match(rest) if found["opcode"].startswith("call") else None
+        operands = match["operands"] or ""
+        called = _CALLED.match(operands) if match["opcode"].startswith("call") else None
         return cls(
-            opcode=found["opcode"],
-            guard=tuple(filter(None, [found["guard"]])),
-            operands=tuple(operand.strip() for operand in _OPERAND.findall(rest)),
-            initial=tuple(_WORD.findall(rest.partition("=")[2])),
+            opcode=match["opcode"],
+            guard=tuple(filter(None, [match["guard"]])),
+            operands=tuple(operand.strip() for operand in _OPERAND.findall(operands)),
+            initial=tuple(_WORD.findall(operands.partition("=")[2])),
             called=called[1] if called else "",
         )
 
@@ -145,7 +146,7 @@ class _AddressFlow:
             if _WHOLE_ADDRESS.search(statement.opcode):
                 continue
             if statement.opcode.startswith("st.param"):
-                self.parameters_in_parts |= set(statement.words_of(0))
+                self.parameters_in_parts |= set(statement.operand_words(0))
             elif _STORE_TO_LOCAL.match(statement.opcode) or not statement.opcode:
                 self.local_in_parts = True
         registers: list[dict[str, set[str]]] = [defaultdict(set) for _ in functions]
@@ -158,7 +159,7 @@ class _AddressFlow:
             size = len(self.local) + len(self.lost) + sum(len(held) for holds in registers for held in holds.values())
 
     def _bodies(self, text: str) -> Iterator[list[str]]:
-        """The statements of each function, each parameter of a call under a name that no other has (param0'7)."""
+        """Yield the statements of each function. Each parameter of a call gets a unique name, such as param0'7."""
         body, scopes, number = list[str](), list[dict[str, str]](), 0
         parts = re.split(r"([{};])", text)
         for statement, end in zip(map(str.strip, parts[::2]), parts[1::2], strict=False):
@@ -170,7 +171,7 @@ class _AddressFlow:
                 if end == ";" and (parameter := _PARAMETER.match(statement)):
                     number += 1
                     scopes[-1][parameter[1]] = f"{parameter[1]}'{number}"
-                body.append(_renamed(statement, {old: new for scope in scopes for old, new in scope.items()}))
+                body.append(_rename(statement, {old: new for scope in scopes for old, new in scope.items()}))
             if end == "{":
                 scopes.append({})
             elif end == "}" and scopes:
@@ -192,53 +193,55 @@ class _AddressFlow:
             self.lost |= addressed
 
     def _step(self, statement: _Statement, holds: dict[str, set[str]]) -> None:
-        def of(words: Iterable[str]) -> set[str]:
+        def find_addresses(words: Iterable[str]) -> set[str]:
             return {name for word in words for name in (holds.get(word, set()) | ({word} & self.names))}
 
         opcode = statement.opcode
-        self.lost |= of(statement.guard)
+        self.lost |= find_addresses(statement.guard)
         if opcode.startswith("."):
-            self.lost |= of(statement.initial)
+            self.lost |= find_addresses(statement.initial)
         elif _LOAD.match(opcode):
-            loaded = self._loaded(statement, of)
-            for word in statement.words_of(0):
+            loaded = self._find_loaded(statement, find_addresses)
+            for word in statement.operand_words(0):
                 holds[word] |= loaded
         elif opcode.startswith("st.local"):
-            self.lost |= of(statement.words_of(0))
-            self._kept(self.local, of(statement.words_of(1)), opcode)
+            self.lost |= find_addresses(statement.operand_words(0))
+            self._store(self.local, find_addresses(statement.operand_words(1)), opcode)
         elif opcode.startswith("st.param") and "'" in statement.operands[0]:
-            for word in statement.words_of(0):
-                self._kept(holds[word], of(statement.words_of(1)), opcode)
+            for word in statement.operand_words(0):
+                self._store(holds[word], find_addresses(statement.operand_words(1)), opcode)
         elif _COPY_INTO_SHARED.match(opcode):
-            self._read(of(statement.words_of(1)))
-            self.lost |= of(statement.words_of(0, *range(2, len(statement.operands))))
+            self._read(find_addresses(statement.operand_words(1)))
+            self.lost |= find_addresses(statement.operand_words(0, *range(2, len(statement.operands))))
         elif statement.called in _READERS - self.own:
             pass
         elif (sources := _address_sources(statement)) and not any("'" in word for word in statement.words):
-            addresses = [of(statement.words_of(n)) for n in sources]
-            others = of(statement.words_of(*(n for n in range(1, len(statement.operands)) if n not in sources)))
+            addresses = [find_addresses(statement.operand_words(n)) for n in sources]
+            others = find_addresses(
+                statement.operand_words(*(n for n in range(1, len(statement.operands)) if n not in sources))
+            )
             if others or (sum(map(bool, addresses)) > 1 and not opcode.startswith(_SELECTION)):
                 self.lost |= others.union(*addresses)
-            for word in statement.words_of(0):
+            for word in statement.operand_words(0):
                 holds[word] |= set().union(*addresses)
         else:
             words = list(statement.words)
             if statement.called in words:  # a called table of functions is only read
                 words.remove(statement.called)
-            self.lost |= of(words)
+            self.lost |= find_addresses(words)
 
-    def _loaded(self, statement: _Statement, of: Callable[[Iterable[str]], set[str]]) -> set[str]:
-        """The addresses that a load gives; lost are those that it does not give whole."""
+    def _find_loaded(self, statement: _Statement, find_addresses: Callable[[Iterable[str]], set[str]]) -> set[str]:
+        """Return the addresses that a load reads. Addresses that it reads in part become lost."""
         opcode, bracketed = statement.opcode, 0 if statement.opcode.startswith("prefetch") else 1
-        words = statement.words_of(bracketed)
-        loaded = {held for name in of(words) for held in self.held.get(name, ())}
-        self.lost |= of(statement.words_of(*range(bracketed + 1, len(statement.operands))))
+        words = statement.operand_words(bracketed)
+        loaded = {held for name in find_addresses(words) for held in self.held.get(name, ())}
+        self.lost |= find_addresses(statement.operand_words(*range(bracketed + 1, len(statement.operands))))
         if len(words) > 1 or statement.operands[bracketed : bracketed + 1] == ():
-            self.lost |= of(statement.words)
+            self.lost |= find_addresses(statement.words)
         in_parts = False
         for word in words:
             if "'" in word:  # a parameter of a call
-                loaded |= of([word])
+                loaded |= find_addresses([word])
                 in_parts |= word in self.parameters_in_parts
         if not _LOAD_ELSEWHERE.match(opcode) and self.local and bracketed:
             loaded |= self.local
@@ -251,9 +254,9 @@ class _AddressFlow:
         """Mark the addresses in copied variables as lost."""
         self.lost |= {held for name in names for held in self.held.get(name, ())}
 
-    def _kept(self, place: set[str], addresses: set[str], opcode: str) -> None:
-        """Store addresses; lost are those that are not stored whole."""
-        place |= addresses
+    def _store(self, target: set[str], addresses: set[str], opcode: str) -> None:
+        """Store addresses. Addresses that are stored in part become lost."""
+        target |= addresses
         if not _WHOLE_ADDRESS.search(opcode):
             self.lost |= addresses
 

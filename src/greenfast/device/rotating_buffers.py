@@ -281,7 +281,7 @@ class Rotation:
         result = self._download(position)
         self._queue_poison(position.buffers)
         self._after[number].upload(result[self._layout.changed :])
-        self._instruments.veil(self._after[number].pointer, self._after[number].nbytes, self._mask)
+        self._instruments.apply_mask(self._after[number].pointer, self._after[number].nbytes, self._mask)
         outputs = {}
         for name, spec in case.outputs.items():
             data = self._layout.slice_buffer(result, name, spec.nbytes)
@@ -375,7 +375,7 @@ class Rotation:
             read.append(DigestRange(base + layout.changed, layout.scratch - layout.changed, 0, self._sum(spare, 0)))
             whole = [DigestRange(base, layout.scratch, 0, self._sum(spare, 0))]
             instruments.digest(read if position.buffers.inputs else whole, key)
-        instruments.scrub(key)
+        instruments.clobber_smem(key)
         if cold:
             instruments.flush_l2()
         else:

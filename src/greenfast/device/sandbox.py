@@ -33,7 +33,7 @@ _VERSION_FLAG, _RULE_PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _TRUNCATE, _CONTROL_DEVICE = 1 << 14, 1 << 15
-_OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _CONTROL_DEVICE  # of a file, not a folder
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _CONTROL_DEVICE  # the others are for folders
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version, how many rights on files there are; 16 from version 5 on
 _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 
@@ -56,12 +56,12 @@ _LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 
-#: What code and its libraries read in an ordinary installation. Of /proc not the folders of other processes: Landlock
-#: lets a process read the environment of others of its user, which may hold secrets.
-_OF_PROC = ("cpuinfo", "devices", "driver", "filesystems", "loadavg", "meminfo", "modules", "stat", "sys", "version")
+#: Files that code and its libraries read in an ordinary installation. The folders of other processes in /proc are
+#: excluded: Landlock does not protect their environments, which may contain secrets.
+_PROC_NAMES = ("cpuinfo", "devices", "driver", "filesystems", "loadavg", "meminfo", "modules", "stat", "sys", "version")
 _SYSTEM = (
     *("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/sys/devices/system", "/proc/self"),
-    *(f"/proc/{name}" for name in _OF_PROC),
+    *(f"/proc/{name}" for name in _PROC_NAMES),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -158,7 +158,7 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
     process is paused between requests.
     """
     signals = _scopes_signals()
-    held = [
+    applied = [
         name
         for name, step in (
             ("resource limits", lambda: _limit(gpu)),
@@ -169,9 +169,9 @@ def confine(readable: Sequence[str], writable: str, gpu: bool = False) -> list[s
             ("no capabilities", _drop_capabilities),
             ("system calls by seccomp", lambda: _end_with_judge_and_filter(gpu, signals)),
         )
-        if _tried(step)
+        if _attempt(step)
     ]
-    return held
+    return applied
 
 
 def confine_compiler(readable: Sequence[str]) -> None:
@@ -181,14 +181,14 @@ def confine_compiler(readable: Sequence[str]) -> None:
     with its parent.
     """
     signals = _scopes_signals()
-    _tried(lambda: _limit(False, COMPILER_BYTES))
-    _tried(_no_new_privileges)
-    _tried(lambda: _landlock(readable, "", ()))
-    _tried(_drop_capabilities)
-    _tried(lambda: _end_with_judge_and_filter(False, signals))
+    _attempt(lambda: _limit(False, COMPILER_BYTES))
+    _attempt(_no_new_privileges)
+    _attempt(lambda: _landlock(readable, "", ()))
+    _attempt(_drop_capabilities)
+    _attempt(lambda: _end_with_judge_and_filter(False, signals))
 
 
-def _tried(step: object) -> bool:
+def _attempt(step: object) -> bool:
     try:
         step()  # type: ignore[operator]
     except (OSError, ValueError):
@@ -238,7 +238,7 @@ def _leave_network() -> None:
 
 
 def _landlock(readable: Sequence[str], writable: str, devices: Sequence[str]) -> None:
-    """Files can be read in some folders and written in one, if any; other processes cannot be traced or signalled."""
+    """Allow reading in some folders and writing in one. Forbid tracing and signalling other processes."""
     version = _checked(_LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
     rights = (1 << _RIGHTS.get(version, 16)) - 1
     fields = [rights]
@@ -275,7 +275,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
         return
     try:
         if not os.path.isdir(path):
-            rights &= _OF_FILES
+            rights &= _FILE_RIGHTS
         rule = struct.pack("=Qi", rights, parent)
         _checked(_LIBC.syscall(_ADD_RULE, rules, _RULE_PATH_BENEATH, rule, 0))
     finally:
@@ -458,16 +458,16 @@ def _cgroup_parents(proc: str = "/proc/self") -> list[dict[str, dict[str, str]]]
             fits = kind == "cgroup2" if not controllers else kind == "cgroup" and names <= set(options.split(","))
             if fits and path.startswith(root.rstrip("/")):
                 mounts[controllers] = os.path.join(point, path[len(root.rstrip("/")) :].lstrip("/")).rstrip("/")
-    found: list[dict[str, dict[str, str]]] = []
+    locations: list[dict[str, dict[str, str]]] = []
     if "" in mounts:
         both = {"memory.max": "memory", "pids.max": "processes"}
-        found.append({mounts[""]: both})
-        found += [{os.path.dirname(mounts[""]): both}] if own[""] != "/" else []
-    memory = next((place for names, place in mounts.items() if "memory" in names.split(",")), None)
-    pids = next((place for names, place in mounts.items() if "pids" in names.split(",")), None)
+        locations.append({mounts[""]: both})
+        locations += [{os.path.dirname(mounts[""]): both}] if own[""] != "/" else []
+    memory = next((path for names, path in mounts.items() if "memory" in names.split(",")), None)
+    pids = next((path for names, path in mounts.items() if "pids" in names.split(",")), None)
     if memory and pids:
-        found.append({memory: {"memory.limit_in_bytes": "memory"}, pids: {"pids.max": "processes"}})
-    return found
+        locations.append({memory: {"memory.limit_in_bytes": "memory"}, pids: {"pids.max": "processes"}})
+    return locations
 
 
 def remove_cgroup(process: int) -> None:
@@ -504,7 +504,7 @@ def _remove_old_cgroups(parent: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Write to a file that exists, as all of a control group do."""
+    """Write to an existing file. The files of a control group always exist."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(file, text.encode())
@@ -528,11 +528,11 @@ def _run_tool(job: dict[str, Any]) -> None:
         resource.RLIMIT_FSIZE: job["output"],
         resource.RLIMIT_CORE: 0,
     }
-    _tried(lambda: _apply(limits))
-    _tried(_no_new_privileges)
-    _tried(lambda: _landlock((*_SYSTEM, *job["readable"]), job["folder"], ()))
-    _tried(_drop_capabilities)
-    _tried(lambda: _end_with_judge_and_filter(False, signals))
+    _attempt(lambda: _apply(limits))
+    _attempt(_no_new_privileges)
+    _attempt(lambda: _landlock((*_SYSTEM, *job["readable"]), job["folder"], ()))
+    _attempt(_drop_capabilities)
+    _attempt(lambda: _end_with_judge_and_filter(False, signals))
     # Python ignores it, and a tool would inherit that.
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     os.execv(job["tool"], job["arguments"])

@@ -17,7 +17,7 @@ class RunResult:
     """The outputs of one case, memory violations, and whether repeats agreed bit by bit.
 
     counts: executed instructions; None if the device does not count, as on a GPU. notes: observations that are no
-    violation. findings: of the emulator, after which it continued; formal ones are among the violations too.
+    violation. findings: of the emulator; formal findings are violations too.
     """
 
     outputs: dict[str, Array]
@@ -30,15 +30,15 @@ class RunResult:
 
 @dataclass(frozen=True)
 class WrongLaunch:
-    """A launch with a wrong result. number: from 1, among ``of`` launches. case: from 0."""
+    """A launch with a wrong result: its number from 1, the number of launches, the case from 0, and the fault."""
 
     number: int
     of: int
     case: int
-    what: str
+    fault: str
 
     def __str__(self) -> str:
-        return f"launch {self.number} of {self.of} {self.what}"
+        return f"launch {self.number} of {self.of} {self.fault}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Started:
 class Block:
     """Consecutive timed launches of one kernel: device times in microseconds, and the clocks halfway.
 
-    wrong: the first launch that did not leave the bits that its case left at first.
+    wrong: the first launch with other bits than the first launch of its case.
     """
 
     samples_us: list[float]
@@ -68,7 +68,7 @@ class Session(Protocol):
     """A device that runs kernels; every method can be called through a Worker."""
 
     def info(self) -> DeviceInfo:
-        """The device."""
+        """Describe the device."""
 
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
@@ -77,12 +77,12 @@ class Session(Protocol):
         """Run a case between unmapped pages and with different uninitialized memory (device/memory_check.py)."""
 
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
-        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
+        """Bind cases under a key for timing, launch each, and warm up. seed: as in ``time``."""
 
     def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
         """Time one block of launches, each with one of the key's cases (see Rotation.time).
 
-        seed: of all that is drawn.
+        seed: of all random draws.
         """
 
     def finish(self, key: str) -> None:
@@ -104,7 +104,7 @@ def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:
 
 
 def output_digest(outputs: dict[str, Array]) -> str:
-    """SHA-256 over the bits of all outputs."""
+    """Return the SHA-256 of the bits of all outputs."""
     h = hashlib.sha256()
     for name in sorted(outputs):
         h.update(name.encode() + outputs[name].tobytes())

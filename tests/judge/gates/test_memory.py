@@ -60,7 +60,7 @@ def writes_in_slack(call: Call) -> None:
         (reads_at(-4096 + 64), "an access outside of its buffers"),
         (reads_at(0, 96), "an access outside of its buffers"),
         (reads_at(2048), "an access outside of its buffers"),
-        (depends_on_output, "the outputs depend on what uninitialized memory holds"),
+        (depends_on_output, "the outputs depend on the content of uninitialized memory"),
         (writes_in_slack, "a write to an input"),
     ],
 )

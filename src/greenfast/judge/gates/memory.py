@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from greenfast.device.memory_check import MOST_BYTES
+from greenfast.device.memory_check import MAX_BYTES
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.check_plan import CasePlan
@@ -41,8 +41,8 @@ class MemoryChecks:
         results, shape = self._results[side.role], case_plan.shape.name
         if shape in results or side.role in self._failed:
             return
-        if case.nbytes > MOST_BYTES:
-            results[shape] = UnsupportedByDeviceError(f"the case has more than {MOST_BYTES >> 30} GiB")
+        if case.nbytes > MAX_BYTES:
+            results[shape] = UnsupportedByDeviceError(f"the case has more than {MAX_BYTES >> 30} GiB")
             return
         if side.role not in self._workers:
             self._workers[side.role] = self._make_worker()
