@@ -12,12 +12,12 @@ from greenfast.spec.printable import printable
 
 #: Benchmark -> the module and the function that runs it with its arguments, and one line of help.
 BENCHMARKS = {
-    "kernel": ("commands:kernel", "check one variant of a task and time it over shapes"),
+    "kernel": ("kernel:main", "check one variant of a task and time it over shapes"),
     "peers": ("commands:peers", "compare the Hopper kernel with libraries that compute the same: times, errors"),
     "sdpa": ("commands:sdpa", "compare greenfast.sdpa with PyTorch's attention and others: times, host times, errors"),
     "routing": ("commands:routing", "time greenfast.sdpa and PyTorch's attention on many shapes, for greenfast.use"),
     "serving": ("commands:serving", "compare attention over a paged FP8 cache, and appending to it, with others"),
-    "parallel": ("commands:parallel", "compare attention of one sequence on several GPUs, under torchrun"),
+    "parallel": ("parallel:main", "compare attention of one sequence on several GPUs, under torchrun"),
     "report": ("commands:report", "print the report of a saved comparison"),
     "models": ("models:main", "time transformer layers with PyTorch's attention and under greenfast.use"),
     "continuous_batching": ("continuous_batching:main", "measure tokens per second of continuous batching"),

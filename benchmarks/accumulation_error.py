@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.judge.environment import git_state, package_versions
-from greenfast.judge.store import to_json, write_whole
 from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import Tiling
@@ -99,13 +98,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             one, two = (error(gpu, dims, case, tiles[head_dim], wanted) for tiles in (ONE_LEVEL, TWO_LEVELS))
             rows.append(Row(head_dim, keys, one, two))
             print(f"{head_dim:8d} {keys:7d} {one:10.5f} {two:10.5f}", flush=True)
-    if args.json:
-        result = {
-            "benchmark": "accumulation_error",
-            "git": git_state(),
-            "device": gpu.info(),
-            "environment": package_versions(),
-            "queries": QUERIES,
-            "rows": rows,
-        }
-        write_whole(args.json, to_json(result))
+    write_measurements(args.json, "accumulation_error", gpu.info(), queries=QUERIES, rows=rows)

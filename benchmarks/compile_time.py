@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from greenfast.cli.values import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
-from greenfast.judge.environment import git_state, package_versions
-from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
@@ -77,17 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, aim in (("cold", AIM_COLD_MS), ("cached", AIM_CACHED_MS)):
         held = "within" if slowest[name] <= aim else "OVER"
         print(f"slowest {name}: {slowest[name]:.1f} ms, {held} the aim of {aim:.0f} ms")
-    if args.json:
-        rows = [
-            {
-                **dict(zip(("variant", "format", "target"), key, strict=True)),
-                "cold_ms": round(cold[key][0], 1),
-                "cached_ms": round(cached[key][0], 2),
-                "disassembly_cold_ms": round(cold[key][1], 1),
-                "disassembly_cached_ms": round(cached[key][1], 2),
-            }
-            for key in cold
-        ]
-        facts = {"git": git_state(), "environment": package_versions(), "cpu_count": os.cpu_count()}
-        aims = {"cold_ms": AIM_COLD_MS, "cached_ms": AIM_CACHED_MS}
-        write_whole(args.json, to_json({"benchmark": "compile_time", **facts, "aims": aims, "results": rows}))
+    rows = [
+        {
+            **dict(zip(("variant", "format", "target"), key, strict=True)),
+            "cold_ms": round(cold[key][0], 1),
+            "cached_ms": round(cached[key][0], 2),
+            "disassembly_cold_ms": round(cold[key][1], 1),
+            "disassembly_cached_ms": round(cached[key][1], 2),
+        }
+        for key in cold
+    ]
+    aims = {"cold_ms": AIM_COLD_MS, "cached_ms": AIM_CACHED_MS}
+    write_measurements(args.json, "compile_time", None, cpu_count=os.cpu_count(), aims=aims, results=rows)

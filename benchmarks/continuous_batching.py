@@ -26,7 +26,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ import torch
 import greenfast
 from benchmarks.fa3_of_vllm import as_package
 from benchmarks.options import make_parser
-from greenfast.judge.environment import device_info, git_state, package_versions
-from greenfast.judge.store import to_json, write_whole
+from benchmarks.records import write_run
 
 ATTENTIONS = ("paged|sdpa", "paged|greenfast")
 #: Parts of names of kernels of attention: greenfast's, PyTorch's, and those of PyTorch that gather the cache.
@@ -240,19 +239,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def store(runs: list[Run], args: argparse.Namespace) -> None:
-    """Write the record of the runs so far."""
-    result = {
-        "benchmark": "continuous_batching",
-        "git": git_state(),
-        "device": device_info(0 if args.device == "cuda" else None, 60.0),
-        "environment": package_versions() | {"transformers": importlib.metadata.version("transformers")},
-        "settings": {k: v for k, v in vars(args).items() if k != "json"},
-        "runs": [asdict(x) for x in runs],
-    }
-    write_whole(args.json, to_json(result))
-
-
 def main(argv: Sequence[str] | None = None) -> list[Run]:
     """Measure, print and store."""
     args = parse(argv)
@@ -274,7 +260,6 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
                 f"{run.same_tokens:.1%}",
                 flush=True,
             )
-            if args.json:  # after each, as one may fail
-                store(runs, args)
+            write_run(args, "continuous_batching", ("transformers",), runs)  # after each, as one may fail
         del model
     return runs

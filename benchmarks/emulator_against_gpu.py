@@ -21,17 +21,16 @@ import msgspec
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from greenfast.cli.console import show, table
 from greenfast.cli.values import words
 from greenfast.device.gpu import Gpu
 from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid
-from greenfast.judge.environment import git_state, now
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.profiling import ncu, take_profile
 from greenfast.judge.report.compared_with_gpu import MATRIX_METRIC, counts_table
 from greenfast.judge.request import make_request
-from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task, load
 
 #: The metrics kept from a profile: sums with names that contain one of these.
@@ -108,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     print(
                         name, shape.name, fmt, row["different"], "of", row["elements"], row["max_abs_diff"], flush=True
                     )
-    record = {"created": now().isoformat(), "device": gpu.info(), "git": git_state(), "rows": found}
-    args.json.write_text(to_json(record), encoding="utf-8")
+    write_measurements(args.json, "emulator_against_gpu", gpu.info(), rows=found)
     cells = [
         (
             str(r["variant"]),

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from greenfast.cli.console import show, table
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.environment import choose_device, device_info, git_state, now, package_versions
-from greenfast.judge.store import to_json
+from greenfast.judge.environment import choose_device, device_info
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case as Problem
@@ -200,17 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device is not None:
             device.close()
     seconds = time.perf_counter() - start
-    record = {
-        "created": now().isoformat(),
-        "device": info,
-        "reference": "GPU" if device else "definitions",
-        "git": git_state(),
-        "packages": package_versions(),
-        "target": target.name,
-        "seconds": seconds,
-        "rows": rows,
-    }
-    args.json.write_text(to_json(record), encoding="utf-8")
+    reference = "GPU" if device else "definitions"
+    write_measurements(
+        args.json, "emulator_instructions", info, reference=reference, target=target.name, seconds=seconds, rows=rows
+    )
     report(rows)
     wrong, errors = sum(bool(row.get("wrong")) for row in rows), sum("error" in row for row in rows)
     same = sum(row.get("identical") == row["operands"] for row in rows)

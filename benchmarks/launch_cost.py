@@ -14,22 +14,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from benchmarks.timing import interleave
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Bound, Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import Rotation
-from greenfast.judge.environment import git_state, package_versions
 from greenfast.judge.gates.sides import build_side
-from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
@@ -134,19 +133,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nBound.launch: {runtime:.2f} µs, {held} the aim of {AIM_US:.0f} µs")
     for what, us in device_us.items():
         print(f"device time between two events, {what}: {us:.2f} µs")
-    if args.json:
-        result = {
-            "benchmark": "launch_cost",
-            "git": git_state(),
-            "device": info,
-            "environment": package_versions(),
-            "cpu_count": os.cpu_count(),
-            "variant": VARIANT,
-            "shape": SHAPE,
-            "launches_per_batch": LAUNCHES,
-            "batches": args.batches,
-            "aim_us": AIM_US,
-            "costs": [asdict(cost) for cost in costs],
-            "device_us": {what: round(us, 3) for what, us in device_us.items()},
-        }
-        write_whole(args.json, to_json(result))
+    write_measurements(
+        args.json, "launch_cost", info, cpu_count=os.cpu_count(), variant=VARIANT, shape=SHAPE,
+        launches_per_batch=LAUNCHES, batches=args.batches, aim_us=AIM_US, costs=costs,
+        device_us={what: round(us, 3) for what, us in device_us.items()},
+    )  # fmt: skip

@@ -18,7 +18,7 @@ import importlib.metadata
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,9 @@ from torch.overrides import TorchFunctionMode
 
 import greenfast
 from benchmarks.options import make_parser
+from benchmarks.records import write_run
 from benchmarks.timing import event, interleave
 from greenfast.integrations.switch import build_multi_head_attention
-from greenfast.judge.environment import device_info, git_state, package_versions
-from greenfast.judge.store import to_json, write_whole
 from greenfast.numerics.attention import attention
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -289,21 +288,5 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
                 flush=True,
             )
         del model
-    if args.json:
-        versions = {n: importlib.metadata.version(n) for n in ("diffusers", "transformers") if _installed(n)}
-        result = {
-            "benchmark": "models", "git": git_state(),
-            "device": device_info(0 if args.device == "cuda" else None, 60.0),
-            "environment": package_versions() | versions,
-            "settings": {k: v for k, v in vars(args).items() if k != "json"}, "runs": [asdict(run) for run in runs],
-        }  # fmt: skip
-        write_whole(args.json, to_json(result))
+    write_run(args, "models", ("diffusers", "transformers"), runs)
     return runs
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -1,4 +1,8 @@
-"""Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m benchmarks parallel``."""
+"""Attention of one sequence on several GPUs: ``torchrun --nproc-per-node N -m benchmarks parallel``.
+
+PyTorch's ring, FlashAttention-3 in a hand-written ring, and greenfast's ring and Ulysses are interleaved in one run.
+Each is compared with float64 before it is timed (docs/parallel.md).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.options import make_parser
 from benchmarks.parallel_backends import BACKENDS, LIMITS, Shards, start_ring_step
 from benchmarks.records import CaseRow, LinkRow, ParallelRecord, write_record
 from benchmarks.registry import Backend, first_line
 from benchmarks.timing import interleave
+from greenfast.cli.values import rounds as rounds_value
+from greenfast.cli.values import words
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.parallel import cost
 from greenfast.parallel.layout import ShardLayout
-from greenfast.spec.errors import MachineError
+from greenfast.spec.errors import MachineError, unknown
 
-_CALLS = 3
+_TRACED_CALLS = 3
 Interval = tuple[float, float]
 
 
@@ -53,7 +60,7 @@ def trace_calls(mesh: DeviceMesh, call: Callable[[], Tensor]) -> Trace:
     exchanges: list[Interval] = []
     others: list[Interval] = []
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for _ in range(_CALLS):
+        for _ in range(_TRACED_CALLS):
             call()
         torch.cuda.synchronize()
     for event in profiler.events():
@@ -370,3 +377,29 @@ def _links(mesh: DeviceMesh) -> list[LinkRow]:
             moved = count if call is ring else count * (size - 1) // size
             found.append(LinkRow(what=what, bytes=moved, microseconds=seconds * 1e6, gigabytes=moved / seconds / 1e9))
     return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare on several GPUs; print each row on one rank. Raises UsageError for unknown cases and backends."""
+    parser = make_parser("parallel", "Compare attention of one sequence on several GPUs, in each process of torchrun.")
+    parser.add_argument("--cases", type=words, metavar="A,B", help="sequences, such as 32k_causal (default: all)")
+    parser.add_argument("--contenders", type=words, metavar="A,B", help="such as torch,ring,ulysses (default: all)")
+    parser.add_argument(
+        "--rounds", type=rounds_value, default=7, metavar="N", help="rounds per case (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
+    args = parser.parse_args(argv)
+    cases = {case.name: case for case in (*CASES, *CPU_CASES)}
+    for option, names, allowed in (
+        ("case", args.cases, cases), ("contender", args.contenders, BACKENDS)
+    ):  # fmt: skip
+        for name in names or ():
+            if name not in allowed:
+                raise unknown(f"{option} of benchmarks parallel", name, allowed)
+    run(
+        args.out,
+        cases=[cases[name] for name in args.cases or ()],
+        backends=tuple(args.contenders or BACKENDS),
+        rounds=args.rounds,
+    )
+    return 0

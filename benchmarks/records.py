@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from greenfast.judge import record_io as judged
+from greenfast.judge.environment import device_info, git_state, now, package_versions
 from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record, Run, Side, TimedKernel
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
@@ -230,3 +235,22 @@ def read_parallel(path: Path) -> ParallelRecord:
     """Read a record. Raises UsageError for any other file."""
     record: ParallelRecord = read_json(path, ParallelRecord, "record of python -m benchmarks parallel")
     return record
+
+
+def write_measurements(path: Path | None, benchmark: str, device: Any, **content: Any) -> None:
+    """Write the measurements of a benchmark without a record type, with their origin; nothing if ``path`` is None."""
+    origin = {"created": now().isoformat(), "git": git_state(), "device": device, "environment": package_versions()}
+    if path:
+        write_whole(path, to_json({"benchmark": benchmark, **origin, **content}))
+
+
+def write_run(args: argparse.Namespace, benchmark: str, packages: Sequence[str], runs: Sequence[Any]) -> None:
+    """Write the runs of a benchmark of models with its options and the versions of more packages."""
+    if args.json is None:
+        return
+    device = device_info(0 if args.device == "cuda" else None, 60.0)
+    versions = {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    write_measurements(
+        args.json, benchmark, device, environment=package_versions() | versions, settings=settings, runs=runs
+    )

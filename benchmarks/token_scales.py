@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import greenfast
 from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
 from benchmarks.sdpa_inputs import INPUTS, make_inputs, reference
 from benchmarks.timing import capture, time_graphs
-from greenfast.judge.environment import git_state, now, package_versions
-from greenfast.judge.store import to_json, write_whole
 
 #: Batch, query heads, KV heads, length, head dim.
 SHAPES = (
@@ -92,13 +91,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         for head_dim in ERROR_DIMS:
             error_rows.append({"inputs": kind, "head_dim": head_dim, "errors": errors(kind, head_dim)})
             print(error_rows[-1], flush=True)
-    if args.json:
-        record = {
-            "created": now(),
-            "device": torch.cuda.get_device_name(),
-            "git": git_state(),
-            "versions": package_versions(),
-            "times": times,
-            "errors": error_rows,
-        }
-        write_whole(args.json, to_json(record))
+    write_measurements(args.json, "token_scales", torch.cuda.get_device_name(), times=times, errors=error_rows)

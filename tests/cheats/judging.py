@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernel import bench
 from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.bench import bench
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates import evidence
 from greenfast.judge.gates.sides import CANDIDATE, build_side

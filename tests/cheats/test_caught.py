@@ -29,9 +29,9 @@ from typing import TypeAlias
 
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.cli.main import main
 from greenfast.device.gpu import Gpu
-from greenfast.judge.bench import bench
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, Record

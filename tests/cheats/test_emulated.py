@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.judge.bench import bench
+from benchmarks.kernel import bench
 from greenfast.judge.request import NullListener, make_request
 from tests.cheats.cheats import CHEATS, FAILURES, doubling
 from tests.cheats.judging import emulated_here

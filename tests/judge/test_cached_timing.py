@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.bench import bench
 from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_schema import GateResult, Record, Side

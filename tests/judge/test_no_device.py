@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.cli import judge
 from greenfast.cli.main import main
-from greenfast.judge.bench import bench
 from greenfast.judge.record_schema import Record
 from greenfast.judge.validate import validate
 from greenfast.spec.facts import DeviceInfo

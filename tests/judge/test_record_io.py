@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.judge import freshness as pipeline_freshness
-from greenfast.judge.bench import bench
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_io import check_freshness, find_outdated, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Record, Side

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.cli.main import main
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.bench import bench
 from greenfast.judge.digest import FIELD, compute_digest
 from greenfast.judge.record_index import read_content
 from greenfast.judge.record_io import check_record, read_record

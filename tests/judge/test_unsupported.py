@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.kernel import bench
 from greenfast.cli.main import main
 from greenfast.device.worker import Worker
-from greenfast.judge.bench import bench
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record, read_status

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.judge.bench import BenchOutcome, bench
+from benchmarks.kernel import BenchOutcome, bench
 from greenfast.judge.record_schema import BenchRecord
 from greenfast.judge.report.markdown import bench_report
 from tests.fakes import Behaviour, FakeDevice, Script, Watcher, install, request

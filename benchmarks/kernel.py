@@ -1,0 +1,151 @@
+"""Timing of one implementation after BUILD, RESOURCES and CORRECTNESS. An incorrect kernel is not timed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.options import add_run_options, format_command, make_parser, make_run_request
+from greenfast.cli.console import GateConsole, required_gates, show, table
+from greenfast.cli.values import numbers, words
+from greenfast.device.worker import WorkerError
+from greenfast.judge.artifacts import RECORD, REPORT, side_files
+from greenfast.judge.digest import sealed_json
+from greenfast.judge.gates.performance import time_sides, timing_rows
+from greenfast.judge.gates.sides import CANDIDATE
+from greenfast.judge.implementation import Implementation
+from greenfast.judge.pages import write_page
+from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_schema import BenchRecord, GateResult, TimingRow
+from greenfast.judge.report.markdown import bench_report
+from greenfast.judge.request import ProgressListener, Request
+from greenfast.judge.store import check_output_file, check_writable, new_run_folder, to_json
+from greenfast.judge.task import TaskConfig
+from greenfast.judge.timing.interleaved import WARM
+from greenfast.judge.variant import Variant
+from greenfast.judge.variant_choice import chosen_rung
+from greenfast.spec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class BenchOutcome:
+    """A record, and the folder with its file and the three JSON files."""
+
+    record: BenchRecord
+    folder: Path
+
+
+def bench(request: Request, variant: Implementation | Variant, observer: ProgressListener) -> BenchOutcome:
+    """Check and time one implementation and write its artifacts. Raises MachineError for an unwritable folder."""
+    parent = request.out / request.task.config.defaults.results
+    check_writable(parent)
+    run = GateRun(request, {CANDIDATE: variant}, observer)
+    rows: list[TimingRow] = []
+    clocks: dict[str, float] = {}
+    order_seed: int | None = None
+    if run.until_correct():
+        rows, clocks, order_seed = _time(run)
+    record = BenchRecord(**run.facts(), clocks=clocks, order_seed=order_seed, side=run.side(CANDIDATE, rows))
+    with new_run_folder(parent, run.stamp) as (work, publish):
+        (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
+        (work / REPORT).write_text(bench_report(record), encoding="utf-8")
+        for name, content in side_files(record, record.side).items():
+            (work / name).write_text(to_json(content), encoding="utf-8")
+        return BenchOutcome(record, publish())
+
+
+def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
+    """Time the implementation. PERFORMANCE passes if the timed launches computed the checked outputs.
+
+    Return the timing rows, the observed clocks and the seed of the random order.
+    """
+    request = run.request
+    try:
+        measurement, floors = time_sides(
+            run.sides,
+            request.task.problem,
+            request.shapes,
+            request.seeds,
+            request.format,
+            request.timing,
+            run.correctness.digests,
+            request.make_worker,
+            run.progress("PERFORMANCE"),
+            device=request.device,
+        )
+    except WorkerError as e:
+        run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault]))
+        return [], {}, None
+    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors, run.sides[0])
+    warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
+    run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}"))
+    return rows, measurement.clocks, measurement.order_seed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check and time one variant; print each gate and the timings. Return 1 if a gate failed."""
+    parser = make_parser("kernel", "Check one variant of a task and time it over shapes.")
+    parser.add_argument("task", help="a task's name (see `greenfast list`), or the folder of a task of your own")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--variant", help="a name, TOGGLE=VALUE,..., or auto for what the shapes should take (default: the candidate)"
+    )
+    which.add_argument("--from-env", action="store_true", help="read the task's toggles from the environment")
+    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
+    parser.add_argument("--seeds", type=numbers, metavar="0,1", help="public seeds of the inputs (default: the task's)")
+    parser.add_argument("--format", help="number format of the task's config (default: its own)")
+    parser.add_argument("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's, else the task's)")
+    parser.add_argument("--iters", type=int, metavar="N", help="timed launches per shape, seed and cache state")
+    parser.add_argument("--warmup", type=int, metavar="N", help="untimed launches before them")
+    parser.add_argument("--processes", type=int, metavar="N", help="fresh processes to spread them over")
+    parser.add_argument(
+        "--require", type=words, default=[], metavar="GATE,...",
+        help="gates that must not be PENDING: build, resources, correctness, performance, or all",
+    )  # fmt: skip
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    check_output_file(args.html, "--html")
+    required = required_gates(args.require)
+    if "evidence" in args.require:
+        raise UsageError("--require evidence: no benchmark reads the machine code; `greenfast judge` does")
+    request = make_run_request(args, format_command("kernel", *argv))
+    config = request.task.config
+    if args.from_env:
+        variant = variant_of_environment(config, os.environ)
+        # The command without the environment would not repeat the run.
+        toggles = [f"{name}={os.environ[name]}" for name in config.toggles if name in os.environ]
+        request = replace(request, command=" ".join([*toggles, request.command]))
+    elif args.variant == "auto":
+        variant = config.variant(chosen_rung(request.task, request.target, request.format, request.shapes))
+    else:
+        variant = config.variant(args.variant or config.defaults.candidate)
+    with GateConsole(to_stderr=args.json) as console:
+        outcome = bench(request, variant, console)
+    write_page(args.html, outcome.record, outcome.folder, request.task)
+    if args.json:
+        print(sealed_json(outcome.record), end="")
+    else:
+        rows = [
+            (r.shape, str(r.seed), r.cache, f"{r.p50_us:.2f}", f"{r.p90_us:.2f}", f"{r.mean_us:.2f}", f"{r.std_us:.2f}")
+            for r in outcome.record.side.timing
+        ]
+        if rows:
+            show(table(("shape", "seed", "L2", "p50 µs", "p90 µs", "mean µs", "std µs"), rows, title=variant.name))
+        show(f"\n{outcome.folder}")
+    return int(any(g.status == "FAIL" or (g.status == "PENDING" and g.gate in required) for g in outcome.record.gates))
+
+
+def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -> Variant:
+    """Return the variant that the environment's toggles select. Raises UsageError for other than whole numbers."""
+    toggles = {}
+    for name in config.toggles:
+        if name in environment:
+            try:
+                toggles[name] = int(environment[name])
+            except ValueError:
+                raise UsageError(
+                    f"{name}={environment[name]!r}: allowed values are {config.toggles[name].values}"
+                ) from None
+    return config.toggle_variant(toggles)
