@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
-from greenfast.evolve.gpu_workers import GpuName, TimedHalving
-from greenfast.evolve.halving import run_halving
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import StageResult
+from greenfast.evolve.workers import GpuName, GpuWorkers
 from greenfast.spec.problem import Case
 
 BASELINE, BASELINE_US = "baseline", 100.0
@@ -56,8 +56,11 @@ class FakeStages:
     """Stages whose candidates have given times, and faults by name."""
 
     gpu = 0
+    progress = staticmethod(lambda text: None)
 
-    def __init__(self, times: Sequence[float], faults: Mapping[str, str] | None = None, slower: float = 1.0) -> None:
+    def __init__(
+        self, times: Sequence[float] = (), faults: Mapping[str, str] | None = None, slower: float = 1.0
+    ) -> None:
         """slower: how much longer than another device this one takes for everything."""
         named = {str(n): us for n, us in enumerate(times)} | {BASELINE: BASELINE_US}
         self.times = {name: us * slower for name, us in named.items()}
@@ -77,26 +80,28 @@ class FakeStages:
         return StageResult(stage="CORRECTNESS", valid=True), side, {("s", seed): "bits" for seed in range(3)}
 
 
-class FakeGpuWorkers:
+class FakeWorkers:
     """Several fake devices in this process."""
 
     def __init__(self, devices: Sequence[FakeStages], dies: Callable[[int, list[str]], bool] | None = None) -> None:
-        """dies: whether a device is lost in a race, by its place and who races."""
-        self.gpus = [GpuName(str(n), "fake") for n in range(len(devices))]
-        self._devices, self._dies = devices, dies or (lambda place, names: False)
+        """dies: whether a device is lost in a race, by its slot and who races."""
+        self._devices, self._dies = devices, dies or (lambda slot, names: False)
         self.started: list[tuple[int, list[str]]] = []
         self.at_once: list[int] = []
 
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], TimedHalving]:
-        names = [str(*candidate.parameters.values()) for candidate in candidates]
-        self.started.append((place, names))
+    def results(self, jobs: Any) -> Any:
+        raise NotImplementedError
+
+    def start(self, slot: int, job: Any) -> Callable[[], Any]:
+        names = [str(*candidate.parameters.values()) for candidate in job.keywords["candidates"]]
+        self.started.append((slot, names))
         waited = len(self.started)
 
-        def answer() -> TimedHalving:
+        def answer() -> Any:
             self.at_once.append(len(self.started) - waited + 1)
-            if self._dies(place, names):
-                raise WorkerError(f"CUDA error on GPU {place}")
-            return run_halving(self._devices[place], candidates, seed), 2.0  # type: ignore[arg-type]
+            if self._dies(slot, names):
+                raise WorkerError(f"CUDA error on GPU {slot}")
+            return job(self._devices[slot])[0], 2.0
 
         return answer
 
@@ -104,6 +109,18 @@ class FakeGpuWorkers:
         pass
 
 
+def pid_of(stages: FakeStages) -> int:
+    return os.getpid()
+
+
+def sleep(stages: FakeStages) -> None:
+    time.sleep(30)
+
+
+def fake_gpus(devices: Sequence[FakeStages], dies: Callable[[int, list[str]], bool] | None = None) -> GpuWorkers:
+    return GpuWorkers([GpuName(str(n), "fake") for n in range(len(devices))], FakeWorkers(devices, dies))
+
+
 def in_a_process(gpu: int) -> Any:
-    """Stages whose second candidate ends its process."""
+    """Stages of a process of its own, which the second candidate ends."""
     return FakeStages([50, 80], {"1": "ends the racer"}, slower=1 + gpu)

@@ -59,7 +59,7 @@ def test_spaces(capsys: pytest.CaptureFixture[str], tmp_path: Path, space: dict[
         (("--budget", "evals=0"), "allowed are evals=256"),
         (("--budget", "evals=3,evals=4"), "evals is given twice"),
         (("--space", "none"), "--space 'none': no such file; spaces of the task by name: none"),
-        (("--workers", "cloud:3"), "--workers 'cloud:3': allowed are local:N, and ray:ADDRESS"),
+        (("--workers", "cloud:3"), "--workers 'cloud:3': allowed is local:N"),
         (("--baseline", "nobody"), "unknown baseline 'nobody'; allowed: fast, plain"),
         (("--shapes", "huge"), "unknown shape of task twice 'huge'"),
         (("--small", "huge"), "--small 'huge': shapes of space doubling are tiny, page"),
@@ -106,7 +106,7 @@ def test_devices(
         return dataclasses.replace(L4, name=("NVIDIA H100", "NVIDIA H200")[ordinal], sm_count=132)
 
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
-    for module in ("judge.request", "evolve.gpu_workers"):
+    for module in ("judge.request", "evolve.workers"):
         monkeypatch.setattr(f"greenfast.{module}.device_info", info)
     task = write_search_task(tmp_path / "task")
     ran = run_here(capsys, "evolve", task, "--device", device, "--out", tmp_path / "runs")

@@ -28,20 +28,22 @@ with lock_run_folder(Path(sys.argv[1])):
     time.sleep(60)
 """
 IN_A_POOL = """
-import os, time
-from greenfast.evolve.pools import ProcessPool
-print(ProcessPool(1, print).submit(os.getpid).result(), flush=True)
+import time
+from greenfast.evolve.workers import ProcessPool
+from tests.evolve.racing import FakeStages, pid_of
+print(ProcessPool([FakeStages]).start(0, pid_of)(), flush=True)
 time.sleep(60)
 """
 
 INTERRUPTED = """
 import signal
 import time
-from greenfast.evolve.pools import ProcessPool
+from greenfast.evolve.workers import ProcessPool
+from tests.evolve.racing import FakeStages, sleep
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
-pool = ProcessPool(2, print)
-for _ in range(2):
-    pool.submit(time.sleep, 30)
+pool = ProcessPool([FakeStages] * 2)
+for slot in range(2):
+    pool.start(slot, sleep)
 try:
     print("in", flush=True)
     time.sleep(60)

@@ -15,7 +15,7 @@ from tests.evolve.racing import BASELINE_US, FakeStages
 def run(times: list[float], faults: dict[str, str] | None = None) -> tuple[Any, FakeStages]:
     stages = FakeStages(times, faults)
     candidates = [Candidate(parameters={"N": n}) for n in range(len(times))]
-    return run_halving(stages, candidates, seed=1), stages  # type: ignore[arg-type]
+    return run_halving(stages, candidates, seed=1)[0], stages  # type: ignore[arg-type]
 
 
 def test_the_fastest_runs_longest_and_its_speedup_is_right() -> None:

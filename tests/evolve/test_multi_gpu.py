@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import pytest
 
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.event_log import EVENTS, read_events
-from greenfast.evolve.gpu_workers import GpuName, GpuWorkers, LocalGpuWorkers, RayGpuWorkers
+from greenfast.evolve.halving import GpuRound, run_halving
 from greenfast.evolve.loop import Search, State
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.multi_gpu import GpuRound
 from greenfast.evolve.proposal import Candidate, Context, Evaluation
 from greenfast.evolve.space import Parameter, Space
-from greenfast.evolve.workers import InProcess
+from greenfast.evolve.workers import GpuWorkers, InProcess, ProcessPool
 from greenfast.spec.errors import MachineError
-from tests.evolve.racing import BASELINE_US, FakeGpuWorkers, FakeStages, in_a_process
+from tests.evolve.racing import BASELINE_US, FakeStages, FakeWorkers, fake_gpus, in_a_process
 from tests.evolve.test_loop import Proposes, Stages, Watcher
 
 #: Of candidates by number; in absolute time the slow device's fastest comes behind all of the other's.
@@ -40,6 +38,11 @@ class Right(Stages):
 
 def devices(*slower: float, faults: dict[str, str] | None = None) -> list[FakeStages]:
     return [FakeStages(TIMES, faults, factor) for factor in slower]
+
+
+def fakes(gpu_workers: GpuWorkers) -> FakeWorkers:
+    assert isinstance(gpu_workers.workers, FakeWorkers)
+    return gpu_workers.workers
 
 
 def search(folder: Path, gpu_workers: Any, batch: int = 12) -> Search:
@@ -70,7 +73,7 @@ def of(state: State, x: int) -> Evaluation:
 
 
 def test_a_slow_device_does_not_change_the_ranking(tmp_path: Path) -> None:
-    gpu_workers = FakeGpuWorkers(devices(1.0, 2.0))
+    gpu_workers = fake_gpus(devices(1.0, 2.0))
     state = search(tmp_path, gpu_workers).run()
     assert ranked(state) == list(range(len(TIMES)))
     ran = heats(tmp_path)
@@ -92,8 +95,8 @@ def test_a_slow_device_does_not_change_the_ranking(tmp_path: Path) -> None:
     final = heats(tmp_path, "final")[(0,)]
     assert (final.gpu, len(final.candidates)) == ("0", 2)
     assert 0 in final.candidates
-    assert [place for place, _ in gpu_workers.started] == [0, 1, 0]
-    assert gpu_workers.at_once == [2, 1, 1]  # both heats had begun before the first one's answer was waited for
+    assert [place for place, _ in fakes(gpu_workers).started] == [0, 1, 0]
+    assert fakes(gpu_workers).at_once == [2, 1, 1]  # both heats had begun before the first one's answer was waited for
     assert state.gpus == gpu_workers.gpus
     records = {e.digest: e.kind for e in read_events(tmp_path)}
     assert sorted(records[i.record] for i in state.insights) == ["final"] * 2 + ["raced"] * 10
@@ -102,19 +105,19 @@ def test_a_slow_device_does_not_change_the_ranking(tmp_path: Path) -> None:
 def test_the_final_puts_the_heats_on_one_scale(tmp_path: Path) -> None:
     """A device on which all kernels gain a tenth more than they do on the first: its heat's winner must not lead."""
     flattering = FakeStages([us / 1.1 for us in TIMES])
-    state = search(tmp_path, FakeGpuWorkers([FakeStages(TIMES), flattering])).run()
+    state = search(tmp_path, fake_gpus([FakeStages(TIMES), flattering])).run()
     assert ranked(state) == list(range(len(TIMES)))
     assert any("on the scale of the final on GPU 0" in e.feedback for e in state.history)
 
 
 def test_gpu_seconds_are_those_of_all_gpus(tmp_path: Path) -> None:
-    state = search(tmp_path, FakeGpuWorkers(devices(1.0, 1.0))).run()
+    state = search(tmp_path, fake_gpus(devices(1.0, 1.0))).run()
     assert state.gpu_seconds == 6.0  # two heats and a final, of two seconds each as the gpu_workers say
     assert sum(e.gpu_seconds for e in state.history) == pytest.approx(6.0, abs=0.01)
 
 
 def test_a_gpu_that_is_lost_costs_its_candidates_one_more_try(tmp_path: Path) -> None:
-    gpu_workers = FakeGpuWorkers(devices(1.0, 2.0), lambda place, names: place == 1)
+    gpu_workers = fake_gpus(devices(1.0, 2.0), lambda place, names: place == 1)
     state = search(tmp_path, gpu_workers).run()
     assert ranked(state) == list(range(len(TIMES)))
     ran = heats(tmp_path)
@@ -124,7 +127,7 @@ def test_a_gpu_that_is_lost_costs_its_candidates_one_more_try(tmp_path: Path) ->
 
 
 def test_who_loses_two_gpus_ends_and_takes_its_heat_only(tmp_path: Path) -> None:
-    gpu_workers = FakeGpuWorkers(devices(1.0, 1.0), lambda _, names: "5" in names)
+    gpu_workers = fake_gpus(devices(1.0, 1.0), lambda _, names: "5" in names)
     state = search(tmp_path, gpu_workers).run()
     ran = heats(tmp_path)
     twice = next(heat for at, heat in ran.items() if at[1] == 1)
@@ -139,15 +142,15 @@ def test_who_loses_two_gpus_ends_and_takes_its_heat_only(tmp_path: Path) -> None
 
 def test_with_no_gpu_left_the_run_stops_and_resumes(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="no GPU is left to race on: CUDA error on GPU 0"):
-        search(tmp_path, FakeGpuWorkers(devices(1.0, 1.0), lambda *_: True)).run()
+        search(tmp_path, fake_gpus(devices(1.0, 1.0), lambda *_: True)).run()
     assert heats(tmp_path) == {}  # no candidate is blamed
     with pytest.raises(WorkerError, match="no GPU is left"):
-        search(tmp_path / "one", FakeGpuWorkers(devices(1.0, 1.0), lambda *_: True), batch=1).run()
-    assert ranked(search(tmp_path, FakeGpuWorkers(devices(1.0, 1.0))).run()) == list(range(len(TIMES)))
+        search(tmp_path / "one", fake_gpus(devices(1.0, 1.0), lambda *_: True), batch=1).run()
+    assert ranked(search(tmp_path, fake_gpus(devices(1.0, 1.0))).run()) == list(range(len(TIMES)))
 
 
 def test_a_lost_final_leaves_the_heats_as_they_are(tmp_path: Path) -> None:
-    gpu_workers = FakeGpuWorkers(devices(1.0, 2.0), lambda _, names: len(names) == 2)
+    gpu_workers = fake_gpus(devices(1.0, 2.0), lambda _, names: len(names) == 2)
     state = search(tmp_path, gpu_workers).run()
     assert heats(tmp_path, "final")[(0,)].lost
     assert ranked(state) == list(range(len(TIMES)))
@@ -157,7 +160,7 @@ def test_a_lost_final_leaves_the_heats_as_they_are(tmp_path: Path) -> None:
 def test_a_winner_that_fails_in_the_final_is_no_winner(tmp_path: Path, fault: str) -> None:
     """GPU 1's winner is right there, and not on GPU 0."""
     failed = min(random.Random("0 deal 0").sample(range(len(TIMES)), len(TIMES))[1::2])
-    gpu_workers = FakeGpuWorkers([FakeStages(TIMES, {str(failed): fault}), FakeStages(TIMES)])
+    gpu_workers = fake_gpus([FakeStages(TIMES, {str(failed): fault}), FakeStages(TIMES)])
     state = search(tmp_path, gpu_workers).run()
     assert heats(tmp_path, "final")[(0,)].race is not None
     assert not of(state, failed).valid
@@ -167,8 +170,8 @@ def test_a_winner_that_fails_in_the_final_is_no_winner(tmp_path: Path, fault: st
 
 
 def test_a_run_is_cut_anywhere_and_comes_to_the_same_bytes(tmp_path: Path) -> None:
-    def gpu_workers() -> FakeGpuWorkers:
-        return FakeGpuWorkers(devices(1.0, 2.0, 1.5), lambda place, names: place == 2)
+    def gpu_workers() -> GpuWorkers:
+        return fake_gpus(devices(1.0, 2.0, 1.5), lambda place, names: place == 2)
 
     search(tmp_path / "whole", gpu_workers(), batch=6).run()
     whole = (tmp_path / "whole" / EVENTS).read_bytes()
@@ -183,8 +186,8 @@ def test_a_run_is_cut_anywhere_and_comes_to_the_same_bytes(tmp_path: Path) -> No
         search(folder, again, batch=6).run()
         assert (folder / EVENTS).read_bytes() == whole
         ran = sum(b'"what":"raced"' in line or b'"what":"final"' in line for line in lines[n:])
-        assert len(again.started) == ran  # what was logged is not run again
-    finished = FakeGpuWorkers(devices(1.0))
+        assert len(fakes(again).started) == ran  # what was logged is not run again
+    finished = fake_gpus(devices(1.0))
     search(tmp_path / "whole", finished, batch=6).run()  # other GPUs, or none, read it
     state = search(tmp_path / "whole", None, batch=6).run()
     assert ranked(state) == list(range(len(TIMES)))
@@ -192,50 +195,29 @@ def test_a_run_is_cut_anywhere_and_comes_to_the_same_bytes(tmp_path: Path) -> No
 
 
 def test_other_gpus_do_not_go_on_with_a_run(tmp_path: Path) -> None:
-    search(tmp_path / "a", FakeGpuWorkers(devices(1.0, 1.0))).run()
+    search(tmp_path / "a", fake_gpus(devices(1.0, 1.0))).run()
     head = (tmp_path / "a" / EVENTS).read_bytes().splitlines(keepends=True)
     n = next(e.n for e in read_events(tmp_path / "a") if e.kind == "raced")
-    for gpu_workers in (None, FakeGpuWorkers(devices(1.0, 1.0, 1.0))):
+    for gpu_workers in (None, fake_gpus(devices(1.0, 1.0, 1.0))):
         (tmp_path / "a" / EVENTS).write_bytes(b"".join(head[:n]))
         with pytest.raises(MachineError, match=r"GPUs that it began with \(0: fake, 1: fake\), and they are not here"):
             search(tmp_path / "a", gpu_workers).run()
 
 
-@pytest.mark.slow  # each racer is a process that imports the judge
+@pytest.mark.slow  # each process imports the judge
 def test_processes_of_two_gpus() -> None:
-    gpu_workers = LocalGpuWorkers([GpuName("0", "fake"), GpuName("1", "fake")], in_a_process)
+    """Two race at once, and again after one of them ended its process."""
+    pool = ProcessPool([functools.partial(in_a_process, gpu) for gpu in (0, 1)])
+    good, ends = (functools.partial(run_halving, candidates=[Candidate(parameters={"X": x})], seed=7) for x in (0, 1))
     try:
-        first, second = check_racers(gpu_workers)
-        assert second == pytest.approx(2 * first, rel=0.05)
+        waits = [pool.start(slot, good) for slot in (0, 1)]
+        (first, seconds), (second, _) = (wait() for wait in waits)
+        assert seconds > 0
+        assert second.raced[0].us["s"] == pytest.approx(2 * first.raced[0].us["s"], rel=0.05)
+        waits = [pool.start(0, good), pool.start(1, ends)]
+        assert waits[0]()[0].raced[0].speedup == pytest.approx(2, rel=0.02)
+        with pytest.raises(WorkerError, match="its process ended"):
+            waits[1]()
+        assert pool.start(1, good)()[0].raced[0].speedup == pytest.approx(2, rel=0.02)  # in a new process
     finally:
-        gpu_workers.close()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs greenfast[ray]")
-def test_a_cluster_with_two_gpus() -> None:
-    """Ray is told that there are two."""
-    ray = importlib.import_module("ray")
-    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        gpu_workers = RayGpuWorkers(in_a_process)
-        assert sorted(gpu.name[-2:] for gpu in gpu_workers.gpus) == ["/0", "/1"]
-        check_racers(gpu_workers)
-        gpu_workers.close()
-    finally:
-        ray.shutdown()
-
-
-def check_racers(gpu_workers: GpuWorkers) -> tuple[float, float]:
-    """Races on two GPUs at once, one of which ends its process, and again; gives what both took for one kernel."""
-    good, ends = [Candidate(parameters={"X": 0})], [Candidate(parameters={"X": 1})]
-    waits = [gpu_workers.start(place, good, 7) for place in (0, 1)]
-    found = [answer() for answer in waits]
-    assert all(seconds > 0 for _, seconds in found)
-    waits = [gpu_workers.start(0, good, 7), gpu_workers.start(1, ends, 7)]
-    assert waits[0]()[0].raced[0].speedup == pytest.approx(2, rel=0.02)
-    with pytest.raises(WorkerError, match=f"the process of GPU {gpu_workers.gpus[1].name} ended"):
-        waits[1]()
-    assert gpu_workers.start(1, good, 7)()[0].raced[0].speedup == pytest.approx(2, rel=0.02)  # in a new process
-    first, second = (race.raced[0].us["s"] for race, _ in found)
-    return first, second
+        pool.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sqlite3
 from collections import Counter
@@ -17,13 +16,12 @@ import pytest
 from benchmarks.revalidate import REVALIDATION, Revalidation, revalidate
 from greenfast.device.worker import Worker
 from greenfast.evolve.event_log import EVENTS, read_events
-from greenfast.evolve.gpu_workers import GpuWorker, LocalGpuWorkers
-from greenfast.evolve.gpu_workers import TimedHalving as RanRace
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate, Evaluation
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
-from greenfast.evolve.stages import Verdict
+from greenfast.evolve.stages import Stages, Verdict
+from greenfast.evolve.workers import InProcess
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.request import add_check_plan
 from greenfast.judge.tasks import find_task, load
@@ -242,20 +240,17 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert all(i["record"] for i in insights)
 
 
-class GpuWorkersHere(LocalGpuWorkers):
+def pool_here(makes: Sequence[Callable[[], Stages]]) -> InProcess:
     """The races of all GPUs on one fake device, in this process."""
-
-    def start(self, place: int, candidates: Sequence[Candidate], seed: int) -> Callable[[], RanRace]:
-        ran = GpuWorker(functools.partial(self._make, 0)).run_halving(candidates, seed)
-        return lambda: ran
+    return InProcess(makes[0]())
 
 
 def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
-    monkeypatch.setattr("greenfast.evolve.gpu_workers.device_info", lambda ordinal, timeout_s: L4)
-    monkeypatch.setattr("greenfast.evolve.gpu_workers.LocalGpuWorkers", GpuWorkersHere)
+    monkeypatch.setattr("greenfast.evolve.workers.device_info", lambda ordinal, timeout_s: L4)
+    monkeypatch.setattr("greenfast.evolve.workers.ProcessPool", pool_here)
     stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64), candidate(0, 32)])
     ran = run_here(
         capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "10",

@@ -153,7 +153,7 @@ def evolve(parser: argparse.ArgumentParser) -> None:
         "--workers",
         default="local:1",
         metavar="W",
-        help="local:N processes, or ray:ADDRESS for a Ray cluster (default: %(default)s)",
+        help="local:N for N processes (default: %(default)s)",
     )
     parser.add_argument("--baseline", metavar="B", help="a rung, toggles or a solution (default: the task's)")
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes that are raced (default: the gated ones)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,8 @@ from typing import Any, Protocol
 import msgspec
 
 from greenfast.evolve.event_log import Log
-from greenfast.evolve.gpu_workers import GpuName, GpuWorkers
-from greenfast.evolve.halving import HalvingResult, run_halving
+from greenfast.evolve.halving import CandidateResult, GpuRounds
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.multi_gpu import CandidateResult, MultiGpuHalving, describe_timing
 from greenfast.evolve.proposal import (
     Candidate,
     Context,
@@ -33,7 +32,7 @@ from greenfast.evolve.proposal import (
 )
 from greenfast.evolve.space import Space
 from greenfast.evolve.stages import StageResult, Stages, Verdict, validate_finalist
-from greenfast.evolve.workers import Workers, make_job
+from greenfast.evolve.workers import GpuName, GpuWorkers, Workers
 from greenfast.judge.request import ProgressListener
 from greenfast.spec.errors import UsageError
 
@@ -59,7 +58,7 @@ class SearchListener(ProgressListener, Protocol):
 class State:
     """The state of a run.
 
-    ended: the reason of its end, empty before. gpus: the GPUs that time candidates, if several.
+    ended: the reason of its end, empty before. gpus: the GPUs that time candidates.
     """
 
     gpus: list[GpuName] = field(default_factory=list)
@@ -103,7 +102,7 @@ class Search:
         insights: Sequence[Insight] = (),
         gpu_workers: GpuWorkers | None = None,
     ) -> None:
-        """insights: of earlier runs, for the proposer. gpu_workers: for several GPUs."""
+        """insights: of earlier runs, for the proposer. gpu_workers: None without a GPU."""
         self._gpu_workers = gpu_workers
         self.folder, self.manifest, self.state = folder, manifest, State(insights=list(insights))
         self._proposer, self._stages, self._workers, self._listener = proposer, stages, workers, listener
@@ -173,9 +172,9 @@ class Search:
         return ""
 
     def _baseline(self, log: Log, exam_seed: int) -> Evaluation:
-        built = self._run_stage(log, "baseline built", "built")
+        built = self._run_stage(log, "built")
         if built.valid:
-            emulated = self._run_stage(log, "baseline emulated", "emulated", exam_seed)
+            emulated = self._run_stage(log, "emulated", exam_seed)
             built = merge_results(built, emulated)
         if not built.valid:
             raise UsageError(f"the baseline does not pass {built.stage}: {built.feedback}")
@@ -190,10 +189,10 @@ class Search:
             behaviour=built.behaviour,
         )
 
-    def _run_stage(self, log: Log, kind: str, method: str, *arguments: Any) -> StageResult:
+    def _run_stage(self, log: Log, stage: str, *arguments: Any) -> StageResult:
         """Run one stage of the baseline, or read its result from the log."""
-        jobs = [make_job(method, None, *arguments)]
-        data = log.replay_or_run(kind, (), lambda: next(iter(self._workers.results(jobs))))
+        jobs = [operator.methodcaller(stage, None, *arguments)]
+        data = log.replay_or_run(f"baseline {stage}", (), lambda: next(iter(self._workers.results(jobs))))
         return msgspec.convert(data, StageResult)
 
     def _run_batch(self, log: Log, number: int, exam_seed: int) -> list[Evaluation]:
@@ -271,7 +270,9 @@ class Search:
         """Run a stage for several candidates; return results by index. The first ones may be in the log."""
         indices = list(indices)
         event_keys = [(number, n) for n in indices]
-        jobs = [make_job(stage, candidates[n], *more) for n in indices[log.count_pending(stage, event_keys) :]]
+        jobs = [
+            operator.methodcaller(stage, candidates[n], *more) for n in indices[log.count_pending(stage, event_keys) :]
+        ]
         worker_results = iter(self._workers.results(jobs))
         results: dict[int, StageResult] = {}
         for n, event_key in zip(indices, event_keys, strict=True):
@@ -300,21 +301,12 @@ class Search:
             rng = random.Random(f"{self.manifest.seed} screen {number}")
             selected = sorted([*ranked[:count], *rng.sample(below, math.ceil(CONTROL * len(below)))])
         cut = set(correct) - set(selected)
-        if not selected:
+        if not selected or not self.state.gpus:
             return {}, cut
-        if self.state.gpus:
-            halving = MultiGpuHalving(log, self.state.gpus, self._gpu_workers, self.manifest.seed, self._listener.say)
-            results, baseline_us = halving.run(number, candidates, selected)
-            self.state.baseline_us = self.state.baseline_us or sum(baseline_us.values())
-            return results, cut
-        event = ("raced", (number,), len(selected))
-        if self._stages.gpu is None and not log.is_next(*event[:2]):
-            return {}, cut
-        seed = random.Random(f"{self.manifest.seed} race {number}").getrandbits(53)
-        run = functools.partial(run_halving, self._stages, [candidates[n] for n in selected], seed, self._listener.say)
-        batch_timing = msgspec.convert(log.replay_or_run("raced", (number,), run, on_gpu=True), HalvingResult)
-        self.state.baseline_us = self.state.baseline_us or sum(batch_timing.baseline_us.values())
-        return {n: describe_timing(t, event) for n, t in zip(selected, batch_timing.raced, strict=True)}, cut
+        rounds = GpuRounds(log, self.state.gpus, self._gpu_workers, self.manifest.seed, self._listener.say)
+        results, baseline_us = rounds.run(number, candidates, selected)
+        self.state.baseline_us = self.state.baseline_us or sum(baseline_us.values())
+        return results, cut
 
     def _evaluation(
         self,

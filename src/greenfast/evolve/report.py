@@ -79,7 +79,7 @@ def report(manifest: Manifest, state: State) -> str:
     facts = [
         ("candidates", str(len(state.history))),
         ("kernels built", str(state.evaluations)),
-        ("GPU", f"{state.gpu_seconds:.0f} s" + (f" on {len(state.gpus)} GPUs" if state.gpus else "")),
+        ("GPU", f"{state.gpu_seconds:.0f} s" + (f" on {len(state.gpus)} GPUs" if len(state.gpus) > 1 else "")),
         ("machine", f"{state.seconds:.0f} s"),
         ("proposer", manifest.proposer),
         ("baseline", manifest.baseline),
@@ -112,7 +112,7 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
     parts = [paragraph(f"The search ended: {state.ended or 'it has not'}.")]
     if manifest.untimed:
         parts.append(paragraph(f"{manifest.untimed[0].upper()}{manifest.untimed[1:]}."))
-    if state.gpus:
+    if len(state.gpus) > 1:
         names = ", ".join(gpu.name for gpu in state.gpus)
         parts.append(
             paragraph(

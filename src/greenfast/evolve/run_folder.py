@@ -14,14 +14,13 @@ import msgspec
 
 from greenfast import __version__
 from greenfast.evolve.event_log import has_ended
-from greenfast.evolve.gpu_workers import describe_local_gpus, make_gpu_workers
 from greenfast.evolve.loop import Search, SearchListener, State
 from greenfast.evolve.manifest import MANIFEST, Manifest, SearchBudget, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
-from greenfast.evolve.workers import make_workers
+from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_workers
 from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.subject import load_baseline
@@ -51,7 +50,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     devices = choose_devices(manifest.device)
     raced = make_search_request(manifest, task, manifest.shapes, devices[0], out)
     if len(devices) > 1:
-        describe_local_gpus([int(device) for device in devices], manifest.timeout_s)  # one kind
+        describe_gpus([int(device) for device in devices], manifest.timeout_s)  # one kind
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
@@ -152,7 +151,7 @@ def search(
     proposer = make_proposer(manifest.proposer, manifest.options)
     with (
         lock_run_folder(folder),
-        Stages(manifest, folder, gpus[0] if gpus else None) as stages,
+        Stages(manifest, folder, gpus[0] if gpus else None, listener.say) as stages,
         contextlib.ExitStack() as ends,
     ):
         if manifest.sources not in ("", stages.sources.digest()) and not has_ended(folder):
@@ -162,9 +161,9 @@ def search(
             )
         pool = make_workers(workers, manifest, folder, stages)
         ends.callback(pool.close)
-        gpu_workers = make_gpu_workers(workers, manifest, folder, list(gpus))
+        gpu_workers = make_gpu_workers(gpus, manifest, folder, stages)
         if gpu_workers is not None:
-            ends.callback(gpu_workers.close)
+            ends.callback(gpu_workers.workers.close)
         run = Search(folder, manifest, proposer, stages, pool, listener, insights, gpu_workers)
         try:
             state = run.run()

@@ -153,9 +153,15 @@ def make_search_request(manifest: Manifest, task: LoadedTask, shapes: list[str],
 class Stages:
     """The gates of one run and their worker processes. Use as a context manager: it ends the processes."""
 
-    def __init__(self, manifest: Manifest, folder: Path, gpu: int | None = None) -> None:
-        """folder: of the run. gpu: number of the GPU; None for the emulator alone."""
-        self.manifest, self.gpu = manifest, gpu
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: Path,
+        gpu: int | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """folder: of the run. gpu: its number; None for the emulator alone. progress: receives the current step."""
+        self.manifest, self.gpu, self.progress = manifest, gpu, progress
         task = load(find_task(manifest.task))
         out = folder / "judged"
         self._emulated = make_search_request(manifest, task, manifest.small, "emulator", out)

@@ -1,32 +1,36 @@
-"""Evaluate candidates before they are timed: in this process, in several processes, or in Ray actors.
+"""The processes of a search. Each holds the stages of the run, and may have a GPU of its own.
 
 Evaluations are independent. Results are returned in the order of the candidates, so a run's log does not depend on
-timing. A lost worker costs only its candidate.
+timing. A process that ends costs only its candidate.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
+import queue
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
+from greenfast.device.python_process import PythonProcess
+from greenfast.device.worker import WorkerError
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.pools import ProcessPool
-from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import StageResult, Stages
+from greenfast.judge.environment import device_info
 from greenfast.spec.errors import UsageError
-from greenfast.spec.extras import require
+from greenfast.spec.facts import DeviceInfo
 
-#: A method of ``Stages`` and its arguments.
-Job = tuple[str, tuple[Any, ...]]
+#: A call on the stages that can be pickled.
+Job = Callable[[Stages], Any]
 _LOST = "its worker ended twice while it was evaluated"
-
-
 #: Environment variables for the thread counts of NumPy and PyTorch.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -37,29 +41,14 @@ class Workers(Protocol):
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """Yield the result of each job, in order."""
 
+    def start(self, slot: int, job: Job) -> Callable[[], Any]:
+        """Start a job in one of the processes; return a function that waits for its result.
+
+        It raises WorkerError if the process ends.
+        """
+
     def close(self) -> None:
         """End the processes."""
-
-
-def make_job(method: str, candidate: Candidate | None, *more: Any) -> Job:
-    """Make the job that calls ``Stages.method(candidate, *more)``."""
-    return method, (candidate, *more)
-
-
-def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) -> Workers:
-    """Create evaluators from ``local:N`` or ``ray:ADDRESS``. Raises UsageError for other texts or a missing extra."""
-    kind, value = read_workers(text)
-    if kind == "ray":
-        return RayWorkers(manifest, folder, value)
-    return LocalWorkers(manifest, folder, int(value)) if int(value) > 1 else InProcess(stages)
-
-
-def read_workers(text: str) -> tuple[str, str]:
-    """Parse ``local:N`` or ``ray:ADDRESS`` into its two parts. Raises UsageError for other texts."""
-    kind, _, value = text.partition(":")
-    if (kind == "local" and re.fullmatch(r"[1-9]\d*", value)) or (kind == "ray" and value):
-        return kind, value
-    raise UsageError(f"--workers {text!r}: allowed are local:N, and ray:ADDRESS such as ray:auto or ray:local")
 
 
 class InProcess:
@@ -70,118 +59,172 @@ class InProcess:
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
         """Run the jobs one after another."""
-        for method, arguments in jobs:
-            yield getattr(self._stages, method)(*arguments)
+        for job in jobs:
+            yield job(self._stages)
+
+    def start(self, slot: int, job: Job) -> Callable[[], Any]:
+        """Return a function that runs the job."""
+        return functools.partial(job, self._stages)
 
     def close(self) -> None:
         """Do nothing: the caller owns the stages."""
 
 
-_stages: Stages | None = None
+class ProcessPool:
+    """Evaluates in processes of this machine. A process starts with its first job, and again after its end.
 
+    The processes of ``concurrent.futures`` would import modules of the current folder.
+    """
 
-def _start(manifest: Manifest, folder: Path) -> None:
-    """Create the stages in a process of a pool."""
-    global _stages
-    _stages = Stages(manifest, folder)
-
-
-def _evaluate(method: str, arguments: tuple[Any, ...]) -> StageResult:
-    assert _stages is not None
-    result: StageResult = getattr(_stages, method)(*arguments)
-    return result
-
-
-class LocalWorkers:
-    """Evaluates in processes of this machine."""
-
-    def __init__(self, manifest: Manifest, folder: Path, count: int) -> None:
-        self._settings = manifest, folder, count
-        for name in _THREADS:  # for the new processes, which share the cores
-            os.environ.setdefault(name, "1")
-        self._pool = ProcessPool(count, _start, manifest, folder)
+    def __init__(self, makes: Sequence[Callable[[], Stages]]) -> None:
+        """makes: for each process, makes its stages there."""
+        self._processes = [_StagesProcess(make) for make in makes]
+        self._threads = ThreadPoolExecutor(len(makes))
+        self._idle: queue.SimpleQueue[_StagesProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
 
     def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """Submit all jobs; yield their results in order."""
-        futures = [self._submit(one) for one in jobs]
+        """Distribute the jobs; yield their results in order."""
+        futures = [self._threads.submit(self._run, job) for job in jobs]
         try:
-            for n, future in enumerate(futures):
-                try:
-                    yield future.result()
-                except BrokenProcessPool:
-                    yield self._retry(jobs[n])
-                    futures[n + 1 :] = self._resubmit(jobs[n + 1 :], futures[n + 1 :])
+            for future in futures:
+                yield future.result()
         finally:
             for future in futures:
                 future.cancel()
 
-    def _submit(self, one: Job) -> Future[StageResult]:
-        """Submit a job, to a new pool if a process of this one has ended."""
+    def _run(self, job: Job) -> StageResult:
+        """Run a job in an idle process; after its end once more in a new one."""
+        process = self._idle.get()
         try:
-            return self._pool.submit(_evaluate, *one)
-        except BrokenProcessPool:
-            self.close()
-            manifest, folder, count = self._settings
-            self._pool = ProcessPool(count, _start, manifest, folder)
-            return self._pool.submit(_evaluate, *one)
-
-    def _retry(self, one: Job) -> StageResult:
-        """Run one job alone in a new pool, to find out whether it or another job ended the pool."""
-        try:
-            return self._submit(one).result()
-        except BrokenProcessPool:
+            for _ in range(2):
+                try:
+                    result: StageResult = process.call(job)
+                    return result
+                except _ProcessEndedError:
+                    pass
             return StageResult(stage="BUILD", valid=False, feedback=_LOST)
+        finally:
+            self._idle.put(process)
 
-    def _resubmit(self, jobs: Sequence[Job], futures: Sequence[Future[StageResult]]) -> list[Future[StageResult]]:
-        """Return the finished futures, and new futures for the other jobs."""
-        finished = [f.done() and not f.cancelled() and f.exception() is None for f in futures]
-        return [f if done else self._submit(job) for job, f, done in zip(jobs, futures, finished, strict=True)]
+    def start(self, slot: int, job: Job) -> Callable[[], Any]:
+        """As the protocol says."""
+        return self._threads.submit(self._processes[slot].call, job).result
 
     def close(self) -> None:
         """End the processes, including running jobs."""
-        self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
 
 
-class RayWorkers:
-    """Evaluates in Ray actors, one per CPU of the cluster. All machines must share the run's folder."""
+class _ProcessEndedError(WorkerError):
+    """A process ended during a job."""
 
-    def __init__(self, manifest: Manifest, folder: Path, address: str) -> None:
-        """address: ``local`` starts a cluster on this machine. Raises UsageError if Ray or the cluster is missing."""
-        require("greenfast evolve --workers ray:...", "ray")
-        self._ray = ray = importlib.import_module("ray")
-        if not ray.is_initialized():
-            try:
-                ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="error")
-            except (ConnectionError, ValueError, RuntimeError) as e:
-                raise UsageError(f"--workers ray:{address}: no such cluster: {str(e).splitlines()[0]}") from None
-        self._actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=1)(Evaluator)
-        count = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        self._actors = [self._actor.remote(manifest, folder) for _ in range(count)]
 
-    def results(self, jobs: Sequence[Job]) -> Iterator[StageResult]:
-        """Distribute the jobs over the actors; yield their results in order."""
-        actors = self._actors
-        asked = [actors[n % len(actors)].evaluate.remote(*one) for n, one in enumerate(jobs)]
-        for reference in asked:
-            try:
-                yield self._ray.get(reference)
-            except self._ray.exceptions.RayActorError:
-                yield StageResult(stage="BUILD", valid=False, feedback=_LOST)
+class _StagesProcess:
+    """A process that holds stages and runs one job at a time."""
+
+    def __init__(self, make: Callable[[], Stages]) -> None:
+        self._make = make
+        self._process: PythonProcess | None = None
+        self._lock = threading.Lock()  # close() is called in another thread
+        self._closed = False
+
+    def call(self, job: Job) -> Any:
+        """Return the job's result or raise its error. Raises _ProcessEndedError."""
+        with self._lock:
+            if self._closed:
+                raise _ProcessEndedError("the search is ending")
+            if self._process is None:
+                self._process = PythonProcess(_serve, self._make, in_current_folder=True)
+            process = self._process
+        try:
+            process.connection.send(job)
+            returned, value = process.connection.recv()
+        except (EOFError, OSError):
+            process.close()
+            self._process = None
+            raise _ProcessEndedError("its process ended") from None
+        if not returned:
+            raise value
+        return value
 
     def close(self) -> None:
-        """End the actors."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._ray.shutdown()
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.close()
 
 
-class Evaluator:
-    """The Ray actor."""
+def _serve(connection: Connection, make: Callable[[], Stages]) -> None:
+    """Answer jobs in a process until the pipe closes. An error of ``make`` belongs to the first job."""
+    stages = None
+    while True:
+        job = connection.recv()
+        try:
+            stages = make() if stages is None else stages
+            answer = True, job(stages)
+        except Exception as e:
+            answer = False, e
+        connection.send(answer)
 
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
-        self._stages = Stages(manifest, folder)
 
-    def evaluate(self, method: str, arguments: tuple[Any, ...]) -> StageResult:
-        """Run one job."""
-        result: StageResult = getattr(self._stages, method)(*arguments)
-        return result
+def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) -> Workers:
+    """Create evaluators from ``local:N``. Raises UsageError for other texts."""
+    count = read_workers(text)
+    if count == 1:
+        return InProcess(stages)
+    for name in _THREADS:  # for the new processes, which share the cores
+        os.environ.setdefault(name, "1")
+    return ProcessPool([functools.partial(Stages, manifest, folder)] * count)
+
+
+def read_workers(text: str) -> int:
+    """Parse ``local:N``. Raises UsageError for other texts."""
+    match = re.fullmatch(r"local:([1-9]\d{0,3})", text)
+    if match is None:
+        raise UsageError(f"--workers {text!r}: allowed is local:N with N processes, such as local:8")
+    return int(match[1])
+
+
+class GpuName(msgspec.Struct, frozen=True):
+    """One GPU of a search. name: its number. kind: model; the same for all GPUs of a search."""
+
+    name: str
+    kind: str
+
+
+def describe_gpus(numbers: Sequence[int], timeout_s: float) -> list[GpuName]:
+    """Describe GPUs of this machine. Raises UsageError if their models differ, and MachineError as ``device_info``.
+
+    The fastest tiling depends on the model, so speedups of several models cannot be ranked.
+    """
+    gpus = [_describe_gpu(n, device_info(n, timeout_s)) for n in numbers]
+    if len({gpu.kind for gpu in gpus}) > 1:
+        models = ", ".join(f"{gpu.name} is an {gpu.kind}" for gpu in gpus)
+        raise UsageError(f"a search needs GPUs of one kind, and these are of several: {models}")
+    return gpus
+
+
+def _describe_gpu(number: int, info: DeviceInfo | None) -> GpuName:
+    return GpuName(str(number), f"{info.name} ({info.sm_count} multiprocessors)" if info is not None else "")
+
+
+@dataclass(frozen=True)
+class GpuWorkers:
+    """The GPUs of a search, and the processes that time candidates on them. One GPU needs no process of its own."""
+
+    gpus: Sequence[GpuName]
+    workers: Workers
+
+
+def make_gpu_workers(numbers: Sequence[int], manifest: Manifest, folder: Path, stages: Stages) -> GpuWorkers | None:
+    """Return the workers for these GPUs; None without GPUs. Raises as ``describe_gpus``."""
+    if not numbers:
+        return None
+    if len(numbers) == 1:
+        return GpuWorkers([_describe_gpu(numbers[0], stages.raced.device)], InProcess(stages))
+    gpus = describe_gpus(numbers, manifest.timeout_s)
+    return GpuWorkers(gpus, ProcessPool([functools.partial(Stages, manifest, folder, n) for n in numbers]))

@@ -15,7 +15,6 @@ EXTRAS = {
     "evolve": ("httpx2", "optuna"),
     "triton": ("triton",),
     "cute": ("cutlass",),
-    "ray": ("ray",),
 }
 
 
