@@ -31,7 +31,6 @@ from greenfast.device.rotating_buffers import Rotation
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case
 
@@ -105,22 +104,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.batches < 2:
         parser.error("--batches: give at least 2")
-    try:
-        gpu = Gpu(args.device)
-        target = Target.of_device(gpu.capability)
-        kernel = program(target)
-        empty = Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {})
-        costs = measure(gpu, ways_to_launch(gpu.bind(*kernel), gpu.bind(*empty)), args.batches)
-        instruments = Instruments(gpu)
-        device_us = {}
-        for what, (executable, case) in (
-            (f"{VARIANT} on {SHAPE}", kernel),
-            ("an empty kernel, the smallest measurable", empty),
-        ):
-            timed = Rotation(gpu, instruments, executable, [case]).time(20, 200, cold=False, seed=0)
-            device_us[what] = statistics.median(timed[0])
-    except GreenfastError as e:
-        parser.exit(e.exit_code, f"launch_cost measures launches on a GPU: {e}\n")
+    gpu = Gpu(args.device)
+    target = Target.of_device(gpu.capability)
+    kernel = program(target)
+    empty = Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {})
+    costs = measure(gpu, ways_to_launch(gpu.bind(*kernel), gpu.bind(*empty)), args.batches)
+    instruments = Instruments(gpu)
+    device_us = {}
+    for what, (executable, case) in (
+        (f"{VARIANT} on {SHAPE}", kernel),
+        ("an empty kernel, the smallest measurable", empty),
+    ):
+        timed = Rotation(gpu, instruments, executable, [case]).time(20, 200, cold=False, seed=0)
+        device_us[what] = statistics.median(timed[0])
     runtime = costs[0].median_us
     info = gpu.info()
     print(

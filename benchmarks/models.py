@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_run
-from benchmarks.timing import event, interleave
+from benchmarks.timing import interleave, time_gpu_ms
 from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.numerics.attention import attention
 
@@ -252,15 +252,8 @@ def measure(name: str, model: Model, attentions: Sequence[str], rounds: int) -> 
 
 
 def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Milliseconds of a call on the GPU, by events; nan without one."""
-    if not torch.cuda.is_available():
-        return float("nan"), call()
-    start, end = event(), event()
-    start.record()
-    out = call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)), out
+    """Return the milliseconds of a call on the GPU, nan without one, and its result."""
+    return time_gpu_ms(call) if torch.cuda.is_available() else (float("nan"), call())
 
 
 def main(argv: Sequence[str] | None = None) -> list[Run]:

@@ -27,16 +27,21 @@ from benchmarks.options import make_parser
 from benchmarks.parallel_backends import BACKENDS, LIMITS, Shards, start_ring_step
 from benchmarks.records import CaseRow, LinkRow, ParallelRecord, write_record
 from benchmarks.registry import Backend, first_line
-from benchmarks.timing import interleave
+from benchmarks.timing import interleave, time_gpu_ms
 from greenfast.cli.values import rounds as rounds_value
 from greenfast.cli.values import words
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
+from greenfast.numerics.attention import attention
 from greenfast.parallel import cost
 from greenfast.parallel.layout import ShardLayout
 from greenfast.spec.errors import MachineError, unknown
 
 _TRACED_CALLS = 3
+_SAMPLED = 64  # query rows per rank, of one head, that are compared with float64
+_ROUND_SECONDS = 0.05  # duration of a backend's calls between two events
+_MODELS = {"ring": cost.estimate_ring, "ulysses": cost.estimate_ulysses}
+_LINKS = (1 << 20, 16 << 20, 128 << 20)
 Interval = tuple[float, float]
 
 
@@ -93,11 +98,6 @@ def covered(intervals: Sequence[Interval]) -> float:
     return total
 
 
-_SAMPLED = 64  # query rows per rank, of one head, that are compared with float64
-_ROUND_SECONDS = 0.05  # duration of a backend's calls between two events
-_LINKS = (1 << 20, 16 << 20, 128 << 20)
-
-
 @dataclass(frozen=True)
 class ParallelCase:
     """One attention over the whole group. rows: length of the sequence before sharding."""
@@ -136,37 +136,6 @@ CASES = (
 )
 #: Cases for machines without a GPU: they test the arithmetic in PyTorch, not the speed.
 CPU_CASES = (ParallelCase("1k_causal", 1024, True, 4, 2, 64), ParallelCase("1k_full", 1024, False, 4, 2, 64))
-
-
-def run(
-    folder: Path, *, cases: Sequence[ParallelCase] = (), rounds: int = 7, backends: Sequence[str] = tuple(BACKENDS)
-) -> ParallelRecord:
-    """Measure in a process started by torchrun, on its GPU, or with gloo on the CPU without a GPU.
-
-    cases: by default CASES, on the CPU CPU_CASES.
-    Returns the record on every rank; rank 0 prints each row and writes ``folder``/parallel.json. Raises MachineError
-    for a process that was not started by torchrun, and ValueError for a wrong result.
-    """
-    if "LOCAL_RANK" not in os.environ:
-        raise MachineError(
-            "benchmarks parallel: one process for each GPU is needed: "
-            "torchrun --nproc-per-node N -m benchmarks parallel"
-        )
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    began = not dist.is_initialized()
-    if began:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
-    try:
-        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
-        for record in measure(mesh, cases or (CASES if on_gpu else CPU_CASES), rounds, backends):
-            if dist.get_rank() == 0:
-                write_record(folder, record)
-        return record
-    finally:
-        if began:
-            dist.destroy_process_group()
 
 
 def measure(
@@ -211,8 +180,7 @@ def _case(
     for name in names:
         backend = BACKENDS[name]
         try:
-            assert backend.prepare
-            call = backend.prepare(shards).call
+            call = backend.bind(shards).call
             errors[name] = _checked(mesh, case, shards, backend, call)
         except Exception as error:
             if backend.precision == "fp8":
@@ -225,43 +193,20 @@ def _case(
     times = interleave({name: partial(_slowest_seconds, mesh, ready[name], calls[name]) for name in ready}, rounds)
     found = []
     for name, call in ready.items():
-        trace = trace_calls(mesh, call)
-        found.append(_row(mesh, case, name, times[name], errors[name], peaks[name], calls[name], trace))
+        trace, median = trace_calls(mesh, call), statistics.median(times[name])
+        model = _MODELS[name](case.sizes(mesh.size())).seconds * 1e3 if name in _MODELS else None
+        found.append(
+            CaseRow(
+                case=case.name, backend=name, causal=case.causal, calls=calls[name], error=errors[name],
+                dims={"B": case.batch, "H": case.heads, "HK": case.kv_heads, "S": case.rows, "D": case.head_dim},
+                median_ms=median * 1e3, least_ms=min(times[name]) * 1e3, most_ms=max(times[name]) * 1e3,
+                tflops=case.flops / mesh.size() / median / 1e12, peak_bytes=peaks[name], exposed=trace.exposed,
+                idle=trace.idle, nccl=trace.exchanging, model_ms=model,
+            )
+        )  # fmt: skip
         if dist.get_rank() == 0:
             print(found[-1].line(), flush=True)
     return found, refused
-
-
-def _row(
-    mesh: DeviceMesh,
-    case: ParallelCase,
-    name: str,
-    times: list[float],
-    error: float,
-    peak: int,
-    calls: int,
-    trace: Trace,
-) -> CaseRow:
-    median = statistics.median(times)
-    models = {"ring": cost.estimate_ring, "ulysses": cost.estimate_ulysses}
-    model = models[name](case.sizes(mesh.size())).seconds if name in models else None
-    return CaseRow(
-        case=case.name,
-        backend=name,
-        dims={"B": case.batch, "H": case.heads, "HK": case.kv_heads, "S": case.rows, "D": case.head_dim},
-        causal=case.causal,
-        median_ms=median * 1e3,
-        least_ms=min(times) * 1e3,
-        most_ms=max(times) * 1e3,
-        calls=calls,
-        tflops=case.flops / mesh.size() / median / 1e12,
-        error=error,
-        peak_bytes=peak,
-        exposed=trace.exposed,
-        idle=trace.idle,
-        nccl=trace.exchanging,
-        model_ms=None if model is None else model * 1e3,
-    )
 
 
 def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
@@ -288,18 +233,15 @@ def _checked(
         return 0.0
     layout = ShardLayout(mesh.size(), True)
     rank, group = mesh.get_local_rank(), mesh.get_group()
-    key, value = (_gathered(x[:1, -1:], group, layout)[0, 0].double() for x in (shards.key, shards.value))
+    key, value = (_gathered(x[:1, -1:], group, layout)[0] for x in (shards.key, shards.value))
     rows = case.rows // mesh.size()
     at = torch.linspace(0, rows - 1, _SAMPLED, device=out.device).long()
     chunk = rows // 2
     first = torch.tensor(layout.get_chunks(rank), device=out.device) * chunk
     places = first[at // chunk] + at % chunk
-    scores = shards.query[0, -1, at].double() @ key.T / math.sqrt(case.head_dim)
-    if case.causal:
-        seen = torch.arange(case.rows, device=out.device) <= places.unsqueeze(1)
-        scores = scores.masked_fill(~seen, -math.inf)
-    wanted = scores.softmax(-1) @ value
-    found = out[0, -1, at].double()
+    mask = torch.arange(case.rows, device=out.device) <= places.unsqueeze(1) if case.causal else None
+    wanted = attention(shards.query[:1, -1, at], key, value, 1 / math.sqrt(case.head_dim), mask)
+    found = out[:1, -1, at].double()
     error = _worst(mesh, float((found - wanted).norm() / wanted.norm()))
     if not error < LIMITS[backend.precision]:
         raise ValueError(f"{case.name}, {backend.name}: relative error {error:.3g} against float64")
@@ -314,20 +256,18 @@ def _gathered(x: Tensor, group: Any, layout: ShardLayout) -> Tensor:
 
 def _seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
     """Measure the seconds per call over ``count`` calls, after a barrier of all ranks."""
+
+    def repeat() -> None:
+        for _ in range(count):
+            call()
+
     dist.barrier(mesh.get_group())
     if mesh.device_type == "cpu":
         began = time.perf_counter()
-        for _ in range(count):
-            call()
+        repeat()
         return (time.perf_counter() - began) / count
     torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / count
+    return time_gpu_ms(repeat)[0] / 1e3 / count
 
 
 def _slowest_seconds(mesh: DeviceMesh, call: Callable[[], Tensor], count: int) -> float:
@@ -380,7 +320,11 @@ def _links(mesh: DeviceMesh) -> list[LinkRow]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare on several GPUs; print each row on one rank. Raises UsageError for unknown cases and backends."""
+    """Compare in a process started by torchrun, on its GPU, or with gloo on the CPU without a GPU.
+
+    Rank 0 prints each row and writes parallel.json. Raises UsageError for unknown cases and backends, MachineError for
+    a process that was not started by torchrun, and ValueError for a wrong result.
+    """
     parser = make_parser("parallel", "Compare attention of one sequence on several GPUs, in each process of torchrun.")
     parser.add_argument("--cases", type=words, metavar="A,B", help="sequences, such as 32k_causal (default: all)")
     parser.add_argument("--contenders", type=words, metavar="A,B", help="such as torch,ring,ulysses (default: all)")
@@ -389,17 +333,26 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
     args = parser.parse_args(argv)
-    cases = {case.name: case for case in (*CASES, *CPU_CASES)}
-    for option, names, allowed in (
-        ("case", args.cases, cases), ("contender", args.contenders, BACKENDS)
-    ):  # fmt: skip
+    known = {case.name: case for case in (*CASES, *CPU_CASES)}
+    for option, names, allowed in (("case", args.cases, known), ("contender", args.contenders, BACKENDS)):
         for name in names or ():
             if name not in allowed:
                 raise unknown(f"{option} of benchmarks parallel", name, allowed)
-    run(
-        args.out,
-        cases=[cases[name] for name in args.cases or ()],
-        backends=tuple(args.contenders or BACKENDS),
-        rounds=args.rounds,
-    )
+    if "LOCAL_RANK" not in os.environ:
+        raise MachineError(
+            "benchmarks parallel: one process for each GPU is needed: "
+            "torchrun --nproc-per-node N -m benchmarks parallel"
+        )
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
+    try:
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
+        cases = [known[name] for name in args.cases or ()] or (CASES if on_gpu else CPU_CASES)
+        for record in measure(mesh, cases, args.rounds, tuple(args.contenders or BACKENDS)):
+            if dist.get_rank() == 0:
+                write_record(args.out, record)
+    finally:
+        dist.destroy_process_group()
     return 0

@@ -55,6 +55,11 @@ class Backend:
         """Whether it belongs to greenfast."""
         return self.library[1] == GREENFAST[1]
 
+    def bind(self, inputs: Any) -> BoundCall:
+        """Bind it to inputs. Not for a task's own kernel."""
+        assert self.prepare is not None, f"{self.name} is built for a shape"
+        return self.prepare(inputs)
+
     def describe(self) -> BackendFacts:
         """Return its facts for a record: the version, or the reason why it is missing."""
         version, missing, (name, package) = "", "", self.library

@@ -172,8 +172,8 @@ class BenchSession:
     def _ready(self, name: str) -> BoundCall:
         """Bind a backend to the inputs of the cell."""
         assert self._inputs is not None
-        prepare = self.backends[name].prepare
-        return prepare(self._inputs) if prepare else self._own(self._inputs)
+        backend = self.backends[name]
+        return backend.bind(self._inputs) if backend.prepare else self._own(self._inputs)
 
     def _own(self, inputs: Inputs) -> BoundCall:
         """Bind the task's own kernel to torch's memory and stream."""

@@ -45,6 +45,16 @@ def event() -> Any:
     return made(enable_timing=True)
 
 
+def time_gpu_ms(work: Callable[[], T]) -> tuple[float, T]:
+    """Return the milliseconds between two events around some work on the current stream, and the work's result."""
+    start, end = event(), event()
+    start.record()
+    result = work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)), result
+
+
 def capture_graph(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
     """Capture a graph of N calls; return it with the result of the last call."""
     graph: Any = torch.cuda.CUDAGraph()
@@ -56,14 +66,9 @@ def capture_graph(call: Callable[[], Any], calls: int) -> tuple[Any, Any]:
 
 def replay_us(graph: Any) -> float:
     """Measure the microseconds of the third replay."""
-    start, end = event(), event()
     graph.replay()
     graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(1e3 * start.elapsed_time(end))
+    return 1e3 * time_gpu_ms(graph.replay)[0]
 
 
 @dataclass(frozen=True)

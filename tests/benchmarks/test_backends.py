@@ -46,12 +46,6 @@ def error(found: Inputs, ready: BoundCall) -> float:
     return checked.error
 
 
-def prepare(name: str, found: Inputs) -> BoundCall:
-    function = BACKENDS[name].prepare
-    assert function is not None
-    return function(found)
-
-
 def test_the_tasks_kernel_alone_is_not_bound_to_inputs_here() -> None:
     assert [name for name, c in BACKENDS.items() if c.prepare is None] == [KERNEL]
     assert [name for name, c in BACKENDS.items() if c.same_codes] == [KERNEL, "fa3"]
@@ -105,13 +99,13 @@ def test_a_mask_aligned_at_the_last_key_is_refused() -> None:
 @pytest.mark.parametrize("dims", [{"HK": 1}, {"KV": 90}, {"HK": 1, "KV": 33}])
 def test_shared_heads_and_unequal_lengths_are_compared_too(causal: int, name: str, dims: dict[str, int]) -> None:
     found = make_inputs({**DIMS, **dims, "CAUSAL": causal}, 0, "normal", "cpu")
-    assert error(found, prepare(name, found)) < (0.01 if name == "torch" else 0.09)
+    assert error(found, BACKENDS[name].bind(found)) < (0.01 if name == "torch" else 0.09)
 
 
 def test_libraries_refuse_what_they_would_compute_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", ModuleType("fa3_fwd_interface"))
     with pytest.raises(ValueError, match="aligns a causal mask at the last key"):
-        prepare("fa3_bf16", make_inputs({**DIMS, "KV": 90, "CAUSAL": 1}, 0, "normal", "cpu"))
+        BACKENDS["fa3_bf16"].bind(make_inputs({**DIMS, "KV": 90, "CAUSAL": 1}, 0, "normal", "cpu"))
 
 
 @pytest.mark.parametrize("share", [0.98, 0.999])
@@ -134,16 +128,16 @@ def test_a_bias_under_rotary_embedding_turns_or_stays(kind: str, turns: bool) ->
 @CAUSAL
 def test_sages_arithmetic_is_attention_with_its_roundings(causal: int) -> None:
     found = inputs(causal)
-    assert 0.01 < error(found, prepare("sage", found)) < 0.05
+    assert 0.01 < error(found, BACKENDS["sage"].bind(found)) < 0.05
     biased = inputs(causal, "biased keys")
-    assert error(biased, prepare("sage", biased)) < 0.05, "without their mean"
+    assert error(biased, BACKENDS["sage"].bind(biased)) < 0.05, "without their mean"
 
 
 @CAUSAL
 @pytest.mark.parametrize("name", ["torch_flash", "torch"])
 def test_torch_is_right(causal: int, name: str) -> None:
     found = inputs(causal)
-    assert error(found, prepare(name, found)) < 0.01
+    assert error(found, BACKENDS[name].bind(found)) < 0.01
 
 
 @pytest.mark.parametrize("also_lse", [False, True])
@@ -167,7 +161,7 @@ def test_flash_attention_3_gets_lengths_before_heads_and_a_scale_per_head(
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
     found = inputs(causal)
-    assert error(found, prepare("fa3", found)) < 0.07
+    assert error(found, BACKENDS["fa3"].bind(found)) < 0.07
 
 
 @CAUSAL
@@ -182,7 +176,7 @@ def test_flash_attention_3_takes_bfloat16_too(monkeypatch: pytest.MonkeyPatch, c
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
     found = inputs(causal)
-    assert error(found, prepare("fa3_bf16", found)) < 0.01
+    assert error(found, BACKENDS["fa3_bf16"].bind(found)) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -191,12 +185,12 @@ def test_flash_attention_3_takes_bfloat16_too(monkeypatch: pytest.MonkeyPatch, c
 @CAUSAL
 def test_the_operator_is_called_with_the_mask_and_precision(causal: int, name: str, most: float) -> None:
     found = inputs(causal)
-    assert 0.01 < error(found, prepare(name, found)) < most
+    assert 0.01 < error(found, BACKENDS[name].bind(found)) < most
 
 
 def test_a_copy_moves_as_many_bytes_as_quantization_must() -> None:
     found = inputs()
-    to = prepare("copy", found).call()
+    to = BACKENDS["copy"].bind(found).call()
     assert 2 * to.numel() == pytest.approx(3 * 3 * found.values["q"].numel(), abs=1)
 
 
@@ -275,7 +269,7 @@ def test_cudnn_gets_a_scale_per_tensor_and_an_output_scale_that_cannot_overflow(
     monkeypatch.setitem(sys.modules, "cudnn", module)
     sdpa_backends._cudnn_handle.cache_clear()
     found = inputs(causal)
-    assert error(found, prepare("cudnn", found)) < 0.08
+    assert error(found, BACKENDS["cudnn"].bind(found)) < 0.08
     sdpa_backends._cudnn_handle.cache_clear()
 
 

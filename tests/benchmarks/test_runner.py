@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,106 +12,29 @@ import msgspec
 import pytest
 
 from benchmarks import sdpa
-from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
+from benchmarks.comparison import CheckResult
 from benchmarks.freshness import freshness, timed_kernels
-from benchmarks.records import HostRow, Row, read_record
+from benchmarks.records import read_record
 from benchmarks.registry import KERNEL
 from benchmarks.report import benchmark_report
 from benchmarks.runner import BenchResult, compare
-from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import INPUTS
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import WorkerError
 from greenfast.judge.record_io import resolve_aliases
 from greenfast.spec.errors import MachineError, UsageError, WrongResultError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.freshness import Freshness
-from tests.fakes import Watcher, request, shipped
+from tests.benchmarks.scripted import ABSENT, RIGHT, ComparisonWatcher, Session, install
+from tests.fakes import request, shipped
 
 H100 = DeviceInfo(
     kind="gpu", name="NVIDIA H100", compute_capability="9.0", cuda_version="13.0", driver="580.95", l2_bytes=50 * 2**20
 )
-ABSENT = "cudnn"
-RIGHT = CheckResult(error=0.05, kernel_error=0.02, bound_ratio=0.4, finite=True)
-US = {KERNEL: 10.0, "fa3": 12.0}
-
-
-@dataclass
-class Session:
-    """What the workers of one comparison do, and what they were asked."""
-
-    checked: dict[str, CheckResult] = field(default_factory=dict)  # by contender; RIGHT for the others
-    crashes: set[tuple[int, str]] = field(default_factory=set)  # (length, contender)
-    changed: list[str] = field(default_factory=list)
-    starts: int = 0
-    closed: int = 0
-    rounds: list[int | None] = field(default_factory=list)
-    opened: list[BenchCell] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-
-    def facts(self, names: list[str]) -> Facts:
-        def described(name: str) -> Any:
-            missing = f"{name} is not installed" if name == ABSENT else ""
-            return msgspec.structs.replace(
-                BACKENDS[name].describe(), version="" if missing else f"{name} 1.0", missing=missing
-            )
-
-        return Facts([described(name) for name in names], {"cuDNN": "91900"})
-
-    def open(self, cell: BenchCell, kernel: Any) -> None:
-        if KERNEL in cell.backends:
-            image, plan = kernel
-            assert image.entry == "fp8_attention"
-            assert plan.grid[0] >= 1
-        else:
-            assert kernel is None
-        self.opened.append(cell)
-        self.added = []
-
-    def add(self, name: str, timed: bool) -> CheckResult:
-        if (self.opened[-1].shape.dims["S"], name) in self.crashes:
-            raise WorkerError(f"crash: the process ended during add of {name}")
-        found = self.checked.get(name, RIGHT if BACKENDS[name].attention else CheckResult(finite=True))
-        if timed and not found.reason:
-            self.added.append(name)
-        return found
-
-    def time(self, rounds: int | None) -> TimingResult:
-        self.rounds.append(rounds)
-        samples = {name: [US.get(name, 20.0) * (1 + 0.01 * n) for n in (4, 0, 2, 1, 3)] for name in self.added}
-        return TimingResult(samples, dict.fromkeys(self.added, 7), self.changed, {"sm_mhz": 1980.0 - len(self.rounds)})
-
-    def host(self, cell: BenchCell) -> list[HostRow]:
-        return [
-            HostRow(backend=n, dims=cell.shape.dims, median_us=2.0, least_us=1.0, batches=1, calls=1)
-            for n in cell.backends
-        ]
 
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
-    made = Session()
-
-    class HereWorker(Worker):
-        def __init__(self, ordinal: int, *, timeout_s: float, make_session: object) -> None:
-            assert ordinal == 0
-            made.starts += 1
-
-        def close(self) -> None:
-            made.closed += 1
-
-        def call(self, method: str, *args: Any) -> Any:
-            return getattr(made, method)(*args)
-
-    monkeypatch.setattr("benchmarks.runner.Worker", HereWorker)
-    return made
-
-
-@dataclass
-class ComparisonWatcher(Watcher):
-    cells: list[list[Row]] = field(default_factory=list)
-
-    def cell(self, rows: Sequence[Row]) -> None:
-        self.cells.append(list(rows))
+    return install(monkeypatch, Session())
 
 
 Run = Callable[..., BenchResult]

@@ -155,9 +155,7 @@ def test_greenfast_computes_attention_and_every_copy_has_the_same_bits(
     name: str, shape: Shape, small: Callable[[Shape], PagedInputs]
 ) -> None:
     inputs = small(shape)
-    prepare = BACKENDS[name].prepare
-    assert prepare is not None
-    ready = prepare(inputs)
+    ready = BACKENDS[name].bind(inputs)
     outs = [ready.call() for _ in range(max(2, ready.copies))]
     assert ready.copies == (3 if shape is DECODE and name in (KERNEL, "token_scales") else 1)
     assert 0.01 < error_of(inputs, outs[0]) < 0.08
@@ -168,51 +166,40 @@ def test_greenfast_computes_attention_and_every_copy_has_the_same_bits(
 @pytest.mark.parametrize("name", ["kvcache_appending", "append_last"])
 def test_what_is_appended_again_is_what_was_there(name: str, small: Callable[[Shape], PagedInputs]) -> None:
     inputs = small(DECODE)
-    caches, prepare = [x.view(torch.uint8) for x in (inputs.k_codes, inputs.v_groups)], BACKENDS[name].prepare
+    caches = [x.view(torch.uint8) for x in (inputs.k_codes, inputs.v_groups)]
     before = [x.clone() for x in caches]
     page, place = inputs.tables[0][1, 2], 128 % PAGE  # of the sequence of 129 keys
     caches[0][page, place] = 0
-    assert prepare is not None
-    prepare(inputs).call()
+    BACKENDS[name].bind(inputs).call()
     assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
 
 
 def test_a_call_on_the_wrong_pages_is_found(small: Callable[[Shape], PagedInputs]) -> None:
     inputs = small(DECODE)
-    prepare = BACKENDS[KERNEL].prepare
-    assert prepare is not None
     wrong = replace(inputs, tables=[inputs.tables[0].flip(0)])
-    assert error_of(inputs, prepare(wrong).call()) > 0.1
+    assert error_of(inputs, BACKENDS[KERNEL].bind(wrong).call()) > 0.1
 
 
 @pytest.mark.parametrize("norm", [0, 1])
 def test_an_append_is_checked_in_its_pages(norm: int) -> None:
     shape = Shape(name="append_100", dims=APPEND | ({"NORM": 1} if norm else {}))
     inputs = append_inputs(shape, 0, "cpu", 1000)
-    prepare = BACKENDS["append"].prepare
-    assert prepare is not None
-    out = prepare(inputs).call()
+    out = BACKENDS["append"].bind(inputs).call()
     assert 0.005 < error_of(inputs, out) < 0.04
     assert error_of(inputs, inputs.q) > 0.2  # not rotated
     inputs.pages.v_scale.mul_(2)
     assert error_of(inputs, out) > 0.2
-    copy = BACKENDS["copy"].prepare
-    assert copy is not None
-    assert copy(inputs).call().numel() == 500
+    assert BACKENDS["copy"].bind(inputs).call().numel() == 500
 
 
 def test_a_plan_is_made_anew() -> None:
-    prepare = BACKENDS["plan"].prepare
-    assert prepare is not None
     inputs = SimpleNamespace(
         starts=torch.tensor([0, 1], dtype=torch.int32), used=torch.tensor([9], dtype=torch.int32), max_queries=1,
         heads=4, kv_heads=2, head_dim=64, q=torch.zeros(1, 4, 64),
     )  # fmt: skip
-    ready = prepare(inputs)
+    ready = BACKENDS["plan"].bind(inputs)
     assert ready.call() is not ready.call()
-    prepare = BACKENDS["plan_update"].prepare
-    assert prepare is not None
-    ready = prepare(inputs)
+    ready = BACKENDS["plan_update"].bind(inputs)
     plan = ready.call()
     inputs.used += 1
     assert ready.call() is plan
@@ -240,10 +227,8 @@ def test_vllms_library_is_called_by_its_schema(
 ) -> None:
     library = Library()
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", library, raising=False)
-    prepare = BACKENDS[name].prepare
-    assert prepare is not None
     inputs = small(DECODE)
-    ready = prepare(inputs)
+    ready = BACKENDS[name].bind(inputs)
     assert ready.copies == 3
     assert ready.call().shape == inputs.q.shape
     ready.call()
@@ -260,7 +245,7 @@ def test_vllms_library_is_called_by_its_schema(
     assert first[24] is True
     library.calls.clear()
     inputs = small(PREFILL)
-    ready = prepare(inputs)
+    ready = BACKENDS[name].bind(inputs)
     ready.call()
     (args,) = library.calls  # no plan
     assert [x.shape for x in args[:3]] == [(204, 4, 64), (204, 2, 64), (204, 2, 64)]
@@ -284,16 +269,14 @@ def test_the_package_is_called_as_it_is_documented(
     names = ("get_scheduler_metadata", "flash_attn_with_kvcache", "flash_attn_varlen_func")
     module = SimpleNamespace(**{name: function(name) for name in names})
     monkeypatch.setattr("benchmarks.serving_backends.importlib.import_module", lambda name: module)
-    prepare = BACKENDS["fa3"].prepare
-    assert prepare is not None
     inputs = small(DECODE)
-    assert prepare(inputs).call().shape == (1,)  # the output, without the log-sum-exp
+    assert BACKENDS["fa3"].bind(inputs).call().shape == (1,)  # the output, without the log-sum-exp
     assert [name for name, _, _ in calls] == list(names[:2])
     options = calls[1][2]
     assert options["page_table"] is inputs.tables[0]
     assert options["k_descale"].shape == (3, 2)
     assert isinstance(options["scheduler_metadata"], tuple)
-    prepare(small(PREFILL)).call()
+    BACKENDS["fa3"].bind(small(PREFILL)).call()
     assert calls[-1][0] == names[2]
     assert calls[-1][1][5:] == (129, 129)
 
@@ -423,9 +406,7 @@ def test_the_recorded_launches_are_those_of_the_calls(
 
     monkeypatch.setattr(serving_ops, "paged_attention", attention)
     monkeypatch.setattr(serving_ops, "append_kv", append)
-    prepare = BACKENDS[name].prepare
-    assert prepare is not None
-    prepare(append_inputs(shape, 0, "cpu", 0) if name == "append" else small(shape)).call()
+    BACKENDS[name].bind(append_inputs(shape, 0, "cpu", 0) if name == "append" else small(shape)).call()
     found = [(one.source, launch_facts(one.source, one.launch, shape.dims)) for one in made]
     assert expected in found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,20 @@ from typing import Any
 import pytest
 
 from benchmarks import freshness as freshness_module
-from benchmarks.comparison import BenchCell, CheckResult, Facts, TimingResult
+from benchmarks.comparison import CheckResult
 from benchmarks.freshness import current_part, freshness
 from benchmarks.pictures import save_benchmark_plot
-from benchmarks.records import BackendFacts, HostRow, read_record
+from benchmarks.records import read_record
 from benchmarks.report import headline, read_rate, summary, tables
 from benchmarks.runner import compare
 from benchmarks.serving import serving
 from benchmarks.serving_backends import BACKENDS
-from greenfast.device.worker import Worker
 from greenfast.spec.errors import WrongResultError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.freshness import STALE, Freshness
 from tests.benchmarks.benchmarks import serving_record
-from tests.fakes import Watcher, request, shipped
+from tests.benchmarks.scripted import ComparisonWatcher, Session, install
+from tests.fakes import request, shipped
 from tests.judge.report.figures import drawn_by
 
 H200 = DeviceInfo(
@@ -80,74 +79,20 @@ def test_a_panel_for_each_kind_of_heads(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [t.get_text() for t in found.axes[-1].texts] == ["1.500x"] * 2
 
 
-class Scripted:
-    """A session whose contenders take 100 us, FlashAttention-3's of vLLM 150; the package is missing."""
-
-    error = 0.05
-
-    def facts(self, names: Sequence[str]) -> Facts:
-        return Facts(
-            [
-                BackendFacts(
-                    name=n, label=BACKENDS[n].label, precision=BACKENDS[n].precision,
-                    missing="no fa3-fwd" if n.startswith("fa3") else "",
-                )
-                for n in names
-            ],
-            {},
-        )  # fmt: skip
-
-    def open(self, cell: BenchCell, kernel: object) -> None:
-        assert kernel is None
-        self.added: list[str] = []
-
-    def add(self, name: str, timed: bool) -> CheckResult:
-        assert timed
-        self.added.append(name)
-        return CheckResult(error=self.error if BACKENDS[name].attention else None, finite=True)
-
-    def time(self, rounds: int | None) -> TimingResult:
-        samples = {name: [150.0 if name.startswith("vllm") else 100.0] * 3 for name in self.added}
-        return TimingResult(samples, dict.fromkeys(self.added, 7))
-
-    def host(self, cell: BenchCell) -> list[HostRow]:
-        return [
-            HostRow(backend=n, dims=cell.shape.dims, median_us=9.0, least_us=8.0, batches=1, calls=1)
-            for n in cell.backends
-            if not n.startswith("fa3")
-        ]
-
-
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    made = Scripted()
-
-    class HereWorker(Worker):
-        def __init__(self, ordinal: int, **_: object) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
-
-        def call(self, method: str, *args: Any) -> Any:
-            return getattr(made, method)(*args)
-
-    monkeypatch.setattr("benchmarks.runner.Worker", HereWorker)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Backends take 100 us, FlashAttention-3's of vLLM 150; the package is missing."""
     monkeypatch.setattr("benchmarks.serving.timed_launches", lambda cases: {})  # compiling them takes a minute
-    return made
-
-
-class Quiet(Watcher):
-    def cell(self, rows: Sequence[Any]) -> None:
-        pass
+    us = {name: 150.0 if name.startswith("vllm") else 100.0 for name in BACKENDS}
+    return install(monkeypatch, Session(BACKENDS, absent=("fa3", "fa3_bf16"), us=us))
 
 
 def run(tmp_path: Path, *groups: str) -> Any:
     asked = replace(request(tmp_path, task=shipped("fp8_attention"), arch="sm_90a", device=H200), command="x")
-    return compare(serving(groups, quick=True), asked, None, Quiet())
+    return compare(serving(groups, quick=True), asked, None, ComparisonWatcher())
 
 
-def test_a_run_leaves_a_record_a_report_and_a_figure(scripted: Scripted, tmp_path: Path) -> None:
+def test_a_run_leaves_a_record_a_report_and_a_figure(scripted: Session, tmp_path: Path) -> None:
     outcome = run(tmp_path, "decode", "prefill", "append", "host")
     assert {path.name for path in outcome.folder.iterdir()} == {
         "record.json",
@@ -160,7 +105,7 @@ def test_a_run_leaves_a_record_a_report_and_a_figure(scripted: Scripted, tmp_pat
     rows = {(row.shape, row.backend): row for row in record.rows}
     assert rows["decode_8x1_d128_1x8192", "greenfast"].cache == "beyond L2"
     assert rows["append_64", "append"].cache == "warm"
-    assert rows["decode_8x1_d128_1x8192", "fa3"].reason == "no fa3-fwd"
+    assert rows["decode_8x1_d128_1x8192", "fa3"].reason == "fa3 is not installed"
     names = [row.backend for row in record.host]
     assert names[:3] == ["kvcache", "kvcache_unplanned", "kvcache_appending"]
     assert names[-1] == "vllm_fa3"  # the package is missing
@@ -180,14 +125,14 @@ def test_a_record_of_some_cases_is_stale_by_their_kernels_alone(monkeypatch: pyt
     assert "decode_32x8_d128_8x32768 is not in the record" in str(stale)
 
 
-def test_host_times_alone_need_no_shapes(scripted: Scripted, tmp_path: Path) -> None:
+def test_host_times_alone_need_no_shapes(scripted: Session, tmp_path: Path) -> None:
     outcome = run(tmp_path, "host")
     assert outcome.record.rows == []
     assert len(outcome.record.host) == 7
 
 
-def test_greenfast_that_is_wrong_ends_the_run(scripted: Scripted, tmp_path: Path) -> None:
-    scripted.error = 0.11
+def test_greenfast_that_is_wrong_ends_the_run(scripted: Session, tmp_path: Path) -> None:
+    scripted.checked["greenfast"] = CheckResult(error=0.11, finite=True)
     with pytest.raises(WrongResultError, match=r"greenfast on decode_32x8_d128_1x8192 .*error 0\.11, at most 0\.1"):
         run(tmp_path, "decode")
 
