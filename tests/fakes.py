@@ -467,7 +467,7 @@ def shipped(name: str) -> LoadedTask:
 PAGE = 1 << 14
 #: Of the fake device. It digests and overwrites the memory of all shifts around each launch.
 SHIFTS = 8
-_FEW = {"warmup_iters": 10, "timed_iters": 100}
+FEW = {"warmup_iters": 5, "timed_iters": 40}
 
 
 def request(
@@ -506,7 +506,7 @@ def request(
         target=Target.parse(arch),
         ordinal=None if device is None else 0,
         device=device,
-        timing=msgspec.structs.replace(task.config.timing, **{**_FEW, **timing}),
+        timing=msgspec.structs.replace(task.config.timing, **{**FEW, **timing}),
         timeout_s=30.0,
         out=out,
         command="greenfast judge fp8_sdpa",

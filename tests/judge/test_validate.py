@@ -22,7 +22,7 @@ from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.timing.speedup import speedup_row
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.kernel import Program, program_of
-from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
+from tests.fakes import FEW, L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
 
@@ -146,7 +146,7 @@ def test_what_is_not_fast_enough_is_deferred(run: Callable[..., Outcome], candid
     assert {row.verdict for row in record.speedups if row.gated} == {verdict}
     again = 2 if verdict == "INCONCLUSIVE" else 1  # measured once more, with twice the processes
     assert [row.processes for row in record.speedups] == [5 * again] * 2
-    assert {t.timed_iters for t in record.candidate.timing} == {100 * again}
+    assert {t.timed_iters for t in record.candidate.timing} == {FEW["timed_iters"] * again}
 
 
 @pytest.mark.parametrize(

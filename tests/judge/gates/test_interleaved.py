@@ -23,7 +23,7 @@ LABELS = {"baseline": "stage1", "candidate": "stage2"}
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
-    asked = request(tmp_path)
+    asked = request(tmp_path, warmup_iters=10, timed_iters=100)
     return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
 
 
