@@ -46,7 +46,8 @@ for slot in range(2):
     pool.start(slot, sleep)
 try:
     print("in", flush=True)
-    time.sleep(60)
+    for _ in range(600):
+        time.sleep(0.1)  # a signal just before a sleep does not cut it short
 except KeyboardInterrupt:
     pool.close()
 """

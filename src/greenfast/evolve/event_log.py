@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,7 +56,11 @@ class Log:
         self._path, self._costs_path = folder / EVENTS, folder / COSTS
         self.events, good = _read_event_file(self._path)
         costs = _read_whole_lines(self._costs_path)
-        self.costs = {cost.n: cost for cost in _parse_costs(costs, self._costs_path)}
+        self.costs: dict[int, Cost]
+        try:
+            self.costs = {cost.n: cost for cost in (decode(line, Cost) for line in costs)}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise UsageError(f"{self._costs_path}: {e}; it can be deleted: times are then not known") from None
         self._numbers = {(event.kind, event.key): event.n for event in self.events}
         self._next = 0
         self._events_file = _open_for_append(self._path, good)
@@ -134,11 +138,6 @@ class Log:
         return self.costs.get(n, Cost(n=n, seconds=0.0))
 
     @property
-    def written(self) -> dict[tuple[str, EventKey], float]:
-        """The time of each event in seconds since 1970; 0 if unknown."""
-        return {identity: self.costs[n].written if n in self.costs else 0.0 for identity, n in self._numbers.items()}
-
-    @property
     def gpu_seconds(self) -> float:
         """GPU seconds of all events before the next one."""
         return sum(cost.gpu_seconds for n, cost in self.costs.items() if n < self._next)
@@ -185,14 +184,6 @@ def _read_event_file(path: Path) -> tuple[list[Event], int]:
         before = event.digest
         good += len(line)
     return events, good
-
-
-def _parse_costs(lines: Sequence[bytes], path: Path) -> Iterator[Cost]:
-    for line in lines:
-        try:
-            yield decode(line, Cost)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise UsageError(f"{path}: {e}; it can be deleted: times are then not known") from None
 
 
 def _read_whole_lines(path: Path) -> list[bytes]:

@@ -29,6 +29,7 @@ from greenfast.evolve.proposal import (
     Proposer,
     ProposerError,
     build_archive,
+    describe,
 )
 from greenfast.evolve.space import Space
 from greenfast.evolve.stages import StageResult, Stages, Verdict, validate_finalist
@@ -407,11 +408,8 @@ def _copy_result(e: Evaluation, first: Evaluation, why: str) -> Evaluation:
 
 def make_insight(space: Space, e: Evaluation, record: str) -> Insight:
     """Make the insight of a timed candidate. record: digest of the log event with the timing."""
-    c = e.candidate
-    settings = space.shown(c.parameters)
-    edits = ", ".join(f"edit of {edit.region}" for edit in c.edits)
-    change = "; ".join(filter(None, (c.rationale, settings, edits)))
-    return Insight(change=change, prediction=c.prediction, outcome=e.feedback, record=record)
+    change = "; ".join(filter(None, (e.candidate.rationale, describe(space, e.candidate))))
+    return Insight(change=change, prediction=e.candidate.prediction, outcome=e.feedback, record=record)
 
 
 def without_costs(e: Evaluation) -> Evaluation:

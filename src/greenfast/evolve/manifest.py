@@ -74,18 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over the settings that determine the run; without budget, paths, dates and versions."""
-        left_out = (
-            "created",
-            "budget",
-            "command",
-            "package_version",
-            "git",
-            "environment",
-            "task",
-            "space_folder",
-            "sources",
-            "untimed",
-        )
+        left_out = {"created", "budget", "command", "package_version", "git", "environment", "task", "untimed"}
+        left_out |= {"space_folder", "sources"}
         content = {name: value for name, value in msgspec.to_builtins(self).items() if name not in left_out}
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()[:16]
 

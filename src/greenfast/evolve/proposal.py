@@ -70,6 +70,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
+def describe(space: Space, candidate: Candidate) -> str:
+    """Describe a candidate by its differences from the defaults and its edits."""
+    edits = ", ".join(f"edit of {edit.region}" for edit in candidate.edits)
+    return ", ".join(filter(None, (space.shown(candidate.parameters), edits))) or candidate.key
+
+
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """The descriptor of a kernel's behaviour; it selects the cell of the archive.
 

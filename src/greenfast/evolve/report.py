@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 from greenfast.evolve import t4
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest
-from greenfast.evolve.proposal import Evaluation, build_archive, select_best
+from greenfast.evolve.proposal import Descriptor, Evaluation, build_archive, describe, select_best
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.report.webpage.charts import drawing
 from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
@@ -67,8 +66,8 @@ def report(manifest: Manifest, state: State) -> str:
     """Render the page."""
     sections = [
         Section("Result", _result(manifest, state)),
-        Section("Fitness over time", [figure(_fitness(state), _fitness_caption(state))]),
-        Section("Where candidates ended", _stage_section(manifest, state)),
+        Section("Fitness over time", [figure(_draw_fitness(state), _fitness_caption(state))]),
+        Section("Where candidates ended", [_stage_table(state)]),
         Section("Archive", _archive(manifest, state)),
         Section("Lineage", _lineage(manifest, state)),
         Section("Candidates", _candidates(manifest, state)),
@@ -127,44 +126,36 @@ def _result(manifest: Manifest, state: State) -> list[Markup]:
         rows = [
             (
                 str(n + 1),
-                _describe_settings(manifest, e),
+                describe(manifest.space, e.candidate),
                 v.decision,
                 f"{v.speedup:.3f}x [{v.low:.3f}, {v.high:.3f}]" if v.speedup else "",
                 f"{state.baseline_us / e.fitness / 1e6:.3f}x" if e.fitness else "",
-                v.record,
+                "; ".join([*v.reasons, v.record]),
             )
             for n, (e, v) in enumerate(state.verdicts)
         ]
-        parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "record"), rows))
+        parts.append(table(("finalist", "settings", "verdict", "validated", "in its race", "reasons, record"), rows))
         parts.append(paragraph("The best of many looks better in its race than it is; what counts is the validation."))
-        parts.append(bullets([f"{_describe_settings(manifest, e)}: {'; '.join(v.reasons)}" for e, v in state.verdicts]))
     best = select_best(state.history)
     if best is not None and state.baseline is not None:
-        mine, theirs = best.behaviour, state.baseline.behaviour
+        mine, theirs = best.behaviour or Descriptor(), state.baseline.behaviour or Descriptor()
+        baseline_us = f"{state.baseline_us:.2f}" if state.baseline_us else _format_fitness(state.baseline)
         compared = [
-            *([("time in races, µs", f"{state.baseline_us:.2f}", _time(best))] if state.baseline_us else []),
-            *([] if state.baseline_us else [("estimate by counts, µs", _estimate(state.baseline), _estimate(best))]),
-            ("registers", str(theirs.registers if theirs else ""), str(mine.registers if mine else "")),
-            ("shared memory, bytes", str(theirs.smem_bytes if theirs else ""), str(mine.smem_bytes if mine else "")),
-            ("busiest pipe", theirs.pipe if theirs else "", mine.pipe if mine else ""),
-            ("settings", manifest.baseline, _describe_settings(manifest, best)),
+            ("µs", baseline_us, _format_fitness(best)),
+            ("registers", str(theirs.registers), str(mine.registers)),
+            ("shared memory, bytes", str(theirs.smem_bytes), str(mine.smem_bytes)),
+            ("busiest pipe", theirs.pipe, mine.pipe),
+            ("settings", manifest.baseline, describe(manifest.space, best.candidate)),
         ]
-        parts.append(table(("", "baseline", "best of the search"), [row for row in compared if any(row[1:])]))
+        parts.append(table(("", "baseline", "best of the search"), compared))
     return parts
 
 
-def _time(e: Evaluation) -> str:
-    return f"{e.fitness * 1e6:.2f}" if e.fitness and e.fitness_kind == "seconds" else ""
-
-
-def _estimate(e: Evaluation) -> str:
-    return f"{e.fitness * 1e6:.3g} (no speed)" if e.fitness and e.fitness_kind == "estimate" else ""
-
-
-def _describe_settings(manifest: Manifest, e: Evaluation) -> str:
-    settings = manifest.space.shown(e.candidate.parameters)
-    edits = ", ".join(f"edit of {edit.region}" for edit in e.candidate.edits)
-    return ", ".join(filter(None, (settings, edits))) or e.candidate.key
+def _format_fitness(e: Evaluation) -> str:
+    """Format the microseconds of an evaluation; an estimate is marked."""
+    if not e.fitness:
+        return ""
+    return f"{e.fitness * 1e6:.2f}" if e.fitness_kind == "seconds" else f"{e.fitness * 1e6:.3g} (estimate, no speed)"
 
 
 def _kind(state: State) -> str:
@@ -176,23 +167,20 @@ def _fitness_caption(state: State) -> str:
     return f"{values}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
 
 
-def _fitness(state: State) -> Markup:
+def _draw_fitness(state: State) -> Markup:
     kind = _kind(state)
     points = [(n, e.fitness * 1e6) for n, e in enumerate(state.history) if e.fitness_kind == kind and e.fitness]
+    numbers, us = [n for n, _ in points], [us for _, us in points]
+    baseline = state.baseline_us
+    if kind == "estimate" and state.baseline and state.baseline.fitness:
+        baseline = state.baseline.fitness * 1e6
 
     def draw(one: Figure) -> None:
         axes: Axes = one.add_subplot()
-        best, steps = math.inf, []
-        for n, us in points:
-            best = min(best, us)
-            steps.append((n, best))
-        axes.plot([n for n, _ in points], [us for _, us in points], ".", color=BASELINE[0], label="candidates")
-        axes.step([n for n, _ in steps], [us for _, us in steps], where="post", color=CANDIDATE[0], label="best so far")
-        theirs = state.baseline_us
-        if kind == "estimate" and state.baseline and state.baseline.fitness:
-            theirs = state.baseline.fitness * 1e6
-        if theirs:
-            axes.axhline(theirs, color="0.3", linestyle="--", linewidth=1, label="baseline")
+        axes.plot(numbers, us, ".", color=BASELINE[0], label="candidates")
+        axes.step(numbers, list(accumulate(us, min)), where="post", color=CANDIDATE[0], label="best so far")
+        if baseline:
+            axes.axhline(baseline, color="0.3", linestyle="--", linewidth=1, label="baseline")
         axes.set_xlabel("candidate", fontsize=10)
         axes.set_ylabel("µs" if kind == "seconds" else "estimate, µs", fontsize=10)
         axes.set_xlim(-0.5, len(state.history) - 0.5)
@@ -202,21 +190,15 @@ def _fitness(state: State) -> Markup:
     return drawing("fitness of the candidates over time", 3.0, draw)
 
 
-def _stage_section(manifest: Manifest, state: State) -> list[Markup]:
-    ends = Counter(_final_stage(e) for e in state.history)
-    costs = dict.fromkeys(_ENDS, 0.0)
-    for e in state.history:
-        costs[_final_stage(e)] += e.cost_seconds
+def _stage_table(state: State) -> Markup:
     total = len(state.history) or 1
-    rows = [
-        (name, _ENDS[name], str(ends[name]), f"{100 * ends[name] / total:.0f} %", f"{costs[name]:.1f}")
-        for name in _ENDS
-        if ends[name]
-    ]
+    rows = []
+    for stage, why in _ENDS.items():
+        ended = [e.cost_seconds for e in state.history if _final_stage(e) == stage]
+        if ended:
+            rows.append((stage, why, str(len(ended)), f"{100 * len(ended) / total:.0f} %", f"{sum(ended):.1f}"))
     header = ("ended at", "because", "candidates", "share", "seconds spent on them")
-    wrong = [e for e in state.history if not e.valid and e.stage != "duplicate"]
-    seen = [f"{e.stage}: {_describe_settings(manifest, e)}: {e.feedback[:300]}" for e in wrong[:_MAX_ROWS]]
-    return [table(header, rows, right=header[2:]), *([bullets(seen)] if seen else [])]
+    return table(header, rows, right=header[2:])
 
 
 def _final_stage(e: Evaluation) -> str:
@@ -224,46 +206,31 @@ def _final_stage(e: Evaluation) -> str:
 
 
 def _archive(manifest: Manifest, state: State) -> list[Markup]:
-    rows = [
-        (
-            e.behaviour.pipe,
-            f"{e.behaviour.smem_bytes}",
-            f"{e.behaviour.registers}",
-            f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' (estimate)'}",
-            _describe_settings(manifest, e),
-        )
-        for e in build_archive(state.history)
-        if e.behaviour is not None and e.fitness is not None
-    ]
+    rows = []
+    for e in build_archive(state.history):
+        b = e.behaviour or Descriptor()
+        settings = describe(manifest.space, e.candidate)
+        rows.append((b.pipe, str(b.smem_bytes), str(b.registers), _format_fitness(e), settings))
     if not rows:
         return [paragraph("Empty: no candidate is right and has a fitness.")]
     header = ("busiest pipe", "shared memory", "registers", "µs", "settings")
-    return [
-        paragraph(
-            "The best of each cell: busiest pipe, shared memory by 32 KiB, registers by 32. Of settings, what "
-            "differs from the defaults is shown."
-        ),
-        table(header, rows, right=header[1:4]),
-    ]
+    caption = "The best of each cell: busiest pipe, shared memory by 32 KiB, registers by 32."
+    return [paragraph(caption), table(header, rows, right=header[1:4])]
 
 
 def _lineage(manifest: Manifest, state: State) -> list[Markup]:
     """List the ancestors of the best candidate, nearest first."""
-    by_key = {e.candidate.key: e for e in state.history}
+    by_key = {e.candidate.key: e.candidate for e in state.history}
     best = state.winner[0] if state.winner else select_best(state.history)
-    lines: list[str] = []
-    seen: set[str] = set()
-    waiting = [best] if best is not None else []
-    while waiting and len(lines) < _MAX_ROWS:
-        e = waiting.pop(0)
-        if e.candidate.key in seen:
-            continue
-        seen.add(e.candidate.key)
-        reason = f": {e.candidate.rationale}" if e.candidate.rationale else ""
-        lines.append(f"{_describe_settings(manifest, e)} [{e.candidate.origin or 'proposed'}]{reason}")
-        waiting += [by_key[key] for key in e.candidate.parents if key in by_key]
-    if len(lines) < 2:
+    ancestors = [best.candidate] if best is not None else []
+    for c in ancestors:  # it grows
+        ancestors += [by_key[key] for key in c.parents if key in by_key and by_key[key] not in ancestors]
+    if len(ancestors) < 2:
         return [paragraph("The best was made from no other candidate.")]
+    lines = [
+        f"{describe(manifest.space, c)} [{c.origin or 'proposed'}]{f': {c.rationale}' if c.rationale else ''}"
+        for c in ancestors[:_MAX_ROWS]
+    ]
     return [paragraph("The best, and what it was made from, the nearest first."), bullets(lines)]
 
 
@@ -275,10 +242,10 @@ def _candidates(manifest: Manifest, state: State) -> list[Markup]:
     rows = [
         (
             e.hash[:8] or "-",
-            _describe_settings(manifest, e),
-            e.stage if not e.valid else "left" if e.stage != "screen" else "screen",
-            f"{e.fitness * 1e6:.2f}{'' if e.fitness_kind == 'seconds' else ' est.'}" if e.fitness else "",
-            e.feedback[:160],
+            describe(manifest.space, e.candidate),
+            _final_stage(e),
+            _format_fitness(e),
+            e.feedback[:300],
         )
         for e in ranked[:_MAX_ROWS]
     ]
@@ -290,19 +257,14 @@ def _candidates(manifest: Manifest, state: State) -> list[Markup]:
 
 def _settings(manifest: Manifest) -> list[Markup]:
     content = msgspec.to_builtins(manifest)
-    rows: Sequence[tuple[str, str]] = [
-        (name, str(content[name]))
-        for name in (
-            *("command", "created", "package_version", "proposer", "options", "budget", "batch", "screen"),
-            *("finalists", "confidence", "seed", "seeds", "small"),
-        )
-    ]
-    git = manifest.git
-    commit = [("commit", f"{git.sha}{' with changes' if git.dirty else ''}")] if git else []
+    names = "command created package_version proposer options budget batch screen finalists confidence seed seeds small"
+    rows = [(name, str(content[name])) for name in names.split()]
+    if manifest.git:
+        rows.append(("commit", f"{manifest.git.sha}{' with changes' if manifest.git.dirty else ''}"))
     space = manifest.space
     values = [(name, ", ".join(map(str, p.values)), p.help) for name, p in space.parameters.items()]
     return [
-        table(("setting", "value"), [*rows, *commit]),
+        table(("setting", "value"), rows),
         table(("parameter", "values", ""), values),
         bullets([f"constraint: {c}" for c in space.constraints] or ["no constraints"]),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import sqlite3
@@ -15,8 +16,8 @@ import msgspec
 from greenfast import __version__
 from greenfast.evolve.event_log import has_ended
 from greenfast.evolve.loop import Search, SearchListener, State
-from greenfast.evolve.manifest import MANIFEST, Manifest, SearchBudget, read_manifest, write_manifest
-from greenfast.evolve.proposal import Evaluation, Insight, Proposer
+from greenfast.evolve.manifest import Manifest, SearchBudget, read_manifest, write_manifest
+from greenfast.evolve.proposal import Evaluation, Insight, Proposer, describe
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
@@ -57,7 +58,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     suited = [shape for shape in config.shapes if _is_allowed_shape(shape.dims, manifest.space.only)]
     if not suited:
         raise UsageError(f"space {manifest.space.name}: no shape of task {config.name} has {manifest.space.only}")
-    small = manifest.small or [min(suited, key=lambda s: _size(s.dims)).name]
+    small = manifest.small or [min(suited, key=lambda s: math.prod(s.dims.values())).name]
     names = [shape.name for shape in suited]
     if strange := [name for name in small if name not in names]:
         raise UsageError(f"--small {strange[0]!r}: shapes of space {manifest.space.name} are {', '.join(names)}")
@@ -123,13 +124,6 @@ def load_resumed_manifest(folder: Path, budget: SearchBudget | None) -> Manifest
 
 def _is_allowed_shape(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
     return all(dims.get(name, 0) in values for name, values in only.items())
-
-
-def _size(dims: dict[str, int]) -> int:
-    size = 1
-    for extent in dims.values():
-        size *= extent
-    return size
 
 
 def search(
@@ -235,32 +229,15 @@ def write_derived(folder: Path, manifest: Manifest, state: State) -> None:
 
 def list_failures(manifest: Manifest, state: State) -> list[str]:
     """Return a line for each finalist that did not pass, or one line for a search without finalists."""
-    lines = [
-        f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}: {_settings(manifest, e)}: "
-        f"{v.decision}, {'; '.join(v.reasons)} ({v.record})\n"
+    start = f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}:"
+    if not state.verdicts:
+        built = f"no finalist among {state.evaluations} kernels of {len(state.history)} candidates"
+        return [f"{start} {built}; {state.ended}\n"] if state.ended else []
+    return [
+        f"{start} {describe(manifest.space, e.candidate)}: {v.decision}, {'; '.join(v.reasons)} ({v.record})\n"
         for e, v in state.verdicts
         if v.decision != "MERGE"
     ]
-    if not state.verdicts and state.ended:
-        lines.append(
-            f"- {manifest.created[:10]}, {manifest.space.name} against {manifest.baseline}: no finalist among "
-            f"{state.evaluations} kernels of {len(state.history)} candidates; {state.ended}\n"
-        )
-    return lines
-
-
-def _settings(manifest: Manifest, e: Evaluation) -> str:
-    settings = manifest.space.shown(e.candidate.parameters)
-    return settings + "".join(f" + edit of {edit.region}" for edit in e.candidate.edits)
-
-
-_TABLE = """
-create table evaluations (
-  n integer primary key, key text, hash text, stage text, valid integer, fitness real, fitness_kind text, pipe text,
-  smem_bytes integer, registers integer, parameters text, edits integer, origin text, parents text, rationale text,
-  feedback text, cost_seconds real, gpu_seconds real
-)
-"""
 
 
 def write_index(path: Path, state: State) -> None:
@@ -269,16 +246,22 @@ def write_index(path: Path, state: State) -> None:
     work.unlink(missing_ok=True)
     try:
         with sqlite3.connect(work) as index:
-            index.execute(_TABLE)
-            rows = [_row(n, e) for n, e in enumerate(state.history)]
-            index.executemany(f"insert into evaluations values ({', '.join('?' * 18)})", rows)
+            index.execute(f"create table evaluations ({', '.join(_COLUMNS)})")
+            rows = [_make_row(n, e) for n, e in enumerate(state.history)]
+            index.executemany(f"insert into evaluations values ({', '.join('?' * len(_COLUMNS))})", rows)
         index.close()
         os.replace(work, path)
     except (sqlite3.Error, OSError) as e:
         raise MachineError(f"{path} cannot be written ({e})") from e
 
 
-def _row(n: int, e: Evaluation) -> tuple[object, ...]:
+_COLUMNS = (
+    *("n integer primary key", "key", "hash", "stage", "valid", "fitness", "fitness_kind", "pipe", "smem_bytes"),
+    *("registers", "parameters", "edits", "origin", "parents", "rationale", "feedback", "cost_seconds", "gpu_seconds"),
+)
+
+
+def _make_row(n: int, e: Evaluation) -> tuple[object, ...]:
     b, c = e.behaviour, e.candidate
     return (
         *(n, c.key, e.hash, e.stage, e.valid, e.fitness, e.fitness_kind),
@@ -286,8 +269,3 @@ def _row(n: int, e: Evaluation) -> tuple[object, ...]:
         *(msgspec.json.encode(c.parameters).decode(), len(c.edits), c.origin, " ".join(c.parents), c.rationale),
         *(e.feedback, e.cost_seconds, e.gpu_seconds),
     )
-
-
-def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run."""
-    return (path / MANIFEST).is_file()
