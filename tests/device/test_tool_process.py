@@ -55,7 +55,7 @@ def test_how_a_tool_can_end(tmp_path: Path, text: str, monkeypatch: pytest.Monke
 def test_memory(tmp_path: Path) -> None:
     """The shell holds the text that a command printed."""
     with pytest.raises(ToolError, match=r"64 MiB") as caught:
-        run(tmp_path, "x=$(head -c 200000000 /dev/zero | tr '\\0' x) || exit 1; echo ${#x}")
+        run(tmp_path, "x=$(head -c 80000000 /dev/zero | tr '\\0' x) || exit 1; echo ${#x}")
     assert "may use" in str(caught.value)
 
 
