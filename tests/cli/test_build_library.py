@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,31 +72,30 @@ def test_a_terminal_gets_a_counter(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_the_options_reach_the_kernels(
-    capsys: pytest.CaptureFixture[str], asked: list[tuple[set[KernelSource], str]]
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[set[KernelSource], str]],
 ) -> None:
-    hopper = Target("sm_90a")
+    calls: list[dict[str, Any]] = []
+
+    def record(target: Target, *, left_out: object, **options: Any) -> list[KernelSource]:
+        calls.append({"target": target.name, **options})
+        return []
+
+    default = {"target": "sm_90a", "log_sum_exp": False, "causal": (False, True), "lengths": warmup.LENGTHS}
+    default |= {"head_dims": (64, 128, 256), "dtypes": ("float16", "bfloat16"), "precisions": ("fp8", "int8")}
+    monkeypatch.setattr(warmup, "kernels_for", record)
     assert run_here(capsys, "build", "--library").code == 0
-    assert asked.pop() == (set(kernels_for(hopper)), "sm_90a")
-    run_here(capsys, "build", "--library", "--log-sum-exp", "--lengths", "128,300")
-    assert asked.pop()[0] == set(kernels_for(hopper, log_sum_exp=True, lengths=[128, 300]))
-    run_here(
-        capsys,
-        "build",
-        "--library",
-        "--causal",
-        "yes",
-        "--head-dims",
-        "72,128",
-        "--dtypes",
-        "bfloat16",
-        "--lengths",
-        "64",
-    )
-    assert asked.pop()[0] == set(
-        kernels_for(hopper, causal=[True], head_dims=[72, 128], dtypes=["bfloat16"], lengths=[64])
-    )
-    run_here(capsys, "build", "--library", "--causal", "no", "--precisions", "int8", "--lengths", "64")
-    assert asked.pop()[0] == set(kernels_for(hopper, causal=[False], precisions=["int8"], lengths=[64]))
+    assert calls.pop() == default
+    options = ("--causal", "yes", "--head-dims", "72,128", "--dtypes", "bfloat16", "--precisions", "int8")
+    run_here(capsys, "build", "--library", *options, "--lengths", "64,300", "--log-sum-exp")
+    assert calls.pop() == default | {
+        "causal": (True,), "head_dims": [72, 128], "dtypes": ["bfloat16"], "precisions": ["int8"],
+        "lengths": [64, 300], "log_sum_exp": True,
+    }  # fmt: skip
+    run_here(capsys, "build", "--library", "--arch", "sm_90a,8.9", "--causal", "no")
+    assert calls == [default | {"target": name, "causal": (False,)} for name in ("sm_90a", "sm_89")]
+    assert [target for _, target in asked] == ["sm_90a", "sm_90a", "sm_90a", "sm_89"]
 
 
 def test_combinations_that_calls_refuse_are_printed(

@@ -87,7 +87,6 @@ def test_what_cannot_be_timed_is_not_all_that_was_asked(scaffold: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "code"),
     [
-        (("--seeds", "0"), 4),
         (("--shapes", "tail"), 4),
         (("--seeds", "7"), 4),
         (("--seeds", "0,1,2", "--exam-seed", "77"), 4),  # all shapes, with inputs that were known

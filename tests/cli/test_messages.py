@@ -166,7 +166,7 @@ def test_a_results_folder_that_cannot_be_made_is_a_machine_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    ran = run_here(capsys, "judge", "fp8_sdpa", "--out", tmp_path / "file" / "results")
+    ran = run_here(capsys, *JUDGE, "--out", tmp_path / "file" / "results")
     assert_said(ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out")
 
 

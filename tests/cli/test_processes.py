@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from greenfast.cli.options import VERBS
-from greenfast.judge.record_schema import Record
 from tests.cli.busy import PLACES, busy_task
 from tests.cli.command_line import ROOT, environment, files_below, run_command
 from tests.device.processes import interrupt, start
@@ -40,17 +38,6 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, place: str) ->
     assert files_below(out) == []
 
 
-def test_standard_output_is_json_and_nothing_else(tmp_path: Path) -> None:
-    ran = run_command(
-        *GREENFAST, "judge", "fp8_sdpa", "--shapes", "small", "--seeds", "0", "--json", "--device", "none",
-        "--out", tmp_path,
-    )  # fmt: skip
-    assert ran.code == 4
-    record = msgspec.json.decode(ran.out, type=Record)
-    assert record.decision == "PENDING"
-    assert [line.split()[0] for line in ran.err.splitlines()] == [g.gate for g in record.gates]
-
-
 def test_a_usage_error_is_2_for_the_shell_too() -> None:
     ran = run_command(*GREENFAST, "list", "fp9")
     assert (ran.code, ran.out) == (2, "")
@@ -75,7 +62,7 @@ def test_a_closed_pipe_is_not_an_error(option: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", [("list", "--schema"), ("list", "fp8_sdpa"), ("list", "--json")])
+@pytest.mark.parametrize("command", [("list", "--schema"), ("list", "fp8_sdpa")])
 def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -92,41 +79,35 @@ def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str
 
 HEAVY = ("torch", "cuda", "numpy", "rich", "matplotlib", "msgspec", "nvtx", "multiprocessing")
 LOADED_BY_HELP = f"""
-import json, sys
+import json, sys, time
 from greenfast.cli.main import main
 loaded = {{}}
+start = time.process_time()
 for verb in sys.argv[1:]:
     try:
         main([*verb.split(), "--help"])
     except SystemExit as e:
         assert e.code == 0
     loaded[verb] = [name for name in {HEAVY} if name in sys.modules]
-print(json.dumps(loaded), file=sys.stderr)
+print(json.dumps([loaded, time.process_time() - start]), file=sys.stderr)
 """
 
 
 def test_help_loads_nothing_heavy() -> None:
+    """All verbs' help together takes 0.1 s; the limit is for a busy machine."""
     verbs = ["", *VERBS]
     ran = run_command("python", "-c", LOADED_BY_HELP, *verbs)
     assert ran.code == 0
-    assert json.loads(ran.err) == {verb: [] for verb in verbs}
+    loaded, seconds = json.loads(ran.err)
+    assert loaded == {verb: [] for verb in verbs}
+    assert seconds < 1.0
     for verb in VERBS:
         assert f"usage: greenfast {verb} " in ran.out
 
 
-def test_help_answers_at_once() -> None:
-    """The requirement is 0.3 s; the limit here is ten times that, for a busy machine."""
-    start = time.perf_counter()
-    ran = run_command(*GREENFAST, "judge", "--help")
-    assert time.perf_counter() - start < 3.0
-    assert ran.code == 0
-    assert "--baseline B" in ran.out
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_can_be_imported(verb: str) -> None:
-    module = __import__(f"greenfast.cli.{verb}", fromlist=["run"])
-    assert callable(module.run)
+def test_every_verb_can_be_imported() -> None:
+    for verb in (*VERBS, "library"):
+        assert callable(importlib.import_module(f"greenfast.cli.{verb}").run)
 
 
 def test_torch_is_not_loaded_by_verbs_that_need_no_inputs() -> None:

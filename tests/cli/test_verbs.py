@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.check_plan import CasePlan
-from greenfast.judge.record_io import check_freshness, read_record
+from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import GATES, PhaseRecord, Record
 from greenfast.judge.request import add_check_plan
 from tests.cli.command_line import ROOT, Ran, run_here
@@ -20,7 +20,7 @@ from tests.judge.small_task import loaded, write_task
 
 pytestmark = pytest.mark.usefixtures("machine")
 
-SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "60", "--warmup", "5")
+SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "12", "--warmup", "2")
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_run_says_what_holds_and_where_its_files_are(
     assert record.device == L4
     assert record.arch == "sm_89"  # the device's
     assert record.command == f"greenfast judge fp8_sdpa {' '.join(SMALL)} --out '{out}'"
-    assert {t.timed_iters for t in record.candidate.timing} == {60}
-    assert {t.warmup_iters for t in record.candidate.timing} == {5}
+    assert {t.timed_iters for t in record.candidate.timing} == {12}
+    assert {t.warmup_iters for t in record.candidate.timing} == {2}
     assert {row.processes for row in record.speedups} == {3}
 
 
@@ -68,7 +68,7 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
     install(monkeypatch, FakeDevice(asked, {"plain": Script(us=20.0), "fast": Script(us=10.0)}))
 
     def ran(*options: str) -> tuple[int, str]:
-        options = ("--processes", "3", "--iters", "60", "--warmup", "5", "--out", str(tmp_path / "out"), *options)
+        options = ("--processes", "3", "--iters", "12", "--warmup", "2", "--out", str(tmp_path / "out"), *options)
         found = run_here(capsys, "judge", tmp_path / "twice", *options)
         return found.code, next(line.split()[0] for line in found.out.splitlines() if " against " in line)
 
@@ -76,8 +76,6 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
     assert ran("--shapes", "tiny,page") == (0, "MERGE")
     assert ran("--shapes", "tiny") == (4, "PARTIAL")
     assert ran("--exam-seed", "77") == (4, "PARTIAL"), "a repeated exam: its inputs were known"
-    assert ran("--seeds", "0,1") == (4, "PARTIAL")
-    assert ran("--shapes", "tiny,page", "--seeds", "0,1", "--exam-seed", "77") == (4, "PARTIAL")
     assert ran("--seeds", "0", "--require", "build") == (4, "PARTIAL")
 
 
@@ -152,27 +150,15 @@ def kept_exam_is_whole(record: Record) -> bool:
     return record.exam is not None and record.exam.complete
 
 
-def test_without_a_gpu_performance_is_quoted_from_the_evidence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_performance_is_quoted_if_it_is_of_this_kernel(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """If this repository's evidence is of today's kernels and compiler."""
-    kept = "evidence/h100/fp8_quantize-e4m3-quantize_vector"
-    record = read_record(ROOT / kept)
-    assert isinstance(record, Record)
-    timed_today_as(record, monkeypatch)
-    fresh = check_freshness(record).status == "current"
-    asked = ("judge", "fp8_quantize", "--shapes", "mission", "--seeds", "0", "--out", tmp_path)
-    ran = run_here(capsys, *asked, "--arch", "sm_90a", "--require", "performance")
-    assert ran.code == 4, "with seeds that were known ahead"
-    line = next(line for line in ran.out.splitlines() if line.startswith("PERFORMANCE"))
-    assert line.split()[1] == ("PASS" if fresh else "PENDING")
-    assert ("quoted from NVIDIA H100 80GB HBM3, 2" in line) == fresh
-    assert ("\nPARTIAL  " in ran.out) == fresh
-    assert ("not measured in this run" in ran.out) == fresh
-    quick = (*asked, "--shapes", "small")
-    ran = run_here(capsys, *quick, "--arch", "sm_90a", "--require", "performance", "--no-quote")
+    quick = ("judge", "fp8_quantize", *SMALL, "--out", tmp_path)
+    ran = run_here(capsys, *quick, "--no-quote")
     assert (ran.code, "quoted" in ran.out) == (4, False)
-    ran = run_here(capsys, *quick, "--arch", "sm_89", "--quote", ROOT / kept)
+    ran = run_here(
+        capsys, *quick, "--arch", "sm_89", "--quote", ROOT / "evidence/h100/fp8_quantize-e4m3-quantize_vector"
+    )
     assert (ran.code, "is of sm_90a, not sm_89" in ran.out.replace("\n", "")) == (4, True)
 
 
@@ -214,14 +200,14 @@ def test_the_first_command_is_decided_without_a_gpu(
 def test_a_requested_target_is_not_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Nor without quoting: the task's target stays."""
     for options in (("--arch", "sm_89"), ("--no-quote",)):
-        ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, *options, "--json", "--out", tmp_path)
+        ran = run_here(capsys, "judge", "fp8_quantize", *SMALL, *options, "--json", "--out", tmp_path)
         assert msgspec.json.decode(ran.out, type=Record).arch == "sm_89"
 
 
 def test_a_target_that_the_gpu_does_not_run_is_pending(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
-    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--arch", "9.0a", "--out", tmp_path)
+    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--no-quote", "--arch", "9.0a", "--out", tmp_path)
     assert ran.code == 4
     assert "PENDING  stage2 against stage1" in ran.out
     assert "CORRECTNESS: sm_90a code does not run on NVIDIA L4 (8.9)" in ran.out
@@ -229,7 +215,7 @@ def test_a_target_that_the_gpu_does_not_run_is_pending(
 
 
 def test_an_unwanted_gpu_is_not_used(capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path) -> None:
-    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--device", "none", "--out", tmp_path)
+    ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--no-quote", "--device", "none", "--out", tmp_path)
     assert ran.code == 4
     assert device.workers == []
 
