@@ -162,9 +162,3 @@ def test_help_names_every_benchmark_and_each_has_its_own(capsys: pytest.CaptureF
         ran = run_benchmark(capsys, name, "--help")
         assert ran.code == 0
         assert ran.out.startswith(f"usage: python -m benchmarks {name} ")
-
-
-def test_the_former_verb_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    ran = run_here(capsys, "bench", "kernel", "fp8_sdpa")
-    assert (ran.code, ran.out) == (2, "")
-    assert "'bench' is now: python -m benchmarks kernel fp8_sdpa" in ran.err

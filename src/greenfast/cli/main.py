@@ -31,7 +31,10 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "library": None}
 #: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
 _MOVED_VERBS = {
-    "bench": ("python -m benchmarks", ""),
+    "bench": ("python -m benchmarks kernel", ""),
+    **{f"bench {name}": (f"python -m benchmarks {name}", "") for name in ("kernel", "peers", "routing", "serving")},
+    "bench operator": ("python -m benchmarks sdpa", ""),
+    "bench parallel": ("python -m benchmarks parallel", ""),
     "compare": ("greenfast report --compare", ""),
     "history": ("greenfast report", ""),
     "tasks": ("greenfast list", ""),
@@ -60,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
 
 def find_moved_command(arguments: Sequence[str]) -> tuple[str, str] | None:
     """Return an earlier version's verb or option, and today's command; None for a command of today."""
-    verb, *rest = arguments or ("",)
+    verb, rest = " ".join(arguments[:2]), arguments[2:]
+    if verb not in _MOVED_VERBS:
+        verb, rest = "".join(arguments[:1]), arguments[1:]
     command, default = _MOVED_VERBS.get(verb, (f"greenfast {verb}", ""))
     split = [word.partition("=") for word in rest]
     words = [f"{_MOVED_OPTIONS.get((command, name), name)}{equals}{value}" for name, equals, value in split]
