@@ -1,4 +1,4 @@
-"""The kernel error against the number of keys, with one and with two levels of accumulation. Needs a Hopper GPU.
+"""Measure the kernel error by the number of keys, with one and with two levels of accumulation. Needs a Hopper GPU.
 
 python -m benchmarks accumulation_error [--device 0] [--json FILE]
 
@@ -41,7 +41,7 @@ ONE_LEVEL = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorRow:
     """The errors of both kernels at one number of keys."""
 
     head_dim: int
@@ -50,8 +50,8 @@ class Row:
     two_levels: float
 
 
-def exact(dims: Mapping[str, int], case: Case) -> torch.Tensor:
-    """Attention in float64 on the codes of the case."""
+def compute_reference(dims: Mapping[str, int], case: Case) -> torch.Tensor:
+    """Compute attention in float64 on the codes of the case."""
     config, _ = read_dims(dims, "e4m3")
     codes = {
         name: (torch.from_numpy(case.inputs[name]), torch.from_numpy(case.inputs[f"{name}_scale"])) for name in "qkv"
@@ -60,8 +60,8 @@ def exact(dims: Mapping[str, int], case: Case) -> torch.Tensor:
     return attention(q, k, v, config.head_dim**-0.5).cpu()
 
 
-def error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: torch.Tensor) -> float:
-    """The relative error of the kernel with these tiles."""
+def measure_error(gpu: Gpu, dims: Mapping[str, int], case: Case, tiles: Tiling, wanted: torch.Tensor) -> float:
+    """Measure the relative error of the kernel with these tiles."""
 
     def only(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         return (tiles,)
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for keys in LENGTHS:
             dims = {"B": 1, "H": 1, "S": QUERIES, "KV": keys, "D": head_dim}
             case = attention_problem.make_case(dims, 0, "e4m3")
-            wanted = exact(dims, case)
-            one, two = (error(gpu, dims, case, tiles[head_dim], wanted) for tiles in (ONE_LEVEL, TWO_LEVELS))
-            rows.append(Row(head_dim, keys, one, two))
+            wanted = compute_reference(dims, case)
+            one, two = (measure_error(gpu, dims, case, tiles[head_dim], wanted) for tiles in (ONE_LEVEL, TWO_LEVELS))
+            rows.append(ErrorRow(head_dim, keys, one, two))
             print(f"{head_dim:8d} {keys:7d} {one:10.5f} {two:10.5f}", flush=True)
     write_measurements(args.json, "accumulation_error", gpu.info(), queries=QUERIES, rows=rows)

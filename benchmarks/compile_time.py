@@ -1,4 +1,4 @@
-"""How long the ladder's kernels take to compile cold, and to load from the cache. Needs no GPU.
+"""Time the ladder's kernels compiled cold and loaded from the cache. Needs no GPU.
 
 python -m benchmarks compile_time [--targets sm_89,sm_90a] [--formats e4m3,int8] [--json FILE]
 
@@ -28,7 +28,7 @@ AIM_COLD_MS, AIM_CACHED_MS = 2000.0, 50.0
 Times = dict[tuple[str, str, str], tuple[float, float]]  # (rung, format, target) -> ms of compile and of disassembly
 
 
-def pass_over_the_ladder(formats: list[str], targets: list[Target]) -> Times:
+def compile_ladder(formats: list[str], targets: list[Target]) -> Times:
     """Compile and disassemble every rung once, for the task's default shape."""
     task = find_task("fp8_sdpa")
     config, family = task.config, load_family(task)
@@ -44,10 +44,10 @@ def pass_over_the_ladder(formats: list[str], targets: list[Target]) -> Times:
     return times
 
 
-def in_fresh_process(formats: list[str], targets: list[Target]) -> Times:
-    """The same in a new process, with nothing in memory yet."""
+def compile_in_new_process(formats: list[str], targets: list[Target]) -> Times:
+    """Call ``compile_ladder`` in a new process, with nothing in memory yet."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(pass_over_the_ladder, (formats, targets))
+        return pool.apply(compile_ladder, (formats, targets))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     targets = [Target.parse(name) for name in args.targets]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["GREENFAST_CACHE_DIR"] = folder
-        cold = in_fresh_process(args.formats, targets)
-        cached = in_fresh_process(args.formats, targets)
+        cold = compile_in_new_process(args.formats, targets)
+        cached = compile_in_new_process(args.formats, targets)
 
     print(f"{'rung':18} {'format':6} {'target':7} {'cold ms':>8} {'cached ms':>9} {'SASS ms':>8} {'cached ms':>9}")
     for key in cold:

@@ -9,8 +9,8 @@ from greedily, after a few that warm up; seconds are those of the call. A furthe
 and its kernels' times are split into attention and the rest by their names: transformers' "sdpa" gathers the keys and
 values of all requests in each layer, and these copies count as attention. transformers 5.20 or later is needed.
 
-What is generated is compared with the model's own attention in bfloat16 over the same tokens, without a cache: how
-often that chooses the same token, in the timed run, and how far log-probabilities are off, in the one that warms up.
+The generated tokens are compared with the model's own attention in bfloat16 over the same tokens, without a cache: how
+often it chooses the same token (in the timed run), and the error of log-probabilities (in the warm-up run).
 
 FlashAttention-3, in bfloat16 over transformers' own cache, takes part as flash_attention_3 where its package is
 installed, or with --fa3-library, vLLM's build of it (fa3_of_vllm.py).
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import greenfast
-from benchmarks.fa3_of_vllm import as_package
+from benchmarks.fa3_of_vllm import install_package
 from benchmarks.options import make_parser
 from benchmarks.records import write_run
 
@@ -46,13 +46,13 @@ SMALL = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
 
 
 @dataclass(frozen=True)
-class Run:
+class BatchingRun:
     """A measured combination. Seconds of the host; times of kernels in milliseconds of the profiled run.
 
-    agreement: the share of new tokens, of the requests that are checked, that the model's own attention chooses after
-    the same tokens. logprob_error: of the log-probabilities of those chosen, next to how much these differ from those
-    of equal chances. same_tokens: the share of a request's new tokens before the first that differs from those of the
-    first attention. blocks: of the cache; None where those for all requests would not fit, and transformers chose.
+    agreement: share of the checked requests' new tokens that the model's own attention also chooses. logprob_error:
+    error of the chosen tokens' log-probabilities, relative to their deviation from a uniform distribution.
+    same_tokens: share of a request's new tokens before the first difference from the first attention's. blocks: of the
+    cache; None if transformers chose the number, as the blocks for all requests did not fit.
     """
 
     model: str
@@ -75,7 +75,7 @@ class Run:
 
 
 def make_model(name: str, layers: int, device: str, small: bool) -> Any:
-    """A model with random weights in bfloat16."""
+    """Make a model with random weights in bfloat16."""
     library: Any = importlib.import_module("transformers")
     if name == "llama":
         sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
@@ -103,7 +103,7 @@ def make_model(name: str, layers: int, device: str, small: bool) -> Any:
 
 
 def draw_prompts(requests: int, longest: int, vocabulary: int) -> list[list[int]]:
-    """Prompts of an eighth to all of ``longest`` tokens."""
+    """Draw prompts with lengths from an eighth of ``longest`` to ``longest`` tokens."""
     draw = random.Random(0)
     lengths = [draw.randint(max(1, longest // 8), longest) for _ in range(requests)]
     return [[draw.randrange(1, vocabulary) for _ in range(n)] for n in lengths]
@@ -112,7 +112,7 @@ def draw_prompts(requests: int, longest: int, vocabulary: int) -> list[list[int]
 def generate(
     model: Any, prompts: list[list[int]], new: int, options: dict[str, Any], **more: Any
 ) -> tuple[float, list[Any]]:
-    """Seconds of a call, and the outputs in the prompts' order. Raises RuntimeError where a request failed."""
+    """Return the seconds of a call, and the outputs in the prompts' order. Raises RuntimeError if a request failed."""
     library: Any = importlib.import_module("transformers")
     settings: Any = importlib.import_module("transformers.generation.configuration_utils")
     start = time.perf_counter()
@@ -131,8 +131,8 @@ def generate(
     return seconds, outputs
 
 
-def checked(model: Any, outputs: list[Any]) -> tuple[float, float]:
-    """``agreement`` and ``logprob_error`` of these outputs; the second is 0 where they have no log-probabilities."""
+def check_outputs(model: Any, outputs: list[Any]) -> tuple[float, float]:
+    """Return ``agreement`` and ``logprob_error`` of outputs; the second is 0 without log-probabilities."""
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     same, off, size = [], 0.0, 0.0
@@ -150,8 +150,8 @@ def checked(model: Any, outputs: list[Any]) -> tuple[float, float]:
     return float(torch.stack(same).mean()), math.sqrt(off / size) if size else 0.0
 
 
-def shared(outputs: list[Any], first: list[Any]) -> float:
-    """``same_tokens``."""
+def compare_tokens(outputs: list[Any], first: list[Any]) -> float:
+    """Return ``same_tokens``."""
     shares = []
     for x, y in zip(outputs, first, strict=True):
         pairs = [*zip(x.generated_tokens, y.generated_tokens, strict=True)]
@@ -159,8 +159,8 @@ def shared(outputs: list[Any], first: list[Any]) -> float:
     return sum(shares) / len(shares)
 
 
-def kernel_times(work: Any) -> Counter[str]:
-    """Milliseconds on the GPU by the name of a kernel; empty without a GPU."""
+def profile_kernels(work: Any) -> Counter[str]:
+    """Return the milliseconds on the GPU by kernel name; empty without a GPU."""
     times: Counter[str] = Counter()
     if not torch.cuda.is_available():
         work()
@@ -176,8 +176,8 @@ def kernel_times(work: Any) -> Counter[str]:
 
 def measure(
     model: Any, name: str, attention: str, prompts: list[list[int]], args: argparse.Namespace, first: list[Any]
-) -> Run:
-    """Runs with one attention. first: the outputs of the first one; of that itself empty, and filled."""
+) -> BatchingRun:
+    """Measure one attention. first: the outputs of the first attention; empty for the first one, which fills it."""
     model.set_attn_implementation(attention)
     page = args.page_size if attention == "paged|greenfast" else 256
     options: dict[str, Any] = {
@@ -200,24 +200,24 @@ def measure(
     start = time.perf_counter()
     times: Counter[str] = Counter()
     if args.profiled_new:
-        times = kernel_times(lambda: generate(model, prompts, args.profiled_new, options))
+        times = profile_kernels(lambda: generate(model, prompts, args.profiled_new, options))
     profiled = time.perf_counter() - start
     first += [] if first else outputs
     total = sum(times.values())
     ours = sum(ms for key, ms in times.items() if any(part in key.lower() for part in KERNELS))
-    return Run(
+    return BatchingRun(
         model=name, attention=attention, requests=len(prompts), prompt_tokens=sum(map(len, prompts)),
         new_tokens=args.new * len(prompts), seconds=seconds,
         tokens_per_s=args.new * len(prompts) / seconds, kernels_ms=total, attention_ms=ours,
         attention_share=ours / total if total else 0.0, profiled_s=profiled,
         peak_gib=peak, top_kernels_ms={key[:120]: round(ms, 3) for key, ms in times.most_common(12)},
-        agreement=checked(model, outputs[: args.checked])[0], logprob_error=checked(model, few)[1],
-        same_tokens=shared(outputs, first), blocks=options["num_blocks"],
+        agreement=check_outputs(model, outputs[: args.checked])[0], logprob_error=check_outputs(model, few)[1],
+        same_tokens=compare_tokens(outputs, first), blocks=options["num_blocks"],
     )  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = make_parser("continuous_batching", __doc__)
     parser.add_argument("--model", nargs="+", default=["llama", "gemma"], choices=("llama", "gemma"))
     parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), help="names of transformers or greenfast")
@@ -239,11 +239,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> list[Run]:
-    """Measure, print and store."""
-    args = parse(argv)
+def main(argv: Sequence[str] | None = None) -> list[BatchingRun]:
+    """Measure, print and write the record."""
+    args = parse_options(argv)
     if args.fa3_library:
-        as_package(args.fa3_library)
+        install_package(args.fa3_library)
     greenfast.register_continuous_batching()
     runs = []
     for name in args.model:

@@ -1,4 +1,4 @@
-"""The emulator compared with a GPU: the same kernels on both, outputs bit by bit, counts next to Nsight Compute's.
+"""Compare the emulator with a GPU: the same kernels on both, outputs bit by bit, counts next to Nsight Compute's.
 
 python -m benchmarks emulator_against_gpu --json FILE [--shapes small,mission] [--variants stage2,...]
 
@@ -37,8 +37,8 @@ from greenfast.judge.tasks import find_task, load
 _KEPT = ("inst_executed.sum", "bank_conflicts", MATRIX_METRIC, "t_sectors_pipe_lsu_mem_global", "lts__t_sectors_op")
 
 
-def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dict[str, str]:
-    """The metrics of one profiled launch that can be compared; empty without ncu."""
+def profile_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dict[str, str]:
+    """Profile one launch and return the comparable metrics; empty without ncu."""
     if ncu() is None:
         return {}
     profile = take_profile(request, variant, shape, 0, f"{variant.name}-{shape.name}", metrics=[MATRIX_METRIC])
@@ -53,7 +53,7 @@ def hardware_counts(request: Any, variant: Any, shape: Any, folder: Path) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare and write."""
+    """Compare and write the record."""
     parser = make_parser("emulator_against_gpu", __doc__)
     parser.add_argument("--shapes", type=words, default=["small", "mission"])
     parser.add_argument("--variants", type=words, default=None)
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                             "conflicts": c.conflicts,
                             **msgspec.to_builtins(c),
                         },
-                        "hardware": hardware_counts(request, variant, shape, Path(folder))
+                        "hardware": profile_counts(request, variant, shape, Path(folder))
                         if "mission" in shape.aliases
                         else {},
                     }

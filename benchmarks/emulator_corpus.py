@@ -1,6 +1,6 @@
 """Run the corpus of kernels on the emulator: ``python -m benchmarks emulator_corpus [PATTERN ...]``.
 
-Prints every entry that fails (for a kernel with a bug: whose bug is not found), then the counts. A PATTERN is a regular
+Prints every entry that fails (for a kernel with a bug: an undetected bug), then the counts. A PATTERN is a regular
 expression searched in an entry's ``kind:name``. ``--page FILE`` updates the table between the markers of a page; it
 needs all entries, so no PATTERN, and the package ``triton``.
 """
@@ -29,8 +29,8 @@ _COLUMNS = ("right", "found", "refused", "wrong", "accused", "missed", "crashed"
 _BEGIN, _END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
 
 
-def entries(patterns: Sequence[str]) -> Iterator[Entry]:
-    """The entries that match a pattern; Triton's only if it is installed."""
+def select_entries(patterns: Sequence[str]) -> Iterator[Entry]:
+    """Yield the entries that match a pattern; those of Triton only if it is installed."""
 
     def fits(kind: str, name: str) -> bool:
         return not patterns or any(re.search(p, f"{kind}:{name}") for p in patterns)
@@ -46,8 +46,8 @@ def entries(patterns: Sequence[str]) -> Iterator[Entry]:
             yield compiler.compiled(kernel)
 
 
-def table(outcomes: Sequence[Outcome], version: str) -> str:
-    """The counts by kind, and what is refused, as Markdown."""
+def format_table(outcomes: Sequence[Outcome], version: str) -> str:
+    """Format the counts by kind, and the refused entries, as Markdown."""
     lines = [f"{date.today()}, commit {version}:", "", f"| entries | number | {' | '.join(_COLUMNS)} |"]
     lines.append("|" + " --- |" + " ---: |" * (len(_COLUMNS) + 1))
     for kind, words in KINDS.items():
@@ -60,7 +60,7 @@ def table(outcomes: Sequence[Outcome], version: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the selected entries; return 1 if one fails."""
     parser = make_parser("emulator_corpus", __doc__)
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
     parser.add_argument("--page", type=Path, metavar="FILE")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.page and (asked.patterns or importlib.util.find_spec("triton") is None):
         parser.error("--page needs all entries: give no PATTERN, and install triton")
     outcomes = []
-    for entry in entries(asked.patterns):
+    for entry in select_entries(asked.patterns):
         outcome = classify(entry)
         outcomes.append(outcome)
         if outcome.status not in GOOD or asked.patterns:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    found = table(outcomes, version)
+    found = format_table(outcomes, version)
     print(found)
     if asked.page:
         text = asked.page.read_text(encoding="utf-8")

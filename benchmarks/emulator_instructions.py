@@ -1,9 +1,9 @@
-"""Every instruction of the emulator compared with a GPU: the same PTX on both, results compared bit by bit.
+"""Compare every instruction of the emulator with a GPU: the same PTX on both, results compared bit by bit.
 
 python -m benchmarks emulator_instructions --json FILE [--device 0] [--rows 8192] [--only TEXT]
 
 Run it from the root of the checkout. Results may differ within the bounds that the PTX ISA gives (ex2.approx, ...).
-Where it leaves a result open (a division by zero, the bits of a NaN), differences are shown but not counted as wrong.
+If it leaves a result open (a division by zero, the bits of a NaN), differences are shown but not counted as wrong.
 --device emulator compares with the definitions that the tests use instead. Exit code 1: something is wrong.
 """
 
@@ -41,7 +41,7 @@ PRINTED, RECORDED = 3, 64
 
 
 class Device:
-    """A GPU in a separate process, which is restarted after a kernel breaks it."""
+    """A GPU in a separate process, restarted after a kernel broke it."""
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
@@ -49,7 +49,7 @@ class Device:
         self.failures = 0
 
     def run(self, image: KernelImage, case: Case, x: Words) -> Words:
-        """The rows of ``y``. Raises WorkerError if the kernel failed, or too many did before it."""
+        """Return the rows of ``y``. Raises WorkerError if the kernel failed, or too many did before it."""
         if self.failures >= MAX_FAILURES:
             raise WorkerError(f"not run: {MAX_FAILURES} kernels failed one after the other")
         if self._worker is None:
@@ -73,8 +73,8 @@ class Device:
             self._worker.close()
 
 
-def images(unit: Sequence[Case], target: Target) -> Iterator[tuple[Case, KernelImage | str]]:
-    """Each case with its kernel, or with the compiler's message if it does not compile."""
+def build_images(unit: Sequence[Case], target: Target) -> Iterator[tuple[Case, KernelImage | str]]:
+    """Yield each case with its kernel, or with the compiler's message if it does not compile."""
     try:
         compiled = compile_kernel(kernel_source(unit), target)
     except GreenfastError as e:
@@ -82,14 +82,14 @@ def images(unit: Sequence[Case], target: Target) -> Iterator[tuple[Case, KernelI
             yield unit[0], str(e)
             return
         for half in (unit[: len(unit) // 2], unit[len(unit) // 2 :]):
-            yield from images(half, target)
+            yield from build_images(half, target)
         return
     for case in unit:
         yield case, KernelImage(compiled.cubin, case.entry, (BLOCK, 1, 1), 0, ptx=compiled.ptx)
 
 
 def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: int) -> dict[str, Any]:
-    """One row of the record, with any error in it. Without a device the definition is the reference."""
+    """Return one row of the record, with any error. Without a device the definition is the reference."""
     row: dict[str, Any] = {"instruction": case.name, "allowed": case.bound, "operands": rows}
     if isinstance(image, str):
         return {**row, "error": f"does not compile: {image}"}
@@ -124,8 +124,8 @@ def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: 
     }
 
 
-def report(rows: Sequence[dict[str, Any]]) -> None:
-    """A table by opcode, then the instructions whose bits differ."""
+def print_report(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table by opcode, then the instructions with different bits."""
     opcodes = defaultdict(list)
     for row in rows:
         opcodes[row["instruction"].split(".")[0].split()[0]].append(row)
@@ -168,7 +168,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print and write; 1 where something is wrong."""
+    """Compare, print and write the record; return 1 if something is wrong."""
     parser = make_parser("emulator_instructions", __doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", default="0", help='a GPU\'s number, or "emulator" for the definitions')
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     try:
         for unit in units(tuple(case for case in CASES if args.only in case.name)):
-            for case, image in images(unit, target):
+            for case, image in build_images(unit, target):
                 rows.append(try_case(case, image, device, args.rows))
                 for example in rows[-1].get("examples_wrong", [])[:PRINTED]:
                     print(f"{case.name}: {example}   (operands -> emulator | reference)", flush=True)
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_measurements(
         args.json, "emulator_instructions", info, reference=reference, target=target.name, seconds=seconds, rows=rows
     )
-    report(rows)
+    print_report(rows)
     wrong, errors = sum(bool(row.get("wrong")) for row in rows), sum("error" in row for row in rows)
     same = sum(row.get("identical") == row["operands"] for row in rows)
     print(

@@ -1,8 +1,8 @@
-"""The emulator's speed on the ladder, and where its time goes: by rung, by kind of instruction, by function.
+"""Measure the emulator's speed on the ladder, and where its time goes: by rung, by kind of instruction, by function.
 
 python -m benchmarks emulator_speed [--shapes small,mission] [--variants stage2,...] [--details stage2,...] [--md FILE]
 
-Each rung runs in a separate process, which gives its peak memory. Kinds and functions are for the variants of --details
+Each rung runs in a separate process, to measure its peak memory. Kinds and functions are for the variants of --details
 on the last shape; timing has overhead, so their sums exceed the seconds of the first table.
 """
 
@@ -52,8 +52,8 @@ class Launched:
         )
 
 
-def speed(job: tuple[str, str]) -> tuple[str, ...]:
-    """The first table's row: seconds, instructions per second, the process's peak memory."""
+def measure_speed(job: tuple[str, str]) -> tuple[str, ...]:
+    """Return the row of the first table: seconds, instructions per second, the process's peak memory."""
     launched = Launched(*job)
     start = time.perf_counter()
     counts = launched.run()
@@ -64,8 +64,8 @@ def speed(job: tuple[str, str]) -> tuple[str, ...]:
     return *job, f"{seconds:.2f}", f"{warps / seconds:.3g}", f"{threads / seconds:.3g}", f"{int(peak) / 2**20:.2f}"
 
 
-def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
-    """By kind of instruction: its share of the time of all operations, and its instructions per second."""
+def measure_kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
+    """Return by kind of instruction its share of the time of all operations, and its instructions per second."""
     launched = Launched(*job)
     spent: dict[str, float] = defaultdict(float)
 
@@ -98,8 +98,8 @@ def kinds(job: tuple[str, str]) -> list[tuple[str, ...]]:
     return [*rows, ("scheduler and counts of executions", "", f"{rest:.2f}", f"{100 * rest / total:.1f} %", "")]
 
 
-def functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
-    """The interpreter's functions with the most self time, by cProfile."""
+def measure_functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
+    """Return the interpreter's functions with the most self time, by cProfile."""
     launched = Launched(*job)
     profile = cProfile.Profile()
     profile.runcall(launched.run)
@@ -113,7 +113,7 @@ def functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run and print; results are checked by the tests, not here."""
+    """Run and print. The tests check results."""
     parser = make_parser("emulator_speed", __doc__)
     parser.add_argument("--shapes", type=words, default=["small", "mission"])
     parser.add_argument("--variants", type=words, default=None)
@@ -122,12 +122,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rungs = args.variants or [rung.name for rung in find_task("fp8_sdpa").config.rungs]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
-        rows = alone.map(speed, [(name, shape) for name in rungs for shape in args.shapes], chunksize=1)
+        rows = alone.map(measure_speed, [(name, shape) for name in rungs for shape in args.shapes], chunksize=1)
         tables = [table(SPEED, rows, right=SPEED[2:])]
         for name in args.details:
             job = (name, args.shapes[-1])
-            tables.append(f"{name}, {job[1]}:\n\n{table(KINDS, alone.apply(kinds, (job,)), right=KINDS[1:])}")
-            tables.append(table(FUNCTIONS, alone.apply(functions, (job,)), right=FUNCTIONS[1:]))
+            tables.append(f"{name}, {job[1]}:\n\n{table(KINDS, alone.apply(measure_kinds, (job,)), right=KINDS[1:])}")
+            tables.append(table(FUNCTIONS, alone.apply(measure_functions, (job,)), right=FUNCTIONS[1:]))
     text = "\n\n".join(tables)
     show(text)
     if args.md:

@@ -1,7 +1,7 @@
-"""FlashAttention-3 of vLLM's wheel as the package flash_attn_3, for which transformers looks: its functions and name.
+"""FlashAttention-3 of vLLM's wheel under the name and with the functions of the package flash_attn_3.
 
 The library is ``vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so``; it loads into the torch that it was built for. transformers
-calls the functions below with keywords that it finds in their signatures.
+calls the functions below with the keywords of their signatures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 Window = tuple[int, int]
 
 
-def as_package(library: str) -> None:
-    """Let ``import flash_attn_interface`` find this module, with the metadata of a package. Before transformers is."""
+def install_package(library: str) -> None:
+    """Make this module importable as ``flash_attn_interface``, with a package's metadata.
+
+    Call it before transformers is imported.
+    """
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     folder = Path(tempfile.mkdtemp(prefix="flash_attn_3-"))
     (folder / "flash_attn_interface.py").write_text(f"from {__name__} import *\n", encoding="utf-8")
@@ -34,7 +37,7 @@ def _forward(
     longest: tuple[int | None, int | None] = (None, None), table: Tensor | None = None, scale: float | None,
     causal: bool, window: Window, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The operator, positional: its schema has no defaults."""
+    """Call the operator. Its arguments are positional, as its schema has no defaults."""
     found: list[Tensor] = torch.ops._vllm_fa3_C.fwd(
         q, k, v, *new, None, None, *starts, None, None, used, *longest, table, None, None, None, None, None,
         None, None, None, q.shape[-1] ** -0.5 if scale is None else scale, causal, *window, softcap, True, None, 0,
@@ -47,7 +50,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = (-1, -1), softcap: float = 0.0, s_aux: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of q, k, v (batch, tokens, heads, head_dim)."""
+    """Attend with q, k, v (batch, tokens, heads, head_dim)."""
     batch, (n, m) = q.shape[0], (q.shape[1], k.shape[1])
     each = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     out = flash_attn_varlen_func(
@@ -62,7 +65,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of sequences one after another, (tokens, heads, head_dim)."""
+    """Attend with concatenated sequences, (tokens, heads, head_dim)."""
     return _forward(
         q, k, v, starts=(cu_seqlens_q, cu_seqlens_k), longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale,
         causal=causal, window=window_size, softcap=softcap, sinks=s_aux,
@@ -74,7 +77,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of q (batch, tokens, heads, head_dim) over pages, to which k and v are written first."""
+    """Attend with q (batch, tokens, heads, head_dim) over pages, after writing k and v to them."""
     return _forward(
         q, k_cache, v_cache, new=(k, v), used=cache_seqlens, table=page_table, scale=softmax_scale, causal=causal,
         window=window_size, softcap=softcap, sinks=s_aux,

@@ -4,11 +4,11 @@
     python -m benchmarks hopper_tilings time --out FOLDER  # a file per head dim, mask, scales, format and length
     python -m benchmarks hopper_tilings confirm --out FOLDER  # once more the best ones of these files, in a new process
 
-Each tiling is first checked against float64 on a small shape. The tilings of a cell then run in rounds, in another
-order each time, all on the same buffers; the tiling that greenfast would take without measured rules, ``shipped``, runs
-among them, eight times in each round, so that a drift of the clock shows. The time of a tiling is the median of its
-rounds. The best of them then run in rounds of their own beside the shipped one, since the best of many is in part
-lucky: ``confirmed``, for each process that did so. scripts/update_results.py makes the rules from these.
+Each tiling is first checked against float64 on a small shape. The tilings of a cell then run in rounds, shuffled, on
+the same buffers. The tiling that greenfast takes without measured rules, ``shipped``, runs eight times in each round,
+so that a drift of the clock shows. The time of a tiling is the median of its rounds. The best of many is in part lucky,
+so the best ones run again in rounds of their own beside the shipped one: ``confirmed``, for each process.
+scripts/update_results.py derives the rules from these.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ SCALES: dict[str, dict[str, int]] = {
 _ROUNDS, _SHIPPED = 5, 8
 _BEST, _CONFIRMING = 4, 12
 _SAMPLE_US = 600.0
+#: The tilings that can be fast on a full GPU.
+_WIDE = "several warpgroups, 256 keys or more in flight, polynomials where they are legal, without spills"
 #: Bytes that a kernel may spill to be timed.
 _MOST_SPILLS = 64
-#: Of the check: a tail in queries and keys, and more tiles than stages.
+#: The shape of the check: a tail in queries and keys, and more tiles than stages.
 _CHECKED = {"B": 1, "H": 2, "S": 1100}
 
 Dims = dict[str, int]
 Toggles = dict[str, int]
 
 
-def space_of(head_dim: int) -> Space:
-    """The tilings of a head dim."""
+def read_tiling_space(head_dim: int) -> Space:
+    """Read the tilings of a head dim."""
     return read_space(SPACES / f"space_d{head_dim}.json")
 
 
@@ -77,19 +79,21 @@ class Group:
     fmt: str
 
     def dims(self, **sizes: int) -> Dims:
-        """A shape of these sizes."""
+        """Return a shape of these sizes."""
         return sizes | {"D": self.head_dim} | ({"CAUSAL": 1} if self.causal else {}) | SCALES[self.scales]
 
     def filling(self, length: int) -> Dims:
-        """A shape of a length that fills the GPU."""
+        """Return a shape of a length that fills the GPU."""
         return self.dims(B=TOKENS // length, H=COLUMNS // self.head_dim, S=length)
 
     def points(self, wide: bool) -> list[Toggles]:
-        """The tilings of the space that the kernel can have, with ``wide`` those that can be fast on a full GPU."""
+        """Return the legal tilings of the space. wide: only those that can be fast on a full GPU."""
         config, _ = read_dims(self.dims(B=1, H=1, S=1), self.fmt)
         if self.scales == "block":  # then sdpa has Q quantized in the kernel, which takes shared memory
             config = replace(config, fuse_q_quant=True)
-        found = [{name: int(value) for name, value in point.items()} for point in space_of(self.head_dim).listed()]
+        found = [
+            {name: int(value) for name, value in point.items()} for point in read_tiling_space(self.head_dim).listed()
+        ]
         return [t for t in found if _allowed(t, config) and (not wide or _can_be_fast(t, self.head_dim))]
 
     def __str__(self) -> str:
@@ -107,7 +111,7 @@ def _allowed(toggles: Toggles, config: AttentionConfig) -> bool:
 
 
 def _can_be_fast(t: Toggles, head_dim: int) -> bool:
-    """Several warpgroups, 256 keys or more on their way at a time, polynomials where they may be, without spills."""
+    """Return whether a tiling is in ``_WIDE``, spills aside."""
     stages = (2, 3) if t["BLOCK_N"] > 128 or head_dim == 256 else (3, 4)
     fits = (
         t["OVERLAP"] == int(t["OUT_COLUMNS"] == 256) if head_dim == 256 else not (t["CONSUMERS"] == 4 and t["OVERLAP"])
@@ -116,14 +120,14 @@ def _can_be_fast(t: Toggles, head_dim: int) -> bool:
     return t["CONSUMERS"] > 1 and t["STAGES"] in stages and fits and polynomials
 
 
-def compiled(toggles: Toggles, dims: Dims, fmt: str) -> CompiledKernel:
-    """The kernel of a tiling; the length does not matter to it."""
+def compile_tiling(toggles: Toggles, dims: Dims, fmt: str) -> CompiledKernel:
+    """Compile the kernel of a tiling. It is the same for every length."""
     return compile_kernel(tuning_space.kernel(toggles, fmt, dims), hopper.TARGET)
 
 
 def _compile(job: tuple[Toggles, Dims, str]) -> str:
     try:
-        compiled(*job)
+        compile_tiling(*job)
     except CompileError as e:
         return str(e).splitlines()[0]
     return ""
@@ -138,23 +142,23 @@ def compile_all(groups: list[Group], wide: bool) -> None:
     print(f"{len(jobs)} kernels in {time.perf_counter() - start:.0f} s, {len(failed)} do not compile", *failed[:3])
 
 
-def shipped(dims: Dims, fmt: str, multiprocessors: int = hopper.TARGET.multiprocessors) -> Toggles:
-    """The tiling that a shape has without measured rules."""
+def get_shipped_tiling(dims: Dims, fmt: str, multiprocessors: int = hopper.TARGET.multiprocessors) -> Toggles:
+    """Return the tiling of a shape without measured rules."""
     tiles, _ = planned(*read_dims(dims, fmt), multiprocessors)
     return {name: int(getattr(tiles, field)) for name, field in tuning_space.TOGGLES.items()}
 
 
-def executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executable, CompiledKernel]:
-    """What the device runs for a tiling, or for the shipped one."""
+def build_executable(toggles: Toggles | None, dims: Dims, fmt: str) -> tuple[Executable, CompiledKernel]:
+    """Build the executable of a tiling. None: the shipped one."""
     if toggles is None:
-        toggles = shipped(dims, fmt)
-    kernel = compiled(toggles, dims, fmt)
+        toggles = get_shipped_tiling(dims, fmt)
+    kernel = compile_tiling(toggles, dims, fmt)
     return Executable.single(build_image(kernel), tuning_space.launch(toggles, fmt, dims)), kernel
 
 
-def checked(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, references: Any) -> str:
-    """Why a tiling is wrong on a small shape, or empty."""
-    bound = gpu.bind(executable(toggles, dims, fmt)[0], case)
+def find_fault(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, references: Any) -> str:
+    """Return the fault of a tiling on a small shape; empty for a correct one."""
+    bound = gpu.bind(build_executable(toggles, dims, fmt)[0], case)
     out, violations = attention.decode(bound.run(), fmt), bound.violations()
     bound.free()
     if violations:
@@ -165,7 +169,7 @@ def checked(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, refere
     return "" if ratio <= 1 else f"an error is {ratio:.2f} of its bound"
 
 
-class Cell:
+class TilingCell:
     """The buffers of a shape, and the tilings that run on them."""
 
     def __init__(self, gpu: Gpu, dims: Dims, fmt: str) -> None:
@@ -180,12 +184,12 @@ class Cell:
             self._buffers[name] = GuardedBuffer(heads * int(np.prod(spec.shape)) * dtype_of(spec.dtype).itemsize)
 
     def launches(self, toggles: Toggles | None) -> list[Any]:
-        """A tiling's launches on these buffers."""
+        """Return the launches of a tiling on these buffers."""
         pointers = {name: buffer.pointer for name, buffer in self._buffers.items()}
-        return list(self._gpu.prepare(executable(toggles, self.dims, self.fmt)[0], pointers))
+        return list(self._gpu.prepare(build_executable(toggles, self.dims, self.fmt)[0], pointers))
 
     def sample(self, launches: list[Any], count: int) -> float:
-        """Microseconds of one of ``count`` consecutive launches, after one that is not timed."""
+        """Measure the microseconds per launch of ``count`` consecutive launches, after an untimed one."""
         for launch in launches:
             launch()
         start = self._gpu.mark()
@@ -204,10 +208,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of a cell: per tiling by round, and of the shipped one.
+    """Microseconds of a cell: per tiling by round, and of the shipped tiling.
 
-    confirmed: of the best tilings, by number, their times in rounds of their own. shipped_beside: the shipped one's
-    there, two in each round.
+    confirmed: times of the best tilings in rounds of their own, by number. shipped_beside: times of the shipped tiling
+    in those rounds, two per round.
     """
 
     found: list[list[float]]
@@ -216,17 +220,17 @@ class Times:
     shipped_beside: list[float]
 
 
-class Race:
+class TilingRounds:
     """Tilings of a cell, by number, and the shipped one, -1, timed in rounds."""
 
-    def __init__(self, cell: Cell, of: list[Toggles], seed: int) -> None:
+    def __init__(self, cell: TilingCell, of: list[Toggles], seed: int) -> None:
         self._cell, self._rng = cell, random.Random(seed)
         self._programs = {n: cell.launches(t) for n, t in enumerate(of)} | {-1: cell.launches(None)}
         firsts = {n: cell.sample(program, 1) for n, program in self._programs.items()}
         self._counts = {n: max(1, min(20, round(_SAMPLE_US / us))) for n, us in firsts.items()}
 
     def times(self, numbers: list[int], rounds: int) -> dict[int, list[float]]:
-        """Microseconds of those tilings, one for each time that a number is given, round by round."""
+        """Measure the microseconds of these tilings, round by round. A repeated number runs repeatedly in a round."""
         found: dict[int, list[float]] = {n: [] for n in numbers}
         for _ in range(rounds):
             order = list(numbers)
@@ -238,8 +242,8 @@ class Race:
 
 def time_cell(gpu: Gpu, dims: Dims, fmt: str, right: list[Toggles], rounds: int) -> Times:
     """Time the tilings of a cell."""
-    cell = Cell(gpu, dims, fmt)
-    race = Race(cell, right, 0)
+    cell = TilingCell(gpu, dims, fmt)
+    race = TilingRounds(cell, right, 0)
     found = race.times([*range(len(right)), *(-1 for _ in range(_SHIPPED))], rounds)
     of_shipped = found.pop(-1)
     best = sorted(found, key=lambda n: statistics.median(found[n]))[:_BEST]
@@ -258,8 +262,8 @@ def confirm(group: Group, length: int, file: Path, best: int) -> None:
     gpu = Gpu()
     if gpu.info().name != content["metadata"]["device"]:
         raise UsageError(f"{file}: it is of {content['metadata']['device']}, this is {gpu.info().name}")
-    cell = Cell(gpu, group.filling(length), group.fmt)
-    times = Race(cell, right, len(processes)).times([*range(len(right)), -1, -1], _CONFIRMING)
+    cell = TilingCell(gpu, group.filling(length), group.fmt)
+    times = TilingRounds(cell, right, len(processes)).times([*range(len(right)), -1, -1], _CONFIRMING)
     beside = times.pop(-1)
     cell.free()
     processes.append(_process(right, times, beside))
@@ -267,8 +271,8 @@ def confirm(group: Group, length: int, file: Path, best: int) -> None:
     print(f"{file.stem}: {[round(statistics.median(beside) / statistics.median(t), 3) for t in times.values()]}")
 
 
-def t4_row(toggles: Toggles, times: list[float], why: str, kernel: CompiledKernel | None) -> dict[str, Any]:
-    """One configuration as T4 has it."""
+def format_t4_row(toggles: Toggles, times: list[float], why: str, kernel: CompiledKernel | None) -> dict[str, Any]:
+    """Format one configuration for a T4 file."""
     measured: list[dict[str, Any]] = []
     if times:
         measured.append({"name": "time", "value": round(statistics.median(times) / 1e3, 6), "unit": "ms"})
@@ -292,7 +296,7 @@ def t4_row(toggles: Toggles, times: list[float], why: str, kernel: CompiledKerne
 
 
 def time_all(groups: list[Group], lengths: list[int], wide: bool, out: Path, rounds: int) -> None:
-    """Check and time all, and write the files; a group's are there when it is done."""
+    """Check and time all tilings; write the files of each group once it is done."""
     gpu = Gpu()
     out.mkdir(parents=True, exist_ok=True)
     for group in groups:
@@ -302,13 +306,13 @@ def time_all(groups: list[Group], lengths: list[int], wide: bool, out: Path, rou
         references = attention.references(small, 0, group.fmt)
         for toggles in group.points(wide):
             try:
-                kernel = compiled(toggles, small, group.fmt)
+                kernel = compile_tiling(toggles, small, group.fmt)
             except CompileError as e:
                 rows.append((toggles, str(e).splitlines()[0], None))
                 continue
             spilled = kernel.resources.spill_bytes
             try:
-                why = checked(gpu, toggles, small, group.fmt, case, references)
+                why = find_fault(gpu, toggles, small, group.fmt, case, references)
             except MachineError as e:
                 why = str(e)
             if wide and not why and spilled > _MOST_SPILLS:
@@ -320,7 +324,7 @@ def time_all(groups: list[Group], lengths: list[int], wide: bool, out: Path, rou
             dims = group.filling(length)
             times = time_cell(gpu, dims, group.fmt, right, rounds)
             by_point = dict(zip(map(_key, right), times.found, strict=True))
-            results = [t4_row(t, by_point.get(_key(t), []), why, kernel) for t, why, kernel in rows]
+            results = [format_t4_row(t, by_point.get(_key(t), []), why, kernel) for t, why, kernel in rows]
             _write(gpu, out / f"{group}_s{length}.json", dims, group.fmt, wide, results, times, right)
             n, best = min(
                 ((n, statistics.median(t)) for n, t in times.confirmed.items()),
@@ -359,9 +363,9 @@ def _write(
             "format": fmt,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "git": os.environ.get("GREENFAST_GIT_SHA", ""),
-            "covered": (_can_be_fast.__doc__ if wide else "the whole space") or "",
+            "covered": _WIDE if wide else "the whole space",
             "method": "median of rounds in shuffled order on the same buffers; times in ms",
-            "shipped": shipped(dims, fmt, info.sm_count),
+            "shipped": get_shipped_tiling(dims, fmt, info.sm_count),
             "shipped_ms": _ms(times.shipped),
             "confirmed": [_process(right, times.confirmed, times.shipped_beside)],
         },
@@ -375,7 +379,7 @@ def _store(file: Path, content: dict[str, Any]) -> None:
 
 
 def _process(right: list[Toggles], confirmed: dict[int, list[float]], shipped: list[float]) -> dict[str, Any]:
-    """What one process measured of the best tilings."""
+    """Format what one process measured of the best tilings."""
     of_tilings = [{"configuration": right[n], "ms": _ms(times)} for n, times in confirmed.items()]
     return {"shipped_ms": _ms(shipped), "tilings": of_tilings}
 
@@ -385,7 +389,7 @@ def _ms(times: list[float]) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the options and do what they say."""
+    """Compile, time or confirm the tilings of the options."""
     parser = make_parser("hopper_tilings", __doc__)
     parser.add_argument("what", choices=("compile", "time", "confirm"))
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))

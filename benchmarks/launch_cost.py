@@ -1,4 +1,4 @@
-"""The host time of one launch through the runtime. Needs a GPU.
+"""Measure the host time of one launch through the runtime. Needs a GPU.
 
 python -m benchmarks launch_cost [--device 0] [--batches 200] [--json FILE]
 
@@ -41,7 +41,7 @@ WARMUP_BATCHES = 5
 
 
 @dataclass(frozen=True)
-class Cost:
+class LaunchCost:
     """Host time of one call in microseconds: the median over batches, and the 10th and 90th percentile."""
 
     what: str
@@ -50,14 +50,14 @@ class Cost:
     p90_us: float
 
 
-def empty_image(target: Target) -> KernelImage:
-    """A kernel that does nothing."""
+def compile_empty_kernel(target: Target) -> KernelImage:
+    """Compile a kernel that does nothing."""
     source = KernelSource("empty", 'extern "C" __global__ void empty() {}\n', "empty.cu", (), (32, 1, 1))
     return KernelImage(compile_kernel(source, target).cubin, source.entry, source.block, 0)
 
 
-def program(target: Target) -> tuple[Executable, Case]:
-    """The kernel of the task, and its case."""
+def build_program(target: Target) -> tuple[Executable, Case]:
+    """Build the kernel of the task, and its case."""
     task = load(find_task("fp8_sdpa"))
     config = task.config
     shape, fmt = config.shape(SHAPE), config.defaults.format
@@ -66,7 +66,7 @@ def program(target: Target) -> tuple[Executable, Case]:
     return side.executable(shape.name), case
 
 
-def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[Cost]:
+def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list[LaunchCost]:
     """Measure the host time per call of each way; waiting for the device is outside the timed part."""
 
     def time_batch(call: Callable[[], None]) -> float:
@@ -83,11 +83,14 @@ def measure(gpu: Gpu, ways: dict[str, Callable[[], None]], batches: int) -> list
         gpu.stream.sync()
     finally:
         gc.enable()
-    return [Cost(what, *(round(float(np.quantile(us, q)), 3) for q in (0.5, 0.1, 0.9))) for what, us in samples.items()]
+    return [
+        LaunchCost(what, *(round(float(np.quantile(us, q)), 3) for q in (0.5, 0.1, 0.9)))
+        for what, us in samples.items()
+    ]
 
 
-def ways_to_launch(bound: Bound, empty: Bound) -> dict[str, Callable[[], None]]:
-    """The runtime's launch, the smallest launch, and the loop alone."""
+def list_launches(bound: Bound, empty: Bound) -> dict[str, Callable[[], None]]:
+    """Return the runtime's launch, the smallest launch, and the loop alone."""
     return {
         "Bound.launch": bound.launch,
         "Bound.launch, empty kernel, no arguments": empty.launch,
@@ -106,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--batches: give at least 2")
     gpu = Gpu(args.device)
     target = Target.of_device(gpu.capability)
-    kernel = program(target)
-    empty = Executable.single(empty_image(target), Launch((1, 1, 1), ())), Case({}, {})
-    costs = measure(gpu, ways_to_launch(gpu.bind(*kernel), gpu.bind(*empty)), args.batches)
+    kernel = build_program(target)
+    empty = Executable.single(compile_empty_kernel(target), Launch((1, 1, 1), ())), Case({}, {})
+    costs = measure(gpu, list_launches(gpu.bind(*kernel), gpu.bind(*empty)), args.batches)
     instruments = Instruments(gpu)
     device_us = {}
     for what, (executable, case) in (

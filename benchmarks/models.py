@@ -1,4 +1,4 @@
-"""Milliseconds of transformer layers of true size, with PyTorch's attention and under greenfast.use; and their errors.
+"""Time transformer layers of true size with PyTorch's attention and under greenfast.use, and measure their errors.
 
 python -m benchmarks models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
 
@@ -47,7 +47,7 @@ _SAMPLED_ROWS, _SAMPLED_HEADS = 64, 4
 
 
 @dataclass(frozen=True)
-class Model:
+class TimedModel:
     """A model, the call that is timed, and its tokens."""
 
     call: Callable[[], Tensor]
@@ -56,8 +56,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A measured combination: milliseconds of a forward pass, calls that were routed, and what the output differs by.
+class ModelRun:
+    """A measured combination: milliseconds of a forward pass, number of routed calls, and errors.
 
     difference: of the model's output from the one with PyTorch's attention, relative (Frobenius). errors: of each
     attention against float64 on the same Q, K and V; torch_errors: PyTorch's.
@@ -76,8 +76,8 @@ class Run:
     torch_errors: list[float]
 
 
-def flux(device: str, small: bool) -> Model:
-    """Two kinds of Flux's layers."""
+def flux(device: str, small: bool) -> TimedModel:
+    """Make the two kinds of Flux's layers."""
     library: Any = importlib.import_module("diffusers")
     sizes = {"num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 32} if small else {}
     side, text = (8, 16) if small else (64, 512)
@@ -93,13 +93,13 @@ def flux(device: str, small: bool) -> Model:
         "img_ids": ids,
         "txt_ids": torch.zeros(text, 3, device=device),
     }
-    return Model(lambda: model(**inputs, return_dict=False)[0], 3, side * side + text)
+    return TimedModel(lambda: model(**inputs, return_dict=False)[0], 3, side * side + text)
 
 
-def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], Model]:
-    """A layer of Wan 14B on frames, height and width of the latent."""
+def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], TimedModel]:
+    """Return a function that makes a layer of Wan 14B. latent: frames, height and width."""
 
-    def make(device: str, small: bool) -> Model:
+    def make(device: str, small: bool) -> TimedModel:
         library: Any = importlib.import_module("diffusers")
         sizes = {"num_attention_heads": 2, "text_dim": 64, "ffn_dim": 256} if small else {}
         frames, height, width = (2, 8, 8) if small else latent
@@ -109,13 +109,13 @@ def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], Model]:
             "timestep": torch.full((1,), 500, device=device),
             "encoder_hidden_states": _normal(1, 512, model.config.text_dim, device=device),
         }
-        return Model(lambda: model(**inputs, return_dict=False)[0], 1, frames * height * width // 4)
+        return TimedModel(lambda: model(**inputs, return_dict=False)[0], 1, frames * height * width // 4)
 
     return make
 
 
-def llama(device: str, small: bool) -> Model:
-    """Two layers of Llama 3 8B on a prompt."""
+def llama(device: str, small: bool) -> TimedModel:
+    """Make two layers of Llama 3 8B with a prompt."""
     library: Any = importlib.import_module("transformers")
     sizes = {
         "hidden_size": 256 if small else 4096, "intermediate_size": 512 if small else 14336, "vocab_size": 32000,
@@ -124,11 +124,11 @@ def llama(device: str, small: bool) -> Model:
     config = library.LlamaConfig(num_hidden_layers=2, max_position_embeddings=131072, **sizes)
     model = _made(lambda: library.LlamaModel(config), device)
     tokens = torch.randint(0, 32000, (1, 128 if small else 8192), generator=torch.Generator().manual_seed(0)).to(device)
-    return Model(lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
+    return TimedModel(lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
 
 
-def vit(device: str, small: bool) -> Model:
-    """Two of PyTorch's own layers, whose attention is torch.nn.MultiheadAttention, on the patches of an image."""
+def vit(device: str, small: bool) -> TimedModel:
+    """Make two of PyTorch's own layers with torch.nn.MultiheadAttention, on the patches of an image."""
     width, heads, side = (128, 2, 8) if small else (1024, 16, 128)
 
     def layer() -> nn.Module:
@@ -136,11 +136,11 @@ def vit(device: str, small: bool) -> Model:
 
     model = _made(lambda: nn.Sequential(layer(), layer()), device)
     tokens = _normal(1, side * side, width, device=device)
-    return Model(lambda: model(tokens), 2, side * side)
+    return TimedModel(lambda: model(tokens), 2, side * side)
 
 
-def wan_steps(device: str, small: bool) -> Model:
-    """Four steps of a layer of Wan at 480p, the first and the last with PyTorch's attention, as docs/ has it."""
+def wan_steps(device: str, small: bool) -> TimedModel:
+    """Make four steps of a layer of Wan at 480p; the first and the last use PyTorch's attention."""
     step = MODELS["wan_480p"](device, small)
 
     def call() -> Tensor:
@@ -150,10 +150,10 @@ def wan_steps(device: str, small: bool) -> Model:
                 outs.append(step.call())
         return torch.cat(outs)
 
-    return Model(call, 4, step.tokens)
+    return TimedModel(call, 4, step.tokens)
 
 
-MODELS: dict[str, Callable[[str, bool], Model]] = {
+MODELS: dict[str, Callable[[str, bool], TimedModel]] = {
     "flux": flux,
     "wan_480p": _wan((21, 60, 104)),
     "wan_720p": _wan((21, 90, 160)),
@@ -164,7 +164,7 @@ MODELS: dict[str, Callable[[str, bool], Model]] = {
 
 
 def _made(model: Callable[[], Any], device: str) -> Any:
-    """A model with random weights in bfloat16."""
+    """Return a model with random weights in bfloat16."""
     torch.manual_seed(0)
     with torch.device(device):
         return model().to(torch.bfloat16).eval()
@@ -175,7 +175,7 @@ def _normal(*shape: int, device: str) -> Tensor:
 
 
 class _Recorded(TorchFunctionMode):
-    """Keeps some rows of each call's Q and the keys and values of some heads, and passes the call on."""
+    """Records the arguments and the output of each attention call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ class _Recorded(TorchFunctionMode):
         return out
 
 
-def errors(model: Model) -> list[float]:
-    """The error of each of the model's attentions in sampled rows and heads, relative to float64."""
+def measure_errors(model: TimedModel) -> list[float]:
+    """Return the error of each of the model's attentions in sampled rows and heads, relative to float64."""
     with _Recorded() as recorded:
         model.call()
     found = []
@@ -217,8 +217,8 @@ def errors(model: Model) -> list[float]:
     return found
 
 
-def measure(name: str, model: Model, attentions: Sequence[str], rounds: int) -> list[Run]:
-    """All attentions of a model, in turn."""
+def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int) -> list[ModelRun]:
+    """Measure all attentions of a model, interleaved."""
     outs: dict[str, Tensor] = {}
     routed: dict[str, Any] = {}
 
@@ -233,14 +233,14 @@ def measure(name: str, model: Model, attentions: Sequence[str], rounds: int) -> 
     exact = outs["torch"].double()
     found, own = [], {}
     with torch.inference_mode():
-        plain = errors(model)
+        plain = measure_errors(model)
         for attention_name in attentions:
             with ATTENTIONS[attention_name]():
-                own[attention_name] = errors(model)
+                own[attention_name] = measure_errors(model)
     for a in attentions:
         counts = routed[a]
         found.append(
-            Run(
+            ModelRun(
                 model=name, attention=a, layers=model.layers, tokens=model.tokens,
                 median_ms=statistics.median(times[a]), rounds_ms=[round(t, 3) for t in times[a]],
                 taken=counts.taken if counts else 0, left=dict(counts.fallen_back) if counts else {},
@@ -256,8 +256,8 @@ def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
     return time_gpu_ms(call) if torch.cuda.is_available() else (float("nan"), call())
 
 
-def main(argv: Sequence[str] | None = None) -> list[Run]:
-    """Measure, print and store."""
+def main(argv: Sequence[str] | None = None) -> list[ModelRun]:
+    """Measure, print and write the record."""
     parser = make_parser("models", __doc__)
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS, help="with torch")

@@ -195,12 +195,12 @@ def _shown(dims: Mapping[str, int]) -> bool:
 
 
 def operator_series(record: Benchmark) -> Series:
-    """Whole calls on bfloat16 tensors."""
+    """Return the rates of whole calls on bfloat16 tensors."""
     return _series(record, _CALLS)
 
 
 def kernel_series(record: Benchmark) -> Series:
-    """Kernels only, the FP8 ones on precomputed codes."""
+    """Return the rates of kernels alone, the FP8 ones on precomputed codes."""
     return _series(record, _KERNELS)
 
 
@@ -212,8 +212,8 @@ def _series(record: Benchmark, labels: Mapping[str, str]) -> Series:
     return found
 
 
-def numbers_digest(operator: Benchmark, peers: Benchmark) -> str:
-    """The digest of the picture's numbers and caption."""
+def digest_numbers(operator: Benchmark, peers: Benchmark) -> str:
+    """Return the digest of the picture's numbers and caption."""
     shown = [operator_series(operator), kernel_series(peers), _caption(operator, peers)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
@@ -225,9 +225,9 @@ def _caption(operator: Benchmark, peers: Benchmark) -> str:
     )
 
 
-def speed_picture(operator: Benchmark, peers: Benchmark) -> str:
-    """The picture as SVG."""
-    digest = numbers_digest(operator, peers)
+def draw_speed(operator: Benchmark, peers: Benchmark) -> str:
+    """Draw the picture of README.md as SVG."""
+    digest = digest_numbers(operator, peers)
     with rc_context({"svg.hashsalt": digest, "font.size": 10}):
         figure = Figure(figsize=(10, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
@@ -261,8 +261,8 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def gains_table(record: Benchmark) -> str:
-    """Per length and head dim, the least time of the bfloat16 libraries over the time of ``sdpa`` in FP8."""
+def format_gains(record: Benchmark) -> str:
+    """Format the speedup of ``sdpa`` in FP8 over the fastest bfloat16 library, by length and head dim."""
     found: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
     for shape, ratio in ratios(record.rows, SpeedupPair(own="sdpa_fp8", baselines=list(_BF16), title="")).items():

@@ -2,8 +2,8 @@
 
     python -m benchmarks proposers FILE [FILE ...] --json evidence/proposers.json
 
-FILE: T4, such as those of ``hopper_tilings``. Random draws are not simulated: their median is known exactly. Where the
-files have the estimates of ``tiling_counts``, what a screen by them is worth stands beside.
+FILE: T4, such as those of ``hopper_tilings``. Random draws are not simulated: their median is known exactly. For
+files with the estimates of ``tiling_counts``, the recall of a screen by them is added.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SHARE = 0.99
 BATCHES = (8, 16)
 
 
-def compared(path: Path, seeds: int) -> dict[str, Any]:
-    """The row of one cache."""
+def compare_on_cache(path: Path, seeds: int) -> dict[str, Any]:
+    """Compare the proposers on one cache; return its row."""
     results = read_t4(path)
     cache = Cache(results, path.stem)
     chance = median_of_random_draws(cache, SHARE)
@@ -60,7 +60,7 @@ def compared(path: Path, seeds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the options and do what they say."""
+    """Compare the proposers on every file; print and write the rows."""
     parser = make_parser("proposers", __doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=100)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = []
     for path in args.files:
-        rows.append(row := compared(path, args.seeds))
+        rows.append(row := compare_on_cache(path, args.seeds))
         print(f"{path.stem}: random {row['random_median']}, {row['of_random']}, screen {row['screen']}", flush=True)
     if args.json:
         record = {

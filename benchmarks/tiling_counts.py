@@ -27,8 +27,8 @@ _SAME = "STAGES"  # changes no count but those of waits
 Key = tuple[tuple[str, int], ...]
 
 
-def counted(toggles: Mapping[str, int], head_dim: int, causal: bool) -> tuple[float, str]:
-    """The estimate in seconds of one launch, and the busiest pipe."""
+def estimate_tiling(toggles: Mapping[str, int], head_dim: int, causal: bool) -> tuple[float, str]:
+    """Estimate the seconds of one launch; return them with the busiest pipe."""
     dims = {"B": 1, "H": 1, "S": _LENGTH, "D": head_dim, **({"CAUSAL": 1} if causal else {})}
     source, launch = tuning_space.kernel(toggles, "e4m3", dims), tuning_space.launch(toggles, "e4m3", dims)
     case = attention.make_case(dims, 0, "e4m3")
@@ -38,12 +38,12 @@ def counted(toggles: Mapping[str, int], head_dim: int, causal: bool) -> tuple[fl
 
 
 def key_of(toggles: Mapping[str, int]) -> Key:
-    """What decides a tiling's counts."""
+    """Return the part of a tiling that decides its counts."""
     return tuple(sorted((name, value) for name, value in toggles.items() if name != _SAME))
 
 
 def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, str]]) -> None:
-    """Write the estimates of all right tilings into a file. known: of tilings that were counted before."""
+    """Write the estimates of all correct tilings into a file. known: cache of estimates."""
     content = read_json(path, dict[str, Any], "T4 file")
     shape = content["metadata"]["shape"]
     head_dim, causal = shape["D"], bool(shape.get("CAUSAL"))
@@ -53,7 +53,7 @@ def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, st
         key = (head_dim, causal, key_of(row["configuration"]))
         if key not in known:
             start = time.perf_counter()
-            known[key] = counted(row["configuration"], head_dim, causal)
+            known[key] = estimate_tiling(row["configuration"], head_dim, causal)
             print(f"{len(known)}: {dict(key[2])}: {known[key]}, {time.perf_counter() - start:.1f} s", flush=True)
         kept = [m for m in row["measurements"] if m["name"] not in (ESTIMATE, PIPE)]
         values = zip((ESTIMATE, PIPE), known[key], strict=True)
@@ -62,7 +62,7 @@ def add_estimates(path: Path, known: dict[tuple[int, bool, Key], tuple[float, st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the options and do what they say."""
+    """Add estimates to every file."""
     parser = make_parser("tiling_counts", __doc__)
     parser.add_argument("files", type=Path, nargs="+")
     known: dict[tuple[int, bool, Key], tuple[float, str]] = {}

@@ -1,4 +1,4 @@
-"""From T4 files of benchmarks/hopper_tilings.py to the rules of ``greenfast.kernels.attention.heuristics``."""
+"""Derive the rules of ``greenfast.kernels.attention.heuristics`` from the T4 files of benchmarks/hopper_tilings.py."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from greenfast.judge.timing.estimators import Interval, speedup_interval
 from greenfast.kernels.attention import tuning_space
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 
-#: A rule departs from the planned tiles where the whole interval of the speedup is above this.
+#: A rule replaces the planned tiles if the whole interval of the speedup is above this.
 LEAST_GAIN = 1.01
-#: Processes that have to have timed a tiling: an interval of fewer says nothing about other runs.
+#: Least number of processes that timed a tiling: fewer give no interval for other runs.
 LEAST_PROCESSES = 3
-#: The lengths that are measured are so many times apart.
+#: Ratio of consecutive measured lengths.
 REACH = 4
 
 
-def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
-    """tilings.json: a rule for each file in which a tiling was faster, for its length to REACH times as many keys.
+def derive_tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
+    """Derive tilings.json: a rule per file with a faster tiling, for its length up to REACH times as many keys.
 
-    The longest length's rule has no end. folder: T4 files, of which those without ``confirmed`` are left out. root:
-    what the records' names begin at.
+    The rule of the longest length has no end. folder: T4 files; those without ``confirmed`` are ignored. root: the
+    folder that the records' paths are relative to.
     """
     cells = []
     for file in sorted(folder.glob("*.json")):
@@ -37,7 +37,7 @@ def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
             cells.append((config, sizes.kv_len, metadata, file))
     found = []
     for config, length, metadata, file in cells:
-        faster = fastest(metadata)
+        faster = find_fastest_tiling(metadata)
         if faster is None:
             continue
         toggles, interval = faster
@@ -59,8 +59,8 @@ def tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
     return {"device": cells[0][2]["device"] if cells else "", "rules": found}
 
 
-def fastest(metadata: Mapping[str, Any]) -> tuple[dict[str, int], Interval] | None:
-    """The tiling whose speedup over the planned one has the highest lower end, above LEAST_GAIN; None if none has."""
+def find_fastest_tiling(metadata: Mapping[str, Any]) -> tuple[dict[str, int], Interval] | None:
+    """Return the tiling with the highest lower bound of its speedup, above LEAST_GAIN; None if there is none."""
     processes = metadata["confirmed"]
     best: tuple[dict[str, int], Interval] | None = None
     for toggles in (of["configuration"] for of in processes[0]["tilings"]):
@@ -75,7 +75,7 @@ def fastest(metadata: Mapping[str, Any]) -> tuple[dict[str, int], Interval] | No
 
 
 def _by_round(times: Sequence[float], rounds: int) -> list[float]:
-    """The geometric means of the samples of each round, which has several."""
+    """Return the geometric mean of the samples of each round."""
     return [float(x) for x in np.exp(np.log(np.reshape(times, (rounds, -1))).mean(axis=1))]
 
 

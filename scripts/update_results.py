@@ -20,11 +20,11 @@ import msgspec
 
 from benchmarks import parallel_page
 from benchmarks.freshness import current_part, freshness
-from benchmarks.pictures import DESCRIPTION, gains_table, numbers_digest, speed_picture
+from benchmarks.pictures import DESCRIPTION, digest_numbers, draw_speed, format_gains
 from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import batching_table, models_table, section
 from benchmarks.routing import rules, rules_table
-from benchmarks.tiling_rules import tiling_rules
+from benchmarks.tiling_rules import derive_tiling_rules
 from greenfast.cli.main import find_moved_command
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
@@ -184,9 +184,9 @@ def _readme(root: Path, records: Evidence) -> dict[Path, str]:
     (_, peers), measured = found, read_benchmark(operator)
     page, picture = root / README, root / PICTURE
     drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
-    if f"{DESCRIPTION}{numbers_digest(measured, peers)}" not in drawn:
-        drawn = speed_picture(measured, peers)
-    table, aged = gains_table(measured), worst([shown(freshness(measured)), shown(freshness(peers))])
+    if f"{DESCRIPTION}{digest_numbers(measured, peers)}" not in drawn:
+        drawn = draw_speed(measured, peers)
+    table, aged = format_gains(measured), worst([shown(freshness(measured)), shown(freshness(peers))])
     if aged.status != CURRENT:
         table += "\n\nKernels have changed since these numbers, or the ones in the picture, were measured."
     return {page: fill(page.read_text(encoding="utf-8"), "speed", table, README), picture: drawn}
@@ -230,7 +230,7 @@ def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
 def _tilings(root: Path) -> dict[Path, str]:
     """The rules of ``kernels.attention.tiling`` from the times of tilings."""
     records = root / TILING_RECORDS
-    return {root / TILING_RULES: to_json(tiling_rules(records, root))} if records.is_dir() else {}
+    return {root / TILING_RULES: to_json(derive_tiling_rules(records, root))} if records.is_dir() else {}
 
 
 def _parallel_page(root: Path) -> dict[Path, str]:

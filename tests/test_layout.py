@@ -246,13 +246,14 @@ def _chain_to_torch(modules: dict[str, Module], start: str) -> tuple[str, ...]:
     return ()
 
 
-def find_duplicate_classes(package: Path) -> dict[str, list[str]]:
-    """Return the class names with several definitions in the package, with the files that define them."""
+def find_duplicate_classes(*packages: Path) -> dict[str, list[str]]:
+    """Return the class names with several definitions in the packages, with the files that define them."""
     files = defaultdict(list)
-    for file in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                files[node.name].append(file.relative_to(package).as_posix())
+    for package in packages:
+        for file in sorted(package.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].append(file.relative_to(package).as_posix())
     return {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
@@ -263,7 +264,7 @@ def find_standard_names(package: Path) -> set[str]:
 
 
 def test_each_class_name_has_one_definition() -> None:
-    duplicates = find_duplicate_classes(PACKAGE)
+    duplicates = find_duplicate_classes(PACKAGE, BENCHMARKS)
     assert set(duplicates) == DUPLICATE_CLASSES, duplicates
 
 

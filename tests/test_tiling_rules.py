@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tiling_rules import LEAST_PROCESSES, fastest, tiling_rules
+from benchmarks.tiling_rules import LEAST_PROCESSES, derive_tiling_rules, find_fastest_tiling
 from greenfast.kernels.attention import tuning_space
 
 SHIPPED = {
@@ -55,7 +55,7 @@ def metadata(*gains: list[tuple[dict[str, int], float]], length: int = 1024) -> 
     ],
 )
 def test_the_fastest(gains: list[list[tuple[dict[str, int], float]]], wanted: dict[str, int] | None) -> None:
-    found = fastest(metadata(*gains))
+    found = find_fastest_tiling(metadata(*gains))
     assert (found and found[0]) == wanted
     if found:
         assert 1.01 < found[1].low < found[1].high
@@ -66,7 +66,7 @@ def test_rules(tmp_path: Path) -> None:
     for length, gains in ((1024, faster), (4096, [[(OTHER, 1.0)]] * 3), (16384, faster)):
         (tmp_path / f"s{length}.json").write_text(json.dumps({"metadata": metadata(*gains, length=length)}))
     (tmp_path / "unconfirmed.json").write_text('{"metadata": {}}')
-    data = tiling_rules(tmp_path, tmp_path.parent)
+    data = derive_tiling_rules(tmp_path, tmp_path.parent)
     assert data["device"] == "GPU"
     assert [rule["keys"] for rule in data["rules"]] == [[1024, 4096], [16384, None]]
     for rule in data["rules"]:

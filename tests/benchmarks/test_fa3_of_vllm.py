@@ -82,7 +82,7 @@ def test_transformers_finds_the_package(monkeypatch: pytest.MonkeyPatch, library
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    fa3.as_package("/some/library.so")
+    fa3.install_package("/some/library.so")
     assert loaded == ["/some/library.so"]
     assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
     try:

@@ -37,7 +37,7 @@ class FakeDevice(benchmark.Device):
 
 
 def rows_of(device: Any, unit: list[Case] = UNIT) -> dict[str, dict[str, Any]]:
-    result = (benchmark.try_case(case, image, device, 256) for case, image in benchmark.images(unit, TARGET))
+    result = (benchmark.try_case(case, image, device, 256) for case, image in benchmark.build_images(unit, TARGET))
     return {row["instruction"]: row for row in result}
 
 
@@ -91,7 +91,7 @@ def test_a_device_that_always_fails_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(benchmark, "Worker", NoWorker)
     device = benchmark.Device(0)
-    (case, image), *_ = benchmark.images(UNIT, TARGET)
+    (case, image), *_ = benchmark.build_images(UNIT, TARGET)
     assert isinstance(image, KernelImage)
     for n in range(benchmark.MAX_FAILURES + 5):
         with pytest.raises(WorkerError, match="crash" if n < benchmark.MAX_FAILURES else "failed one after the other"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.emulator_instructions import Device, images, try_case
+from benchmarks.emulator_instructions import Device, build_images, try_case
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
@@ -52,7 +52,7 @@ def device() -> Iterator[Device]:
 def test_an_instruction_gives_what_the_hardware_gives(unit: Sequence[Case], device: Device) -> None:
     """The benchmark records everything; this reports only what is wrong."""
     target = Target.of_device(Gpu().capability)
-    rows = [try_case(case, image, device, ROWS) for case, image in images(unit, target)]
+    rows = [try_case(case, image, device, ROWS) for case, image in build_images(unit, target)]
     wrong = [
         f"{row['instruction']}: {row.get('error') or row['examples_wrong'][:2]}"
         for row in rows
