@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from greenfast.evolve.proposal import Candidate
+import msgspec
+
+from greenfast.evolve.event_log import read_events
+from greenfast.evolve.proposal import Candidate, Evaluation
 from tests.judge.small_task import config, write_task
 
 #: KIND -> where it must end.
@@ -80,3 +83,9 @@ def write_search_task(folder: Path) -> Path:
 def candidate(kind: int, threads: int = 128) -> Candidate:
     """A setting of the space."""
     return Candidate(parameters={"KIND": kind, "THREADS": threads}, rationale=f"kind {kind}", prediction="none")
+
+
+def evaluated(folder: Path) -> list[Evaluation]:
+    """The evaluations of a run, in order."""
+    data = [one for e in read_events(folder) if e.kind == "evaluated" for one in e.data]
+    return [msgspec.convert(one, Evaluation) for one in data]

@@ -14,7 +14,7 @@ from greenfast.evolve.stages import make_search_request
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import run_here
-from tests.evolve.cheat_stream import evaluated
+from tests.evolve.doubling import evaluated
 
 pytestmark = pytest.mark.usefixtures("machine")
 TASK = find_task("fp8_sdpa").folder

@@ -28,22 +28,21 @@ with lock_run_folder(Path(sys.argv[1])):
     time.sleep(60)
 """
 IN_A_POOL = """
-import time
+import os, time
 from greenfast.evolve.workers import ProcessPool
-from tests.evolve.racing import FakeStages, pid_of
-print(ProcessPool([FakeStages]).start(0, pid_of)(), flush=True)
+print(ProcessPool([os.getpid]).start(0, int)(), flush=True)
 time.sleep(60)
 """
 
 INTERRUPTED = """
 import signal
 import time
+from functools import partial
 from greenfast.evolve.workers import ProcessPool
-from tests.evolve.racing import FakeStages, sleep
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
-pool = ProcessPool([FakeStages] * 2)
+pool = ProcessPool([partial(int, 30)] * 2)
 for slot in range(2):
-    pool.start(slot, sleep)
+    pool.start(slot, time.sleep)
 try:
     print("in", flush=True)
     for _ in range(600):

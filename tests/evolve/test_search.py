@@ -17,7 +17,7 @@ from benchmarks.revalidate import REVALIDATION, Revalidation, revalidate
 from greenfast.device.worker import Worker
 from greenfast.evolve.event_log import EVENTS, read_events
 from greenfast.evolve.manifest import Manifest, read_manifest
-from greenfast.evolve.proposal import Candidate, Evaluation
+from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.run_folder import choose_gpus
 from greenfast.evolve.space import read_space
 from greenfast.evolve.stages import Stages, Verdict
@@ -27,7 +27,7 @@ from greenfast.judge.request import add_check_plan
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
-from tests.evolve.doubling import KINDS, candidate, write_search_task
+from tests.evolve.doubling import KINDS, candidate, evaluated, write_search_task
 from tests.fakes import L4, FakeDevice, FakeWorker, Script, install, request
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -41,11 +41,6 @@ def written(path: Path, candidates: list[Candidate]) -> Path:
 
 def folder_of(ran: Ran) -> Path:
     return Path(ran.out.splitlines()[0].removeprefix("run "))
-
-
-def evaluations(folder: Path) -> list[Evaluation]:
-    data = [e.data for e in read_events(folder) if e.kind == "evaluated"]
-    return [msgspec.convert(one, Evaluation) for batch in data for one in batch]
 
 
 def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -62,7 +57,7 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "no claim is made" in ran.out
     assert "no speed" in ran.out
     folder = folder_of(ran)
-    found = evaluations(folder)
+    found = evaluated(folder)
     assert [e.candidate for e in found] == STREAM
     ended = [e.stage if not e.valid or e.stage == "duplicate" else "" for e in found]
     assert ended == [*KINDS.values(), "", "duplicate", "duplicate"]
@@ -202,7 +197,7 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     )  # fmt: skip
     assert ran.code == 0, ran.out + ran.err
     folder = folder_of(ran)
-    raced = {(e.candidate.parameters["THREADS"]): e for e in evaluations(folder) if e.stage == "race"}
+    raced = {(e.candidate.parameters["THREADS"]): e for e in evaluated(folder) if e.stage == "race"}
     assert set(raced) == {64, 128}
     assert raced[64].fitness == pytest.approx(12e-6, rel=0.02)
     kept_evaluations = [json.loads(path.read_text()) for path in folder.glob("candidates/*/evaluation.json")]

@@ -291,7 +291,8 @@ class GpuRounds:
             if not waiting:
                 break
         results = {n: lost[n] for n in waiting}
-        winners = {key: winner for key, r in finished.items() if (winner := _find_winner(r)) is not None}
+        correct = {key: timings for key, r in finished.items() if (timings := _correct_timings(r))}
+        winners = {key: max(timings, key=lambda n: timings[n].speedup) for key, timings in correct.items()}
         final = None
         if len(winners) > 1:
             first = min(key[-1] for key in finished)
@@ -315,9 +316,27 @@ class GpuRounds:
         kind: of their events. shares: indices of each GPU's candidates. other_gpu_works: if False, the loss of all
         these GPUs raises WorkerError and is not logged.
         """
+        workers, start = self._workers, time.perf_counter()
         slots = list(shares)[self._log.count_pending(kind, list(keys.values())) :]
-        wait = functools.cache(self._start_rounds(slots, keys, shares, candidates))
-        rounds: dict[int, GpuRound] = {}
+        if slots and (workers is None or [gpu.kind for gpu in workers.gpus] != [gpu.kind for gpu in self._gpus]):
+            names = ", ".join(f"{gpu.name}: {gpu.kind}" for gpu in self._gpus)
+            raise MachineError(f"this search races on the GPUs that it began with ({names}), and they are not here")
+        waits: dict[int, Callable[[], tuple[HalvingResult, float]]] = {}
+        for slot in slots:
+            assert workers is not None
+            seed = random.Random(f"{self._seed} race {keys[slot]}").getrandbits(53)
+            job = functools.partial(run_halving, candidates=[candidates[n] for n in shares[slot]], seed=seed)
+            waits[slot] = workers.workers.start(slot, job)
+            self._report(f"races on GPU {', '.join(self._gpus[s].name for s in waits)}")
+
+        @functools.cache
+        def wait(slot: int) -> tuple[GpuRound, float]:
+            gpu, share = self._gpus[slot].name, shares[slot]
+            try:
+                race, seconds = waits[slot]()
+            except WorkerError as e:
+                return GpuRound(gpu=gpu, candidates=share, lost=str(e)), time.perf_counter() - start
+            return GpuRound(gpu=gpu, candidates=share, race=race), seconds
 
         def make(slot: int) -> GpuRound:
             gpu_round, _ = wait(slot)
@@ -326,52 +345,11 @@ class GpuRounds:
                 raise WorkerError(f"no GPU is left to race on: {gpu_round.lost}")
             return gpu_round
 
-        def seconds(slot: int) -> float:
-            return wait(slot)[1]
-
+        rounds: dict[int, GpuRound] = {}
         for slot, key in keys.items():
-            data = self._log.replay_or_run(
-                kind, key, functools.partial(make, slot), on_gpu=functools.partial(seconds, slot)
-            )
-            rounds[slot] = msgspec.convert(data, GpuRound)
+            run, seconds = functools.partial(make, slot), functools.partial(lambda s: wait(s)[1], slot)
+            rounds[slot] = msgspec.convert(self._log.replay_or_run(kind, key, run, on_gpu=seconds), GpuRound)
         return rounds
-
-    def _start_rounds(
-        self,
-        slots: Sequence[int],
-        keys: Mapping[int, EventKey],
-        shares: Mapping[int, list[int]],
-        candidates: Sequence[Candidate],
-    ) -> Callable[[int], tuple[GpuRound, float]]:
-        """Start the rounds of these GPUs; return a function that waits for one of them and returns its seconds too."""
-        workers = self._workers
-        if slots and (workers is None or [gpu.kind for gpu in workers.gpus] != [gpu.kind for gpu in self._gpus]):
-            names = ", ".join(f"{gpu.name}: {gpu.kind}" for gpu in self._gpus)
-            raise MachineError(f"this search races on the GPUs that it began with ({names}), and they are not here")
-        waits: dict[int, Callable[[], tuple[HalvingResult, float]]] = {}
-        for slot in slots:
-            seed = random.Random(f"{self._seed} race {keys[slot]}").getrandbits(53)
-            assert workers is not None
-            job = functools.partial(run_halving, candidates=[candidates[n] for n in shares[slot]], seed=seed)
-            waits[slot] = workers.workers.start(slot, job)
-            self._report(f"races on GPU {', '.join(self._gpus[s].name for s in waits)}")
-        start = time.perf_counter()
-
-        def wait(slot: int) -> tuple[GpuRound, float]:
-            gpu, share = self._gpus[slot].name, shares[slot]
-            try:
-                result, seconds = waits[slot]()
-            except WorkerError as e:
-                return GpuRound(gpu=gpu, candidates=share, lost=str(e)), time.perf_counter() - start
-            return GpuRound(gpu=gpu, candidates=share, race=result), seconds
-
-        return wait
-
-
-def _find_winner(gpu_round: GpuRound) -> int | None:
-    """Return the index of the fastest candidate; None if none is correct."""
-    timings = _correct_timings(gpu_round)
-    return max(timings, key=lambda n: timings[n].speedup, default=None)
 
 
 def _correct_timings(gpu_round: GpuRound | None) -> dict[int, CandidateTiming]:

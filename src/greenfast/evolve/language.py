@@ -43,9 +43,9 @@ def prompt(context: Context, strategy: str, faults: Sequence[str] = ()) -> str:
     if context.best is not None:
         sections.append(f"# Best so far\n\n{_line(context.best)}{_edits(context.best.candidate)}")
     for name in STRATEGIES[strategy]:
-        lines = list(_SECTIONS[name](context))
+        title, lines = _section(name, context)
         if lines:
-            sections.append(f"# {_TITLES[name]}\n\n" + "\n".join(lines))
+            sections.append(f"# {title}\n\n" + "\n".join(f"- {line}" for line in lines))
     if faults:
         sections.append("# Refused in your answers so far\n\n" + "\n".join(f"- {fault}" for fault in faults))
     many = "One candidate" if context.wanted == 1 else f"Up to {context.wanted} candidates"
@@ -67,29 +67,15 @@ def _space(space: Space) -> Iterator[str]:
         yield f"# Region {name} of {region.file}{about}\n\n```text\n{region.text}\n```"
 
 
-def _insights(context: Context) -> Iterator[str]:
-    """Yield the insights with a record: only those were measured."""
-    measured = [insight for insight in context.insights if insight.record]
-    for i in measured[-_INSIGHTS:]:
-        yield f"- {i.change}. Predicted: {i.prediction or 'nothing'}. Came: {i.outcome}"
-
-
-def _elites(context: Context) -> Iterator[str]:
-    for e in context.archive[:_ELITES]:
-        yield f"- {_line(e)}"
-
-
-def _history(context: Context) -> Iterator[str]:
-    for e in context.history[-_HISTORY:]:
-        yield f"- {_line(e)}"
-
-
-_SECTIONS = {"insights": _insights, "elites": _elites, "history": _history}
-_TITLES = {
-    "insights": "Insights, each of them measured",
-    "elites": "The best of each kind of behaviour",
-    "history": "Evaluated so far, the latest last",
-}
+def _section(name: str, context: Context) -> tuple[str, list[str]]:
+    """Return the title and the lines of a section."""
+    if name == "elites":
+        return "The best of each kind of behaviour", [_line(e) for e in context.archive[:_ELITES]]
+    if name == "history":
+        return "Evaluated so far, the latest last", [_line(e) for e in context.history[-_HISTORY:]]
+    measured = [insight for insight in context.insights if insight.record]  # the others were not measured
+    lines = [f"{i.change}. Predicted: {i.prediction or 'nothing'}. Came: {i.outcome}" for i in measured[-_INSIGHTS:]]
+    return "Insights, each of them measured", lines
 
 
 def _line(e: Evaluation) -> str:
