@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,13 @@ def _lines(value: Any, separators: tuple[str, str], indent: str, rows: bool = Fa
 
 def _line(value: Any, separators: tuple[str, str]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=separators)
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Write files by their path below a folder; return the folder. Raises as ``write_whole``."""
+    for name, content in files.items():
+        write_whole(folder / name, content)
+    return folder
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:

@@ -235,6 +235,7 @@ def test_a_solution_that_cannot_be_judged_is_refused_in_words(
     path.write_text(json.dumps({**solution(), **change}))
     with pytest.raises(UsageError, match=says):
         convert_solution(path, problem.definition, problem.workloads, tmp_path / "solution")
+    assert not (tmp_path / "solution").exists(), "nothing half-written"
 
 
 def test_a_solution_has_no_files_of_another(tmp_path: Path) -> None:

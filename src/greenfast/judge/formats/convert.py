@@ -27,7 +27,7 @@ from greenfast.judge.formats.schema import (
     read_foreign_solution,
     read_workloads,
 )
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import write_files
 from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 
@@ -100,28 +100,31 @@ def find_workloads(definition: Path, workloads: Path | None = None) -> Definitio
     raise UsageError(f"{definition}: no workloads: {places[0]} is not there; --workloads FILE names them")
 
 
-def convert_definition(files: DefinitionFiles, folder: Path) -> Path:
-    """Write the task folder of a definition and return it. The baseline is the definition's reference.
+def convert_definition(files: DefinitionFiles, parent: Path) -> Path:
+    """Write the task folder of a definition below ``parent`` and return it. The baseline is the definition's reference.
 
     Raises UsageError for a definition or workloads that cannot be judged.
     """
     definition, workloads = read_definition(files.definition), read_workloads(files.workloads)
-    write_whole(folder / DEFINITION, files.definition.read_bytes())
-    write_whole(folder / WORKLOADS, files.workloads.read_bytes())
     names = {"name": safe_name(definition.name), "definition": safe_name(files.definition.name)}
-    problem = _PROBLEM.format(**names, root=str(files.root.resolve()))
-    write_whole(folder / "problem.py", problem)
     shapes = _shapes(definition, workloads)
-    write_whole(folder / CONFIG_NAME, task_config(definition.name, definition.description or "", shapes))
-    reference = folder / REFERENCE
-    write_whole(reference / "reference.py", definition.reference + "\n")
-    described = _solution(REFERENCE, "reference.py", "run", definition, workloads, writes=False)
-    write_whole(reference / "solution.json", described)
-    return folder
+    return write_files(
+        parent / safe_name(definition.name),
+        {
+            DEFINITION: files.definition.read_bytes(),
+            WORKLOADS: files.workloads.read_bytes(),
+            "problem.py": _PROBLEM.format(**names, root=str(files.root.resolve())),
+            CONFIG_NAME: task_config(definition.name, definition.description or "", shapes),
+            f"{REFERENCE}/reference.py": definition.reference + "\n",
+            f"{REFERENCE}/solution.json": _solution(
+                REFERENCE, "reference.py", "run", definition, workloads, writes=False
+            ),
+        },
+    )
 
 
-def convert_solution(path: Path, definition: Definition, workloads: Sequence[Workload], folder: Path) -> Path:
-    """Write the folder of a solution of a definition and return it.
+def convert_solution(path: Path, definition: Definition, workloads: Sequence[Workload], parent: Path) -> Path:
+    """Write the folder of a solution of a definition below ``parent`` and return it.
 
     Raises UsageError for a solution of another definition, or in a language that is not judged.
     """
@@ -132,28 +135,26 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
             "solves, or correct its key definition"
         )
     file, _, function = given.spec.entry_point.partition("::")
-    shutil.rmtree(folder, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
-    for source in given.sources:
-        write_whole(folder / source.path, source.content)
+    files = {source.path: source.content for source in given.sources}
     if Path(file).suffix != ".py":
-        file = _extension(path, given, function, folder)
-    described = _solution(
-        safe_name(given.name), file, function, definition, workloads, given.spec.destination_passing_style, given.author
-    )
-    write_whole(folder / "solution.json", described)
-    return folder
+        file = "greenfast_extension.py"
+        files[file] = _extension(path, given, function)
+    name = safe_name(given.name)
+    writes = given.spec.destination_passing_style
+    files["solution.json"] = _solution(name, file, function, definition, workloads, writes, given.author)
+    shutil.rmtree(parent / name, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
+    return write_files(parent / name, files)
 
 
-def _extension(path: Path, given: ForeignSolution, function: str, folder: Path) -> str:
-    """Write the Python file that builds a solution in C++ or CUDA. Return its name."""
+def _extension(path: Path, given: ForeignSolution, function: str) -> str:
+    """Return the Python file that builds a solution in C++ or CUDA."""
     if given.spec.binding != "torch":
         raise UsageError(
             f"{path}: spec.binding: {given.spec.binding or 'tvm-ffi (the default)'}; extensions with binding torch are "
             "judged"
         )
     sources = [s.path for s in given.sources if Path(s.path).suffix in (".cu", ".cpp", ".cc", ".cxx")]
-    write_whole(folder / "greenfast_extension.py", _EXTENSION.format(sources=sources, function=function))
-    return "greenfast_extension.py"
+    return _EXTENSION.format(sources=sources, function=function)
 
 
 def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:

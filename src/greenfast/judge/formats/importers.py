@@ -11,10 +11,9 @@ from greenfast.judge.formats.convert import (
     find_workloads,
     is_definition,
     is_foreign_solution,
-    safe_name,
 )
 from greenfast.judge.formats.kernelbench import NEW_MODEL, ORIGINAL, convert_model, convert_problem, is_kernelbench
-from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_foreign_solution, read_workloads
+from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
 from greenfast.judge.formats.traces import build_traces
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import write_whole
@@ -32,13 +31,10 @@ def import_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
     """
     path = Path(asked)
     if is_definition(path):
-        name = safe_name(read_definition(path).name)
-        return str(convert_definition(find_workloads(path, workloads), out / CONVERTED / name))
+        return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
     if workloads is not None:
         raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
-    if is_kernelbench(path):
-        return str(convert_problem(path, out / CONVERTED / safe_name(path.stem)))
-    return asked
+    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else asked
 
 
 def import_solution(path: Path, problem: Path, out: Path) -> Path:
@@ -49,11 +45,10 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
     if is_foreign_solution(path):
         if not (problem / DEFINITION).is_file():
             raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
-        name = safe_name(read_foreign_solution(path).name)
         definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
-        return convert_solution(path, definition, workloads, out / SOLUTIONS / name)
+        return convert_solution(path, definition, workloads, out / SOLUTIONS)
     if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
-        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS / safe_name(path.stem))
+        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
     return path
 
 

@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 
 from greenfast.judge.formats.convert import REFERENCE, callable_config, safe_name, task_config
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import write_files
 from greenfast.judge.task import CONFIG_NAME
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
@@ -58,30 +58,37 @@ def is_kernelbench(path: Path, model: str = MODEL) -> bool:
     return model in {statement.name for statement in body if isinstance(statement, ast.ClassDef)}
 
 
-def convert_problem(path: Path, folder: Path) -> Path:
-    """Write the task folder of a KernelBench file, whose baseline is its Model; returns it."""
+def convert_problem(path: Path, parent: Path) -> Path:
+    """Write the task folder of a KernelBench file below ``parent`` and return it. The baseline is its Model."""
     text = read_file(path)
     missing = {"get_inputs", "get_init_inputs"} - {
         s.name for s in ast.parse(text).body if isinstance(s, ast.FunctionDef)
     }
     if missing:
         raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}, which a KernelBench problem has")
-    write_whole(folder / ORIGINAL, text)
-    write_whole(folder / "problem.py", _PROBLEM.format(name=safe_name(path.stem), original=ORIGINAL))
     shape = {"name": "as_given", "dims": {"problem": 1}, "purpose": "the shape that get_inputs makes"}
-    write_whole(folder / CONFIG_NAME, task_config(path.stem, "", [shape]))
-    _write_model(folder / REFERENCE, REFERENCE, text, "original", MODEL)
-    return folder
+    reference = _model_files(REFERENCE, text, "original", MODEL)
+    return write_files(
+        parent / safe_name(path.stem),
+        {
+            ORIGINAL: text,
+            "problem.py": _PROBLEM.format(name=safe_name(path.stem), original=ORIGINAL),
+            CONFIG_NAME: task_config(path.stem, "", [shape]),
+            **{f"{REFERENCE}/{name}": content for name, content in reference.items()},
+        },
+    )
 
 
-def convert_model(path: Path, problem: Path, folder: Path) -> Path:
-    """Write the folder of a solution with ModelNew for a problem's file; returns it."""
-    write_whole(folder / "new_model.py", read_file(path))
-    _write_model(folder, safe_name(path.stem), read_file(problem), "new_model", NEW_MODEL)
-    return folder
+def convert_model(path: Path, problem: Path, parent: Path) -> Path:
+    """Write the folder of a solution with ModelNew for a problem's file below ``parent`` and return it."""
+    name = safe_name(path.stem)
+    files = _model_files(name, read_file(problem), "new_model", NEW_MODEL)
+    return write_files(parent / name, {"new_model.py": read_file(path), **files})
 
 
-def _write_model(folder: Path, name: str, problem: bytes, module: str, model: str) -> None:
-    write_whole(folder / ORIGINAL, problem)
-    write_whole(folder / "entry.py", _ENTRY.format(module=module, model=model, seed=SEED))
-    write_whole(folder / "solution.json", callable_config(name, "entry.py", "", {"kernel": "run"}))
+def _model_files(name: str, problem: bytes, module: str, model: str) -> dict[str, str | bytes]:
+    return {
+        ORIGINAL: problem,
+        "entry.py": _ENTRY.format(module=module, model=model, seed=SEED),
+        "solution.json": callable_config(name, "entry.py", "", {"kernel": "run"}),
+    }
