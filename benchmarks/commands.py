@@ -16,22 +16,13 @@ from benchmarks.comparison import Comparison
 from benchmarks.options import add_run_options, format_command, make_parser, make_run_request
 from benchmarks.pictures import benchmark_page, save_benchmark_plot
 from benchmarks.records import Benchmark, Row, SpeedupPair, read_benchmark, record_schema
-from benchmarks.report import (
-    benchmark_report,
-    clocks_line,
-    console_table,
-    headline,
-    ratios,
-    reasons,
-    tables,
-)
-from benchmarks.runner import BenchResult, compare
+from benchmarks.report import benchmark_report, ratios, summary
+from benchmarks.runner import compare
 from benchmarks.serving_cases import GROUPS
-from greenfast.cli.console import GateConsole, show, table
+from greenfast.cli.console import GateConsole, show
 from greenfast.cli.values import rounds, words
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.pages import digest
-from greenfast.judge.report import formatting
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 
@@ -110,7 +101,7 @@ class ComparisonConsole(GateConsole):
 def _compare(
     args: argparse.Namespace, make: Callable[[], Comparison], command: str, *, own_kernel: bool = False
 ) -> int:
-    """Compare backends; print each finished shape, and the tables. own_kernel: the task's kernel is a backend."""
+    """Compare backends; print each finished shape, and the summary. own_kernel: the task's kernel is a backend."""
     check_output_file(args.html, "--html")
     request, comparison = make_run_request(args, command), make()
     config = request.task.config
@@ -125,7 +116,7 @@ def _compare(
     if args.json:
         print(sealed_json(outcome.record), end="")
     else:
-        _show(outcome)
+        show(f"\n{summary(outcome.record)}\n\n{outcome.folder}")
     return 0
 
 
@@ -163,32 +154,3 @@ def _save_plot(record: Benchmark, plot: Path) -> None:
         save_benchmark_plot(record, plot)
     except OSError as e:
         raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
-
-
-def _show(outcome: BenchResult) -> None:
-    record = outcome.record
-    if record.comparison == "serving":
-        for one in tables(record):
-            show(table(one.header, one.rows, title=one.title))
-    else:
-        header, rows = console_table(record)
-        show(table(header, rows, title=f"{record.what}: µs and TFLOP/s per call"))
-    if record.host:
-        host = [(r.backend, f"{r.median_us:.1f}", f"{r.least_us:.1f}") for r in record.host]
-        show(table(("contender", "median µs", "least µs"), host, title="host time of an eager call"))
-    if record.accuracy:
-        errors = [
-            (
-                formatting.dims(r.dims),
-                r.inputs,
-                r.backend,
-                formatting.error(r.error),
-                formatting.error(r.kernel_error),
-            )
-            for r in record.accuracy
-        ]
-        show(table(("dims", "inputs", "contender", "error", "kernel error"), errors, title="relative errors"))
-    show(f"\n{headline(record.rows, record.versus)}. {clocks_line(record)}")
-    for reason in reasons(record):
-        show(Text(f"  - {reason}"))
-    show(f"\n{outcome.folder}")

@@ -251,23 +251,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= _FEW else f"{len(names)} shapes, {names[0]} to {names[-1]}"
 
 
-def console_table(record: Benchmark) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows): for each shape the microseconds and TFLOP/s of each backend, and the ratios."""
-    shown = _columns(record, record.rows)
-    found = [ratios(record.rows, versus) for versus in record.versus]
-    lines = [
-        [shape, *(_console_cell(cells.get(c.name)) for c in shown), *_speedups(found, shape)]
-        for shape, cells in by_shape(record.rows).items()
-    ]
-    return ["shape", *(c.label for c in shown), *(versus.title for versus in record.versus)], lines
-
-
-def _console_cell(row: Row | None) -> str:
-    if row is None or row.median_us is None or row.tflops is None:
-        return formatting.NONE
-    return f"{formatting.micros(row.median_us)} µs {row.tflops:.0f}"
-
-
 def summary(record: Benchmark) -> str:
     """Format the headline, all tables, and the reasons of missing numbers."""
     by_inputs, by_length = ([r for r in record.accuracy if r.series == series] for series in ("inputs", "length"))

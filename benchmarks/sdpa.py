@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from benchmarks.sdpa_inputs import INPUTS
 from benchmarks.session import BenchSession
 from greenfast.device.identity import launch_facts
 from greenfast.judge.task import Shape
-from greenfast.kernels.attention.config import VALUE_FORMAT, read_dims
+from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, read_dims
 from greenfast.ops import cuda
 from greenfast.ops.quantized import PRECISIONS
 from greenfast.spec.arch import Target
@@ -25,7 +25,7 @@ from greenfast.spec.kernel import KernelSource
 
 _TOKENS, _HIDDEN = 16384, 2048
 #: greenfast.sdpa is timed only on Hopper GPUs.
-_OPERATOR_ARCH = "sm_90a"
+_TARGET = Target("sm_90a")
 #: Largest relative error of greenfast.sdpa. A larger error is not rounding: no times are recorded.
 _OPERATOR_LIMIT = 0.2
 
@@ -142,7 +142,7 @@ def operator() -> Comparison:
         host=BenchCell(_MISSION, ("sdpa_fp8", "attention_fp8", "torch"), sampled=1),
         limits=ErrorLimits(error=_OPERATOR_LIMIT),
         kernels=operator_kernels,
-        arch=_OPERATOR_ARCH,
+        arch=_TARGET.name,
     )
 
 
@@ -152,39 +152,41 @@ def _is_own_attention(name: str) -> bool:
 
 def operator_kernels() -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Return every kernel that ``operator`` times with its launch, by step and shape. Needs no GPU."""
-    target = Target(_OPERATOR_ARCH)
-    found: dict[str, tuple[KernelSource, LaunchFacts]] = {}
-    for cell in operator().timed:
-        dims = cell.shape.dims
-        q, k = meta_tensors(dims)
-        for precision in PRECISIONS:
-            config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
-            unfused = replace(config, fuse_q_quant=False)
-            steps = {
-                "quantize": cuda.build_quantize_step(q, k, k, unfused),
-                "attention": cuda.build_attention_step(unfused, cuda.get_sizes(q.shape, k.shape), 1.0, target),
-                "sdpa": cuda.build_sdpa_steps(q, k, k, config, 1.0, target)[1],
-            }
-            found |= {
-                f"{step} {precision}, {format_dims(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
-                for step, s in steps.items()
-            }
-    return found
+    kernels: dict[str, tuple[KernelSource, LaunchFacts]] = {}
+    for dims, (q, k), precision, config in _list_calls(operator().timed):
+        unfused = replace(config, fuse_q_quant=False)
+        steps = {
+            "quantize": cuda.build_quantize_step(q, k, k, unfused),
+            "attention": cuda.build_attention_step(unfused, cuda.get_sizes(q.shape, k.shape), 1.0, _TARGET),
+            "sdpa": cuda.build_sdpa_steps(q, k, k, config, 1.0, _TARGET)[1],
+        }
+        kernels |= {
+            f"{step} {precision}, {format_dims(dims)}": (s.source, launch_facts(s.source, s.launch, dims))
+            for step, s in steps.items()
+        }
+    return kernels
 
 
 def sdpa_kernels(cells: Sequence[BenchCell]) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Return the kernels of ``greenfast.sdpa`` on these cells, each with its launch on the first cell that uses it."""
-    target = Target(_OPERATOR_ARCH)
-    found: dict[KernelSource, tuple[str, LaunchFacts]] = {}
+    kernels: dict[KernelSource, tuple[str, LaunchFacts]] = {}
+    for dims, (q, k), precision, config in _list_calls(cells):
+        for number, step in enumerate(cuda.build_sdpa_steps(q, k, k, config, 1.0, _TARGET), 1):
+            facts = launch_facts(step.source, step.launch, dims)
+            kernels.setdefault(step.source, (f"step {number} of {precision}, {format_dims(dims)}", facts))
+    return {name: (source, facts) for source, (name, facts) in kernels.items()}
+
+
+def _list_calls(
+    cells: Sequence[BenchCell],
+) -> Iterator[tuple[Mapping[str, int], tuple[Tensor, Tensor], str, AttentionConfig]]:
+    """Yield the shape, the tensors, the precision and the configuration of every call of ``greenfast.sdpa``."""
     for cell in cells:
         dims = cell.shape.dims
         q, k = meta_tensors(dims)
         for precision in PRECISIONS:
-            config = cuda.build_sdpa_config(target, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
-            for number, step in enumerate(cuda.build_sdpa_steps(q, k, k, config, 1.0, target), 1):
-                facts = launch_facts(step.source, step.launch, dims)
-                found.setdefault(step.source, (f"step {number} of {precision}, {format_dims(dims)}", facts))
-    return {name: (source, facts) for source, (name, facts) in found.items()}
+            config = cuda.build_sdpa_config(_TARGET, q.shape[3], q.dtype, precision, dims.get("CAUSAL", 0))
+            yield dims, (q, k), precision, config
 
 
 def meta_tensors(dims: Mapping[str, int]) -> tuple[Tensor, Tensor]:

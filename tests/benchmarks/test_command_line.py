@@ -53,9 +53,9 @@ def test_each_shape_is_printed_when_it_ends_and_all_in_tables(
     shown = [" ".join(line.split()) for line in lines]
     first = "d64_s1024 greenfast 100.0, fa3 125.0, torch_flash 80.0 µs; greenfast / better FP8 peer 1.250x"
     assert shown[0] == first
-    assert "mission 5.500 µs 18182 11.00 µs 9091 - 9.900 µs 10101 2.000x" in shown
-    assert "speed of greenfast / better FP8 peer: 1.000x, geometric mean over 2 shapes of the grid; worst" in ran.out
-    assert "  - cuDNN FP8: no module cudnn" in lines
+    assert "| mission (1, 8, 512, 64) | warm | 5.500 | 11.00 | - | 9.900 | 2.000x |" in lines
+    assert "Speed of greenfast / better FP8 peer: 1.000x, geometric mean over 2 shapes of the grid; worst" in ran.out
+    assert "- cuDNN FP8: no module cudnn" in lines
     assert lines[-1] == str(tmp_path / "run")
 
 
@@ -75,9 +75,9 @@ def test_the_operator_has_host_times_and_two_ratios(capsys: pytest.CaptureFixtur
     ran = run_benchmark(capsys, "sdpa", "--shapes", "d128_s4096")
     assert (ran.code, asked["variant"], asked["task"]) == (0, None, "fp8_attention")
     shown = [" ".join(line.split()) for line in ran.out.splitlines()]
-    assert "torch_flash 16.0 15.0" in shown
+    assert "| torch flash | 16.0 | 15.0 |" in shown
     assert "sdpa fp8 / best bf16 1.500x; sdpa int8 / best bf16 1.200x" in shown[0]
-    assert "tiny sdpa_fp8 0.06 -" in "\n".join(shown)
+    assert "| tiny | 1, 16, 4096, 128 | 0.06 |" in shown
 
 
 def test_serving_has_its_tables_and_passes_its_options_on(
@@ -92,7 +92,7 @@ def test_serving_has_its_tables_and_passes_its_options_on(
     shown = "\n".join(" ".join(line.split()) for line in ran.out.splitlines())
     assert "decode_32x8_d128_1x8192greenfast 100.0, vllm_fa3 150.0" in shown.replace(" greenfast", "greenfast")
     assert "a reduction of 1 GiB reads 4.29 TB/s" in shown
-    assert "kvcache 14.5 13.0" in shown
+    assert "| kvcache | 14.5 | 13.0 |" in shown
     assert "- FA3 FP8: no fa3-fwd" in shown
     run_benchmark(capsys, "serving", "--rounds", "9", "--shapes", "append_64")
     assert (asked["rounds"], asked["shapes"], asked["session"]["fa3_library"]) == (9, ["append_64"], "")

@@ -12,7 +12,6 @@ from benchmarks.records import AccuracyRow, BackendFacts, Benchmark
 from benchmarks.registry import KERNEL
 from benchmarks.report import (
     benchmark_report,
-    console_table,
     geometric_mean,
     headline,
     ratios,
@@ -22,7 +21,7 @@ from benchmarks.report import (
 )
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
-from tests.benchmarks.benchmarks import BACKENDS, OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
+from tests.benchmarks.benchmarks import OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows
 
 
 def table(text: str, first: str) -> list[list[str]]:
@@ -150,12 +149,6 @@ def test_what_has_no_number_is_said_with_the_reason() -> None:
     said = ["cuDNN FP8: no module cudnn", "torch flash bf16 on d64_s1024_causal: RuntimeError: out of luck"]
     assert reasons(peers_record()) == said
     assert all(f"- {line}" in benchmark_report(peers_record()) for line in said)
-
-
-def test_the_console_shows_both_units() -> None:
-    header, lines = console_table(peers_record())
-    assert header == ["shape", *(c.label for c in BACKENDS), VERSUS.title]
-    assert lines[0] == ["d64_s1024", "100.0 µs 1000", "125.0 µs 800", "-", "80.00 µs 1250", "1.250x"]
 
 
 def test_a_partial_record_has_the_tables_it_can_have() -> None:
