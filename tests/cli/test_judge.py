@@ -244,6 +244,8 @@ def test_without_an_assembler_ptx_is_emulated(
     [
         (["no_such"], "unknown task or solution 'no_such'; allowed: "),
         (["{}/problem"], "task vector_add has no rungs; `greenfast judge SOLUTION --problem"),
+        (["{}/problem", "--problem", "{}/problem"], "problem: holds no solution.json of a solution"),
+        (["fp8_sdpa", "--problem", "{}/problem"], "fp8_sdpa: no such solution; --problem names what a solution solves"),
         (["{}"], "mine: holds no config_forward.json of a task and no solution.json of a solution"),
         (["{}/solution", "--candidate", "fast"], "solution is a solution, which is the candidate itself"),
         (["{}/solution"], "solution.json: names no problem; --problem names a task or its folder"),

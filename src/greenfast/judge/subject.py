@@ -49,8 +49,9 @@ def find_subject(
     baseline: as in ``find_baseline``; by default the rung before the named candidate, else the task's baseline.
     Raises UsageError if ``text`` is neither a task nor a solution, or both without a problem.
     """
+    path = Path(text)
     if problem is None and is_task(text):
-        if is_solution(Path(text)):
+        if is_solution(path):
             raise UsageError(f"{text}: names a task and a solution; --problem judges the solution")
         task = load(find_task(import_problem(text, out, workloads)))
         config = task.config
@@ -58,11 +59,13 @@ def find_subject(
         rung = next((rung for rung in config.rungs if rung.name == variant.name), None)
         before = rung.after if rung is not None and candidate else None
         return _with_baseline(task, variant, baseline or before, out)
-    path = Path(text)
+    if path.is_dir() and not is_solution(path):
+        task_too = "" if problem else f"no {CONFIG_NAME} of a task and "
+        raise UsageError(f"{path}: holds {task_too}no {SOLUTION_CONFIG} of a solution")
+    if not path.exists() and problem:
+        raise UsageError(f"{path}: no such solution; --problem names what a solution solves")
     if not path.exists():
         raise unknown("task or solution", text, [*task_names(), "the folder of a task", "the path of a solution"])
-    if path.is_dir() and not is_solution(path):
-        raise UsageError(f"{path}: holds no {CONFIG_NAME} of a task and no {SOLUTION_CONFIG} of a solution")
     if candidate is not None:
         raise UsageError(f"--candidate {candidate}: {text} is a solution, which is the candidate itself")
     task = load(find_task(import_problem(problem or _name_problem(find_solution(path)), out, workloads)))
