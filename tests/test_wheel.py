@@ -35,7 +35,8 @@ def test_package_and_kernels_are_in_the_wheel(wheel_names: set[str]) -> None:
 
 def test_tasks_are_in_the_wheel_under_the_package(wheel_names: set[str]) -> None:
     expected = {f"greenfast/tasks/{path.as_posix()}" for path in _files("tasks", "*.json", "*.py", "*.cuh")}
-    assert expected
+    expected = {name for name in expected if not name.endswith("/runner.py")}  # a door of the checkout alone
+    assert "greenfast/tasks/fp8_sdpa_stage_c_wmma/kernels/scalar.cuh" in expected
     assert expected <= wheel_names
 
 

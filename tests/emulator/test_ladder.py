@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.__main__ import main as benchmark
 from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
@@ -276,13 +277,13 @@ def test_validate_decides_correctness_on_the_emulator(tmp_path: Path, capsys: py
 
 def test_a_wrong_kernel_fails_on_the_emulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = "tests/cheats/doubling"
-    argv = ["bench", task, "--shapes", "even", "--seeds", "0", "--device", "emulator", "--out", str(tmp_path)]
+    argv = ["kernel", task, "--shapes", "even", "--seeds", "0", "--device", "emulator", "--out", str(tmp_path)]
     for variant, message in (
         ("tail_unwritten", None),
         ("reads_behind", "past the end of 'x'"),
         ("unwritten", "never written"),
     ):
-        code = main([*argv, "--variant", variant])
+        code = benchmark([*argv, "--variant", variant])
         out = " ".join(capsys.readouterr().out.split())
         assert code == (0 if message is None else 1), (variant, out)
         assert message is None or message in out, variant

@@ -246,14 +246,14 @@ def test_an_edit_includes_headers_and_what_stood_there(asked: Request, mine: Pat
 
 def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> None:
     """A rung with an edited header, in a copy of the headers."""
-    region = {"file": "registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
+    region = {"file": "stage3b.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
     sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
     text = sources.texts()["top"].text
     plain = sources.implementation(Candidate(parameters={}))
     edited = sources.implementation(Candidate(parameters={}, edits=(Edit("top", f"{text}#define EDITED 1\n"),)))
     (step,) = program_of(edited.family, edited.variant.values, "e4m3", asked.shapes[0].dims).steps
     of_task, of_greenfast = step.kernel.include_dirs
-    assert "#define EDITED 1" in (of_task / "registers.cuh").read_text()
+    assert "#define EDITED 1" in (of_task / "stage3b.cuh").read_text()
     assert (of_greenfast / "ptx" / "mma.cuh").is_relative_to(tmp_path)
     assert (of_greenfast / "ptx" / "mma.cuh").is_file()
     assert plain.rung is not None
@@ -264,7 +264,7 @@ def test_a_disk_that_is_full_while_an_edit_is_written(
     asked: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of the machine, after which the run resumes, and none of the candidate."""
-    region = {"file": "registers.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
+    region = {"file": "stage3b.cuh", "begin": "#pragma once", "end": "namespace greenfast {"}
     sources = Sources(space_of(regions={"top": region}), tmp_path, asked, tmp_path / "work")
 
     def copy(*_: object, **__: object) -> None:

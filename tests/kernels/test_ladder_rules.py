@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,8 +113,9 @@ def test_more_heads_than_a_grid_holds() -> None:
 @pytest.mark.parametrize(
     ("rung", "edit", "message"),
     [
-        ("stage3a", ("kWmmaPv = true", "kWmmaPv = false"), "the fused score tile holds the P of a tensor-core P V"),
-        ("stage3a_swizzle", ("kWmmaQk = true", "kWmmaQk = false"), "swizzled tiles are read by tensor-core loads"),
+        ("stage3a_swizzle", ("MmaScores", "WmmaScores"), "WMMA loads take one stride for all rows"),
+        ("stage3a_swizzle", ("MmaOutput", "WmmaOutput"), "WMMA loads take one stride for all rows"),
+        ("wmma_qk", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
         ("stage2", ("kHeadDim = 64", "kHeadDim = 192"), "head_dim is 64 or 128"),
         (
             "stage2",
@@ -150,11 +152,23 @@ def test_the_kernel_refuses_it_too(rung: str, edit: tuple[str, str], message: st
     with pytest.raises(CompileError) as caught:
         compile_kernel(dataclasses.replace(source, source=source.source.replace(*edit)), ADA)
     assert f'static assertion failed with "{message}"' in str(caught.value)
-    header = re.findall(r'#include "(\w+\.cuh)"', source.source)[0]
-    assert f"{header}(" in str(caught.value)
+    headers = re.findall(r'#include "(\w+\.cuh)"', source.source)
+    assert any(f"{header}(" in str(caught.value) for header in headers)
 
 
 # What is rendered
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(ladder.FOLDER.glob("*.cuh")) - {ladder.FOLDER / "common.cuh"}), ids=lambda path: path.stem
+)
+def test_a_rung_opens_with_its_change_its_reason_and_its_record(path: Path) -> None:
+    assert path.stem in RUNGS
+    change, reason, measured = path.read_text().splitlines()[:3]
+    assert change.startswith("// ")
+    assert reason.startswith("// Why: ")
+    (record,) = re.findall(r"^// Measured: .*(evidence/[\w/-]+)\)", measured)
+    assert (ladder.FOLDER.parents[2] / record / "record.json").is_file()
 
 
 @pytest.mark.parametrize("fmt", CONFIG.formats)
@@ -173,15 +187,20 @@ def test_cfg_says_what_the_toggles_say(rung: str, fmt: str) -> None:
         assert cfg(source) == always | {"kStages": "3" if t["USE_THREE_STAGE_PIPE"] else "2"}
         assert source.block == (256 + 32 * t["USE_WARP_SPECIALIZATION"], 1, 1)
         return
-    assert cfg(source) == always | {
-        "kCpAsync": "true" if t["USE_CP_ASYNC"] else "false",
-        "kWmmaQk": "true" if t["USE_WMMA_QK"] else "false",
-        "kWmmaPv": "true" if t["USE_WMMA_PV"] else "false",
-        "kFusedSoftmaxPv": "true" if t["USE_FUSED_SOFTMAX_PV"] else "false",
-        "kXorSwizzle": "true" if t["USE_XOR_SWIZZLE"] else "false",
-        "kKvLut": "true" if t["USE_KV_LUT"] else "false",
-    }
+    assert cfg(source) == always
     assert source.block == (128, 1, 1)
+    cores = "Mma" if t["USE_XOR_SWIZZLE"] else "Wmma"
+    parts = {
+        "Dequantizer": "LutDequantizer" if t["USE_KV_LUT"] else "ConvertDequantizer",
+        "KvLayout": "XorSwizzledLayout" if t["USE_XOR_SWIZZLE"] else "PaddedLayout",
+        "PTile": "PInScoreTile" if t["USE_FUSED_SOFTMAX_PV"] else "OwnPTile",
+        "Scores": f"{cores if t['USE_WMMA_QK'] else 'Scalar'}Scores",
+        "Output": f"{cores if t['USE_WMMA_PV'] else 'Scalar'}Output",
+    }
+    assert dict(re.findall(r"using (\w+) = greenfast::(\w+)", source.source)) == parts
+    assert f"attention_{'prefetched' if t['USE_CP_ASYNC'] else 'direct'}<Cfg>" in source.source
+    headers = re.findall(r'#include "(\w+)\.cuh"', source.source)
+    assert (headers[0], headers[-1]) == ("scalar", rung), "the last part is the rung's own"
 
 
 def test_every_toggle_that_can_be_switched_changes_the_kernel() -> None:
@@ -209,20 +228,23 @@ def plans(correction: int = 0) -> KernelSource:
         for head_dim in ladder.HEAD_DIMS
         if is_legal(t)
     ]
-    found = sorted({re.findall(r'"(\w+)\.cuh".*struct Cfg (\{.*?\n\});', source, re.DOTALL)[0] for source in sources})
+    configs = sorted(
+        {re.findall(r"struct Cfg (\{.*?\n\});.*attention_(\w+)<Cfg>", source, re.DOTALL)[0] for source in sources}
+    )
     storages = {
-        "staged": "SharedStorage",
+        "direct": "SharedStorage",
+        "prefetched": "PrefetchedStorage",
         "registers": "RegistersStorage",
         "specialized": "SpecializedStorage",
         "persistent": "PersistentStorage",
     }
-    text = [f'#include "{header}.cuh"' for header in storages]
-    for i, (header, struct) in enumerate(found):
-        size = f"sizeof(greenfast::{storages[header]}<Cfg{i}>)"
+    text = [f'#include "{header.name}"' for header in sorted(ladder.FOLDER.glob("*.cuh"))]
+    for i, (struct, function) in enumerate(configs):
+        size = f"sizeof(greenfast::{storages[function]}<Cfg{i}>)"
         text.append(f"struct Cfg{i} {struct};")
         text.append(f'static_assert({size} == Cfg{i}::kSmemBytes + {correction}, "plan {i}");')
     text.append('extern "C" __global__ void plans() {}')
-    assert len(found) == 2 * sum(map(is_legal, all_toggles()))
+    assert len(configs) == 2 * sum(map(is_legal, all_toggles()))
     return dataclasses.replace(render(), entry="plans", source="\n".join(text))
 
 
@@ -306,7 +328,7 @@ def test_phases_are_those_of_the_kernel(rung: str, phases: tuple[str, ...], scop
     }
     checks = [f"static_assert({scope}{enumerators[p]} == {i});" for i, p in enumerate(source.phases)]
     checks.append(f"static_assert({scope}{'kCount' if rung == 'stage3b' else 'kPhaseCount'} == {len(checks)});")
-    text = [source.source.splitlines()[0], *checks, 'extern "C" __global__ void phases() {}']
+    text = [source.source.partition("struct Cfg")[0], *checks, 'extern "C" __global__ void phases() {}']
     order = dataclasses.replace(source, entry="phases", source="\n".join(text))
     assert compile_kernel(order, ADA).resources.stack_bytes == 0
 

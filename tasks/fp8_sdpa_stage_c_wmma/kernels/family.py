@@ -1,8 +1,8 @@
 """The attention ladder as a kernel family: toggles to CUDA source, shape to launch.
 
-The kernels are next to this file: ``staged.cuh`` and, for full fusion, ``registers.cuh``, ``specialized.cuh`` and
-``persistent.cuh``. This module renders their configuration, rejects the combinations that their static_asserts reject,
-and plans their shared memory.
+A rung has a file next to this one with what it changes. ``scalar.cuh`` and ``stage1.cuh`` hold kernels whose parts
+the rungs up to Stage 3A replace; ``stage3b.cuh`` and its two variants are kernels of their own. This module composes a
+kernel from these files, rejects combinations without a kernel, and plans shared memory.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ _BLOCK_M = _BLOCK_N = 32
 _PERSISTENT_ON = Target("sm_90a")  # the grid fills its multiprocessors; on smaller GPUs some blocks run later
 _MAX_HEADS = 65535  # CUDA's limit on a grid's second dimension
 _FORMATS = {"e4m3": "kE4M3", "int8": "kInt8"}
-_MEMBERS = {  # toggle -> member of Cfg
-    "USE_CP_ASYNC": "kCpAsync",
-    "USE_WMMA_QK": "kWmmaQk",
-    "USE_WMMA_PV": "kWmmaPv",
-    "USE_FUSED_SOFTMAX_PV": "kFusedSoftmaxPv",
-    "USE_XOR_SWIZZLE": "kXorSwizzle",
-    "USE_KV_LUT": "kKvLut",
-    "DEBUG_PRINT": "kDebugPrint",
+#: Toggles of the rungs before full fusion, in the ladder's order, with the headers that hold their parts.
+_HEADERS = {
+    "USE_WMMA_QK": "wmma_qk",
+    "USE_CP_ASYNC": "stage1",
+    "USE_WMMA_PV": "stage2",
+    "USE_FUSED_SOFTMAX_PV": "stage3a",
+    "USE_XOR_SWIZZLE": "stage3a_swizzle",
+    "USE_KV_LUT": "kv_lut",
 }
-#: The toggles that determine the kernel.
-TOGGLES: tuple[str, ...] = (*_MEMBERS, "USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 #: Toggles of full fusion. At most one is set.
 _OF_FULL_FUSION = ("USE_THREE_STAGE_PIPE", "USE_WARP_SPECIALIZATION", "USE_PERSISTENT_CTAS")
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel of the ladder: its header and function, its specific members of Cfg, and its launch."""
+    """A kernel of the ladder: its function, its headers, its specific members of Cfg, and its launch."""
 
-    header: str
-    members: Mapping[str, bool | int]
+    function: str
+    headers: tuple[str, ...]
+    members: tuple[str, ...]
     smem_bytes: int
     threads: int
     min_blocks: int
@@ -113,27 +112,47 @@ def _smem_bytes(toggles: Mapping[str, int], head_dim: int) -> int:
 
 
 def _staged(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in shared memory: staged.cuh."""
-    members = {member: bool(toggles[name]) for name, member in _MEMBERS.items()}
-    # Shared memory limits occupancy to three or four blocks; without min_blocks the compiler aims for more and spills.
-    return _Kernel("staged", members, _smem_bytes(toggles, head_dim), threads=128, min_blocks=3, phases=PHASES)
+    """Scores and P in shared memory: the kernel of scalar.cuh or of stage1.cuh, with the parts that toggles replace."""
+    tensor_cores = "Mma" if toggles["USE_XOR_SWIZZLE"] else "Wmma"
+    dequantizer = "LutDequantizer" if toggles["USE_KV_LUT"] else "ConvertDequantizer"
+    layout = "XorSwizzledLayout" if toggles["USE_XOR_SWIZZLE"] else "PaddedLayout"
+    p_tile = "PInScoreTile" if toggles["USE_FUSED_SOFTMAX_PV"] else "OwnPTile"
+    scores = tensor_cores if toggles["USE_WMMA_QK"] else "Scalar"
+    output = tensor_cores if toggles["USE_WMMA_PV"] else "Scalar"
+    return _Kernel(
+        function="prefetched" if toggles["USE_CP_ASYNC"] else "direct",
+        headers=("scalar", *(header for toggle, header in _HEADERS.items() if toggles[toggle])),
+        members=(
+            f"using Dequantizer = greenfast::{dequantizer}<kFormat>;",
+            f"using KvLayout = greenfast::{layout}<kHeadDim>;",
+            f"using PTile = greenfast::{p_tile};",
+            f"template <class Shape>\n  using Scores = greenfast::{scores}Scores<Shape>;",
+            f"template <class Shape>\n  using Output = greenfast::{output}Output<Shape>;",
+        ),
+        smem_bytes=_smem_bytes(toggles, head_dim),
+        threads=128,
+        # Shared memory limits occupancy to three or four blocks; without it the compiler aims for more and spills.
+        min_blocks=3,
+        phases=PHASES,
+    )
 
 
 def _fused(toggles: Mapping[str, int], head_dim: int) -> _Kernel:
-    """Scores and P in registers: registers.cuh, or a header that divides the same work in another way."""
+    """Scores and P in registers: stage3b.cuh, or a kernel that divides the same work in another way."""
     stages = 3 if toggles["USE_THREE_STAGE_PIPE"] else 2
-    members = {"kStages": stages, "kDebugPrint": bool(toggles["DEBUG_PRINT"])}
     # Tiles of K and V of 2 KB each for four groups of keys; then eight warps' partial results, each 16 rows of 64
     # columns, a bias and a sum.
     tiles, partial = stages * 4 * 2 * 2048, 8 * 16 * (64 + 2) * 4
-    header, smem, threads = "registers", max(tiles, partial), 256
+    function, header, smem, threads = "registers", "stage3b", max(tiles, partial), 256
     if toggles["USE_WARP_SPECIALIZATION"]:
         # Two mbarriers for each stage; one more warp.
-        header, smem, threads = "specialized", smem + stages * 4 * 2 * 8, 256 + 32
+        function, header, threads = "specialized", "stage3b_specialized", 256 + 32
+        smem += stages * 4 * 2 * 8
     if toggles["USE_PERSISTENT_CTAS"]:
         # The partial results take the place of the second stages alone.
-        header, smem = "persistent", tiles // 2 + max(tiles // 2, partial)
-    return _Kernel(header, members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
+        function, header, smem = "persistent", "stage3b_persistent", tiles // 2 + max(tiles // 2, partial)
+    members = (f"static constexpr int kStages = {stages};",)
+    return _Kernel(function, (header,), members, smem, threads, _fused_blocks(head_dim), REGISTER_PHASES)
 
 
 def _fused_blocks(head_dim: int) -> int:
@@ -147,26 +166,24 @@ def kernel(
     """Render one rung for a head dim. Raises UsageError for toggles or dimensions without a legal kernel."""
     _check(toggles, fmt, dims)
     chosen = (_fused if toggles["USE_FUSED_SOFTMAX_PV"] == FULL_FUSION else _staged)(toggles, dims["D"])
-    lines = [
-        f"  static constexpr {type(value).__name__} {member} = {str(value).lower()};"
-        for member, value in {**chosen.members, "kPhaseClocks": instrumented}.items()
-    ]
+    includes = "".join(f'#include "{header}.cuh"\n' for header in chosen.headers)
+    members = "".join(f"  {member}\n" for member in chosen.members)
     # Persistent blocks cannot derive the number of heads from their grid.
     parameter, argument = (", int heads", ", heads") if toggles["USE_PERSISTENT_CTAS"] else ("", "")
-    source = f"""#include "{chosen.header}.cuh"
-
+    source = f"""{includes}
 struct Cfg {{
   static constexpr int kHeadDim = {dims["D"]};
   static constexpr greenfast::Format kFormat = greenfast::Format::{_FORMATS[fmt]};
   static constexpr int kSmemBytes = {chosen.smem_bytes};
-{chr(10).join(lines)}
-}};
+  static constexpr bool kDebugPrint = {str(bool(toggles["DEBUG_PRINT"])).lower()};
+  static constexpr bool kPhaseClocks = {str(instrumented).lower()};
+{members}}};
 
 extern "C" __global__ void __launch_bounds__({chosen.threads}, {chosen.min_blocks})
 {ENTRY}(const unsigned char* q, const unsigned char* k, const unsigned char* v, const float* q_scale,
          const float* k_scale, const float* v_scale, half* out, int seq_len, float softmax_scale,
          long long* phase_cycles{parameter}) {{
-  greenfast::attention_{chosen.header}<Cfg>(
+  greenfast::attention_{chosen.function}<Cfg>(
       {{q, k, v, q_scale, k_scale, v_scale, out, seq_len, softmax_scale, phase_cycles}}{argument});
 }}
 """

@@ -14,20 +14,4 @@ struct Sm90Barrier {
   };
 };
 
-// Stage 3B of the ladder, and its persistent form.
-struct RegistersBarrier {
-  enum {
-    kBlock,    // __syncthreads()
-    kKeyGroup  // 4 barriers: the warps that share a key group's tiles
-  };
-};
-
-// Stage 3B with a producer warp.
-struct SpecializedBarrier {
-  enum {
-    kConsumers,  // consumer warps
-    kBlock       // all warps
-  };
-};
-
 }  // namespace greenfast
