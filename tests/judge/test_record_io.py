@@ -180,7 +180,7 @@ def test_a_record_that_asked_for_less_than_its_task_is_stale(record: Record, fol
     config["rungs"][-1]["required_speedup"] = 1.15
     assert config["rungs"][-1]["name"] == record.candidate.variant
     (folder / "config_forward.json").write_text(json.dumps(config))
-    assert said(timed) == "stale: it asked for 1.05x, the task asks for 1.15x"
+    assert said(timed) == "stale: it required 1.05x, the task requires 1.15x"
     assert said(msgspec.structs.replace(timed, speedups=[speedup_row("tiny", required=1.2)])) == "current"
 
 

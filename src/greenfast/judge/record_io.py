@@ -64,7 +64,7 @@ def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, 
         definition = schema["$defs"][kind.__name__]
         definition["properties"] |= {
             "schema_version": {"const": SCHEMA_VERSION},
-            DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "of all other fields, by SHA-256"},
+            DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of all other fields"},
         }
         definition["required"] = sorted({*definition["required"], "schema_version", DIGEST})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A record of greenfast", **schema}
@@ -74,12 +74,12 @@ def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
     """Raise UsageError unless the digest matches and the record's conclusions follow from its measurements."""
     if record.schema_version < SCHEMA_VERSION:
         raise UsageError(
-            f"{path}: a record of version {record.schema_version} has too little to check what it says by; measure "
-            f"again: {record.command}"
+            f"{path}: a record of version {record.schema_version} has too few fields to verify it; measure again: "
+            f"{record.command}"
         )
     stored_digest, digest = content.get(DIGEST, "missing"), compute_digest(content)
     digest_mismatch = [Mismatch(DIGEST, stored_digest, digest)] if stored_digest != digest else []
-    # Report a wrong conclusion first: it says more than the digest, which any edit changes.
+    # Report a wrong conclusion first. Any edit changes the digest.
     for field, stored, recomputed in [*itertools.islice(verify_record(record), 1), *digest_mismatch][:1]:
         raise UsageError(
             f"{path}: {field} says {_shorten(stored)}, but recomputed it is {_shorten(recomputed)}; "
@@ -171,11 +171,11 @@ def _compare_demands(record: Run) -> Iterator[Freshness]:
                     )
     if isinstance(record, Record):
         solution = record.candidate.solution is not None
-        asks = config.solutions if solution else rungs.get(record.candidate.variant)
-        today = (asks and asks.required_speedup) or 0.0
-        for asked in dict.fromkeys(row.required for row in record.speedups):
-            if asked < today:
-                yield Freshness(STALE, (f"it asked for {asked or 1:g}x, the task asks for {today:g}x",))
+        demands = config.solutions if solution else rungs.get(record.candidate.variant)
+        today = (demands and demands.required_speedup) or 0.0
+        for required in dict.fromkeys(row.required for row in record.speedups):
+            if required < today:
+                yield Freshness(STALE, (f"it required {required or 1:g}x, the task requires {today:g}x",))
 
 
 def _check_side(record: Run, side: Side, label: str) -> Iterator[Freshness]:

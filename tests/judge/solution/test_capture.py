@@ -57,7 +57,7 @@ def test_what_freed_tensors_left_does_not_travel(monkeypatch: pytest.MonkeyPatch
         {"address": 517, "size": 2, "state": "active_allocated"},
         {"address": 519, "size": 1, "state": "active_awaiting_free"},
     ]
-    assert capture._held({"address": 512, "total_size": 8, "blocks": blocks}) == b"\xff" * 5 + b"\5\5\7"
+    assert capture._read_segment({"address": 512, "total_size": 8, "blocks": blocks}) == b"\xff" * 5 + b"\5\5\7"
 
 
 def test_allocations_and_the_functions_time_travel_as_data() -> None:

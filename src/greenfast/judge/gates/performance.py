@@ -20,23 +20,23 @@ from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
-_OTHER_FIRST = "its first launch in a process left other bits than the checked ones"
+_OTHER_FIRST = "its first launch in a process wrote other bits than the checked ones"
 
 
 def timed_seeds(seeds: Sequence[int]) -> list[int]:
-    """Return the seeds whose cases are timed: these; if they are fewer than MIN_SEEDS, also the smallest others."""
+    """Return the seeds of the timed cases: these, and the smallest other ones up to MIN_SEEDS."""
     others = (n for n in range(MIN_SEEDS + len(seeds)) if n not in seeds)
     return [*seeds, *(next(others) for _ in range(MIN_SEEDS - len(seeds)))]
 
 
 def draw_order_seed() -> int:
-    """A number that nobody knew before this run; JSON readers hold it exactly."""
+    """Draw an unpredictable seed of 53 bits, so that JSON readers represent it exactly."""
     return secrets.randbits(53)
 
 
 @dataclass
 class PerformanceOutcome:
-    """What the gate found: timing rows by role (and ``AGAIN``), speedups, the clocks seen, the seed of the draws."""
+    """The measurements: timing rows by role (and ``AGAIN``), speedups, range of the clocks, seed of the draws."""
 
     rows: dict[str, list[TimingRow]] = field(default_factory=dict)
     speedups: list[SpeedupRow] = field(default_factory=list)
@@ -58,11 +58,11 @@ def time_sides(
     again: bool = False,
     device: DeviceInfo | None = None,
 ) -> tuple[Measurement, dict[tuple[str, str], Floor]]:
-    """Time all sides (and the first one again, for A/A) and check that the timed launches computed what was checked.
+    """Time all sides, and the first one again for A/A. Check that the timed launches write the checked bits.
 
-    digests: the outputs that passed CORRECTNESS, of all ``timed_seeds(seeds)``.
-    Returns the floor of time by shape and cache state too.
-    Raises WorkerError where a launch left different bits, wrote outside of its outputs, crashed or hung, and for a time
+    digests: digests of the outputs that passed CORRECTNESS, for all ``timed_seeds(seeds)``.
+    Also returns the floor of time by shape and cache state.
+    Raises WorkerError if a launch wrote different bits, wrote outside of its outputs, crashed or hung, and for a time
     below the floor.
     """
     cells = [
@@ -73,8 +73,8 @@ def time_sides(
     kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in labelled}
     result = measure(kernels, cells, timing, make_worker, progress, order_seed=draw_order_seed())
     roles = {label: side.role for label, side in labelled}
-    for (label, shape_name, seed), found in result.digests.items():
-        if set(found) != {digests[roles[label], shape_name, seed]}:
+    for (label, shape_name, seed), first_digests in result.digests.items():
+        if set(first_digests) != {digests[roles[label], shape_name, seed]}:
             raise WorkerError(f"{label} {shape_name} seed {seed}: {_OTHER_FIRST}")
     floors = {
         (cell.shape, cache): floor_of(device, least_work(problem, shape.dims), _written_bytes(cell), cold=cache == COLD)
@@ -82,18 +82,18 @@ def time_sides(
         for cache in (WARM, COLD)
     }
     for (label, shape_name, seed, cache), timed in result.timed.items():
-        least = min((us for process in timed.medians for us in process), default=float("inf"))
+        fastest = min((us for process in timed.medians for us in process), default=float("inf"))
         floor = floors[shape_name, cache]
-        if least < floor.us:
+        if fastest < floor.us:
             raise WorkerError(
-                f"{label} {shape_name} seed {seed}, {cache} L2: {least:.3g} µs, but the device cannot do it under "
+                f"{label} {shape_name} seed {seed}, {cache} L2: {fastest:.3g} µs, but the device cannot do it under "
                 f"{floor}: the measurement or the kernel is wrong"
             )
     return result, floors
 
 
 def _written_bytes(cell: Cell) -> int:
-    """The outputs that a launch must write completely, in the smallest of the cases."""
+    """Return the bytes that a launch must write, for the smallest case."""
     return min(
         sum(spec.nbytes for name, spec in case.outputs.items() if not spec.zeros and name not in case.inputs)
         for case in cell.cases.values()
@@ -108,9 +108,9 @@ def timing_rows(
     floors: Mapping[tuple[str, str], Floor],
     side: BuiltSide,
 ) -> list[TimingRow]:
-    """One role's rows, per shape, seed and cache state; a cell whose blocks were all discarded has none.
+    """Return a role's rows by shape, seed and cache state, without cells that lost all blocks.
 
-    side: what ran in this role.
+    side: the implementation with this role.
     """
     rows = []
     by_name = {shape.name: shape for shape in shapes}
@@ -145,7 +145,7 @@ def timing_rows(
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
-    """The shapes that decide: ``timing.gate_shapes``, or all where none of them is asked for."""
+    """Return the shapes that decide: those of ``timing.gate_shapes``, or all if none of these is timed."""
     return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
 
 
@@ -203,14 +203,14 @@ def check(
             timing = msgspec.structs.replace(
                 timing, processes=2 * timing.processes, blocks=2 * timing.blocks, timed_iters=2 * timing.timed_iters
             )
-    except (WorkerError, ValueError) as e:  # ValueError: too little was left to compare
+    except (WorkerError, ValueError) as e:  # ValueError: too few blocks remain
         reason = e.fault if isinstance(e, WorkerError) else str(e)
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), PerformanceOutcome()
     return judge(outcome.speedups, required), outcome
 
 
 def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
-    """PASS where every gated row is FAST; a baseline with a slow replay leaves the gate unchecked."""
+    """Return PASS if every gated row is FAST. A baseline with a slow replay makes the gate unchecked."""
     checks: list[tuple[str, str, str, Status]] = []
     reasons = []
     summaries = []
@@ -219,10 +219,10 @@ def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
         if not row.gated:
             continue
         text = f"{row.speedup:.3f}x [{row.ci_low:.3f}, {row.ci_high:.3f}], {row.verdict}"
-        held = row.verdict == "FAST"
-        checks.append((f"{row.shape}, {row.cache} L2", target, text, "PASS" if held else "FAIL"))
+        is_fast = row.verdict == "FAST"
+        checks.append((f"{row.shape}, {row.cache} L2", target, text, "PASS" if is_fast else "FAIL"))
         summaries.append(f"{row.shape} {text}")
-        if not held:
+        if not is_fast:
             reasons.append(f"{row.shape}: {text}; required {target}, noise floor {100 * row.noise_floor:.2f} %")
     return GateResult(
         gate="PERFORMANCE",

@@ -1,8 +1,8 @@
-"""A Python callable as a program: its calls on the GPU are captured in a CUDA graph, whose nodes are taken apart.
+"""Convert a Python callable to a program: capture its GPU work in a CUDA graph and read the graph's nodes.
 
-What comes out is data (cubins, grids, argument bytes with the places of addresses), which another process launches on
-other memory. Nothing of the callable is in that process, so streams, threads, caches, deferred work and patched timers
-gain nothing: what it did not launch during the capture does not happen.
+The result is data: cubins, grids, and argument bytes with the positions of addresses. Another process launches it on
+other memory. The callable itself does not run there, so streams, threads, caches, deferred work and patched timers have
+no effect: only work that was launched during the capture is repeated.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ATTRIBUTE = driver.CUlaunchAttributeID
 WARM_UP = 3
 #: Direct calls of the function that are timed, and for how many cycles the GPU is kept busy before each.
 TIMED_CALLS, BUSY_CYCLES = 21, 1_000_000
-#: Bytes of memory beyond inputs and outputs whose contents travel with the program, such as weights.
-MOST_STATE = 256 << 20
-#: What lies in the program where a freed tensor lay in the memory of the function.
+#: Maximum bytes of other memory that becomes part of the program, such as weights.
+MAX_STATE_BYTES = 256 << 20
+#: Content of the program's memory at the positions of freed tensors.
 _FREED = 0xFF
 
 _FILL = KernelSource(
@@ -81,7 +81,7 @@ copy(const unsigned char* from, unsigned char* to, unsigned long long count) {
 
 @dataclass
 class _Memory:
-    """The memory of this process by the names that it has in the program."""
+    """The memory of this process, by its buffer names in the program."""
 
     named: dict[str, torch.Tensor]
     found: dict[int, tuple[str, int]] = field(default_factory=dict)  # base address -> name, bytes
@@ -89,7 +89,7 @@ class _Memory:
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
 
     def place(self, address: int) -> tuple[str, int] | None:
-        """The buffer that an address lies in and its offset there, or None for a number that is no device address."""
+        """Return the buffer of an address and its offset there; None for a number that is no device address."""
         for name, tensor in self.named.items():
             start = tensor.data_ptr()
             if start <= address < start + tensor.nbytes:
@@ -105,7 +105,7 @@ class _Memory:
         return self.found[base][0], address - base
 
     def known_place(self, address: int) -> tuple[str, int] | None:
-        """As ``place``, but None for memory that no node of the graph refers to."""
+        """Do as ``place``, but return None for memory that no node of the graph refers to."""
         for name, tensor in self.named.items():
             start = tensor.data_ptr()
             if start <= address < start + tensor.nbytes:
@@ -187,7 +187,7 @@ class _Allocated:
 
 @dataclass
 class _Watch:
-    """What is noted of each allocation of PyTorch: its address, and the nodes of the graph that is being captured."""
+    """Records each allocation of PyTorch: its address, and the nodes of the graph that is being captured."""
 
     stream: torch.cuda.Stream | None = None
     seen: list[tuple[int, frozenset[int]]] = field(default_factory=list)
@@ -203,16 +203,16 @@ class _Watch:
     def note(self, address: int) -> None:
         if self.stream is None:
             return
-        found = check(driver.cuStreamGetCaptureInfo(self.stream.cuda_stream))
-        if found[0] == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
-            self.seen.append((address, frozenset(map(int, _nodes(found[2])))))
+        info = check(driver.cuStreamGetCaptureInfo(self.stream.cuda_stream))
+        if info[0] == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            self.seen.append((address, frozenset(map(int, _nodes(info[2])))))
 
 
 _WATCH = _Watch()
 
 
 def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[_Allocated]]:
-    """A call's graph, what it returned, and every allocation that it made."""
+    """Capture a call. Return its graph, its result, and every allocation that it made."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     _WATCH.start(stream)
     # Without clear_history the events of the capture before this one are returned too.
@@ -227,21 +227,23 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch
         torch.cuda.memory._record_memory_history(enabled=None)
         _WATCH.stream = None
     made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
-    noted = _WATCH.seen
-    # The first ones are made before the capture begins, such as the state of random numbers, and are not noted.
-    before = len(made) - len(noted)
-    if before < 0 or [address for address, _ in made[before:]] != [address for address, _ in noted]:  # none has a place
+    recorded = _WATCH.seen
+    # The first ones are made before the capture begins, such as the state of random numbers, and are not recorded.
+    before = len(made) - len(recorded)
+    if before < 0 or [address for address, _ in made[before:]] != [
+        address for address, _ in recorded
+    ]:  # unknown positions
         return graph, returned, [_Allocated(*each) for each in made]
-    placed = [_Allocated(*each, nodes) for each, (_, nodes) in zip(made[before:], noted, strict=True)]
+    placed = [_Allocated(*each, nodes) for each, (_, nodes) in zip(made[before:], recorded, strict=True)]
     return graph, returned, [*(_Allocated(*each) for each in made[:before]), *placed]
 
 
 def _allocations(
     graph: driver.CUgraph, allocated: Sequence[_Allocated], memory: _Memory, code: LoadedCode
 ) -> tuple[Allocation, ...]:
-    """The allocations by the step that they come before.
+    """Return the allocations with the number of the next step.
 
-    Left out are those whose place among the nodes is not certain, and what no node uses.
+    Allocations with an uncertain position among the nodes, and unused ones, are left out.
     """
     order = _ordered(graph)
     places = {int(node): n for n, node in enumerate(order)}
@@ -259,47 +261,47 @@ def _allocations(
 
 
 def _served_before(result: torch.Tensor, allocated: Sequence[_Allocated]) -> bool:
-    """Whether another tensor of the same call lay where a result lies: the allocator gives freed memory out again."""
+    """Return whether another tensor of the call used the memory of a result, as the allocator reuses freed memory."""
     start, end = result.data_ptr(), result.data_ptr() + result.nbytes
     return sum(each.address < end and start < each.address + each.nbytes for each in allocated) > 1
 
 
 def _results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What was returned, by the names of the outputs; empty where it wrote to them."""
+    """Return the returned tensors by the names of the outputs; empty if the call wrote to the outputs."""
     if returned is None:
         return {}
-    found = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-    if len(found) != len(outputs):
-        raise UsageError(f"it returned {len(found)} values; the problem has the outputs {', '.join(outputs)}")
-    for tensor, (name, wanted) in zip(found, outputs.items(), strict=True):
+    tensors = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    if len(tensors) != len(outputs):
+        raise UsageError(f"it returned {len(tensors)} values; the problem has the outputs {', '.join(outputs)}")
+    for tensor, (name, wanted) in zip(tensors, outputs.items(), strict=True):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             raise UsageError(f"output {name!r}: it returned {type(tensor).__name__}, a CUDA tensor is needed")
         if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype) or not tensor.is_contiguous():
             layout = "" if tensor.is_contiguous() else ", not contiguous"
             raise UsageError(
                 f"output {name!r}: it returned {tensor.dtype} {tuple(tensor.shape)}{layout}; "
-                f"the problem asks for {wanted.dtype} {tuple(wanted.shape)}, contiguous"
+                f"the problem requires {wanted.dtype} {tuple(wanted.shape)}, contiguous"
             )
-    return dict(zip(outputs, found, strict=True))
+    return dict(zip(outputs, tensors, strict=True))
 
 
 def _snapshots(known: set[int]) -> dict[int, bytes]:
-    """The contents of the allocations that exist before the capture, by address: weights and libraries' workspaces."""
-    found: dict[int, bytes] = {}
+    """Return the contents of allocations from before the capture, by address: weights and libraries' workspaces."""
+    contents: dict[int, bytes] = {}
     total = 0
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         live = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
         if not any(block["address"] not in known for block in live):
             continue
         total += segment["total_size"]
-        if total > MOST_STATE:
-            raise UsageError(f"it keeps more than {MOST_STATE >> 20} MiB on the GPU beyond the problem's buffers")
-        found[segment["address"]] = _held(segment)
-    return found
+        if total > MAX_STATE_BYTES:
+            raise UsageError(f"it keeps more than {MAX_STATE_BYTES >> 20} MiB on the GPU beyond the problem's buffers")
+        contents[segment["address"]] = _read_segment(segment)
+    return contents
 
 
-def _held(segment: Mapping[str, Any]) -> bytes:
-    """The contents of a segment, with poison in place of what freed tensors left."""
+def _read_segment(segment: Mapping[str, Any]) -> bytes:
+    """Return the contents of a segment, with poison in place of freed tensors."""
     data = bytearray([_FREED]) * segment["total_size"]
     for block in segment["blocks"]:
         if block["state"] != "inactive":
@@ -315,12 +317,12 @@ def _download(address: int, nbytes: int) -> bytes:
 
 
 def _steps(graph: driver.CUgraph, memory: _Memory, code: LoadedCode) -> list[Step]:
-    """The nodes in an order that respects their dependencies, one after the other."""
+    """Return the steps of a graph's nodes, in an order that respects their dependencies."""
     return [step for node in _ordered(graph) for step in _node_steps(node, memory, code)]
 
 
 def _node_steps(node: Any, memory: _Memory, code: LoadedCode) -> list[Step]:
-    """What a node does: one step, several of a child graph, or none."""
+    """Return the steps of a node: one, those of a child graph, or none."""
     kind = check(driver.cuGraphNodeGetType(node))
     if kind == _NODE.CU_GRAPH_NODE_TYPE_KERNEL:
         return [_kernel(node, memory, code)]
@@ -331,19 +333,19 @@ def _node_steps(node: Any, memory: _Memory, code: LoadedCode) -> list[Step]:
     if kind == _NODE.CU_GRAPH_NODE_TYPE_GRAPH:
         return _steps(check(driver.cuGraphChildGraphNodeGetGraph(node)), memory, code)
     if kind not in (_NODE.CU_GRAPH_NODE_TYPE_EMPTY, _NODE.CU_GRAPH_NODE_TYPE_EVENT_RECORD):
-        what = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-        raise UsageError(f"its graph has a {what} node; kernels, fills and copies on the device can be replayed")
+        name = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+        raise UsageError(f"its graph has a {name} node; kernels, fills and copies on the device can be replayed")
     return []
 
 
 def _nodes(graph: driver.CUgraph) -> list[Any]:
-    """The nodes of a graph in the order of their capture."""
+    """Return the nodes of a graph in the order of their capture."""
     _, count = check(driver.cuGraphGetNodes(graph))
     return list(check(driver.cuGraphGetNodes(graph, count))[0]) if count else []
 
 
 def _ordered(graph: driver.CUgraph) -> list[Any]:
-    """The nodes of a graph, each after those it depends on, else in the order of their capture."""
+    """Return the nodes of a graph: each after its dependencies, otherwise in the order of their capture."""
     nodes = _nodes(graph)
     count = len(nodes)
     numbers = {int(node): n for n, node in enumerate(nodes)}
@@ -393,7 +395,7 @@ def _attribute(node: Any, name: str, *fields: str) -> int:
 
 
 def _argument_bytes(params: Any, function: Any) -> list[bytes]:
-    """The bytes of each argument, from an array of pointers or from one packed buffer (cuBLAS launches so)."""
+    """Return the bytes of each argument, from an array of pointers or from one packed buffer (as cuBLAS uses)."""
     places: list[tuple[int, int]] = []
     while True:
         status, offset, size = driver.cuFuncGetParamInfo(function, len(places))
@@ -406,14 +408,14 @@ def _argument_bytes(params: Any, function: Any) -> list[bytes]:
         pointers = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
         return [ctypes.string_at(pointers[i], size) for i, (_, size) in enumerate(places)]
     extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
-    found = {extra[i]: extra[i + 1] for i in range(0, 4, 2)}
-    buffer = found[1]  # CU_LAUNCH_PARAM_BUFFER_POINTER
+    options = {extra[i]: extra[i + 1] for i in range(0, 4, 2)}
+    buffer = options[1]  # CU_LAUNCH_PARAM_BUFFER_POINTER
     assert buffer is not None
     return [ctypes.string_at(buffer + offset, size) for offset, size in places]
 
 
 def _packed(data: bytes, memory: _Memory) -> Packed:
-    """An argument with the addresses in it found: every aligned 8 bytes that are one of this process's allocations."""
+    """Find the addresses in an argument: all aligned 8 bytes that are an address of this process's allocations."""
     pointers = []
     for at in range(0, len(data) - 7, 8):
         place = memory.place(int.from_bytes(data[at : at + 8], "little"))

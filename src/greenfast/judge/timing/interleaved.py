@@ -1,7 +1,7 @@
 """Time several kernels in interleaved blocks of balanced order, each in a separate process, over fresh processes.
 
-See docs/measurement.md for why. Sequential windows mostly find identical kernels different; blocks that
-alternate in random order see the same drift, and fresh processes show what one process's memory layout hides.
+docs/measurement.md gives the reasons. Sequential windows find differences between identical kernels, because clocks
+drift. Blocks in random order have the same drift. Fresh processes average over the memory layouts of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from greenfast.judge.task import Timing
 from greenfast.judge.timing.orders import balanced, drawn_sizes, drawn_warmup
 from greenfast.spec.problem import Case
 
-#: What lies in the L2 cache when a timed launch starts: its inputs, which were just read, or nothing of them.
+#: State of the L2 cache at the start of a timed launch: it holds the inputs, or nothing of them.
 WARM, COLD = "warm", "cold"
 METHOD = "event pair per launch, queue kept full, inputs and addresses drawn, every launch checked"
 
@@ -31,13 +31,13 @@ MIN_CLOCK_SHARE = 0.75
 _BLOCK_WARMUP = 5
 
 
-#: Shape name -> what is launched for it.
+#: Shape name -> program.
 Programs: TypeAlias = Mapping[str, Executable]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape to be timed. cases: by seed; each launch draws one of them. seeds: whose blocks are wanted."""
+    """One shape to be timed. cases: by seed; each launch draws one. seeds: the seeds that get blocks of launches."""
 
     shape: str
     cases: Mapping[int, Case]
@@ -46,9 +46,9 @@ class Cell:
 
 @dataclass
 class Timed:
-    """One label's samples on one (shape, seed, cache): microseconds as [process][block][launch].
+    """One label's samples for one (shape, seed, cache), in microseconds: [process][block][launch].
 
-    clocks: what was read in each block, [process][block].
+    clocks: readings of each block, [process][block]. discarded: number of launches in blocks at a low clock.
     """
 
     blocks: list[list[list[float]]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Timed:
 
     @property
     def samples(self) -> list[float]:
-        """All kept launches in order."""
+        """All launches in order, without discarded blocks."""
         return [t for process in self.blocks for block in process for t in block]
 
     @property
@@ -66,7 +66,7 @@ class Timed:
         return [[float(np.median(block)) for block in process] for process in self.blocks]
 
     def read(self, name: str) -> list[list[float]]:
-        """A clock by its name, [process][block]; empty where a block has none."""
+        """Return the readings of a clock, [process][block]; empty if a block has none."""
         if not all(name in clocks for process in self.clocks for clocks in process):
             return []
         return [[clocks[name] for clocks in process] for process in self.clocks]
@@ -74,9 +74,10 @@ class Timed:
 
 @dataclass
 class Measurement:
-    """All samples by (label, shape, seed, cache), and the clocks seen.
+    """All samples by (label, shape, seed, cache).
 
-    digests: of the first outputs in each process, by (label, shape, seed). order_seed: of all that was drawn.
+    order_seed: seed of all random draws. digests: digests of the first outputs in each process, by (label, shape,
+    seed). clocks: first, lowest and highest readings.
     """
 
     order_seed: int
@@ -99,9 +100,10 @@ def measure(
 
     programs: label -> shape name -> program. Two labels may hold the same program (an A/A comparison).
     timing: how many processes, blocks and launches; block b of one label is paired with block b of the others.
-    order_seed: of all draws: the order of labels, how many launches a block has and warms up with, and what each
-    launch of it draws.
-    Raises WorkerError where a kernel crashes, hangs or fails, or a launch leaves other bits than its case did at first.
+    order_seed: seed of all draws: the order of labels, the sizes of blocks and warm-ups, and the launches' cases and
+    addresses.
+    Raises WorkerError if a kernel crashes, hangs or fails, or if a launch writes other bits than the first launch of
+    its case.
     """
     result = Measurement(order_seed)
     drawn = [(cell.shape, seed, cache) for cell in cells for seed in cell.seeds for cache in caches]
@@ -144,7 +146,7 @@ def _time_cell(
     plans: Mapping[tuple[str, int, str], _Plan],
     rng: random.Random,
 ) -> None:
-    """One cell in one set of processes: prepare every label, time the blocks of every seed and cache state."""
+    """Time one cell in one set of processes: prepare every label, then time all blocks."""
     shape = cell.shape
     cases = list(cell.cases.values())
 
@@ -160,8 +162,8 @@ def _time_cell(
         require_right(label, started.wrong)
     for seed in cell.seeds:
         for cache in caches:
-            kept = {label: result.timed.setdefault((label, shape, seed, cache), Timed()) for label in workers}
-            for timed in kept.values():
+            timed_by_label = {label: result.timed.setdefault((label, shape, seed, cache), Timed()) for label in workers}
+            for timed in timed_by_label.values():
                 timed.blocks.append([])
                 timed.clocks.append([])
             for order, warmup, iters in plans[shape, seed, cache].blocks(process):
@@ -170,19 +172,19 @@ def _time_cell(
                     block = workers[label].time(shape, warmup, iters, cache == COLD, rng.getrandbits(63))
                     require_right(label, block.wrong)
                     measured[label] = block
-                slow = any([_too_slow(result.clocks, block.clocks) for block in measured.values()])
+                slow = any([_update_clocks(result.clocks, block.clocks) for block in measured.values()])
                 for label, block in measured.items():
-                    if slow:  # the pair is lost as a whole, or the sides would no longer be paired
-                        kept[label].discarded += len(block.samples_us)
+                    if slow:  # for all labels, so that blocks stay paired
+                        timed_by_label[label].discarded += len(block.samples_us)
                     else:
-                        kept[label].blocks[-1].append(block.samples_us)
-                        kept[label].clocks[-1].append(block.clocks)
+                        timed_by_label[label].blocks[-1].append(block.samples_us)
+                        timed_by_label[label].clocks[-1].append(block.clocks)
     for worker in workers.values():
         worker.finish(shape)
 
 
-def _too_slow(seen: dict[str, float], now: Mapping[str, float]) -> bool:
-    """Whether the SM clock has fallen too far; ``seen`` keeps the first, lowest and highest clock and temperature."""
+def _update_clocks(seen: dict[str, float], now: Mapping[str, float]) -> bool:
+    """Update the first, lowest and highest readings. Return whether the SM clock is too low for a valid block."""
     for name, value in now.items():
         seen.setdefault(f"{name}_first", value)
         seen[f"{name}_min"] = min(seen.get(f"{name}_min", value), value)
