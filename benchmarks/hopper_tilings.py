@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import make_parser
+from benchmarks.timing import interleave
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, GuardedBuffer
@@ -231,13 +233,13 @@ class TilingRounds:
 
     def times(self, numbers: list[int], rounds: int) -> dict[int, list[float]]:
         """Measure the microseconds of these tilings, round by round. A repeated number runs repeatedly in a round."""
-        found: dict[int, list[float]] = {n: [] for n in numbers}
-        for _ in range(rounds):
-            order = list(numbers)
-            self._rng.shuffle(order)
-            for n in order:
-                found[n].append(self._cell.sample(self._programs[n], self._counts[n]))
-        return found
+        samples = {i: partial(self._cell.sample, self._programs[n], self._counts[n]) for i, n in enumerate(numbers)}
+        measured = interleave(samples, rounds, arrange=lambda keys, _: self._rng.sample(keys, len(keys)))
+        times: dict[int, list[float]] = {n: [] for n in numbers}
+        for of_round in zip(*measured.values(), strict=True):
+            for n, us in zip(numbers, of_round, strict=True):
+                times[n].append(us)
+        return times
 
 
 def time_cell(gpu: Gpu, dims: Dims, fmt: str, right: list[Toggles], rounds: int) -> Times:

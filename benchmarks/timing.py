@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,9 +17,10 @@ _REPLAY_US, _MOST_CALLS = 2000.0, 50
 _TIMED_US, _LEAST_ROUNDS, _MOST_ROUNDS = 60_000.0, 7, 200
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
+def order(names: Sequence[K], turn: int) -> list[K]:
     """Return the order of a round: the first name rotates, and every second round is reversed.
 
     With rotation alone, each name would always follow the same one, with its cache contents and its heat.
@@ -90,11 +91,14 @@ def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
     return Captured(graph, out, calls, replay_us(graph))
 
 
-def interleave(calls: Mapping[str, Callable[[], T]], rounds: int, warmup: int = 0) -> dict[str, list[T]]:
-    """Call each once per round in the order of ``order``; return their results, without those of warm-up rounds."""
-    results: dict[str, list[T]] = {name: [] for name in calls}
+def interleave(
+    calls: Mapping[K, Callable[[], T]], rounds: int, warmup: int = 0,
+    arrange: Callable[[Sequence[K], int], Sequence[K]] = order,
+) -> dict[K, list[T]]:  # fmt: skip
+    """Call each once per round; return their results, without those of warm-up rounds. arrange: orders a round."""
+    results: dict[K, list[T]] = {name: [] for name in calls}
     for turn in range(-warmup, rounds):
-        for name in order(tuple(calls), turn):
+        for name in arrange(tuple(calls), turn):
             result = calls[name]()
             if turn >= 0:
                 results[name].append(result)
