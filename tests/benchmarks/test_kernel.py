@@ -137,7 +137,7 @@ def test_a_wrong_kernel_is_1(capsys: pytest.CaptureFixture[str], device: FakeDev
 
 
 def test_toggles_of_the_environment_make_the_variant(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("USE_CP_ASYNC", "0")
     monkeypatch.setenv("USE_KV_LUT", " 1 ")
@@ -152,7 +152,7 @@ def test_toggles_of_the_environment_make_the_variant(
 
 
 def test_without_from_env_the_environment_changes_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], device: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("USE_CP_ASYNC", "0")
     ran = run_benchmark(capsys, *KERNEL, *SMALL, "--out", tmp_path)
