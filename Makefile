@@ -11,9 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
-.PHONY: validate test test-gpu test-slow sanitize lint clean
+.PHONY: judge test test-gpu test-slow sanitize lint clean
 
-validate: $(READY)
+judge: $(READY)
 	$(BIN)/greenfast judge fp8_sdpa
 
 test: $(READY)

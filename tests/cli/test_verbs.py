@@ -177,7 +177,7 @@ def test_the_first_command_is_decided_without_a_gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``make validate``: without a requested target the kept record's is taken and its PERFORMANCE quoted."""
+    """``make judge``: without a requested target the kept record's is taken and its PERFORMANCE quoted."""
     before, after = sides
     kept = read_record(ROOT / f"evidence/h100/{task}-e4m3-{after}")
     assert isinstance(kept, Record)
