@@ -162,6 +162,14 @@ def test_a_file_that_cannot_be_written_is_said_before_the_run(
     assert not (repository / "results").exists()
 
 
+def test_a_page_that_cannot_be_written_is_an_error_in_the_junit_file(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("judge", "my_kernel/solution", "--problem", "my_kernel/problem", "--html", ".", "--junit", "verdict.xml")
+    assert run_here(capsys, *asked).code == 2
+    assert outcomes(Path("verdict.xml")) == {"my_kernel/solution.verdict": "error"}
+
+
 def values(content: Any, field: str) -> list[Any]:
     """What a field such as ``gates[].status`` names; fails where a name on the way is missing."""
     found = [content]

@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
     A JUnit file of an earlier run is removed first, so that it is not taken for this run's result if this run is
     killed.
     """
-    check_output_file(args.html, "--html")
     check_output_file(args.junit, "--junit")
     if args.junit is not None:
         args.junit.unlink(missing_ok=True)
@@ -57,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     """Judge the candidate; print each gate when it ends, then the verdict. Return the record and the exit code."""
     required = required_gates(args.require)
+    check_output_file(args.html, "--html")
     subject = find_subject(
         args.subject,
         problem=args.problem,
