@@ -295,7 +295,7 @@ def test_an_older_record_is_refused_in_words(merged: Content, tmp_path: Path, ve
     content["speedups"] = [{**row, "noise_floor": 0.0} for row in content["speedups"]]
     for edited in (content, resealed(content)):
         with pytest.raises(
-            UsageError, match=f"a record of version {version} has too little to check .*; measure again"
+            UsageError, match=f"a record of version {version} has too few fields to verify it; measure again"
         ):
             read_record(written(tmp_path, edited))
 
