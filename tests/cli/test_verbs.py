@@ -100,7 +100,7 @@ def test_a_required_speedup_takes_the_place_of_the_rungs(
 ) -> None:
     device.scripts["stage2"] = Script(us=20 / 1.1)
     for required, code in (("1.05", 4), ("1.12", 14)):
-        ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--required", required, "--out", tmp_path)
+        ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--speedup", required, "--out", tmp_path)
         assert ran.code == code
         assert f"required {required}x" in (last_line(ran) / "VALIDATION_REPORT.md").read_text()
 
@@ -256,7 +256,7 @@ def test_report_prints_it_again(capsys: pytest.CaptureFixture[str], device: Fake
 def test_report_says_where_a_record_asked_for_less_than_its_task(
     capsys: pytest.CaptureFixture[str], device: FakeDevice, tmp_path: Path
 ) -> None:
-    options = ("--required", "1.0", "--out", tmp_path)
+    options = ("--speedup", "1.0", "--out", tmp_path)
     folder = last_line(run_here(capsys, "judge", "fp8_sdpa", *SMALL, *options))
     ran = run_here(capsys, "report", folder)
     assert ran.code == 0

@@ -110,7 +110,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
             batch=args.batch,
             screen=args.screen,
             finalists=args.finalists,
-            required=args.required,
+            required=args.speedup,
             seed=args.seed,
             insights=str(args.insights.resolve()) if args.insights else "",
             command=args.command,

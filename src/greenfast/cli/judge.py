@@ -95,7 +95,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     )  # fmt: skip
     with GateConsole(to_stderr=args.json) as console:
         outcome = validate(
-            request, baseline, candidate, console, required=args.required, profile=not args.no_profile, kept=kept
+            request, baseline, candidate, console, required=args.speedup, profile=not args.no_profile, kept=kept
         )
     write_page(args.html, outcome.record, outcome.folder, task, outcome.built)
     if args.traces is not None:

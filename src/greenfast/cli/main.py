@@ -43,7 +43,11 @@ _MOVED_VERBS = {
     "warmup": ("greenfast build --library", ""),
 }
 #: (command, its option of earlier versions) -> the option that replaces it.
-_MOVED_OPTIONS = {("greenfast judge", "--against"): "--baseline", ("greenfast evolve", "--against"): "--baseline"}
+_MOVED_OPTIONS = {
+    ("greenfast judge", "--against"): "--baseline",
+    ("greenfast evolve", "--against"): "--baseline",
+    **{(f"greenfast {verb}", "--required"): "--speedup" for verb in ("judge", "evolve", "report --compare")},
+}
 
 
 def parser() -> argparse.ArgumentParser:

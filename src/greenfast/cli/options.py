@@ -82,7 +82,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
     _how_long(parser)
     _where(parser)
     parser.add_argument(
-        "--required",
+        "--speedup",
         type=speedup,
         metavar="RATIO",
         help="the speedup asked for (default: the rung's, or the task's for solutions)",
@@ -174,7 +174,7 @@ def evolve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--finalists", type=count, default=3, metavar="N", help="that are validated in whole (default: %(default)s)"
     )
-    parser.add_argument("--required", type=speedup, metavar="RATIO", help="the required speedup of a winner")
+    parser.add_argument("--speedup", type=speedup, metavar="RATIO", help="the required speedup of a winner")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that the search draws (default: 0)")
     parser.add_argument(
         "--insights",
@@ -254,7 +254,7 @@ def report(parser: argparse.ArgumentParser) -> None:
     _html(parser)
     parser.add_argument("--git", action="store_true", help="of a folder of runs: also versions in its git history")
     parser.add_argument("--shape", metavar="NAME", help="of a folder of runs: this shape (default: the one most gated)")
-    parser.add_argument("--required", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
+    parser.add_argument("--speedup", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --compare (default: results/COMPARE.md)")
 
 

@@ -32,7 +32,7 @@ _FOR = {
     "html": (_REPORT, _HISTORY),
     "git": (_HISTORY,),
     "shape": (_HISTORY,),
-    "required": (_COMPARISON,),
+    "speedup": (_COMPARISON,),
     "out": (_COMPARISON,),
 }
 _SHOWN = 3
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if kind == _COMPARISON:
         if len(runs) != 2:
             raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")
-        print(compare(*runs, required=args.required, out=args.out or Path("results/COMPARE.md")), end="")
+        print(compare(*runs, required=args.speedup, out=args.out or Path("results/COMPARE.md")), end="")
     elif kind == _TABLE:
         pairs = [(str(path), _read_comparison(path)) for path in runs]
         print(ladder_table(pairs, aged=find_outdated(pairs)))
