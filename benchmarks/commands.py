@@ -93,8 +93,8 @@ class ComparisonConsole(GateConsole):
     def cell(self, rows: Sequence[Row]) -> None:
         """Print a shape's times in microseconds and its ratios."""
         times = [f"{r.backend} {r.median_us:.1f}" for r in rows if r.median_us is not None]
-        found = [f"; {v.title} {ratio:.3f}x" for v in self._versus for ratio in ratios(rows, v).values()]
-        text = f"{rows[0].shape:18}{', '.join(times)} µs{''.join(found)}"
+        speedups = [f"; {v.title} {ratio:.3f}x" for v in self._versus for ratio in ratios(rows, v).values()]
+        text = f"{rows[0].shape:18}{', '.join(times)} µs{''.join(speedups)}"
         self._console.print(Text(text), soft_wrap=True)
 
 

@@ -116,7 +116,7 @@ def generate(
     library: Any = importlib.import_module("transformers")
     settings: Any = importlib.import_module("transformers.generation.configuration_utils")
     start = time.perf_counter()
-    found = model.generate_batch(
+    results = model.generate_batch(
         inputs=prompts,
         generation_config=library.GenerationConfig(
             max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
@@ -124,7 +124,7 @@ def generate(
         continuous_batching_config=settings.ContinuousBatchingConfig(auto_switch_to_flash=False, **options, **more),
     )
     seconds = time.perf_counter() - start
-    outputs = sorted(found.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
+    outputs = sorted(results.values(), key=lambda x: int(x.request_id.rsplit("_", 1)[-1]))
     errors = {x.error for x in outputs if x.error}
     if errors or [len(x.generated_tokens) for x in outputs] != [new] * len(prompts):
         raise RuntimeError(f"{len(outputs)} of {len(prompts)} requests; errors: {errors}")

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     task = load(find_task("fp8_sdpa"))
     gpu = Gpu(0)
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for fmt in args.formats:
             request = make_request(
@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                         if "mission" in shape.aliases
                         else {},
                     }
-                    found.append(row)
+                    rows.append(row)
                     print(
                         name, shape.name, fmt, row["different"], "of", row["elements"], row["max_abs_diff"], flush=True
                     )
-    write_measurements(args.json, "emulator_against_gpu", gpu.info(), rows=found)
+    write_measurements(args.json, "emulator_against_gpu", gpu.info(), rows=rows)
     cells = [
         (
             str(r["variant"]),
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{r['different']} of {r['elements']}",
             f"{r['max_abs_diff']:.2g}",
         )
-        for r in found
+        for r in rows
     ]
     show(table(("variant", "shape", "format", "different elements", "largest difference"), cells))
     show(counts_table(json.loads(args.json.read_bytes())))

@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    found = format_table(outcomes, version)
-    print(found)
+    counts = format_table(outcomes, version)
+    print(counts)
     if asked.page:
         text = asked.page.read_text(encoding="utf-8")
         before, after = text.split(_BEGIN)[0], text.split(_END)[1]
-        asked.page.write_text(f"{before}{_BEGIN}\n\n{found}\n\n{_END}{after}", encoding="utf-8")
+        asked.page.write_text(f"{before}{_BEGIN}\n\n{counts}\n\n{_END}{after}", encoding="utf-8")
     return int(any(o.status not in (*GOOD, "refused") for o in outcomes))

@@ -103,24 +103,24 @@ def try_case(case: Case, image: KernelImage | str, device: Device | None, rows: 
         here = case.unpack(emulate(case, image.ptx, x))
     except Exception as e:  # whatever it is, go on with the other instructions
         return {**row, "error": f"emulator: {type(e).__name__}: {e}"}
-    found = compare(case, operands, there, here)
-    differ = ~found.same
+    comparison = compare(case, operands, there, here)
+    differ = ~comparison.same
     row |= {
-        "identical": int(found.same.sum()),
-        "wrong": int(found.wrong.sum()),
-        "wrong_nan_bits": int((found.wrong & found.nan_bits).sum()),
-        "other_nan": int((differ & found.other_nan).sum()),
-        "undefined_and_different": int((differ & found.undefined).sum()),
-        "max_ulp": found.max_ulp,
+        "identical": int(comparison.same.sum()),
+        "wrong": int(comparison.wrong.sum()),
+        "wrong_nan_bits": int((comparison.wrong & comparison.nan_bits).sum()),
+        "other_nan": int((differ & comparison.other_nan).sum()),
+        "undefined_and_different": int((differ & comparison.undefined).sum()),
+        "max_ulp": comparison.max_ulp,
     }
 
     def texts(mask: Any, most: int) -> list[str]:
         return [row_text(case, int(n), operands, here, there) for n in np.flatnonzero(mask)[:most]]
 
     return row | {
-        "examples_wrong": texts(found.wrong, RECORDED),
-        "examples_other_nan": texts(differ & found.other_nan, PRINTED),
-        "examples_undefined": texts(differ & found.undefined, RECORDED // 4),
+        "examples_wrong": texts(comparison.wrong, RECORDED),
+        "examples_other_nan": texts(differ & comparison.other_nan, PRINTED),
+        "examples_undefined": texts(differ & comparison.undefined, RECORDED // 4),
     }
 
 

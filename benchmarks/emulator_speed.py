@@ -103,9 +103,9 @@ def measure_functions(job: tuple[str, str]) -> list[tuple[str, ...]]:
     launched = Launched(*job)
     profile = cProfile.Profile()
     profile.runcall(launched.run)
-    found: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    total = sum(own for _, _, own, _, _ in found.values())
-    largest = sorted(found.items(), key=lambda item: -item[1][2])[:_SHOWN]
+    stats: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = sum(own for _, _, own, _, _ in stats.values())
+    largest = sorted(stats.items(), key=lambda item: -item[1][2])[:_SHOWN]
     return [
         (f"{Path(file).name}:{line} {name}" if line else name, str(calls), f"{own:.2f}", f"{100 * own / total:.1f} %")
         for (file, line, name), (_, calls, own, _, _) in largest

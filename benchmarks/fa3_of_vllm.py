@@ -38,12 +38,12 @@ def _forward(
     causal: bool, window: Window, softcap: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Call the operator. Its arguments are positional, as its schema has no defaults."""
-    found: list[Tensor] = torch.ops._vllm_fa3_C.fwd(
+    outputs: list[Tensor] = torch.ops._vllm_fa3_C.fwd(
         q, k, v, *new, None, None, *starts, None, None, used, *longest, table, None, None, None, None, None,
         None, None, None, q.shape[-1] ** -0.5 if scale is None else scale, causal, *window, softcap, True, None, 0,
         None, 0, sinks, 1, 0, None,
     )  # fmt: skip
-    return found[0]
+    return outputs[0]
 
 
 def flash_attn_func(

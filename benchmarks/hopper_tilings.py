@@ -93,10 +93,10 @@ class Group:
         config, _ = read_dims(self.dims(B=1, H=1, S=1), self.fmt)
         if self.scales == "block":  # then sdpa has Q quantized in the kernel, which takes shared memory
             config = replace(config, fuse_q_quant=True)
-        found = [
+        tilings = [
             {name: int(value) for name, value in point.items()} for point in read_tiling_space(self.head_dim).listed()
         ]
-        return [t for t in found if _allowed(t, config) and (not wide or _can_be_fast(t, self.head_dim))]
+        return [t for t in tilings if _allowed(t, config) and (not wide or _can_be_fast(t, self.head_dim))]
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
@@ -246,13 +246,13 @@ def time_cell(gpu: Gpu, dims: Dims, fmt: str, right: list[Toggles], rounds: int)
     """Time the tilings of a cell."""
     cell = TilingCell(gpu, dims, fmt)
     race = TilingRounds(cell, right, 0)
-    found = race.times([*range(len(right)), *(-1 for _ in range(_SHIPPED))], rounds)
-    of_shipped = found.pop(-1)
-    best = sorted(found, key=lambda n: statistics.median(found[n]))[:_BEST]
+    times = race.times([*range(len(right)), *(-1 for _ in range(_SHIPPED))], rounds)
+    of_shipped = times.pop(-1)
+    best = sorted(times, key=lambda n: statistics.median(times[n]))[:_BEST]
     confirmed = race.times([*best, -1, -1], _CONFIRMING)
     beside = confirmed.pop(-1)
     cell.free()
-    return Times([found[n] for n in range(len(right))], of_shipped, confirmed, beside)
+    return Times([times[n] for n in range(len(right))], of_shipped, confirmed, beside)
 
 
 def confirm(group: Group, length: int, file: Path, best: int) -> None:

@@ -200,7 +200,7 @@ def measure_errors(model: TimedModel) -> list[float]:
     """Return the error of each of the model's attentions in sampled rows and heads, relative to float64."""
     with _Recorded() as recorded:
         model.call()
-    found = []
+    relative_errors = []
     for q, k, v, causal, scale, out in recorded.calls:
         rows = torch.linspace(0, q.shape[2] - 1, min(_SAMPLED_ROWS, q.shape[2]), device=q.device).long()
         heads, group = range(0, q.shape[1], max(1, q.shape[1] // _SAMPLED_HEADS)), q.shape[1] // k.shape[1]
@@ -213,8 +213,8 @@ def measure_errors(model: TimedModel) -> list[float]:
             )
         exact = torch.cat(wanted)
         near = out[0, list(heads)][:, rows].double()
-        found.append(float((near - exact).norm() / exact.norm()))
-    return found
+        relative_errors.append(float((near - exact).norm() / exact.norm()))
+    return relative_errors
 
 
 def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int) -> list[ModelRun]:
@@ -231,7 +231,7 @@ def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int
 
     times = interleave({a: partial(run, a) for a in attentions}, rounds, warmup=1)
     exact = outs["torch"].double()
-    found, own = [], {}
+    runs, own = [], {}
     with torch.inference_mode():
         plain = measure_errors(model)
         for attention_name in attentions:
@@ -239,7 +239,7 @@ def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int
                 own[attention_name] = measure_errors(model)
     for a in attentions:
         counts = routed[a]
-        found.append(
+        runs.append(
             ModelRun(
                 model=name, attention=a, layers=model.layers, tokens=model.tokens,
                 median_ms=statistics.median(times[a]), rounds_ms=[round(t, 3) for t in times[a]],
@@ -248,7 +248,7 @@ def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int
                 errors=own[a], torch_errors=plain,
             )
         )  # fmt: skip
-    return found
+    return runs
 
 
 def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -274,10 +274,10 @@ def main(argv: Sequence[str] | None = None) -> list[ModelRun]:
         runs += measure(name, model, args.attention, args.rounds)
         plain = next(run.median_ms for run in runs if (run.model, run.attention) == (name, "torch"))
         for run in runs[-len(args.attention) :]:
-            gain, found = plain / run.median_ms, ", ".join(f"{e:.4f}" for e in run.errors)
+            gain, listed_errors = plain / run.median_ms, ", ".join(f"{e:.4f}" for e in run.errors)
             print(
                 f"{name:9} {run.tokens:6} tokens {run.attention:6} {run.median_ms:8.2f} ms {gain:6.3f}x  "
-                f"{run.taken} routed  difference {run.difference:.4f}  errors {found}",
+                f"{run.taken} routed  difference {run.difference:.4f}  errors {listed_errors}",
                 flush=True,
             )
         del model

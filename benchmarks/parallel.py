@@ -191,11 +191,11 @@ def _case(
         calls[name] = max(1, round(_ROUND_SECONDS / _slowest_seconds(mesh, call, 1)))
         ready[name] = call
     times = interleave({name: partial(_slowest_seconds, mesh, ready[name], calls[name]) for name in ready}, rounds)
-    found = []
+    rows = []
     for name, call in ready.items():
         trace, median = trace_calls(mesh, call), statistics.median(times[name])
         model = _MODELS[name](case.sizes(mesh.size())).seconds * 1e3 if name in _MODELS else None
-        found.append(
+        rows.append(
             CaseRow(
                 case=case.name, backend=name, causal=case.causal, calls=calls[name], error=errors[name],
                 dims={"B": case.batch, "H": case.heads, "HK": case.kv_heads, "S": case.rows, "D": case.head_dim},
@@ -205,8 +205,8 @@ def _case(
             )
         )  # fmt: skip
         if dist.get_rank() == 0:
-            print(found[-1].line(), flush=True)
-    return found, refused
+            print(rows[-1].line(), flush=True)
+    return rows, refused
 
 
 def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
@@ -216,10 +216,10 @@ def _shards(mesh: DeviceMesh, case: ParallelCase) -> Shards:
 
     def normal(heads: int) -> Tensor:
         shape = (case.batch, heads, rows, case.head_dim)
-        found = torch.empty(shape, dtype=torch.bfloat16, device=mesh.device_type)
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=mesh.device_type)
         for i in range(heads):  # drawing all heads in float32 would double the memory
-            found[:, i].normal_(generator=generator)
-        return found
+            tensor[:, i].normal_(generator=generator)
+        return tensor
 
     return Shards(mesh, normal(case.heads), normal(case.kv_heads), normal(case.kv_heads), case.causal, case.rows)
 
@@ -241,8 +241,8 @@ def _checked(
     places = first[at // chunk] + at % chunk
     mask = torch.arange(case.rows, device=out.device) <= places.unsqueeze(1) if case.causal else None
     wanted = attention(shards.query[:1, -1, at], key, value, 1 / math.sqrt(case.head_dim), mask)
-    found = out[:1, -1, at].double()
-    error = _worst(mesh, float((found - wanted).norm() / wanted.norm()))
+    sampled = out[:1, -1, at].double()
+    error = _worst(mesh, float((sampled - wanted).norm() / wanted.norm()))
     if not error < LIMITS[backend.precision]:
         raise ValueError(f"{case.name}, {backend.name}: relative error {error:.3g} against float64")
     return error
@@ -297,7 +297,7 @@ def _peak(mesh: DeviceMesh, call: Callable[[], Tensor]) -> int:
 def _links(mesh: DeviceMesh) -> list[LinkRow]:
     """Measure the bytes/s of a ring step and of an all-to-all."""
     group, size = mesh.get_group(), mesh.size()
-    found = []
+    rows = []
     for count in _LINKS if mesh.device_type == "cuda" else _LINKS[:1]:
         sent, received = (torch.zeros(count, dtype=torch.uint8, device=mesh.device_type) for _ in range(2))
 
@@ -315,8 +315,8 @@ def _links(mesh: DeviceMesh) -> list[LinkRow]:
             call()
             seconds = _slowest_seconds(mesh, call, 10 if mesh.device_type == "cuda" else 1)
             moved = count if call is ring else count * (size - 1) // size
-            found.append(LinkRow(what=what, bytes=moved, microseconds=seconds * 1e6, gigabytes=moved / seconds / 1e9))
-    return found
+            rows.append(LinkRow(what=what, bytes=moved, microseconds=seconds * 1e6, gigabytes=moved / seconds / 1e9))
+    return rows
 
 
 def main(argv: Sequence[str]) -> int:

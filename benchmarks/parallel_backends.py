@@ -75,13 +75,13 @@ def _torch(shards: Shards, rotate: str) -> BoundCall:
                         shards.mesh, buffers=[nothing], buffer_seq_dims=[2], no_restore_buffers={nothing}
                     )
                 )
-                found: Any = torch.nn.functional.scaled_dot_product_attention(
+                result: Any = torch.nn.functional.scaled_dot_product_attention(
                     shards.query, shards.key, shards.value, is_causal=shards.causal, enable_gqa=shared
                 )
         finally:
             options.enable_load_balance = balanced
             nothing.resize_(1, 1, shards.whole, 1)
-        out: Tensor = found.to_local() if hasattr(found, "to_local") else found
+        out: Tensor = result.to_local() if hasattr(result, "to_local") else result
         return out
 
     return BoundCall(call)

@@ -41,8 +41,8 @@ def rate(method: str, size: int, rows: int) -> float:
 
 def read_rows(root: Path) -> list[CaseRow]:
     """Read the rows of two GPUs of all kept runs."""
-    found = [read_parallel(path) for path in sorted((root / "evidence").glob("parallel-*.json"))]
-    return [row for record in found if record.ranks == 2 for row in record.rows]
+    kept_records = [read_parallel(path) for path in sorted((root / "evidence").glob("parallel-*.json"))]
+    return [row for record in kept_records if record.ranks == 2 for row in record.rows]
 
 
 def draw(rows: Sequence[CaseRow]) -> Figure:

@@ -58,11 +58,11 @@ def draw_benchmark(figure: Figure, record: Benchmark) -> None:
     figure.suptitle(f"{headline(record.rows, record.versus[:1])}\n{provenance}", fontsize=12)
     colors = _colors(record, {row.backend for _, rows, _ in panels for row in rows})
     first = {v.group: v for v in reversed(record.versus)}
-    found = {shape: ratio for v in first.values() for shape, ratio in ratios(record.rows, v).items()}
+    speedups = {shape: ratio for v in first.values() for shape, ratio in ratios(record.rows, v).items()}
     for i, (heading, rows, value) in enumerate(panels):
         names = {row.backend for row in rows}
         shown = [pair for pair in colors if pair[0].name in names]
-        _draw_panel(figure.add_subplot(len(panels), 1, i + 1), heading, rows, shown, value, found)
+        _draw_panel(figure.add_subplot(len(panels), 1, i + 1), heading, rows, shown, value, speedups)
     if panels:
         drawn = [axes.get_legend_handles_labels() for axes in figure.axes]
         by_label = {label: handle for pair in drawn for handle, label in zip(*pair, strict=True)}
@@ -84,12 +84,12 @@ def _panels(record: Benchmark) -> list[tuple[str, list[Row], Value]]:
         return [(title, rows, lambda row: rate(record, row)) for title, rows in serving_panels(record)]
     timed = [row for row in record.rows if row.tflops is not None]
     grid = [row for row in timed if row.grid]
-    found: list[tuple[str, list[Row], Value]] = [
+    panels: list[tuple[str, list[Row], Value]] = [
         (f"head dim {d}: TFLOP/s", [row for row in grid if row.dims["D"] == d], _tflops)
         for d in sorted({row.dims["D"] for row in grid})
     ]
     small = [row for row in timed if not row.grid]
-    return [*found, ("small shapes: µs per call", small, _micros)] if small else found
+    return [*panels, ("small shapes: µs per call", small, _micros)] if small else panels
 
 
 def _tflops(row: Row) -> float | None:
@@ -112,7 +112,7 @@ def _colors(record: Benchmark, names: set[str]) -> list[tuple[BackendFacts, str]
 
 def _draw_panel(
     axes: Axes, title: str, rows: Sequence[Row], colors: Sequence[tuple[BackendFacts, str]], value: Value,
-    found: dict[str, float],
+    speedups: dict[str, float],
 ) -> None:  # fmt: skip
     shapes = list(dict.fromkeys(row.shape for row in rows))
     width = _WIDTH / len(colors)
@@ -124,10 +124,10 @@ def _draw_panel(
         for shape, height in heights.items():
             tallest[shape] = max(tallest[shape], height)
     for i, shape in enumerate(shapes):
-        if shape in found:
+        if shape in speedups:
             axes.annotate(
-                formatting.speedup(found[shape]), (i, tallest[shape]), (0, 3), textcoords="offset points", ha="center",
-                fontsize=10,
+                formatting.speedup(speedups[shape]), (i, tallest[shape]), (0, 3), textcoords="offset points",
+                ha="center", fontsize=10,
             )  # fmt: skip
     axes.set_xticks(range(len(shapes)), [_name(row) for row in {row.shape: row for row in rows}.values()])
     axes.set_title(title, fontsize=11, loc="left")
@@ -205,11 +205,11 @@ def kernel_series(record: Benchmark) -> Series:
 
 
 def _series(record: Benchmark, labels: Mapping[str, str]) -> Series:
-    found: Series = {label: {} for label in labels.values()}
+    series: Series = {label: {} for label in labels.values()}
     for row in record.rows:
         if row.grid and row.tflops is not None and row.backend in labels and _shown(row.dims):
-            found[labels[row.backend]][row.dims["S"]] = row.tflops
-    return found
+            series[labels[row.backend]][row.dims["S"]] = row.tflops
+    return series
 
 
 def digest_numbers(operator: Benchmark, peers: Benchmark) -> str:
@@ -263,14 +263,14 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
 
 def format_gains(record: Benchmark) -> str:
     """Format the speedup of ``sdpa`` in FP8 over the fastest bfloat16 library, by length and head dim."""
-    found: dict[int, dict[tuple[int, int], str]] = {}
+    gains: dict[int, dict[tuple[int, int], str]] = {}
     dims = {row.shape: row.dims for row in record.rows}
     for shape, ratio in ratios(record.rows, SpeedupPair(own="sdpa_fp8", baselines=list(_BF16), title="")).items():
         at = dims[shape]
-        found.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
-    head_dims = sorted({head_dim for cells in found.values() for head_dim, _ in cells})
+        gains.setdefault(at["S"], {})[at["D"], at.get("CAUSAL", 0)] = f"{ratio:.2f}x"
+    head_dims = sorted({head_dim for cells in gains.values() for head_dim, _ in cells})
     header = ("sequence length", *(f"head dim {d}" for d in head_dims))
     rows: Sequence[Sequence[str]] = [
-        (str(length), *(f"{cells[d, 0]} / {cells[d, 1]}" for d in head_dims)) for length, cells in found.items()
+        (str(length), *(f"{cells[d, 0]} / {cells[d, 1]}" for d in head_dims)) for length, cells in gains.items()
     ]
     return formatting.table(header, rows, right=header)

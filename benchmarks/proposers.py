@@ -49,9 +49,9 @@ def compare_on_cache(path: Path, seeds: int) -> dict[str, Any]:
         "of_random": {},
     }
     for name, made in PROPOSERS.items():
-        found = count_evaluations(functools.partial(make_proposer, *made), cache, range(seeds), SHARE)
-        row["needed"][name] = found
-        row["of_random"][name] = round(statistics.median(found) / chance, 3)
+        evaluations = count_evaluations(functools.partial(make_proposer, *made), cache, range(seeds), SHARE)
+        row["needed"][name] = evaluations
+        row["of_random"][name] = round(statistics.median(evaluations) / chance, 3)
     try:
         row["screen"] = {str(batch): msgspec.to_builtins(measure_recall(results, batch=batch)) for batch in BATCHES}
     except UsageError:

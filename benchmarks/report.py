@@ -19,13 +19,13 @@ def ratios(rows: Sequence[Row], versus: SpeedupPair) -> dict[str, float]:
 
     Shapes of other groups, and shapes without a time of ``own`` or of any baseline, are left out.
     """
-    found = {}
+    speedups = {}
     for shape, cells in by_shape(select_group(rows, versus.group)).items():
         times = {name: row.median_us for name, row in cells.items() if row.median_us is not None}
         baselines = [us for name, us in times.items() if name in versus.baselines]
         if versus.own in times and baselines:
-            found[shape] = min(baselines) / times[versus.own]
-    return found
+            speedups[shape] = min(baselines) / times[versus.own]
+    return speedups
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -40,11 +40,11 @@ def headline(rows: Sequence[Row], versus: Iterable[SpeedupPair]) -> str:
 
 def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
     rows = select_group(rows, versus.group)
-    found = ratios(rows, versus)
-    if not found:
+    speedups = ratios(rows, versus)
+    if not speedups:
         return f"speed of {versus.title}: not timed"
-    grid = {shape: found[shape] for shape in dict.fromkeys(r.shape for r in rows if r.grid) if shape in found}
-    where, what = (grid, "of the grid") if grid else (found, "outside of the grid")
+    grid = {shape: speedups[shape] for shape in dict.fromkeys(r.shape for r in rows if r.grid) if shape in speedups}
+    where, what = (grid, "of the grid") if grid else (speedups, "outside of the grid")
     worst = min(where, key=lambda shape: where[shape])
     every = len({row.shape for row in rows if row.grid == bool(grid)})
     of = "" if len(where) == every else f" of {every}"
@@ -56,10 +56,10 @@ def _headline(rows: Sequence[Row], versus: SpeedupPair) -> str:
 
 def by_shape(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """Group rows by shape, then by backend."""
-    found: dict[str, dict[str, Row]] = {}
+    cells: dict[str, dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(row.shape, {})[row.backend] = row
-    return found
+        cells.setdefault(row.shape, {})[row.backend] = row
+    return cells
 
 
 def select_group(rows: Sequence[Row], group: str) -> list[Row]:
@@ -122,12 +122,12 @@ def heads(dims: Mapping[str, int]) -> str:
 
 def panels(record: Benchmark) -> list[tuple[str, list[Row]]]:
     """Return the title and the rows of each panel of the figure."""
-    found: dict[str, list[Row]] = {}
+    rows: dict[str, list[Row]] = {}
     for group, unit in (("decode", "TB/s of K and V"), ("prefill", "TFLOP/s")):
         for row in select_group(record.rows, f"{group}_"):
             if rate(record, row) is not None:
-                found.setdefault(f"{group}, heads {heads(row.dims)}: {unit}", []).append(row)
-    return list(found.items())
+                rows.setdefault(f"{group}, heads {heads(row.dims)}: {unit}", []).append(row)
+    return list(rows.items())
 
 
 def _rated_columns(record: Benchmark, rows: Sequence[Row]) -> list[BackendFacts]:
@@ -153,15 +153,15 @@ def _ratio_columns(record: Benchmark, group: str) -> tuple[list[str], list[dict[
     ]
 
 
-def _speedups(found: Sequence[Mapping[str, float]], shape: str) -> list[str]:
-    return [formatting.speedup(one[shape]) if shape in one else formatting.NONE for one in found]
+def _format_speedups(speedups: Sequence[Mapping[str, float]], shape: str) -> list[str]:
+    return [formatting.speedup(one[shape]) if shape in one else formatting.NONE for one in speedups]
 
 
 def _decode(record: Benchmark) -> ServingTable:
     rows, read = select_group(record.rows, "decode_"), read_rate(record)
     shown = _rated_columns(record, rows)
     plans = [c for c in record.backends if c.name in ("plan", "vllm_fa3_plan") and not c.missing]
-    titles, found = _ratio_columns(record, "decode_")
+    titles, speedups = _ratio_columns(record, "decode_")
     lines = []
     for shape, cells in by_shape(rows).items():
         first = next(iter(cells.values()))
@@ -172,7 +172,7 @@ def _decode(record: Benchmark) -> ServingTable:
                 short_name(shape),
                 *(_cell(record, cells.get(c.name)) for c in shown),
                 _share(rate(record, own) if own else None, read),
-                *_speedups(found, shape),
+                *_format_speedups(speedups, shape),
                 *(_micros(cells.get(c.name)) for c in plans),
             )
         )
@@ -188,13 +188,13 @@ def _decode(record: Benchmark) -> ServingTable:
 def _prefill(record: Benchmark) -> ServingTable:
     rows = select_group(record.rows, "prefill_")
     shown = _rated_columns(record, rows)
-    titles, found = _ratio_columns(record, "prefill_")
+    titles, speedups = _ratio_columns(record, "prefill_")
     lines = []
     for shape, cells in by_shape(rows).items():
         first = next(iter(cells.values()))
         rates = [rate(record, row) if (row := cells.get(c.name)) else None for c in shown]
         values = [formatting.NONE if value is None else f"{value:.0f}" for value in rates]
-        lines.append((heads(first.dims), short_name(shape), *values, *_speedups(found, shape)))
+        lines.append((heads(first.dims), short_name(shape), *values, *_format_speedups(speedups, shape)))
     header = (*(c.label for c in shown), *titles)
     title = (
         "Prefill, causal: TFLOP/s, half of the square counted; greenfast over a paged cache that holds the codes, and "
@@ -229,20 +229,20 @@ _QUANTIZE_BYTES = 3
 
 def reasons(record: Benchmark) -> list[str]:
     """Return the reasons of missing numbers: missing libraries, and failures with their shapes."""
-    found: dict[tuple[str, str], list[str]] = {}
+    places: dict[tuple[str, str], list[str]] = {}
     everywhere = [(row.backend, row.reason, row.shape) for row in record.rows]
     everywhere += [
         (row.backend, row.reason, f"accuracy at {formatting.dims(row.dims)}, {row.inputs}") for row in record.accuracy
     ]
     for backend, reason, where in everywhere:
         if reason:
-            found.setdefault((_label(record, backend), reason), []).append(where)
+            places.setdefault((_label(record, backend), reason), []).append(where)
     missing = {(c.label, c.missing) for c in record.backends}
     return [
         f"{label}: {reason}"
         if (label, reason) in missing
         else f"{label} on {_listed(where)}: {formatting.without_folders(reason)}"
-        for (label, reason), where in found.items()
+        for (label, reason), where in places.items()
     ]
 
 
@@ -393,14 +393,14 @@ def _times_table(record: Benchmark, rows: Sequence[Row], value: Callable[[Row | 
     """Format a row per shape with a value per backend and the ratios; empty without rows."""
     if not rows:
         return ""
-    shown, found = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
+    shown, speedups = _columns(record, rows), [ratios(rows, versus) for versus in record.versus]
     lines = []
     for shape, cells in by_shape(rows).items():
         first = next(iter(cells.values()))
         where = [_sizes(first.dims), "causal" if first.dims.get("CAUSAL") else "full"]
         if not first.grid:
             where = [f"{shape} ({where[0]})", first.cache]
-        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *_speedups(found, shape)))
+        lines.append((*where, *(value(cells.get(c.name)) for c in shown), *_format_speedups(speedups, shape)))
     numbers = [*(c.label for c in shown), *(versus.title for versus in record.versus)]
     lead = ("B, H, S, D", "mask") if rows[0].grid else ("shape (B, H, S, D)", "L2")
     return f"{text}:\n\n{formatting.table((*lead, *numbers), lines, right=numbers)}"
@@ -466,9 +466,10 @@ def _error_table(
     """Format errors with a column per backend; empty without rows."""
     if not rows:
         return ""
-    found = {(key(row), row.backend): value(row) for row in rows}
+    errors = {(key(row), row.backend): value(row) for row in rows}
     shown = [c for c in record.backends if c.name in {row.backend for row in rows}]
-    lines = [(*at, *(formatting.error(found.get((at, c.name))) for c in shown)) for at in dict.fromkeys(map(key, rows))]
+    keys = dict.fromkeys(map(key, rows))
+    lines = [(*cells, *(formatting.error(errors.get((cells, c.name))) for c in shown)) for cells in keys]
     labels = [c.label for c in shown]
     return f"{text}:\n\n{formatting.table((*header, *labels), lines, right=labels)}"
 

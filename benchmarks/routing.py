@@ -40,18 +40,18 @@ def shapes() -> tuple[Shape, ...]:
 
     Lengths are powers of two; with a full GPU also lengths between them. Some shapes have few queries and many keys.
     """
-    found = []
+    chosen = []
     for d, group, causal in product((64, 128, 256), (1, 4), (0, 1)):
         for s in (512, 1024, 2048, 4096, 8192, 16384, 32768):
-            found += [_shape(d, group, b, s, s, causal) for b in sorted({1, max(1, _TOKENS // s)})]
+            chosen += [_shape(d, group, b, s, s, causal) for b in sorted({1, max(1, _TOKENS // s)})]
     for d, causal, (group, s) in product(
         (64, 128, 256), (0, 1), ((1, 768), (1, 1536), (4, 1536), (1, 3072), (1, 6144))
     ):
-        found.append(_shape(d, group, _TOKENS // s, s, s, causal))
+        chosen.append(_shape(d, group, _TOKENS // s, s, s, causal))
     for d, group, s, kv in product((64, 128, 256), (1, 8), (16, 128, 1024), (8192, 32768)):
         batches = (1, 5120 // max(s, _TILE)) if kv == 8192 else (1,)
-        found += [_shape(d, group, b, s, kv, 0) for b in batches]
-    return tuple(found)
+        chosen += [_shape(d, group, b, s, kv, 0) for b in batches]
+    return tuple(chosen)
 
 
 def _shape(d: int, group: int, b: int, s: int, kv: int, causal: int) -> Shape:
@@ -106,7 +106,7 @@ def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Routi
 
     against: one of BASELINES; for FA3 only shapes with a time of FlashAttention-3.
     """
-    found: dict[tuple[int, bool], list[RoutingPoint]] = {}
+    points_by_kind: dict[tuple[int, bool], list[RoutingPoint]] = {}
     for shape, rows in by_shape(record.rows).items():
         times = {name: row.median_us for name, row in rows.items() if row.median_us is not None}
         baselines = [times[name] for name in BASELINES[against] if name in times]
@@ -117,8 +117,8 @@ def points(record: Benchmark, against: str) -> dict[tuple[int, bool], list[Routi
         reuse, keys = dims["S"] * dims["H"] // dims.get("HK", dims["H"]), dims.get("KV", dims["S"])
         full = dims["B"] * dims["H"] * -(-dims["S"] // _TILE) >= _FULL
         point = RoutingPoint(shape, reuse, keys, flops(dims) / 1e9, full, gains)
-        found.setdefault((dims["D"], bool(dims.get("CAUSAL"))), []).append(point)
-    return found
+        points_by_kind.setdefault((dims["D"], bool(dims.get("CAUSAL"))), []).append(point)
+    return points_by_kind
 
 
 def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
     records: (path, record); a rule comes from the first record with times for it. A rule has least=None if no threshold
     is safe.
     """
-    found = []
+    derived = []
     for against, precision in product(BASELINES, PRECISIONS):
         for path, record in records:
             timed = {
@@ -136,7 +136,7 @@ def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
             }
             if any(timed.values()):
                 source = {"against": against, "record": path, "device": record.device.name if record.device else ""}
-                found += [
+                derived += [
                     {
                         **source,
                         "head_dim": head_dim,
@@ -147,7 +147,7 @@ def rules(records: Sequence[tuple[str, Benchmark]]) -> list[dict[str, Any]]:
                     for (head_dim, causal), group in timed.items()
                 ]
                 break
-    return found
+    return derived
 
 
 def _rule(group: Sequence[RoutingPoint], precision: str) -> dict[str, Any]:
@@ -207,14 +207,14 @@ def _exceed(sizes: _Floats, least: _Floats) -> _Flags:
     return np.asarray((sizes >= least).all(axis=-1))
 
 
-def rules_table(found: Sequence[Mapping[str, Any]], against: str) -> str:
+def rules_table(derived: Sequence[Mapping[str, Any]], against: str) -> str:
     """Format the rules against a baseline as a Markdown table for docs/, with their records."""
     lines = [
         "| head dim, mask | precision | queries to a key, keys, GFLOP at least | shapes taken | slowest, mean, fastest "
         "of these | slowest of those held out |",
         "|---|---|---|---|---|---|",
     ]
-    shown = [rule for rule in found if rule["against"] == against]
+    shown = [rule for rule in derived if rule["against"] == against]
     for rule in shown:
         mask = "causal" if rule["causal"] else "none"
         least = gains = held_out = ""

@@ -76,7 +76,7 @@ class _WorkerSession:
         while True:
             self._worker.call("open", cell, kernel)
             try:
-                found = {name: broken.get(name) or self._add(name, cell) for name in cell.backends}
+                results = {name: broken.get(name) or self._add(name, cell) for name in cell.backends}
             except _BrokenError as e:
                 broken[e.backend] = CheckResult(reason=e.reason)
                 self._crashes.setdefault(e.backend, []).append(e.reason)
@@ -84,52 +84,52 @@ class _WorkerSession:
                 self._worker = self._start()
                 continue
             for own in self._comparison.own:
-                if own in found:
-                    self._judge(own, cell, found[own])
-            return found
+                if own in results:
+                    self._judge(own, cell, results[own])
+            return results
 
     def _add(self, name: str, cell: BenchCell) -> CheckResult:
         crashes = self._crashes.get(name, [])
         if self._missing[name] or len(crashes) >= _MOST_CRASHES:
             return CheckResult(reason=self._missing[name] or f"left out after {len(crashes)} crashes: {crashes[-1]}")
         try:
-            found: CheckResult = self._worker.call("add", name, not cell.series)
+            result: CheckResult = self._worker.call("add", name, not cell.series)
         except WorkerError as e:
             if name in self._comparison.own:
                 raise
             raise _BrokenError(name, " ".join(str(e).split())[:240]) from e
-        return found
+        return result
 
-    def _judge(self, name: str, cell: BenchCell, found: CheckResult) -> None:
+    def _judge(self, name: str, cell: BenchCell, result: CheckResult) -> None:
         where = f"{name} on {cell.shape.name} ({', '.join(f'{k}={v}' for k, v in cell.shape.dims.items())})"
-        if found.reason:
-            raise MachineError(f"{where}: {found.reason}")
-        if not found.finite:
+        if result.reason:
+            raise MachineError(f"{where}: {result.reason}")
+        if not result.finite:
             raise WrongResultError(f"{where}: not every element of the output was written with a finite number")
         if cell.series:
             return
         for what, value, limit in (
-            ("error", found.error, self.limits.error),
-            ("kernel error", found.kernel_error, self.limits.kernel_error),
-            ("the worst element over what rounding explains", found.bound_ratio, self.limits.bound_ratio),
+            ("error", result.error, self.limits.error),
+            ("kernel error", result.kernel_error, self.limits.kernel_error),
+            ("the worst element over what rounding explains", result.bound_ratio, self.limits.bound_ratio),
         ):
             if limit is not None and not (value is not None and value <= limit):  # NaN is not
                 raise WrongResultError(f"{where}: {what} {value}, at most {limit} is right; nothing was timed")
 
     def timed(self, cell: BenchCell, rounds: int | None) -> TimingResult:
         """Time the added backends. Raises WrongResultError if greenfast's timed launches wrote other bits."""
-        found: TimingResult = self._worker.call("time", rounds)
-        changed = [name for name in found.changed if name in self._comparison.own]
+        result: TimingResult = self._worker.call("time", rounds)
+        changed = [name for name in result.changed if name in self._comparison.own]
         if changed:
             raise WrongResultError(
                 f"{changed[0]} on {cell.shape.name}: the timed launches wrote other bits than the checked call"
             )
-        return found
+        return result
 
     def host(self, cell: BenchCell) -> list[HostRow]:
         """Measure the host time of eager calls."""
-        found: list[HostRow] = self._worker.call("host", cell)
-        return found
+        rows: list[HostRow] = self._worker.call("host", cell)
+        return rows
 
 
 class _BrokenError(Exception):
@@ -176,7 +176,7 @@ def compare(
         for step, cell in enumerate((*cells, *accuracy)):
             run.progress("PERFORMANCE")(step / steps, cell.shape.name)
             if cell.series:
-                errors += [_accuracy_row(cell, name, found) for name, found in contest.checked(cell).items()]
+                errors += [_accuracy_row(cell, name, result) for name, result in contest.checked(cell).items()]
             else:
                 measured = _measure(contest, comparison, cell, rounds, request)
                 watcher.cell(measured)
@@ -234,7 +234,7 @@ def _measure(
     l2_bytes = request.device.l2_bytes if request.device else 0
     dims = cell.shape.dims
     rows = []
-    for name, found in checked.items():
+    for name, result in checked.items():
         row = Row(
             shape=cell.shape.name,
             dims=dict(dims),
@@ -242,25 +242,25 @@ def _measure(
             backend=name,
             inputs=cell.inputs,
             cache="warm" if comparison.bytes_moved(dims) <= l2_bytes else "beyond L2",
-            error=found.error,
-            kernel_error=found.kernel_error,
-            reason=found.reason,
+            error=result.error,
+            kernel_error=result.kernel_error,
+            reason=result.reason,
         )
         if name in timed.changed:
             reason = "its timed launches wrote another output than the checked call"
             row = msgspec.structs.replace(row, reason=reason)
-        elif not found.reason:
+        elif not result.reason:
             samples = timed.samples_us[name]
             p25, p50, p75 = (float(p) for p in np.percentile(samples, (25, 50, 75)))
             row = msgspec.structs.replace(
                 row, median_us=p50, p25_us=p25, p75_us=p75, rounds=len(samples), calls=timed.calls[name],
-                tflops=None if found.error is None else comparison.flops(dims) / p50 / 1e6, clocks=timed.clocks,
+                tflops=None if result.error is None else comparison.flops(dims) / p50 / 1e6, clocks=timed.clocks,
             )  # fmt: skip
         rows.append(row)
     return rows
 
 
-def _accuracy_row(cell: BenchCell, name: str, found: CheckResult) -> AccuracyRow:
+def _accuracy_row(cell: BenchCell, name: str, result: CheckResult) -> AccuracyRow:
     assert cell.series
     return AccuracyRow(
         series=cell.series,
@@ -268,9 +268,9 @@ def _accuracy_row(cell: BenchCell, name: str, found: CheckResult) -> AccuracyRow
         dims=dict(cell.shape.dims),
         backend=name,
         sampled=min(cell.sampled, cell.shape.dims["S"]),
-        error=found.error,
-        kernel_error=found.kernel_error,
-        reason=found.reason,
+        error=result.error,
+        kernel_error=result.kernel_error,
+        reason=result.reason,
     )
 
 

@@ -135,8 +135,8 @@ class ServingSession(BenchSession):
     def facts(self, names: Sequence[str]) -> Facts:
         """Compile greenfast's kernels in parallel, then describe the backends."""
         warm(dict.fromkeys(source for source, _ in timed_launches(self._cases).values()), TARGET)
-        found = super().facts(names)
-        return replace(found, backends=[self._described(c) for c in found.backends])
+        facts = super().facts(names)
+        return replace(facts, backends=[self._described(c) for c in facts.backends])
 
     def _described(self, backend: Any) -> Any:
         if self.backends[backend.name].library != VLLM:
@@ -155,8 +155,8 @@ class ServingSession(BenchSession):
 
     def host(self, cell: BenchCell) -> list[HostRow]:
         """Measure the host time of the available backends."""
-        found = self.facts(cell.backends).backends
-        return super().host(replace(cell, backends=tuple(c.name for c in found if not c.missing)))
+        facts = self.facts(cell.backends).backends
+        return super().host(replace(cell, backends=tuple(c.name for c in facts if not c.missing)))
 
 
 def load_library(path: str) -> tuple[str, str]:

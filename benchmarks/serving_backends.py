@@ -180,12 +180,12 @@ def _vllm_metadata(inputs: PagedInputs, precision: Precision) -> Tensor:
     """Return the scheduler metadata of vLLM's library. The arguments are positional: the schema has no defaults."""
     library: Any = torch.ops._vllm_fa3_C
     dtype = FP8 if precision == "fp8" else torch.bfloat16
-    found: Tensor = library.get_scheduler_metadata(
+    metadata: Tensor = library.get_scheduler_metadata(
         len(inputs.lengths), inputs.max_queries, inputs.longest, inputs.heads, inputs.kv_heads, inputs.head_dim,
         inputs.head_dim, dtype, inputs.used, inputs.starts, None, None, None, None, PAGE, 0, True, -1, -1, False, 0,
         None, 0,
     )  # fmt: skip
-    return found
+    return metadata
 
 
 @_register("vllm_fa3_bf16", "FA3 bf16 (vLLM)", "bf16", VLLM, precision="bf16")
@@ -240,9 +240,9 @@ def _package(inputs: PagedInputs, precision: Precision) -> BoundCall:
     return _in_turn([bind(table) for table in inputs.tables])
 
 
-def _first(found: Any) -> Any:
+def _first(result: Any) -> Any:
     """Return the output; some releases also return the LSE."""
-    return found[0] if isinstance(found, tuple | list) else found
+    return result[0] if isinstance(result, tuple | list) else result
 
 
 @_register("append", "append", "none", GREENFAST)

@@ -76,31 +76,31 @@ def cases(groups: Sequence[str] = GROUPS, *, quick: bool = False) -> list[Servin
     for group in groups:
         if group not in GROUPS:
             raise unknown("case of benchmarks serving", group, GROUPS)
-    found = []
+    chosen = []
     if "decode" in groups:
         for heads, batches in _DECODE.items():
             for b, s in batches:
                 if not quick or (b, s) in _QUICK:
                     shape = Shape(name=_named("decode", heads, f"{b}x{s}"), dims=_dims(heads, (s,) * b, "one"))
-                    found.append(ServingCase(shape, (s,) * b, (b, s) in _TOKEN_SCALES and heads[1] == 8))
+                    chosen.append(ServingCase(shape, (s,) * b, (b, s) in _TOKEN_SCALES and heads[1] == 8))
         for heads in ((32, 8, 128), (64, 8, 64)):
             shape = Shape(name=_named("decode", heads, "skewed"), dims=_dims(heads, _SKEWED, "one"))
-            found.append(ServingCase(shape, _SKEWED, heads[2] == 128))
+            chosen.append(ServingCase(shape, _SKEWED, heads[2] == 128))
     if "prefill" in groups:
         for heads in _PREFILL_HEADS:
             for name, lengths in _PREFILL.items():
                 if not quick or name in ("4x4096", "ragged"):
                     shape = Shape(name=_named("prefill", heads, name), dims=_dims(heads, lengths, "all"))
-                    found.append(ServingCase(shape, lengths))
+                    chosen.append(ServingCase(shape, lengths))
     if "append" in groups:
         h, hk, d = _APPEND_HEADS
         for tokens in _APPENDED:
             for norm in (0, 1):
                 dims = {"TOKENS": tokens, "H": h, "HK": hk, "D": d} | ({"NORM": 1} if norm else {})
-                found.append(ServingCase(Shape(name=f"append_{tokens}{'_norm' * norm}", dims=dims)))
+                chosen.append(ServingCase(Shape(name=f"append_{tokens}{'_norm' * norm}", dims=dims)))
     if {"decode", "append"} & set(groups):
-        found.append(ServingCase(Shape(name="read_1GiB", dims={"BYTES": 2**30})))
-    return found
+        chosen.append(ServingCase(Shape(name="read_1GiB", dims={"BYTES": 2**30})))
+    return chosen
 
 
 def host_case() -> ServingCase:

@@ -181,8 +181,8 @@ def _some(count: int, most: int, generator: torch.Generator) -> list[int]:
     return sorted({0, count - 1, *drawn[: max(0, most - 2)]})
 
 
-def _checked(found: Tensor, right: Tensor, finite: bool) -> CheckResult:
-    return CheckResult(float((found - right).norm() / right.norm()), finite=finite)
+def _checked(values: Tensor, right: Tensor, finite: bool) -> CheckResult:
+    return CheckResult(float((values - right).norm() / right.norm()), finite=finite)
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,14 @@ class AppendInputs:
 
     def kept(self, out: Tensor) -> Tensor:
         """Return Q, K and V of the sampled tokens after an append. out: its Q, float32 (tokens * heads, head_dim)."""
-        found = [out.view(self.q.shape)[self.rows].double()]
+        parts = [out.view(self.q.shape)[self.rows].double()]
         k_cache, v_cache, k_scale, v_scale = self.pages
         pages, places = self.slots[self.rows] // PAGE, self.slots[self.rows] % PAGE
         for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
             for page, place in zip(pages, places, strict=True):
                 row = rows_of_pages(cache, page.view(1))[place].double()
-                found.append((row * scale[page, :, place].unsqueeze(-1)).flatten())
-        return torch.cat([part.flatten() for part in found])
+                parts.append((row * scale[page, :, place].unsqueeze(-1)).flatten())
+        return torch.cat([part.flatten() for part in parts])
 
     @cached_property
     def reference(self) -> AppendReference:
@@ -243,8 +243,8 @@ class AppendReference:
 
     def check(self, out: Tensor, same_codes: bool) -> CheckResult:
         """Measure the errors after an append. out: float32 (tokens * heads, head_dim)."""
-        found = self.inputs.kept(out)
-        return _checked(found, self.inputs.right(), bool(torch.isfinite(found).all() & torch.isfinite(out).all()))
+        values = self.inputs.kept(out)
+        return _checked(values, self.inputs.right(), bool(torch.isfinite(values).all() & torch.isfinite(out).all()))
 
 
 def append_inputs(shape: Shape, seed: int, device: str, bytes_moved: int) -> AppendInputs:

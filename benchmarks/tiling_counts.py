@@ -33,8 +33,8 @@ def estimate_tiling(toggles: Mapping[str, int], head_dim: int, causal: bool) -> 
     source, launch = tuning_space.kernel(toggles, "e4m3", dims), tuning_space.launch(toggles, "e4m3", dims)
     case = attention.make_case(dims, 0, "e4m3")
     ptx = to_ptx(source, hopper.TARGET, assemble=False)
-    found = run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, launch, case.inputs, case.outputs)
-    return estimate({"small": found.counts.record()}, hopper.TARGET, "e4m3")
+    result = run_grid(ptx, source.entry, source.block, source.dynamic_smem_bytes, launch, case.inputs, case.outputs)
+    return estimate({"small": result.counts.record()}, hopper.TARGET, "e4m3")
 
 
 def key_of(toggles: Mapping[str, int]) -> Key:

@@ -35,14 +35,14 @@ def derive_tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
         if "confirmed" in metadata:
             config, sizes = read_dims(metadata["shape"], metadata["format"])
             cells.append((config, sizes.kv_len, metadata, file))
-    found = []
+    rules = []
     for config, length, metadata, file in cells:
         faster = find_fastest_tiling(metadata)
         if faster is None:
             continue
         toggles, interval = faster
         longest = length == max(n for other, n, _, _ in cells if other == config)
-        found.append(
+        rules.append(
             {
                 "of": [
                     config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales,
@@ -56,7 +56,7 @@ def derive_tiling_rules(folder: Path, root: Path) -> dict[str, Any]:
                 "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
             }
         )  # fmt: skip
-    return {"device": cells[0][2]["device"] if cells else "", "rules": found}
+    return {"device": cells[0][2]["device"] if cells else "", "rules": rules}
 
 
 def find_fastest_tiling(metadata: Mapping[str, Any]) -> tuple[dict[str, int], Interval] | None:

@@ -68,11 +68,11 @@ def errors(kind: str, head_dim: int) -> dict[str, float]:
     inputs = make_inputs(dims, 0, kind, "cuda")
     expected = reference(inputs, _SAMPLED_ROWS, codes=False)
     tensors = inputs.bfloat16
-    found = {}
+    relative_errors = {}
     for name in PRECISIONS:
         out = greenfast.sdpa(*tensors, is_causal=True, precision=name)  # type: ignore[call-overload]
-        found[name] = round(expected.check(out[0].float(), same_codes=False).error or 0.0, 4)
-    return found
+        relative_errors[name] = round(expected.check(out[0].float(), same_codes=False).error or 0.0, 4)
+    return relative_errors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     times, error_rows = [], []
     for shape in SHAPES:
-        found = time_shape(shape)
-        times.append({"shape": shape, "us": found})
-        print(shape, found, flush=True)
+        us = time_shape(shape)
+        times.append({"shape": shape, "us": us})
+        print(shape, us, flush=True)
         torch.cuda.empty_cache()
     for kind in INPUTS:
         for head_dim in ERROR_DIMS:
