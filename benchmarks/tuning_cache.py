@@ -13,10 +13,6 @@ from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation
 from greenfast.evolve.space import Parameter, Space, Value
 from greenfast.spec.errors import UsageError
 
-#: Required recall on kernel families it was not tuned on before a screen is on by default.
-REQUIRED_RECALL = 0.95
-#: Default number of candidates per screened batch.
-BATCH = 8
 Setting = tuple[Value, ...]
 _STAGE_OF_INVALIDITY: dict[str, Stage] = {
     "compile": "BUILD",
@@ -100,7 +96,6 @@ def search(
             wanted=min(batch, remaining),
             seed=rng.getrandbits(63),
             history=tuple(history),
-            evaluations_left=remaining,
         )
         batch_evaluations = [cache.evaluate(candidate) for candidate in proposer.propose(context)[: context.wanted]]
         if not batch_evaluations:
@@ -172,13 +167,8 @@ class Recall(msgspec.Struct, frozen=True, kw_only=True):
     in_batches: float
     order: float
 
-    @property
-    def enough(self) -> bool:
-        """Whether the recall on this cache allows the screen to be on by default."""
-        return self.kept / self.best >= REQUIRED_RECALL and self.in_batches >= REQUIRED_RECALL
 
-
-def measure_recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: int = BATCH) -> Recall:
+def measure_recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, batch: int) -> Recall:
     """Measure the recall of a screen that keeps the ``share`` with the lowest estimates.
 
     All correct configurations with the measurements ``time`` and ``estimate`` count. Raises UsageError for fewer than
@@ -190,12 +180,14 @@ def measure_recall(results: t4.T4Results, *, best: int = 5, share: float = 0.5, 
     if len(pairs) < least:
         raise UsageError(f"{len(pairs)} configurations have a time and an estimate; at least {least} are needed")
     size = min(batch, len(pairs))
-    places = [_by_estimate(pairs).index(pair) for pair in sorted(pairs)[:best]]
+    # Among equal estimates the slower ones come first: the worst case.
+    by_estimate = sorted(pairs, key=lambda pair: (pair[1], -pair[0]))
+    ranks = [by_estimate.index(pair) for pair in sorted(pairs)[:best]]
     return Recall(
         kernels=len(pairs),
         best=best,
-        kept=count_best_kept(pairs, best, share),
-        in_batches=sum(_chance_of_survival(place, len(pairs), size, share) for place in places) / best,
+        kept=sum(rank < math.ceil(share * len(pairs)) for rank in ranks),
+        in_batches=sum(_chance_of_survival(rank, len(pairs), size, share) for rank in ranks) / best,
         order=spearman(pairs),
     )
 
@@ -205,19 +197,6 @@ def _chance_of_survival(rank: int, count: int, size: int, share: float) -> float
     num_kept = math.ceil(share * size)
     ways = sum(math.comb(rank, n) * math.comb(count - 1 - rank, size - 1 - n) for n in range(num_kept))
     return ways / math.comb(count - 1, size - 1)
-
-
-def count_best_kept(pairs: Sequence[tuple[float, float]], best: int, share: float) -> int:
-    """Count the pairs among the ``best`` lowest times that are also in the ``share`` with the lowest estimates.
-
-    pairs: time and estimate. Among equal estimates at the border the slower ones are passing: the worst case.
-    """
-    passing = _by_estimate(pairs)[: math.ceil(share * len(pairs))]
-    return sum(pair in passing for pair in sorted(pairs)[:best])
-
-
-def _by_estimate(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return sorted(pairs, key=lambda pair: (pair[1], -pair[0]))
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.tuning_cache import Cache
 from greenfast.evolve.proposal import Candidate, Descriptor, Edit, Evaluation
-from greenfast.evolve.t4 import build_results, read_t4, write_t4
+from greenfast.evolve.t4 import build_results, read_t4
+from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
 
 #: As Kernel Tuner 1.0 writes a result, with what greenfast has no use for.
@@ -75,7 +76,7 @@ EVALUATIONS = (
 
 def test_what_is_written_is_what_the_schema_asks_for(tmp_path: Path) -> None:
     file = tmp_path / "t4.json"
-    write_t4(file, build_results(EVALUATIONS, {"device": "a GPU"}))
+    write_whole(file, to_json(build_results(EVALUATIONS, {"device": "a GPU"})))
     content = json.loads(file.read_bytes())
     assert content["schema_version"] == "1.0.0"
     rows = content["results"]

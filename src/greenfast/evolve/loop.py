@@ -199,7 +199,7 @@ class Search:
     def _run_batch(self, log: Log, number: int, exam_seed: int) -> list[Evaluation]:
         state, manifest = self.state, self.manifest
         left = manifest.budget.evaluations - state.evaluations
-        context = self._context(number, min(manifest.batch, left), left)
+        context = self._context(number, min(manifest.batch, left))
         proposal = log.replay_or_run("proposed", (number,), lambda: self._propose(context))
         candidates = msgspec.convert(proposal, list[Candidate])
         keys = [candidate.key for candidate in candidates]
@@ -235,8 +235,8 @@ class Search:
                 state.insights.append(make_insight(manifest.space, e, log.get_digest(kind, event_key)))
         return evaluations
 
-    def _context(self, number: int, wanted: int, left: int) -> Context:
-        state, budget = self.state, self.manifest.budget
+    def _context(self, number: int, wanted: int) -> Context:
+        state = self.state
         return Context(
             space=self._space,
             task=self._stages.described(),
@@ -246,8 +246,6 @@ class Search:
             history=tuple(state.history),
             archive=build_archive(state.history),
             insights=tuple(i for i in state.insights if i.record),
-            evaluations_left=left,
-            gpu_seconds_left=None if budget.gpu_seconds is None else max(0.0, budget.gpu_seconds - state.gpu_seconds),
         )
 
     def _propose(self, context: Context) -> list[Candidate]:

@@ -131,7 +131,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     task: the computation and the target in words. baseline: the evaluation to beat. history: all evaluations, oldest
     first. archive: the best of each cell, best first. wanted: number of candidates; more are ignored. seed: of this
-    batch. evaluations_left, gpu_seconds_left: the remaining budget; None for no limit.
+    batch.
     """
 
     space: Space
@@ -142,8 +142,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[Evaluation, ...] = ()
     archive: tuple[Evaluation, ...] = ()
     insights: tuple[Insight, ...] = ()
-    evaluations_left: int | None = None
-    gpu_seconds_left: float | None = None
 
     @property
     def rng(self) -> random.Random:

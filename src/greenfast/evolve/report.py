@@ -18,7 +18,7 @@ from greenfast.evolve.proposal import Descriptor, Evaluation, build_archive, des
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.report.webpage.charts import drawing
 from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
-from greenfast.judge.store import write_whole
+from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
 
 REPORT, RESULTS = "report.html", "t4.json"
@@ -50,7 +50,7 @@ def write_report(folder: Path, manifest: Manifest, state: State) -> None:
         "baseline": manifest.baseline,
         "baseline_us": state.baseline_us,
     }
-    t4.write_t4(folder / RESULTS, t4.build_results(evaluations, metadata))
+    write_whole(folder / RESULTS, to_json(t4.build_results(evaluations, metadata)))
 
 
 def _with_all_parameters(manifest: Manifest, e: Evaluation) -> Evaluation:

@@ -1,7 +1,7 @@
 """Results of a search in the T4 format of Kernel Tuner and other tuners.
 
-The format: https://github.com/odgaard/TuningSchema, branch T4, version 1.0.0. The schema has ``compilation_time``;
-Kernel Tuner writes ``compilation``. Both are read and written. Times are in milliseconds, as in Kernel Tuner.
+The format: https://github.com/odgaard/TuningSchema, branch T4, version 1.0.0. Times are in milliseconds, as in Kernel
+Tuner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from greenfast.evolve.proposal import Descriptor, Evaluation
 from greenfast.evolve.space import Value
-from greenfast.judge.store import read_json, to_json, write_whole
+from greenfast.judge.store import read_json
 from greenfast.spec.errors import UsageError
 
 Invalidity = Literal["timeout", "compile", "runtime", "correctness", "constraints", "correct"]
@@ -41,15 +41,10 @@ class T4Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class T4Times(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The times of an evaluation in milliseconds. runtimes: single runs of the kernel."""
+    """The times of an evaluation in milliseconds: on the GPU, and of all stages."""
 
-    compilation_time: float | None = None
-    compilation: float | None = None
     benchmark: float | None = None
-    runtimes: list[float] = []
     framework: float | None = None
-    search_algorithm: float | None = None
-    validation: float | None = None
 
 
 class T4Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +78,6 @@ def read_t4(path: Path) -> T4Results:
     if not content.results:
         raise UsageError(f"{path}: no results in it")
     return content
-
-
-def write_t4(path: Path, results: T4Results) -> None:
-    """Write a file atomically. Raises MachineError if it cannot be written."""
-    write_whole(path, to_json(results))
 
 
 def build_results(evaluations: Iterable[Evaluation], metadata: Mapping[str, Any]) -> T4Results:
