@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_schema import DRAWN, GateResult, Record
+from greenfast.judge.record_schema import DRAWN, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.subject import load_baseline
@@ -51,7 +51,8 @@ _ISSUED, _SPECIAL, _PASSES, _L2_BYTES = 4, 16, 1, 64
 _SECTOR = 32
 #: A clock near those of all targets. Estimates are compared only with each other.
 _HERTZ = 1.7e9
-_GATE_STAGES: dict[str, Stage] = {"BUILD": "BUILD", "RESOURCES": "RESOURCES", "CORRECTNESS": "CORRECTNESS"}
+#: The gates of a search; each is also the stage at which a candidate ends.
+_GATES: tuple[Stage, ...] = ("BUILD", "RESOURCES", "CORRECTNESS")
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,12 +201,12 @@ class Stages:
         """Run BUILD and RESOURCES for all shapes of the search."""
         shapes = {shape.name: shape for shape in (*self._emulated.shapes, *self.raced.shapes)}
         request = dataclasses.replace(self.raced, shapes=list(shapes.values()), ordinal=None, device=None)
-        run = self._passed(request, candidate)
+        run = self._run_gates(request, candidate, _GATES[:2])
         if isinstance(run, StageResult):
             return run
-        side, fault = run.built(_role(candidate)), _first_failure(run.gates, ("BUILD", "RESOURCES"))
-        if side is None or fault is not None:
-            return fault or StageResult(stage="BUILD", valid=False)
+        side = run.built(_role(candidate))
+        if side is None:
+            return StageResult(stage="BUILD", valid=False)
         dims = {shape.name: shape.dims for shape in request.shapes}
         timed = [side.programs[shape.name] for shape in self.raced.shapes if shape.name in side.programs]
         resources = [kernel.resources for program in timed for kernel in program.kernels]
@@ -218,18 +219,16 @@ class Stages:
     def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
         """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
         request = _SearchRequest(**_fields(self._emulated), shared=self._emulator)
-        run = self._passed(add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed), candidate)
+        planned = add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed)
+        # What is undecided here, a GPU checks again.
+        run = self._run_gates(planned, candidate, _GATES, undecided_passes=self.gpu is not None)
         if isinstance(run, StageResult):
             return run
-        failure = _first_failure(run.gates, tuple(_GATE_STAGES), undecided_too=self.gpu is None)
-        if failure is not None:
-            return failure
         counts, side = run.correctness.counts.get(_role(candidate), {}), run.built(_role(candidate))
         named = {shape: c for shape, c in counts.items() if not shape.startswith(DRAWN)}
         seconds, pipe = estimate(named or counts, self.target, request.format)
-        whole = side is not None and len(side.programs) == len(
-            run.request.built_shapes
-        )  # sums over some of the shapes cannot be compared
+        # Sums over some of the shapes cannot be compared.
+        whole = side is not None and len(side.programs) == len(run.request.built_shapes)
         return StageResult(
             stage="CORRECTNESS",
             valid=True,
@@ -240,20 +239,22 @@ class Stages:
     def on_gpu(self, candidate: Candidate | None) -> tuple[StageResult, BuiltSide | None, dict[tuple[str, int], str]]:
         """Run CORRECTNESS on the GPU for the timed shapes; return the kernels and the digests of their outputs too."""
         request = _SearchRequest(**_fields(self.raced), shared=self._on_gpu)
-        run = self._passed(request, candidate)
+        run = self._run_gates(request, candidate, _GATES)
         if isinstance(run, StageResult):
             return run, None, {}
-        failure = _first_failure(run.gates, tuple(_GATE_STAGES))
-        if failure is not None:
-            return failure, None, {}
         digests = {(shape, seed): digest for (_, shape, seed), digest in run.correctness.digests.items()}
         return StageResult(stage="CORRECTNESS", valid=True), run.built(_role(candidate)), digests
 
-    def _passed(self, request: Request, candidate: Candidate | None) -> GateRun | StageResult:
-        """One pass through the gates; what a candidate's making or its own code raised is a finding."""
+    def _run_gates(
+        self, request: Request, candidate: Candidate | None, gates: Sequence[Stage], *, undecided_passes: bool = False
+    ) -> GateRun | StageResult:
+        """Run the gates. Return the first of ``gates`` that did not pass, or an error of the candidate, as a result."""
         try:
             implementation = self.implementation(candidate)
-        except UsageError as e:
+            request = dataclasses.replace(request, task=self._remembering)
+            run = GateRun(request, {_role(candidate): implementation}, NullListener())
+            run.until_correct()
+        except UsageError as e:  # not in the space, or the family refuses the combination or a shape
             if candidate is None:
                 raise
             return StageResult(stage="space", valid=False, feedback=str(e))
@@ -261,16 +262,12 @@ class Stages:
             raise
         except GreenfastError as e:
             return StageResult(stage="BUILD", valid=False, feedback=str(e))
-        request = dataclasses.replace(request, task=self._remembering)
-        run = GateRun(request, {_role(candidate): implementation}, NullListener())
-        try:
-            run.until_correct()
-        except UsageError as e:  # the family refuses the combination, or a shape
-            return StageResult(stage="space", valid=False, feedback=str(e))
-        except MachineError:
-            raise
-        except GreenfastError as e:
-            return StageResult(stage="BUILD", valid=False, feedback=str(e))
+        for stage, gate in ((stage, gate) for gate in run.gates for stage in gates if gate.gate == stage):
+            why = "; ".join(gate.reasons) or gate.summary
+            if gate.status == "FAIL":
+                return StageResult(stage=stage, valid=False, feedback=why)
+            if gate.status == "PENDING" and not undecided_passes:
+                return StageResult(stage=stage, valid=False, feedback=f"could not be decided here: {why}")
         return run
 
 
@@ -291,18 +288,6 @@ def hash_programs(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str
             buffers = [buffer for argument in step.launch.args for buffer in find_buffers(argument)]
             digest.update(msgspec.json.encode((name, code_hash(kernel) or kernel.kernel_hash, facts, buffers)))
     return digest.hexdigest()[:16]
-
-
-def _first_failure(
-    gates: list[GateResult], asked: tuple[str, ...], *, undecided_too: bool = True
-) -> StageResult | None:
-    """Return the first of these gates that did not pass. PENDING passes if a GPU checks again (undecided_too=False)."""
-    for gate in gates:
-        if gate.gate in asked and gate.status in ("FAIL", *(["PENDING"] if undecided_too else [])):
-            why = "; ".join(gate.reasons) or gate.summary
-            feedback = why if gate.status == "FAIL" else f"could not be decided here: {why}"
-            return StageResult(stage=_GATE_STAGES[gate.gate], valid=False, feedback=feedback)
-    return None
 
 
 def _fields(request: Request) -> dict[str, Any]:
