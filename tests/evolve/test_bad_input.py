@@ -31,6 +31,7 @@ PARAMETERS: Any = SPACE["parameters"]
         ({"name": "s", "parameters": {"KIND": {"values": ["a", "b"]}}}, "KIND='a': allowed by the task are [0, 1, 2"),
         ({"name": "s", "parameters": {"KIND": {"values": [1.5]}}}, "KIND=1.5: allowed by the task are"),
         ({"name": "s", "parameters": {"KIND": {"values": [7]}}}, "KIND=7: allowed by the task are"),
+        ({"name": "s", "parameters": {"KIND": {"values": [0, 1.0]}}}, "KIND=1.0: toggles are whole numbers"),
         ({"name": "s", "parameters": {"KIND": {"values": [1, 1]}}}, "KIND: a value stands twice"),
         ({"name": "s", "parameters": {"KIND": {"values": [1], "default": 2}}}, "KIND: default 2 is not one of 1"),
         ({"name": "s", "parameters": {"SPEED": {"values": [1]}}}, "no toggle of task twice is called 'SPEED'; allowed"),

@@ -146,18 +146,6 @@ def test_a_language_that_is_not_installed_is_named_once(
         Sources(space, folder, asked, tmp_path)
 
 
-def test_a_space_that_does_not_fit_its_task(asked: Request, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no toggle of task fp8_sdpa is called 'USE_MAGIC'"):
-        Sources(space_of(parameters={"USE_MAGIC": {"values": [1]}}), tmp_path, asked, tmp_path)
-    for values, says in (
-        (["1"], r"USE_WMMA_QK='1': allowed by the task are \[0, 1\]"),
-        ([0, 2], r"USE_WMMA_QK=2: allowed by the task are \[0, 1\]"),
-        ([0, 1.0], "USE_WMMA_QK=1.0: toggles are whole numbers"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            Sources(space_of(parameters={"USE_WMMA_QK": {"values": values}}), tmp_path, asked, tmp_path)
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: Path) -> None:
     space, task = read_space(path), load(find_task(path.parent.name))
