@@ -19,12 +19,7 @@ from tests.emulator.corpus.entry import Entry
 from tests.emulator.corpus.everything import ENTRIES
 from tests.emulator.corpus.runner import GOOD, Outcome, classify
 
-KINDS = {
-    "cuda": "CUDA C++, compiled by NVRTC",
-    "ptx": "PTX by hand",
-    "triton": "Triton",
-    "bug": "kernels with a bug",
-}
+KINDS = {"cuda": "CUDA C++, compiled by NVRTC", "ptx": "PTX by hand", "triton": "Triton", "bug": "kernels with a bug"}
 _COLUMNS = ("right", "found", "refused", "wrong", "accused", "missed", "crashed", "slow")
 _BEGIN, _END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
 

@@ -88,10 +88,7 @@ def _cudnn_fp8(inputs: Inputs) -> BoundCall:
     # An output is a mean of rows of V, so twice V's scale is enough for any rounding of the softmax weights.
     unit = 2.0 * float(scales["v"])
     graph = cudnn.pygraph(
-        io_data_type=types.FP8_E4M3,
-        intermediate_data_type=types.FLOAT,
-        compute_data_type=types.FLOAT,
-        handle=handle,
+        io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle
     )
     feed: dict[Any, Tensor] = {}
 

@@ -159,10 +159,7 @@ _KINDS: dict[str, tuple[str, _Change]] = {
     "sink 0.999": ("the same with 0.999 of the weight", _sink(0.999)),
     "loud key": ("with the first key times 100", _loud_key(100.0)),
     "loud key 300": ("with the first key times 300", _loud_key(300.0)),
-    "tiny": (
-        "K and V times 1e-20, Q times 1e20",
-        lambda x, name, draw: x * (1 / _TINY if name == "q" else _TINY),
-    ),
+    "tiny": ("K and V times 1e-20, Q times 1e20", lambda x, name, draw: x * (1 / _TINY if name == "q" else _TINY)),
 }
 #: Kind -> its difference from N(0, 1).
 INPUTS = {kind: text for kind, (text, _) in _KINDS.items()}

@@ -25,7 +25,7 @@ def order(names: Sequence[K], turn: int) -> list[K]:
 
     With rotation alone, each name would always follow the same one, with its cache contents and its heat.
     """
-    start = turn // 2 % len(names)
+    start = turn // 2 % max(1, len(names))
     rotated = [*names[start:], *names[:start]]
     return rotated[::-1] if turn % 2 else rotated
 

@@ -10,15 +10,7 @@ import pytest
 
 from benchmarks.records import AccuracyRow, BackendFacts, Benchmark
 from benchmarks.registry import KERNEL
-from benchmarks.report import (
-    benchmark_report,
-    geometric_mean,
-    headline,
-    ratios,
-    reasons,
-    section,
-    summary,
-)
+from benchmarks.report import benchmark_report, geometric_mean, headline, ratios, reasons, section, summary
 from greenfast.judge.record_schema import GateResult
 from greenfast.spec.freshness import Freshness
 from tests.benchmarks.benchmarks import OPERATOR_DIMS, VERSUS, operator_record, peers_record, row, rows

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from benchmarks.sdpa import flops, operator, peers
 from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from benchmarks.session import BenchSession
-from benchmarks.timing import Captured, calls_for, order, rounds_for
+from benchmarks.timing import Captured, calls_for, interleave, order, rounds_for
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention.config import read_dims
@@ -81,6 +82,19 @@ def test_each_is_first_and_behind_each_other_in_some_round() -> None:
     assert {r[0] for r in rounds} == {r[-1] for r in rounds} == set(names)
     behind = {(x, y) for r in rounds for x, y in itertools.pairwise(r)}
     assert behind == set(itertools.permutations(names, 2))
+
+
+def test_the_loop_keeps_results_by_round_without_those_of_the_warm_up() -> None:
+    log: list[str] = []
+
+    def call(name: str) -> int:
+        log.append(name)
+        return log.count(name)
+
+    assert interleave({name: partial(call, name) for name in "ab"}, 3, warmup=2) == {"a": [3, 4, 5], "b": [3, 4, 5]}
+    assert "".join(log) == "baababbaba"
+    assert interleave({1: list}, 2, arrange=lambda keys, turn: [*keys] * turn) == {1: [[]]}
+    assert interleave({}, 3) == {}
 
 
 @pytest.mark.parametrize(("one_us", "calls"), [(5.0, 50), (100.0, 20), (2000.0, 1), (9000.0, 1)])
