@@ -265,6 +265,27 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     assert (folder / EVENTS).read_bytes() == before
 
 
+def test_a_run_that_began_without_a_gpu_goes_on_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
+) -> None:
+    """Times and estimates cannot be ranked together."""
+    stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64)])
+    with monkeypatch.context() as patched:
+        patched.setattr("greenfast.judge.environment.device_count", lambda: 0)
+        ran = run_here(
+            capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "1",
+            "--out", tmp_path / "runs", "--arch", "sm_89",
+        )  # fmt: skip
+    assert ran.code == 0, ran.err
+    folder = folder_of(ran)
+    whole = (folder / EVENTS).read_bytes()
+    (folder / EVENTS).write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
+    resumed = run_here(capsys, "evolve", "--resume", folder)
+    assert "no claim is made" in resumed.out
+    assert (folder / EVENTS).read_bytes() == whole
+    assert read_manifest(folder).untimed.startswith("no GPU was found")
+
+
 def test_a_run_resumes_at_every_stage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from greenfast import __version__
-from greenfast.evolve.event_log import has_ended
+from greenfast.evolve.event_log import has_ended, read_events
 from greenfast.evolve.loop import Search, SearchListener, State
 from greenfast.evolve.manifest import Manifest, SearchBudget, read_manifest, write_manifest
 from greenfast.evolve.proposal import Evaluation, Insight, Proposer, describe
@@ -172,9 +172,12 @@ def search(
 def choose_gpus(folder: Path, manifest: Manifest) -> tuple[list[int], Manifest]:
     """Return the numbers of the GPUs that time candidates, and the manifest with ``untimed``, and write the manifest.
 
-    Finalists are validated on the first GPU. Without a GPU the list is empty. A finished search keeps its ``untimed``:
-    it may be shown on a machine without a GPU.
+    Finalists are validated on the first GPU. Without a GPU the list is empty, and a run that began without one goes on
+    without one. A finished search keeps its ``untimed``: it may be shown on a machine without a GPU.
     """
+    events = read_events(folder)
+    if len(events) > 1 and all(event.kind != "gpus" for event in events):  # the first event is of the settings
+        return [], manifest
     first, *more = choose_devices(manifest.device)
     gpus: list[int] = []
     cause = f"--device {manifest.device}" if manifest.device not in ("auto", "all") else "no GPU was found"
