@@ -24,7 +24,7 @@ from greenfast.device.compiler import compile_kernel, compiler_version, kernel_h
 from greenfast.device.identity import code_hash, list_launches
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.record_index import FIELD, find_index, read_content, read_index, render_index, split
-from greenfast.judge.record_io import load_record_family
+from greenfast.judge.record_io import is_dropped, load_record_family
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
 from greenfast.judge.tasks import find_task
@@ -57,8 +57,8 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
     if build.compiler != compiler_version():
         return build
     today = _launches(record, side, build)
-    first = next(iter(build.launches or today))
-    if first not in today:
+    first = next((name for name in build.launches or today if name in today), None)
+    if first is None:
         return build  # stale
     source, _ = today[first]
     text, code = kernel_hash(source), build.code_hash
@@ -81,6 +81,8 @@ def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[Ke
     dims |= {shape: of_task[shape] for shape in build.shapes or _shapes(record) if shape not in dims}
     today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for shape, of_shape in dims.items():
+        if is_dropped(record.task, of_shape):
+            continue
         program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
         today |= list_launches(program, shape, of_shape)
     return today

@@ -54,15 +54,6 @@ CASES = {
     ),
     "scales of all blocks, head dim 256": ({**SMALL, "D": 256, "KV": 400, "LSE": 1, **BLOCKS}, 132, 1),
 }
-ROW_MAJOR = {
-    "row-major V": ({"B": 1, "H": 2, "HK": 1, "S": 70, "KV": 270, "D": 64, "CAUSAL": 2, "VROWS": 1}, 132, 1),
-    "row-major V, one key": ({"B": 1, "H": 2, "S": 1, "D": 128, "VROWS": 1}, 132, 1),
-    "row-major V, ping-pong": ({"B": 1, "H": 1, "S": 200, "D": 64, "VROWS": 1}, 1, 2),
-    "row-major V, head dim 128": ({"B": 1, "H": 2, "S": 256, "KV": 700, "D": 128, "VROWS": 1}, 2, 2),
-    "row-major V, head dim 256": ({"B": 1, "H": 1, "S": 130, "KV": 200, "D": 256, "VROWS": 1, "LSE": 1}, 1, 2),
-    "row-major V, head dim 256, causal": ({"B": 1, "H": 1, "S": 150, "D": 256, "VROWS": 1, "CAUSAL": 1}, 132, 1),
-}
-CASES |= ROW_MAJOR
 FINE = {"QBLOCK": 1, "KBLOCK": 32, "VBLOCK": 128}
 CASES |= {
     "fine scales": ({"B": 1, "H": 2, "HK": 1, "S": 90, "KV": 300, "D": 64, "BF16": 1, **FINE}, 132, 1),
@@ -230,8 +221,6 @@ def test_it_is_right(name: str, fmt: str) -> None:
     assert heuristics.tiling(*read_dims(dims, "e4m3"), multiprocessors)[0].consumers == consumers
     result = emulate(dims, fmt, size=multiprocessors)
     check(result.outputs, dims, fmt)
-    if name in ROW_MAJOR and dims["D"] > 64:
-        assert sum(result.counts.bank_conflicts.values()) == 0, "the orders of keys and words are there to avoid them"
 
 
 @pytest.mark.parametrize(
@@ -273,17 +262,11 @@ def test_two_levels_at_head_dim_256(monkeypatch: pytest.MonkeyPatch) -> None:
 
 #: Text removed from a header, its number of occurrences, and the expected fault.
 MUTANTS = {
-    "transposed V without a fence of its proxy": (
-        "attention/sm90/load_v_row_major.cuh",
-        "        ptx::fence_proxy_async();\n        __syncwarp();\n",
-        "        __syncwarp();\n",
-        "no fence.proxy.async since",
-    ),
-    "transposed V before its stage is free": (
-        "attention/sm90/load_v_row_major.cuh",
-        "        shared.v_empty[s].wait(ring.parity ^ 1);\n",
+    "V before its stage is free": (
+        "attention/sm90/load_kv.cuh",
+        "  shared.v_empty[s].wait(ring.parity ^ 1);\n",
         "",
-        "to where an asynchronous operation still reads",
+        "has not delivered",
     ),
     "ones behind V without a fence": (
         "attention/sm90/kernel.cuh",
@@ -297,19 +280,13 @@ MUTANTS = {
         "    if constexpr (Traits::kPromoteAccum) {\n",
         "accumulator before a wgmma.wait_group",
     ),
-    "rows of V before they have come": (
-        "attention/sm90/load_v_row_major.cuh",
-        "        shared.rows_full[r].wait(row_ring.parity);\n",
-        "",
-        "has not delivered",
-    ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_kernel_that_lacks_a_step_is_caught(name: str, tmp_path: Path) -> None:
     header, old, new, message = MUTANTS[name]
-    dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128, "VROWS": int("row_major" in header)}
+    dims = {"B": 1, "H": 1, "S": 64, "KV": 900, "D": 128}
     source = without(hopper.kernel(*read_dims(dims, "e4m3")), header, old, new, tmp_path)
 
     def in_several_orders() -> None:  # of the warps: not in every one does a missing wait show

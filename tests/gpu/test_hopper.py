@@ -157,7 +157,7 @@ def test_hard_inputs(kind: str, head_dim: int) -> None:
 
 
 EXTRAS: tuple[dict[str, int], ...] = (
-    *({}, {"LSE": 1}, {"BF16": 1}, {"KBLOCK": 128}, {"VCHANNEL": 1}, {"VROWS": 1}, {"SOFTCAP": 30}),
+    *({}, {"LSE": 1}, {"BF16": 1}, {"KBLOCK": 128}, {"VCHANNEL": 1}, {"SOFTCAP": 30}),
     {"LSE": 1, "BF16": 1, "KBLOCK": 128, "VCHANNEL": 1},
 )
 

@@ -145,6 +145,24 @@ def test_a_change_of_the_launch_is_named(
     assert re.match(differs, said[0])
 
 
+def test_a_shape_with_a_dimension_that_the_task_dropped_is_left_out() -> None:
+    record = kept("hopper")
+    assert isinstance(record, BenchRecord)
+    (build,) = record.side.builds
+    launches = {f"{n}_paged": dataclasses.replace(f, dims={**f.dims, "PAGED": 1}) for n, f in build.launches.items()}
+    dropped = msgspec.structs.replace(build, code_hash="0" * 16, launches=launches)
+
+    def answer(*builds: Build) -> str:
+        return str(check_freshness(msgspec.structs.replace(record, side=replace_builds(builds))))
+
+    def replace_builds(builds: tuple[Build, ...]) -> Side:
+        return msgspec.structs.replace(record.side, builds=list(builds))
+
+    if build.compiler == compiler_version():
+        assert answer(dropped, build) == "current"
+    assert answer(dropped) == "stale: the task no longer has any shape of the kernel"
+
+
 def with_changes(launch: Launch, change: Callable[[Launch], dict[str, Any]]) -> Launch:
     return dataclasses.replace(launch, **change(launch))
 

@@ -181,12 +181,13 @@ def _compare_demands(record: Run) -> Iterator[Freshness]:
 def _check_side(record: Run, side: Side, label: str) -> Iterator[Freshness]:
     if not side.builds:
         yield Freshness(STALE, (f"the record has no {label}",))
-    for build in side.builds:
-        yield from _check_build(record, side, build, f"the {label}")
+        return
+    answers = [answer for build in side.builds for answer in _check_build(record, side, build, f"the {label}")]
+    yield from answers or [Freshness(STALE, (f"the task no longer has any shape of the {label}",))]
 
 
 def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
-    """Yield the freshness of a kernel, and of its launch for each shape."""
+    """Yield the freshness of a kernel, and of its launch for each shape. Shapes that the task dropped are left out."""
     if side.solution is not None:
         yield Freshness(CANNOT_TELL, (f"the {what} is a solution's; judge the solution again",))
         return
@@ -198,6 +199,8 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
         sources: dict[KernelSource, list[str]] = {}
         for name, dims in launches.items():
             shape = name.partition(" launch ")[0]
+            if is_dropped(record.task, dims):
+                continue
             program = program_of(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
             source, now = list_launches(program, shape, dims).get(name, (None, None))
             if source is None:
@@ -210,6 +213,12 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
             yield of_build(f"{what} at {', '.join(names)}", build, source)
     except UsageError as e:
         yield Freshness(STALE, (f"{what} is no more: {e}",))
+
+
+def is_dropped(task: str, dims: Mapping[str, int]) -> bool:
+    """Return whether a task no longer has one of a shape's dimensions. Raises UsageError if there is no such task."""
+    config = find_task(task).config
+    return not dims.keys() <= {name for shape in config.shapes for name in shape.dims} | config.drawing.ranges.keys()
 
 
 def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]:

@@ -56,7 +56,6 @@ class AttentionConfig:
     ROW_BLOCK rows of K; or "fine", a scale per row of Q and for each of KEY_GROUPS groups of ROW_BLOCK rows of K.
     value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", a scale per column of a head.
     softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0: no softcap.
-    value_layout: "transposed", (head_dim, keys) in KEY_ORDER, or "row_major", (keys, head_dim).
     fuse_q_quant: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
     key_mean: K is quantized minus an estimate of its mean over the keys, which does not change the softmax.
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
@@ -75,7 +74,6 @@ class AttentionConfig:
     key_scales: str = field(default="head", metadata={"KBLOCK": {ROW_BLOCK: "block", ROW_BLOCK // KEY_GROUPS: "fine"}})
     value_scales: str = field(default="head", metadata={"VBLOCK": {ROW_BLOCK: "block"}, "VCHANNEL": {1: "channel"}})
     softcap: float = field(default=0.0, metadata={"SOFTCAP": {30: 30.0, 50: 50.0}})
-    value_layout: str = field(default="transposed", metadata={"VROWS": {1: "row_major"}})
     fuse_q_quant: bool = False
     key_mean: bool = False
     rotate: bool = False

@@ -26,8 +26,7 @@ class Tiling:
     block_n: keys of a tile. consumers: consumer warpgroups, of 64 query rows each. stages: of K and of V.
     out_columns: columns of O per wgmma. ping_pong: warpgroups issue their products in turn. polynomials: of 16
     exponentials, the number computed on the FMA pipe. overlap: P V of a tile overlaps with the softmax of the next.
-    two_levels: O is summed over tiles in float32, else by the tensor cores. row_stages: stages of row-major V, which
-    the producer warpgroup transposes; 0 if V is transposed.
+    two_levels: O is summed over tiles in float32, else by the tensor cores.
     """
 
     block_n: int
@@ -38,7 +37,6 @@ class Tiling:
     polynomials: int = 0
     overlap: bool = False
     two_levels: bool = True
-    row_stages: int = 0
 
     @property
     def block_m(self) -> int:
@@ -48,8 +46,6 @@ class Tiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of a consumer and of the producer warpgroup; in sum at most those at launch."""
-        if self.row_stages:
-            return {1: (240, 96), 2: (224, 56)}[self.consumers]
         return {1: (240, 40), 2: (240, 24), 4: (112, 32)}[self.consumers]
 
     def smem_bytes(self, config: AttentionConfig) -> int:
@@ -57,9 +53,7 @@ class Tiling:
         head_dim = config.head_dim
         ones = 0 if config.sum_unrounded_p or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
-        flash = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
-        rows = self.row_stages * (self.block_n * head_dim + 16)
-        size = _whole_kilobytes(flash + rows) if rows else flash
+        size = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
         own_rows = config.fuse_q_quant and not stages_queries(head_dim)
         return size + (self.block_m * head_dim * 2 if own_rows else 0)
 
@@ -84,12 +78,8 @@ _COST = {1: 1.0, 2: 1.42, 4: 2.75}
 def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
     """Return the fastest tiles for each number of warpgroups (docs/performance-log.md)."""
     causal, head_dim = config.causal, config.head_dim
-    if config.value_layout == "row_major":  # the largest without spills; not measured yet
-        stages, polynomials, row_stages = {64: (4, 8, 2), 128: (3, 8, 2), 256: (2, 0, 1)}[head_dim]
-        common = Tiling(128, 1, stages, min(head_dim, 128), False, polynomials, row_stages=row_stages)
-        two = replace(common, consumers=2, ping_pong=head_dim > 64, overlap=head_dim == 64)
-        candidates: tuple[Tiling, ...] = (common,) if causal and head_dim == 256 else (common, two)
-    elif head_dim == 64:
+    candidates: tuple[Tiling, ...]
+    if head_dim == 64:
         # With block scales of V, a tile is a block. With a mask and block scales, or LSE, four warpgroups spill up to
         # seven registers, but take 0.87 of the time of three, which do not spill.
         wide = (
@@ -181,7 +171,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
-    if config.value_layout == "row_major" or config.sum_unrounded_p or config.softcap:  # not measured
+    if config.sum_unrounded_p or config.softcap:  # not measured
         return None
     key = (config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales, config.format)
     for rule in rules():

@@ -56,16 +56,10 @@ def kernel(
         "FewerColumns": config.columns < config.head_dim,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
-    if tiles.row_stages:
-        constants = f"  static constexpr int kRowStages = {tiles.row_stages};\n{constants}"
     headers, loaders, q_parameters, q_argument = ["kernel"], "", "const __grid_constant__ TensorMap q", "q"
-    row_major = config.value_layout == "row_major"
-    if row_major:
-        headers.append("load_v_row_major")
-        loaders = ", greenfast::QLoadQuantized, greenfast::VLoadRowMajor"
     if config.fuse_q_quant:
-        if row_major or config.query_scales == "head":
-            raise UsageError("a Q that the Hopper kernel quantizes: scales of Q and K are per block, V is transposed")
+        if config.query_scales == "head":
+            raise UsageError("a Q that the Hopper kernel quantizes: scales of Q and K are per block")
         staged = stages_queries(config.head_dim)
         headers.append("load_q_staged" if staged else "load_q_input")
         loaders = f", greenfast::{'QLoadFuseQuantStaged' if staged else 'QLoadFuseQuant'}"
@@ -143,11 +137,7 @@ def launch(
         of_rows = (allocated * head_dim, head_dim, 1)
         return TensorMap(name, "uint8", (count, length, head_dim), of_rows, (1, box_rows, panel), panel)
 
-    if config.value_layout == "row_major":
-        v = rows("v", kv_heads, sizes.kv_len, tiles.block_n, allocated)
-    else:
-        of_columns = (head_dim * padded_keys(allocated), padded_keys(allocated), 1)
-        v = TensorMap("v_t", "uint8", (kv_heads, head_dim, padded), of_columns, (1, head_dim, _PANEL), _PANEL)
+    of_columns = (head_dim * padded_keys(allocated), padded_keys(allocated), 1)
     q: tuple[Argument, ...] = (rows("q", heads, sizes.q_len, ROWS, sizes.q_len),)
     if config.fuse_q_quant:
         q = _queries(config, sizes, strides.query)
@@ -156,7 +146,7 @@ def launch(
         args=(
             *q,
             rows("k", kv_heads, sizes.kv_len, tiles.block_n, allocated),
-            v,
+            TensorMap("v_t", "uint8", (kv_heads, head_dim, padded), of_columns, (1, head_dim, _PANEL), _PANEL),
             np.int64(0) if config.fuse_q_quant else "q_scale",
             *("k_scale", "v_scale", "out"),
             "lse" if config.log_sum_exp else np.int64(0),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from greenfast.kernels.attention import hopper
-from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes, read_dims
+from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
@@ -61,18 +61,11 @@ def kernel(
     """Render the kernel. Raises UsageError for tiles or a shape that it does not support."""
     if instrumented:
         raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
-    config, sizes = _read(fmt, dims)
+    config, sizes = read_dims(dims, fmt)
     return hopper.kernel(config, sizes, tiles=tiles_of(toggles, config))
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """Return the grid and arguments of that kernel."""
-    config, sizes = _read(fmt, dims)
-    return hopper.launch(config, sizes, tiles=tiles_of(toggles, config))
-
-
-def _read(fmt: str, dims: Mapping[str, int]) -> tuple[AttentionConfig, Sizes]:
     config, sizes = read_dims(dims, fmt)
-    if config.value_layout == "row_major":
-        raise UsageError("VROWS: tiles of a row-major V follow from its own rules")
-    return config, sizes
+    return hopper.launch(config, sizes, tiles=tiles_of(toggles, config))

@@ -234,8 +234,7 @@ def test_numbers_that_cannot_be_drawn() -> None:
     read(run_page(one, PageData(work={"mission": Work({"matrix_flops": 10}, 0)})))
 
 
-@pytest.mark.parametrize("name", ["h200/fp8_attention-e4m3-hopper", "h200/fp8_attention-e4m3-row_major",
-                                  "h100/fp8_sdpa-e4m3-stage2-phases"])  # fmt: skip
+@pytest.mark.parametrize("name", ["h200/fp8_attention-e4m3-hopper", "h100/fp8_sdpa-e4m3-stage2-phases"])
 def test_kept_records(name: str) -> None:
     one = read_record(ROOT / "evidence" / name)
     page = run_page(one, PageData())

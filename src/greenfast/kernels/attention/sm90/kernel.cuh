@@ -56,14 +56,14 @@ __device__ __forceinline__ void consume(const FlashParams& p, const StaticSchedu
   if (warpgroup == 0) mainloop.warp_scheduler_barrier_sync();  // consumes the last arrival
 }
 
-// The kernel body. QLoad and VLoad: the loaders of Q (load_q.cuh) and V (load_kv.cuh). q: tensor map of the quantized
-// Q, or the Source of QLoad. Grid: at most one block per multiprocessor at a time. Block: 128 threads per consumer
-// warpgroup and 128 for the producer. Dynamic shared memory: sizeof(Storage), and up to 1024 bytes for alignment.
-template <class Cfg, template <class> class QLoad = QLoadQuantized, template <class> class VLoad = VLoadTransposed>
+// The kernel body. QLoad: the loader of Q (load_q.cuh). q: tensor map of the quantized Q, or the Source of QLoad. Grid:
+// at most one block per multiprocessor at a time. Block: 128 threads per consumer warpgroup and 128 for the producer.
+// Dynamic shared memory: sizeof(Storage), and up to 1024 bytes for alignment.
+template <class Cfg, template <class> class QLoad = QLoadQuantized>
 __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typename QLoad<FlashTraits<Cfg>>::Source& q,
                                                const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
   using Traits = FlashTraits<Cfg>;
-  using Storage = typename QLoad<Traits>::template Storage<typename VLoad<Traits>::Storage>;
+  using Storage = typename QLoad<Traits>::template Storage<FlashStorage<Traits>>;
   extern __shared__ __align__(1024) unsigned char smem[];
   Storage& shared = *reinterpret_cast<Storage*>(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
@@ -78,11 +78,10 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       shared.k_full[s].init(1);
-      shared.v_full[s].init(VLoad<Traits>::kArrivals);
+      shared.v_full[s].init(1);
       shared.k_empty[s].init(kWarps * Traits::kConsumers);
       shared.v_empty[s].init(kWarps * Traits::kConsumers);
     }
-    VLoad<Traits>::init(shared);
     ptx::fence_mbarrier_init();
   }
   if constexpr (Traits::kRowSumByMma) {  // rows of ones after V^T
@@ -97,15 +96,11 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
   QLoad<Traits> q_load(q);
   if (warpgroup == Traits::kConsumers) {
     ptx::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 % 4;
-    VLoad<Traits> v_load;
-    if (warp > 0) {
-      v_load.transpose(p, scheduler, shared, warp - 1);
-    } else if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 128 == 0) {
       q_load.begin();
       ptx::prefetch_map(k_map);
       ptx::prefetch_map(v_map);
-      produce<Traits>(p, scheduler, shared, q_load, v_load, k_map, v_map);
+      produce<Traits>(p, scheduler, shared, q_load, k_map, v_map);
     }
   } else {
     ptx::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

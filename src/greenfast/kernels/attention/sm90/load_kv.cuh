@@ -1,12 +1,5 @@
-// Axis: the load of K and V by TMA, by one thread of the producer warp.
-//
-// A loader of V has these members. fetch(shared, map, ring, key, keys): loads a tile; called by the producer thread.
-// transpose(p, scheduler, shared, warp): called by the other three warps of the producer warpgroup, once for all work
-// tiles. kArrivals: arrivals that fill a stage. Storage: FlashStorage with the loader's own shared memory.
-// init(shared): initializes the loader's barriers; called by one thread.
-//
-// VLoadTransposed is here, VLoadRowMajor in load_v_row_major.cuh. A paged cache would be another loader: nothing else
-// depends on the address of a key.
+// Axis: the load of K and V by TMA, by one thread of the producer warp. V is as the quantizer writes it: transposed, keys
+// permuted (kernel.cuh). A paged cache would be another loader: nothing else depends on the address of a key.
 #pragma once
 
 #include "attention/scheduler.cuh"
@@ -14,27 +7,6 @@
 #include "ptx/tma.cuh"
 
 namespace greenfast {
-
-// V as the quantizer writes it: transposed, keys permuted (kernel.cuh).
-template <class Traits>
-struct VLoadTransposed {
-  using Storage = FlashStorage<Traits>;
-  static constexpr int kArrivals = 1;
-
-  static __device__ __forceinline__ void init(Storage&) {}
-
-  __device__ __forceinline__ void fetch(Storage& shared, const ptx::TensorMap& v_map, const Ring<Traits::kStages>& ring,
-                                        int key, const KeyRows& keys) {
-    const int s = ring.stage;
-    shared.v_empty[s].wait(ring.parity ^ 1);
-    shared.v_full[s].arrive_expect(Traits::kHeadDim * Traits::kBlockN);
-    for (int i = 0; i < Traits::kKeyPanels; ++i) {
-      ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], keys.row(key + i * Traits::kKeyPanel), 0, keys.kv_head);
-    }
-  }
-
-  __device__ __forceinline__ void transpose(const FlashParams&, const StaticScheduler&, Storage&, int) {}
-};
 
 template <class Traits>
 __device__ __forceinline__ void load_k(FlashStorage<Traits>& shared, const ptx::TensorMap& k_map,
@@ -47,11 +19,21 @@ __device__ __forceinline__ void load_k(FlashStorage<Traits>& shared, const ptx::
   }
 }
 
+template <class Traits>
+__device__ __forceinline__ void load_v(FlashStorage<Traits>& shared, const ptx::TensorMap& v_map,
+                                       const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
+  const int s = ring.stage;
+  shared.v_empty[s].wait(ring.parity ^ 1);
+  shared.v_full[s].arrive_expect(Traits::kHeadDim * Traits::kBlockN);
+  for (int i = 0; i < Traits::kKeyPanels; ++i) {
+    ptx::tma_load_3d(shared.v[s][i], v_map, shared.v_full[s], keys.row(key + i * Traits::kKeyPanel), 0, keys.kv_head);
+  }
+}
+
 // The load loop over all work tiles of a block. Called by the producer thread.
-template <class Traits, class Storage, class QLoad, class VLoad>
+template <class Traits, class Storage, class QLoad>
 __device__ __forceinline__ void produce(const FlashParams& p, const StaticScheduler& scheduler, Storage& shared,
-                                        QLoad& q_load, VLoad& v_load, const ptx::TensorMap& k_map,
-                                        const ptx::TensorMap& v_map) {
+                                        QLoad& q_load, const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
   Ring<Traits::kStages> ring;
   for (int round = 0; scheduler.has(round); ++round) {
     const int index = scheduler.tile(round);
@@ -63,7 +45,7 @@ __device__ __forceinline__ void produce(const FlashParams& p, const StaticSchedu
     for (int tile = Traits::Mask::n_block_min; tile < work.n_block_max; ++tile, ring.advance()) {
       const int key = tile * Traits::kBlockN;
       load_k<Traits>(shared, k_map, ring, key, keys);
-      v_load.fetch(shared, v_map, ring, key, keys);
+      load_v<Traits>(shared, v_map, ring, key, keys);
     }
   }
 }

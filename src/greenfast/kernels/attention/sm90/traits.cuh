@@ -29,8 +29,6 @@
 // With QLoadFuseQuant (load_q_input.cuh):
 //   int kQColumns           columns of the caller's Q: a multiple of 8, at most kHeadDim
 //   type In                 of Q: half or __nv_bfloat16
-// With VLoadRowMajor (load_v_row_major.cuh):
-//   int kRowStages          stages of row-major V before the transpose
 #pragma once
 
 #include <cuda_fp16.h>
@@ -73,7 +71,7 @@ struct FlashTraits : Cfg {
   static_assert(Cfg::kExp2Emulated == 0 || kRowSumByMma, "halves are not summed");
 };
 
-// The shared-memory map: tiles, and the mbarriers between producer and consumers. Loaders of Q and V may add to it.
+// The shared-memory map: tiles, and the mbarriers between producer and consumers. Loaders of Q may add to it.
 template <class Traits>
 struct FlashStorage {
   alignas(1024) unsigned char q[Traits::kConsumers][Traits::kDimPanels][Traits::kRows * Traits::kDimPanel];
