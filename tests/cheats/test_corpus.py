@@ -18,6 +18,8 @@ SLOW = {
     *("byte_perm", "cluster_multicast", "dp4a_counts", "grid_sync_not_cooperative", "large_shared", "ldmatrix_round"),
     *("noinc_copies", "pipeline_stages", "register_reallocation", "tf32_sums", "kahan_sums", "grid_sync"),
     *("cluster_ring", "half2_math", "in_place_vectors", "inline_ptx", "in_place_rotation", "bulk_reduce"),
+    *("libcu_barrier", "scoped_block_atomics", "one_thread", "tiled_partition", "libcu_atomic_ref", "elected_thread"),
+    "recursive_sums",
 }
 
 
