@@ -87,7 +87,13 @@ def test_what_hangs_is_caught_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert reasons("hang", tmp_path, here=False) == reasons("hang", tmp_path)
 
 
-@pytest.mark.parametrize("name", CAUGHT)
+#: Its long loop takes 10 s in the emulator.
+LONG = {"stale_shared"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in CAUGHT]
+)
 def test_it_is_caught_without_a_gpu(name: str, tmp_path: Path) -> None:
     status, said = reasons(name, tmp_path)
     assert status == "FAIL"

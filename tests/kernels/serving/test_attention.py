@@ -187,10 +187,10 @@ def test_bits_do_not_depend_on_the_batch(
     ("options", "run"),
     [
         ({"lengths": [(1, 17), (1, 0), (1, 140)], "group": 8, "kv_heads": 1, "head_dim": 128}, {"few_rows": 8}),
-        ({"lengths": [(5, 65), (2, 130)], "kv_heads": 1, "scales": "head"}, {"wide": True}),
         *(
             pytest.param(options, run, marks=pytest.mark.slow)
             for options, run in (
+                ({"lengths": [(5, 65), (2, 130)], "kv_heads": 1, "scales": "head"}, {"wide": True}),
                 ({"lengths": [(3, 129), (2, 0), (1, 16)], "kv_heads": 1, "page_size": 32, "strides": "HND"}, {}),
                 ({"lengths": [(1, 257), (2, 600)], "group": 4, "window": (300, 0)}, {"few_rows": 8}),
                 (
