@@ -114,6 +114,20 @@ def test_a_wrong_extent_is_named(extent: Any) -> None:
         emulator.run(COPY, grid=extent, block=32, args=[X, X, 3])
 
 
+@pytest.mark.parametrize("orders", [0, -1])
+def test_a_number_of_orders_is_at_least_one(orders: int) -> None:
+    with pytest.raises(UsageError, match=f"orders {orders}: give at least 1"):
+        emulator.run(COPY, grid=1, block=32, args=[X, X, 3], orders=orders)
+
+
+def test_extents_are_numpys_numbers_too() -> None:
+    y = np.zeros(64, np.float32)
+    grid: Any = np.int64(1)
+    block: Any = (np.int32(64), 1)
+    emulator.run(COPY, grid=grid, block=block, args=[X[:64], y, 64])
+    assert np.array_equal(y, X[:64])
+
+
 def test_the_fixture_fails_a_test_with_the_location_of_the_fault(pytester: pytest.Pytester) -> None:
     pytester.makeconftest('pytest_plugins = ["greenfast.emulator.pytest_plugin"]')
     pytester.makepyfile(

@@ -210,10 +210,11 @@ def run(
 
 
 def _parse_extent(name: str, extent: int | Sequence[int]) -> Extent:
-    sizes = (extent,) if isinstance(extent, int) else tuple(extent)
-    if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) and size > 0 for size in sizes):
+    sizes = tuple(extent) if isinstance(extent, Sequence) else (extent,)
+    whole = all(isinstance(size, int | np.integer) and size > 0 for size in sizes)
+    if not whole or not 1 <= len(sizes) <= 3:
         raise UsageError(f"{name}={extent!r}: give one to three whole numbers from 1 up, x first")
-    x, y, z = (*sizes, 1, 1)[:3]
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
     return x, y, z
 
 
@@ -352,7 +353,9 @@ def _convert_finding(finding: Finding) -> Fault:
 
 
 def _check_launch(request: KernelRequest) -> None:
-    """Raise UsageError for a launch that every GPU refuses."""
+    """Raise UsageError for a launch that every GPU refuses, and for a number of orders below 1."""
+    if request.orders is not None and request.orders < 1:
+        raise UsageError(f"--orders {request.orders}: give at least 1")
     threads = math.prod(request.block)
     if threads > _MAX_THREADS or any(size > limit for size, limit in zip(request.block, _MAX_BLOCK, strict=True)):
         raise UsageError(
