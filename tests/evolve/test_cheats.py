@@ -38,7 +38,7 @@ RUNGS = "rungs"
 HOSTS, _BASE_HOST, _NO_HOSTS = "host", HostCheat("honest", "", ""), {"hangs"}
 
 
-def problem_of(entry: Entry) -> str:
+def find_problem(entry: Entry) -> str:
     """The problem of a kernel with a header; ``rungs`` of a rung, ``host`` of code; empty for what is none of these."""
     if entry.kind == "host" and entry.name not in _NO_HOSTS:
         return HOSTS
@@ -116,7 +116,7 @@ def test_some_of_each_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         "index_of_nine_bits",
         "bits",
     )
-    some = [entry for entry in entries() if entry.name in names and problem_of(entry) == "doubling"]
+    some = [entry for entry in entries() if entry.name in names and find_problem(entry) == "doubling"]
     assert len(some) >= 6
     found = searched(capsys, tmp_path, "doubling", some)
     check(some, found)
@@ -128,7 +128,7 @@ def test_some_of_each_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", BASES)
 def test_the_whole_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, problem: str) -> None:
-    some = [entry for entry in entries() if problem_of(entry) == problem]
+    some = [entry for entry in entries() if find_problem(entry) == problem]
     found = searched(capsys, tmp_path, problem, some)
     check(some, found)
     for entry, e in zip(some, found, strict=True):
@@ -139,7 +139,7 @@ def test_the_whole_corpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, pr
 @pytest.mark.slow
 def test_code_that_cheats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Nobody is left, and no candidate's code ends the search or another candidate."""
-    some = [entry for entry in entries() if problem_of(entry) == HOSTS]
+    some = [entry for entry in entries() if find_problem(entry) == HOSTS]
     assert len(some) > 12
     found = searched(capsys, tmp_path, HOSTS, some)
     check(some, found)
@@ -150,5 +150,5 @@ def test_code_that_cheats(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_rungs_that_cheat(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    some = [entry for entry in entries() if problem_of(entry) == RUNGS]
+    some = [entry for entry in entries() if find_problem(entry) == RUNGS]
     check(some, searched(capsys, tmp_path, RUNGS, some))

@@ -131,8 +131,8 @@ def fake_gpus(devices: Sequence[FakeStages], dies: Callable[[int, list[str]], bo
     return GpuWorkers([GpuName(str(n), "fake") for n in range(len(devices))], FakeWorkers(devices, dies))
 
 
-def in_a_process(gpu: int) -> Any:
-    """Stages of a process of its own, which the second candidate ends."""
+def make_stages(gpu: int) -> Any:
+    """Return the fake stages of a process that the second candidate crashes."""
     return FakeStages([50, 80], {"1": "ends the racer"}, slower=1 + gpu)
 
 
@@ -368,7 +368,7 @@ def test_other_gpus_do_not_go_on_with_a_run(tmp_path: Path) -> None:
 @pytest.mark.slow  # each process imports the judge
 def test_processes_of_two_gpus() -> None:
     """Two race at once, and again after one of them ended its process."""
-    pool = ProcessPool([functools.partial(in_a_process, gpu) for gpu in (0, 1)])
+    pool = ProcessPool([functools.partial(make_stages, gpu) for gpu in (0, 1)])
     good, ends = (functools.partial(run_halving, candidates=[Candidate(parameters={"X": x})], seed=7) for x in (0, 1))
     try:
         waits = [pool.start(slot, good) for slot in (0, 1)]

@@ -62,6 +62,11 @@ def whole_pages(nbytes: int) -> int:
     return nbytes + -nbytes % PAGE_BYTES
 
 
+def describe_changed_variables(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
+    """Describe the variables of a module with other contents after its launches, as ``Gpu.variables`` reads them."""
+    return [f"variable {name!r} of its module was changed" for name in after if after[name] != before[name]]
+
+
 class GuardedBuffer:
     """Device memory for one array, between two guard bands that must never change.
 
@@ -174,11 +179,7 @@ class Bound:
             if self._buffers[name].download(array.shape, array.dtype).tobytes() != array.tobytes():
                 changes.append(f"input {name!r} was changed")
         changes += [f"memory around {name!r} was written" for name, b in self._buffers.items() if not b.guards_intact()]
-        now = self._gpu.variables(self._executable)
-        changes += [
-            f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]
-        ]
-        return changes
+        return changes + describe_changed_variables(self._variables, self._gpu.variables(self._executable))
 
     def free(self) -> None:
         """Free the device memory."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from greenfast.device.bound_launch import BoundLaunch, check
 from greenfast.device.executable import Executable
-from greenfast.device.gpu import Gpu
+from greenfast.device.gpu import Gpu, describe_changed_variables
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.session import RunResult, same_bits
 from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, has_read_only, is_supported
@@ -201,11 +201,7 @@ class _GuardedCase:
             content[:] = False
             if changed.any():
                 changes.append(f"memory around {name!r} was written")
-        now = self._gpu.variables(self._executable)
-        changes += [
-            f"variable {name!r} of its module was changed" for name in now if now[name] != self._variables[name]
-        ]
-        return changes
+        return changes + describe_changed_variables(self._variables, self._gpu.variables(self._executable))
 
     def free(self) -> None:
         """Free the pages."""

@@ -126,7 +126,7 @@ class Sources:
         for folder, copied in copies.items():
             copy_folder(folder, copied, "*.py", "__pycache__")
         for file, text in edits.items():
-            write_whole(copies[self._folder_of(file)] / file, text)
+            write_whole(copies[self._find_folder(file)] / file, text)
         variant = Variant(f"{implementation.variant.name}+{candidate.key[:6]}", implementation.variant.toggles)
         return dataclasses.replace(
             implementation,
@@ -177,14 +177,14 @@ class Sources:
             files[region.file] = before + text + after
         return files
 
-    def _folder_of(self, file: str) -> Path:
+    def _find_folder(self, file: str) -> Path:
         """Return the first folder with this file, or the last folder."""
         *first, last = self._folders
         return next((folder for folder in first if (folder / file).is_file()), last)
 
     def _split(self, name: str, region: Region, text: str | None = None) -> tuple[str, str, str]:
         """Split a region's file into the text before the region, in it, and after it."""
-        folder = self._folder_of(region.file)
+        folder = self._find_folder(region.file)
         path = folder / region.file
         if not path.resolve().is_relative_to(folder.resolve()):
             raise UsageError(f"region {name}: {region.file} is outside of {folder}")

@@ -9,14 +9,12 @@ from typing import Any
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.session import Block, RunResult, Started, same_bits
 from greenfast.emulator.grid import KernelLaunch, load_program, run_chain, run_grid
+from greenfast.emulator.kernel_run import REPEAT_THREADS
 from greenfast.emulator.program import Program
 from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import FORMAL, DeviceInfo, KernelCounts
 from greenfast.spec.problem import Case
-
-#: Up to this many threads a case is run once per repeat, each in another order of warps; larger ones once, for time.
-REPEAT_THREADS = 4096
 
 _NO_TIME = "the emulator executes a kernel's PTX; it says nothing about time"
 

@@ -108,16 +108,16 @@ def find_baseline(task: LoadedTask, text: str, out: Path) -> tuple[Variant | Res
 
 def load_implementations(request: Request, subject: Subject) -> tuple[Implementation, Implementation]:
     """Build baseline and candidate for a request. Raises as ``build_solution_implementation``."""
-    baseline = _load(request, subject.baseline, is_reference=True)
-    if subject.is_task_baseline:
-        baseline = replace(baseline, is_task_baseline=True)
-    return baseline, _load(request, subject.candidate)
+    return _load_baseline(request, subject.baseline, subject.is_task_baseline), _load(request, subject.candidate)
 
 
 def load_baseline(request: Request, text: str) -> Implementation:
     """Load the baseline that ``text`` names. Raises as ``find_baseline`` and ``build_solution_implementation``."""
-    baseline, is_task_baseline = find_baseline(request.task, text, request.out)
-    return replace(_load(request, baseline, is_reference=True), is_task_baseline=is_task_baseline)
+    return _load_baseline(request, *find_baseline(request.task, text, request.out))
+
+
+def _load_baseline(request: Request, side: Variant | ResolvedSolution, is_task_baseline: bool) -> Implementation:
+    return replace(_load(request, side, is_reference=True), is_task_baseline=is_task_baseline)
 
 
 def _load(request: Request, side: Variant | ResolvedSolution, *, is_reference: bool = False) -> Implementation:
