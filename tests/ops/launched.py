@@ -61,6 +61,13 @@ class _Kernel:
         self.name = name
 
 
+class _FinishedStream:
+    """A stream without work: constants that a call makes for later calls wait for it."""
+
+    @staticmethod
+    def synchronize() -> None: ...
+
+
 class PretendedGpu:
     """launches: of each thread. stream: the current one of each. real: whether all addresses are the tensors' own."""
 
@@ -127,8 +134,8 @@ class PretendedGpu:
         patch.setattr(cuda, "get_target", lambda _: Target(target))
         patch.setattr(launch_plans, "Device", lambda _: type("Device", (), {"set_current": lambda _: None})())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(torch.cuda, "current_stream", lambda _: _FinishedStream)
         patch.setattr(Tensor, "data_ptr", lambda x: gpu._address(x))
-        patch.setattr(serving_call, "synchronized", lambda x: x)
         patch.setattr(cuda, "_PLANS", {})
         patch.setattr(serving_cuda, "_PLANS", {})
         self.forget()
