@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.testing
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -189,3 +190,62 @@ def test_a_flag_that_compares_sizes(name: str) -> None:
     for length in (20, 33, 2, 3):
         x = torch.randn(2, 4, length, 64).bfloat16()
         assert torch.equal(compiled(x), call(x))
+
+
+def lengths_of_both(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Four routings: by the measurements, by a length, and by which of the lengths is larger."""
+    auto = greenfast.sdpa(q, k, v, precision="auto", is_causal=True, causal_alignment="lower_right")
+    with greenfast.use(min_length=64):
+        return auto, decorated(q, k, v), attend(q, k, v), greenfast.sdpa(q, k, v, is_causal=True)
+
+
+def qkv(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(queries)
+    q, k, v = (torch.randn(2, 2, n, 64).bfloat16() for n in (queries, keys, keys))
+    return q, k, v
+
+
+def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare attention that may have run in FP8 or in PyTorch. FP8's relative error is about 0.05."""
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).norm() < 0.1 * b.norm()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_has_the_lengths_that_were_declared(strict: bool) -> None:
+    class Lengths(torch.nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return lengths_of_both(*args)
+
+    queries, keys = torch.export.Dim("queries", max=10**6), torch.export.Dim("keys", max=10**6)
+    sizes = ({2: queries}, {2: keys}, {2: keys})
+    made = torch.export.export(Lengths(), qkv(40, 48), dynamic_shapes=(sizes,), strict=strict).module()
+    for example in (qkv(40, 48), qkv(100, 30), qkv(30, 100)):
+        assert_close(made(*example), lengths_of_both(*example))
+
+
+def test_a_declared_range_of_lengths_has_one_graph() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lengths_of_both, fullgraph=True, backend=counter)
+    for example in (qkv(40, 48), qkv(100, 30), qkv(30, 100)):
+        for x in example:
+            torch._dynamo.mark_dynamic(x, 2, min=2, max=10**6)
+        assert_close(compiled(*example), lengths_of_both(*example))
+    assert counter.frame_count == 1
+
+
+def test_a_mask_at_the_last_key_of_lengths_that_only_the_run_decides() -> None:
+    """PyTorch computes it with a mask that is added to the scores."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return greenfast.sdpa(q, k, v, precision="auto", is_causal=True, causal_alignment="lower_right")
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for queries, keys in ((40, 48), (100, 30), (30, 100)):
+        example = qkv(queries, keys)
+        for x in example:
+            torch._dynamo.decorators.mark_unbacked(x, 2)
+        q, k, v = (x.double() for x in example)
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        exact = attend(q, k, v, mask).nan_to_num(0.0)
+        assert (compiled(*example).double() - exact).norm() < 0.01 * exact.norm()

@@ -429,6 +429,35 @@ def test_compiled_whole(dynamic: bool) -> None:
     assert torch.equal(traced["k_cache"].view(torch.uint8), eager["k_cache"].view(torch.uint8))
 
 
+class BothFunctions(torch.nn.Module):
+    """A cache of one run of rows per sequence, and keys without a cache, whose longest sequence is a size."""
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, keys: Tensor, starts: Tensor) -> Any:
+        size = keys.shape[0]
+        return (
+            flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=k_cache.shape[1] - 3, causal=True),
+            flash_attn_varlen_func(rows, keys, keys, starts, starts * size, rows.shape[0], size),
+        )
+
+
+def cache_and_keys(batch: int, length: int, capacity: int, keys: int) -> tuple[Tensor, ...]:
+    k_cache, v_cache = (normal(batch, capacity, 2, 64, seed=n).to(E4M3) for n in (6, 7))
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    return normal(batch, length, 4, 64), k_cache, v_cache, normal(1, 4, 64), normal(keys, 2, 64), starts
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_of_caches_and_keys_of_any_length(strict: bool) -> None:
+    batch, length, pages, keys = (torch.export.Dim(name, min=2, max=10**6) for name in ("b", "s", "pages", "keys"))
+    cache = {0: batch, 1: 16 * pages}
+    sizes: Any = ({0: batch, 1: length}, cache, cache, {}, {0: keys}, {})
+    program = torch.export.export(
+        BothFunctions(), cache_and_keys(2, 5, 64, 40), dynamic_shapes=sizes, strict=strict
+    ).module()
+    for example in (cache_and_keys(2, 5, 64, 40), cache_and_keys(3, 2, 256, 300), cache_and_keys(4, 9, 48, 129)):
+        assert all(map(torch.equal, program(*example), BothFunctions()(*example)))
+
+
 def test_explanations() -> None:
     _, _, inputs = cached()
     before = inputs["k_cache"].view(torch.uint8).clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.ops.quantized import DTYPES, check_choice
-from greenfast.ops.symbols import require
+from greenfast.ops.symbols import is_certain, require
 
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
@@ -31,7 +31,7 @@ def check_length(name: str, value: object, max_value: int | None = None) -> None
     size: Any = value
     if not require(size >= 0):
         raise ValueError(f"{name}: {size}; 0 or more is needed")
-    if max_value is not None and not require(size <= max_value):
+    if max_value is not None and is_certain(size > max_value):  # the operators check at run time
         raise ValueError(f"{name}: {size}; at most {max_value} is allowed")
 
 

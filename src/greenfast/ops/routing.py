@@ -33,7 +33,7 @@ from greenfast.ops.quantized import (
     check_choice,
     pad_head_dim_size,
 )
-from greenfast.ops.symbols import is_known
+from greenfast.ops.symbols import is_certain
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -135,7 +135,7 @@ def explain(
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
-        if min_length is not None and not is_known(shape[2] >= min_length):
+        if min_length is not None and not is_certain(shape[2] >= min_length):
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
     fixed = "fp8" if precision == "auto" else precision
     if form.empty:
@@ -165,23 +165,24 @@ def _parse_target(text: str) -> Target:
 def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:
     """Return the precision in which greenfast is faster than PyTorch, empty for none, and the measurement."""
     batch, heads, queries, width = form.query
-    if not (is_known(form.key[2] > queries) or is_known(form.key[2] <= queries)) or not is_known(form.key[1] > 0):
+    keys, longer = form.key[2], is_certain(form.key[2] > queries)
+    if not is_certain(form.key[1] > 0) or (form.causal and not longer and not is_certain(keys <= queries)):
         return "", "lengths or heads are known only at run time, so no measurement applies"
-    keys, reuse = form.key[2], queries * heads // form.key[1]
-    if form.causal == 1 and is_known(keys > queries):  # no query attends to the last keys
+    reuse = queries * heads // form.key[1]
+    if form.causal == 1 and longer:  # no query attends to the last keys
         keys, reuse = queries, reuse * queries // keys
-    elif form.causal == 2 and is_known(queries > keys):  # lower right: the first queries attend to nothing
+    elif form.causal == 2 and is_certain(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in routing_rules.HEAD_DIMS if width == d), 0)
     rules = _get_rules(head_dim, form.causal > 0, precision) if head_dim and _have_rules(query, gpu) else None
     if rules is None:
         least = routing_rules.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
-        taken = is_known(queries >= least) and is_known(keys >= least)
+        taken = is_certain(queries >= least) and is_certain(keys >= least)
         return ("fp8" if precision == "auto" else precision) if taken else "", quote
     flop = 4 * batch * heads * queries * keys * width // (2 if form.causal else 1)
     for name, least_reuse, least_keys, least_flop, quote in rules:
-        if is_known(reuse >= least_reuse) and is_known(keys >= least_keys) and is_known(flop >= least_flop):
+        if is_certain(reuse >= least_reuse) and is_certain(keys >= least_keys) and is_certain(flop >= least_flop):
             # Return a string of this package: torch.compile (2.13) cannot trace the type of a graph constant's item.
             return PRECISIONS_AND_AUTO[PRECISIONS_AND_AUTO.index(name)], f"{name} {quote}"
     tried = "; ".join(f"{name} {quote}" for name, _, _, _, quote in rules) or "no measured shapes show it"

@@ -39,7 +39,7 @@ from greenfast.ops.quantized import (
     check_tensors,
 )
 from greenfast.ops.routing import explain
-from greenfast.ops.symbols import is_known
+from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
@@ -195,7 +195,7 @@ def _sdpa_auto(
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
     blind = q.shape[-2] - k.shape[-2] if causal == 2 else 0  # rows without keys, NaN in PyTorch
-    if not (is_known(blind > 0) or is_known(blind <= 0)):
+    if not (is_certain(blind > 0) or is_certain(blind <= 0)):
         mask, without_keys = _build_dynamic_lower_right_mask(q, k)
         # PyTorch's fused attention would compare the sizes of the mask.
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
@@ -203,14 +203,14 @@ def _sdpa_auto(
         )
         masked: Tensor = out.masked_fill(without_keys, 0.0)
         return masked.float() if widened else masked
-    if is_known(blind > 0):
+    if is_certain(blind > 0):
         q, causal = q[..., blind:, :], 1
     if causal == 2:
         attn_mask = _build_lower_right_mask(q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, causal == 1, scale=scale, enable_gqa=enable_gqa
     )
-    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if is_known(blind > 0) else out
+    out = torch.nn.functional.pad(out, (0, 0, blind, 0)) if is_certain(blind > 0) else out
     return out.float() if widened else out
 
 
@@ -222,12 +222,15 @@ def _can_run_torch(x: Any, causal: int) -> bool:
 def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Build the mask aligned at the last key, and the mask of rows without keys, if only the run knows the longer side.
 
-    In the mask these rows attend to all keys, so that neither they nor their gradients are NaN.
+    The first is added to the scores: 0 or -inf. Rows without keys attend to all keys, so that neither they nor their
+    gradients are NaN.
     """
     rows, keys = query.shape[-2], key.shape[-2]
     last = torch.arange(rows, device=query.device).unsqueeze(1) + (keys - rows)
     without_keys = last < 0
-    return (torch.arange(keys, device=query.device) <= last) | without_keys, without_keys
+    attended = (torch.arange(keys, device=query.device) <= last) | without_keys
+    scores = torch.zeros_like(attended, dtype=query.dtype).masked_fill(attended.logical_not(), -math.inf)
+    return scores, without_keys
 
 
 def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:

@@ -23,6 +23,38 @@ def is_known(condition: Any) -> bool:
     return bool(_TORCH_FX.experimental.symbolic_shapes.guard_or_false(condition))
 
 
+def is_certain(condition: Any) -> bool:
+    """Return whether a comparison of sizes is true for all sizes that a graph is meant for.
+
+    For a choice between two correct computations. A graph of torch.compile may guard on it, and other sizes get another
+    graph. An exported program has one graph, and so has a range that ``mark_dynamic`` declares: nothing is guarded, and
+    the result is False unless the declared sizes decide it.
+    """
+    if type(condition) is bool and not _is_compiling():
+        return condition
+    shapes = _TORCH_FX.experimental.symbolic_shapes
+    if torch.compiler.is_exporting() or _are_ranges_declared():
+        return bool(shapes.statically_known_true(condition))
+    return bool(shapes.guard_or_false(condition))
+
+
+def _are_ranges_declared() -> bool:
+    """Return whether ``torch._dynamo.mark_dynamic`` has declared a minimum or maximum of an input's size."""
+    context = torch._guards.TracingContext.try_get()
+    env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    strict = _TORCH_FX.experimental.symbolic_shapes.StrictMinMaxConstraint
+    inputs = getattr(env, "tracked_fakes", None) or ()
+    return any(
+        isinstance(constraint, strict)
+        for x in inputs
+        for constraint in getattr(x.symbolic_context, "constraint_sizes", None) or ()
+    )
+
+
+# A constant of the graph: torch.compile calls it while it traces.
+_are_ranges_declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def require(condition: Any) -> bool:
     """Return False if a comparison of sizes is false. If only the run can decide it, the graph asserts it."""
     if type(condition) is bool and not _is_compiling():

@@ -140,19 +140,14 @@ class AttentionCall:
         if not require_same_shape(v.shape, k.shape):
             raise ValueError(f"v: {describe_tensor(v)}, k {describe_tensor(k)}; they must agree")
         k, v = make_rows_dense("k", k), make_rows_dense("v", v)
-        pages = allocate_pages(
-            count_pages(total, batch) + int(is_quantized),
-            PAGE,
-            k.shape[1],
-            k.shape[2],
-            k.device,
-            grouped=not is_quantized,
-        )
+        # A size that may be 1 would restrict a graph, so there it has a spare page, and the table two spare columns.
+        traced = torch.compiler.is_compiling()
+        count = count_pages(total, batch) + int(is_quantized or traced)
+        pages = allocate_pages(count, PAGE, k.shape[1], k.shape[2], k.device, grouped=not is_quantized)
         if not is_quantized:
             scales = (scales[0], pages.k_scale, pages.v_scale)
         assert max_seqlen_k is not None
-        width: Any = -(-max_seqlen_k // PAGE)
-        width = torch.sym_max(1, width) if torch.compiler.is_compiling() else max(1, width)  # type: ignore[no-untyped-call]
+        width: Any = max_seqlen_k // PAGE + 2 if traced else max(1, -(-max_seqlen_k // PAGE))
         self._check(pages, (batch, width), cu_seqlens_k, scales)
         if not is_quantized:
             self._check_append(None, k, v, pages[:2], scales)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.ops.symbols import is_known, require
+from greenfast.ops.symbols import is_certain, is_known, require
 from greenfast.serving.checks import E4M3, PAGE_SIZES
 
 #: The page size of temporary pages: the KV tile of the kernels.
@@ -169,7 +169,7 @@ def view_rows_as_pages(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
     Raises ValueError for a length that is no multiple of a page size, and for strides that pages cannot have.
     """
     batch, length = k_cache.shape[:2]
-    sizes = [n for n in reversed(PAGE_SIZES) if not is_known(length == 0) and is_page_multiple(n, length)]
+    sizes = [n for n in reversed(PAGE_SIZES) if not is_known(length == 0) and _fits_pages(n, length)]
     if not sizes:
         raise ValueError(f"k_cache: {length} keys; without page_table a multiple of {PAGE_SIZES[0]} is needed")
     caches = k_cache, v_cache
@@ -191,9 +191,14 @@ def view_rows_as_pages(k_cache: Tensor, v_cache: Tensor) -> PagedRows:
     )
 
 
-def is_page_multiple(size: int, length: Any) -> bool:
-    """Return whether ``size`` divides a length. If only the run can decide it, assume so for the smallest pages."""
-    return is_known(length % size == 0) or (size == PAGE_SIZES[0] and require(length % size == 0))
+def _fits_pages(size: int, length: Any) -> bool:
+    """Return whether a length of a cache is a number of pages. If only the run can decide it: of the smallest pages.
+
+    A graph has more than one page, because a number that may be 1 would restrict it to one length.
+    """
+    if size == PAGE_SIZES[0]:
+        return require(length % size == 0)
+    return is_certain(length % size == 0) and (not torch.compiler.is_compiling() or is_certain(length != size))
 
 
 def _get_page_step(x: Tensor, size: int, length: Any) -> Any:
