@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, check_length
+from greenfast.ops.arguments import check_flag, parse_length
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
 from greenfast.ops.symbols import is_known, require, require_same_shape
 from greenfast.serving.call import AttentionCall, Result, get_constant
@@ -105,7 +105,7 @@ def flash_attn_varlen_func(
             cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
         )  # fmt: skip
     if type(num_splits) is not int or num_splits < 0:
-        check_length("num_splits", num_splits)
+        parse_length("num_splits", num_splits)
     wants_lse = return_attn_probs or return_softmax_lse
     table, request = _select_table(block_table, page_table), None
     if not torch.compiler.is_compiling():
@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
     check_flag("return_softmax_lse", return_softmax_lse)
     check_flag("return_attn_probs", return_attn_probs)
     _check_query(q, 3, "total_q, heads, head_dim")
-    check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
+    max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
     scales = (q_descale, k_descale, v_descale)
     if table is not None and seqused_k is None:
         raise ValueError("seqused_k: None; with block_table the lengths of the sequences are needed, int32 (batch,)")
@@ -204,7 +204,7 @@ def flash_attn_with_kvcache(
             qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes
         )
     if type(num_splits) is not int or num_splits < 0:
-        check_length("num_splits", num_splits)
+        parse_length("num_splits", num_splits)
     table, request = _select_table(block_table, page_table), None
     if cache_batch_idx is None and not torch.compiler.is_compiling():
         plan = scheduler_metadata.parts() if type(scheduler_metadata) is ServingPlan else (scheduler_metadata,)
@@ -231,8 +231,7 @@ def flash_attn_with_kvcache(
         max_length = length
     else:
         _check_query(q, 3, "total_q, heads, head_dim")
-        check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
-        assert max_seqlen_q is not None
+        max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
         if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] == 0:
             raise ValueError("cu_seqlens_q: an int32 tensor (batch + 1,) is needed")
         batch, length, rows, starts, max_length = cu_seqlens_q.shape[0] - 1, None, q, cu_seqlens_q, max_seqlen_q
@@ -329,8 +328,5 @@ def _parse_lengths(q: Tensor, cache_seqlens: int | Tensor | None, batch: Any, ca
         return cache_seqlens
     if cache_seqlens is None:
         cache_seqlens = capacity
-    check_length("cache_seqlens", cache_seqlens, MAX_LENGTH)
-    length: Any = (
-        cache_seqlens if torch.compiler.is_compiling() else int(cache_seqlens)
-    )  # int() would specialize a symbol
+    length = parse_length("cache_seqlens", cache_seqlens, MAX_LENGTH)
     return torch.full((batch,), length, dtype=torch.int32, device=q.device)

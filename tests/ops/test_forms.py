@@ -273,6 +273,7 @@ JAGGED = torch.nested.nested_tensor(
 NESTED = torch.nested.as_nested_tensor([Q[0], Q[1]], layout=torch.strided)
 NO_FLAGS: tuple[Any, ...] = ("yes", 1, 0, None, 1.0, [], torch.tensor(True), np.bool_(True))
 NO_NUMBERS: tuple[Any, ...] = ("0.1", 1j, [0.1], torch.tensor([0.1]), np.array([0.1]), torch.tensor(True), {})
+NO_NUMBERS += (torch.empty((), device="meta"),)
 NO_NAMES: tuple[Any, ...] = (None, ["fp8"], 8, {}, "FP8")
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"is_causal": x}, TypeError, "is_causal: .*True or False is needed") for x in NO_FLAGS),
@@ -370,6 +371,12 @@ def test_invalid_lengths(length: Any) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=r"min_length: .* is needed"):
             function()
+
+
+def test_lengths_of_numpy() -> None:
+    for length, kernel in ((Q.shape[-2], "reference"), (Q.shape[-2] + 1, "torch")):
+        numpy_length: Any = np.int64(length)
+        assert greenfast.explain(Q, K, V, min_length=numpy_length).kernel == kernel
 
 
 def test_other_forms_compiled() -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,8 +108,10 @@ def test_booleans_are_numbers_where_pytorch_takes_them_so() -> None:
     with greenfast.use(min_length=0) as routed:
         result = functional.scaled_dot_product_attention(Q, K, V, scale=True, dropout_p=False)
         functional.scaled_dot_product_attention(Q, K, V, dropout_p=True)
+        numpy_scale: Any = np.True_
+        functional.scaled_dot_product_attention(Q, K, V, scale=numpy_scale)
     assert torch.equal(result, greenfast.sdpa(Q, K, V, scale=1.0))
-    assert (routed.taken, routed.fallen_back) == (1, {"dropout_p: the kernels have no dropout": 1})
+    assert (routed.taken, routed.fallen_back) == (2, {"dropout_p: the kernels have no dropout": 1})
 
 
 @pytest.mark.parametrize("grad", [False, True])

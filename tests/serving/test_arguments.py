@@ -6,6 +6,7 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -79,6 +80,32 @@ def test_a_window_wider_than_the_keys_is_none(side: int, causal: bool) -> None:
         assert torch.equal(call(window), call((-1, -1)))
     for left in (0, 3):
         assert torch.equal(call((left, side)), call((left, -1)))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64])
+def test_whole_numbers_of_numpy(kind: Any) -> None:
+    """The negative of a np.uint8 is positive."""
+    q, k = normal(200, 4, 64), normal(200, 2, 64)
+    cu = starts(190, 200)
+    numpy_longest, numpy_window = kind(190), (kind(150), kind(0))
+    result = flash_attn_varlen_func(q, k, k, cu, cu, numpy_longest, numpy_longest, window_size=numpy_window)
+    assert torch.equal(result, flash_attn_varlen_func(q, k, k, cu, cu, 190, 190, window_size=(150, 0)))
+    cache = greenfast.PagedKVCache(kind(16), kind(16), kind(2), kind(64), layers=kind(1))
+    assert cache.reserve("a", kind(200))
+    assert cache.free_pages == 3
+    assert torch.equal(cache.slot_mapping(["a"], [kind(100)], [kind(100)]), cache.slot_mapping(["a"], [100], [100]))
+    assert cache.block_table(["a"], kind(14)).shape == (1, 14)
+    plan = greenfast.ServingPlan(
+        cu, torch.tensor([190, 10], dtype=I32), kind(190), heads=kind(4), kv_heads=kind(2), head_dim=kind(64)
+    )
+    assert type(plan.max_seqlen_q) is int
+
+
+def test_numbers_in_tensors_are_read_for_an_explanation() -> None:
+    q, cu = normal(20, 2, 64), starts(20)
+    for scale, kernel in ((torch.tensor(0.2), "reference"), (torch.tensor(-0.2), "torch")):
+        explanation = greenfast.explain_call(flash_attn_varlen_func, q, q, q, cu, cu, 20, 20, softmax_scale=scale)
+        assert explanation.kernel == kernel
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])

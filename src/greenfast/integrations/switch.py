@@ -31,12 +31,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from greenfast.ops.arguments import check_length
+from greenfast.ops.arguments import parse_length
 from greenfast.ops.context_stack import in_context_parallel
 from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
 from greenfast.ops.routing import CONTEXT_PARALLEL, Routed, explain
@@ -86,7 +87,7 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         """Raise ValueError for an unknown precision, and TypeError or ValueError for an invalid length."""
         check_choice("precision", precision, SDPA_PRECISIONS)
         if min_length is not None:
-            check_length("min_length", min_length)
+            min_length = parse_length("min_length", min_length)
         self.precision: AutoPrecision = precision
         self.min_length = min_length
         self.routed = Routed()
@@ -222,8 +223,8 @@ class _Hook(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Compute the call here or in PyTorch. plain: no tensor is of a subclass with its own functions."""
         settings = self.settings
-        dropout_p = float(dropout_p) if isinstance(dropout_p, bool) else dropout_p  # PyTorch takes True for 1
-        scale = float(scale) if isinstance(scale, bool) else scale
+        dropout_p = float(dropout_p) if isinstance(dropout_p, bool | np.bool_) else dropout_p  # for PyTorch True is 1
+        scale = float(scale) if isinstance(scale, bool | np.bool_) else scale
         if in_context_parallel():  # PyTorch must not compute it; unsupported calls raise an error
             whole: Tensor = sdpa(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=settings.precision

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from greenfast.ops.arguments import check_length
+from greenfast.ops.arguments import parse_length
 from greenfast.ops.context_stack import in_context_parallel
 from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
 from greenfast.ops.routing import CONTEXT_PARALLEL, TORCH, Explanation, Routed, explain
@@ -55,7 +55,7 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
     """
     check_choice("precision", precision, SDPA_PRECISIONS)
     if min_length is not None:
-        check_length("min_length", min_length)
+        min_length = parse_length("min_length", min_length)
     try:
         library = importlib.import_module("transformers")
         attentions, masks = library.AttentionInterface, library.AttentionMaskInterface

@@ -24,15 +24,19 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: {_format_value(value)}; True or False is needed, not a {type_name}")
 
 
-def check_length(name: str, value: object, max_value: int | None = None) -> None:
-    """Raise TypeError unless a value is a whole number, and ValueError if it is negative or above ``max_value``."""
+def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
+    """Return a whole number of Python or NumPy as an int, a symbol as it is.
+
+    Raises TypeError for anything else, ValueError for a negative number and one above ``max_value``.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{name}: {_format_value(value)}; a whole number is needed, not a {type(value).__name__}")
-    size: Any = value
+    size: Any = value if isinstance(value, int | torch.SymInt) else int(value)
     if not require(size >= 0):
         raise ValueError(f"{name}: {size}; 0 or more is needed")
     if max_value is not None and is_certain(size > max_value):  # the operators check at run time
         raise ValueError(f"{name}: {size}; at most {max_value} is allowed")
+    return size
 
 
 def parse_causal(is_causal: bool, alignment: str) -> int:
@@ -55,6 +59,8 @@ def parse_number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and not value.is_nested and value.dim() == 0 and not value.is_complex():
         if value.requires_grad:
             raise TypeError(f"{name}: a tensor that requires grad, but no gradient flows to it; pass {name}.item()")
+        if value.is_meta:
+            raise TypeError(f"{name}: a tensor on meta, without a number; a number is needed")
         if value.dtype != torch.bool:
             return float(value)
     real = isinstance(value, numbers.Real | torch.SymFloat | torch.SymInt) and not isinstance(value, bool)

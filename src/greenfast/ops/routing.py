@@ -16,10 +16,10 @@ from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     check_cast_dtype,
     check_flag,
-    check_length,
     is_valid_scale,
     parse_causal,
     parse_dropout,
+    parse_length,
     parse_number,
 )
 from greenfast.ops.canonicalize import CanonicalCall, Refusal, Shape, canonicalize, get_cast_dtype
@@ -114,7 +114,7 @@ def explain(
     causal = parse_causal(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
     if min_length is not None:
-        check_length("min_length", min_length)
+        min_length = parse_length("min_length", min_length)
     check_cast_dtype(float32_as)
     gpu = None if target is None else _parse_target(target)
     dropout = parse_dropout(dropout_p)

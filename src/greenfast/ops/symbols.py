@@ -1,7 +1,7 @@
 """Comparisons of sizes that may be symbols of a traced graph.
 
 A size that depends on data (``x[mask]``, ``nonzero``, ``item()``) is an unbacked symbol. A Python ``if`` on it raises
-an error.
+an error. A NumPy number gives a NumPy comparison.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 #: ``experimental.symbolic_shapes`` imports SymPy. PyTorch loads it once a symbol exists, so calls look it up here.
@@ -20,6 +21,8 @@ def is_known(condition: Any) -> bool:
     """Return whether a comparison of sizes is true; False also if only the run can decide it."""
     if type(condition) is bool and not _is_compiling():  # while compiling, the type of a symbol is bool
         return condition
+    if isinstance(condition, np.bool_):
+        return bool(condition)
     return bool(_TORCH_FX.experimental.symbolic_shapes.guard_or_false(condition))
 
 
@@ -32,6 +35,8 @@ def is_certain(condition: Any) -> bool:
     """
     if type(condition) is bool and not _is_compiling():
         return condition
+    if isinstance(condition, np.bool_):
+        return bool(condition)
     shapes = _TORCH_FX.experimental.symbolic_shapes
     if torch.compiler.is_exporting() or _are_ranges_declared():
         return bool(shapes.statically_known_true(condition))
@@ -59,6 +64,8 @@ def require(condition: Any) -> bool:
     """Return False if a comparison of sizes is false. If only the run can decide it, the graph asserts it."""
     if type(condition) is bool and not _is_compiling():
         return condition
+    if isinstance(condition, np.bool_):
+        return bool(condition)
     if not _TORCH_FX.experimental.symbolic_shapes.guard_or_true(condition):
         return False
     torch._check(condition)  # type: ignore[no-untyped-call]

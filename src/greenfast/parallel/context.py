@@ -17,9 +17,9 @@ from greenfast.ops import torch_ops
 from greenfast.ops.arguments import (
     check_cast_dtype,
     check_flag,
-    check_length,
     parse_causal,
     parse_dropout,
+    parse_length,
     parse_number,
     parse_scale,
 )
@@ -237,7 +237,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                     f"{name}: {describe_tensor(x)}; int32 (batch + 1,) is needed, this rank's rows of each sequence"
                 )
         for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-            check_length(name, length)
+            parse_length(name, length)
         if causal and (q.shape[0] != k.shape[0] or longest[0] != longest[1]):
             raise ValueError("causal: the shards of q and k differ in length; with a mask they must be as long")
         if parse_number("softcap", softcap) < 0:

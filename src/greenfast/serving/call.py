@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, check_length, parse_number
+from greenfast.ops.arguments import check_flag, parse_length, parse_number
 from greenfast.ops.layout import is_capturing, synchronized
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.ops.symbols import is_known, require, require_same_shape
@@ -123,7 +123,7 @@ class AttentionCall:
             )
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
-        check_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
+        max_seqlen_k = parse_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         is_quantized = k.dtype == E4M3
         if not is_quantized and (scales[1] is not None or scales[2] is not None):
@@ -146,7 +146,6 @@ class AttentionCall:
         pages = allocate_pages(count, PAGE, k.shape[1], k.shape[2], k.device, grouped=not is_quantized)
         if not is_quantized:
             scales = (scales[0], pages.k_scale, pages.v_scale)
-        assert max_seqlen_k is not None
         width: Any = max_seqlen_k // PAGE + 2 if traced else max(1, -(-max_seqlen_k // PAGE))
         self._check(pages, (batch, width), cu_seqlens_k, scales)
         if not is_quantized:

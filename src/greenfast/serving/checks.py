@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.ops.arguments import check_length
+from greenfast.ops.arguments import parse_length
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
@@ -277,7 +277,7 @@ def check_attention(
         _check_dense("plan", plan)
     if out_dtype not in DTYPES:
         raise TypeError(f"out: dtype {out_dtype}; allowed: {', '.join(map(str, DTYPES))}")
-    check_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
+    parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
     _check_number("window_size", window_left, -1)
     _check_number("window_size", window_right, -1)
     _check_number("softcap", softcap, 0)

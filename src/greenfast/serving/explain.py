@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from greenfast.ops.routing import TORCH, Explanation
 from greenfast.serving.checks import E4M3
 
 _HOPPER = (9, 0)
+_NUMBERS = {"softmax_scale", "softcap", "eps"}  # arguments that may be tensors without dimensions, which are read
 
 
 def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -26,11 +28,14 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
     if not callable(function):
         raise TypeError(f"function: a {type(function).__name__}; the function to call comes first")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_args, given_named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
+        call = inspect.signature(function).bind(*args, **kwargs)
+        for name in _NUMBERS & call.arguments.keys():
+            call.arguments[name] = _read_number(call.arguments[name])
+        fake_args, fake_kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (call.args, call.kwargs))
         with mode:
-            function(*fake_args, **given_named)
+            function(*fake_args, **fake_kwargs)
     except (TypeError, ValueError, NotImplementedError) as e:
         return Explanation(TORCH, str(e))
     device = tensors[0].device
@@ -46,6 +51,12 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exp
             TORCH, f"q: on a GPU of compute capability {capability[0]}.{capability[1]}; the kernels are for 9.0"
         )
     return Explanation("serving", format_reason(tensors))
+
+
+def _read_number(value: Any) -> Any:
+    """Return the number of a tensor without dimensions. Return anything else as it is."""
+    readable = isinstance(value, Tensor) and value.dim() == 0 and not (value.is_meta or value.requires_grad)
+    return value.item() if readable else value
 
 
 def format_reason(tensors: Sequence[Tensor]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_length
+from greenfast.ops.arguments import parse_length
 from greenfast.ops.quantized import HEAD_DIMS, check_choice
 from greenfast.serving.checks import PAGE_SIZES, check_strided
 from greenfast.serving.pages import KVPages, allocate_pages
@@ -45,8 +45,7 @@ class PagedKVCache:
     ) -> None:
         """Raise TypeError or ValueError, naming the argument, for sizes and choices without a kernel."""
         sizes = {"pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "layers": layers}
-        for name, n in sizes.items():
-            check_length(name, n)
+        pages, page_size, kv_heads, head_dim, layers = (parse_length(name, n) for name, n in sizes.items())
         for name, n, allowed in (("page_size", page_size, PAGE_SIZES), ("head_dim", head_dim, HEAD_DIMS)):
             if n not in allowed:
                 raise ValueError(f"{name}: {n!r}; allowed are {', '.join(map(str, allowed))}")
@@ -100,7 +99,7 @@ class PagedKVCache:
 
         Return False, and reserve none, if too few are free.
         """
-        check_length("length", length)
+        length = parse_length("length", length)
         owned = self._pages.get(sequence, [])
         missing = -(-length // self.page_size) - len(owned)
         if missing > len(self._free):
@@ -123,7 +122,7 @@ class PagedKVCache:
         rows = [self._pages[s] for s in sequences]
         longest = max([1, *map(len, rows)])
         if max_pages is not None:
-            check_length("max_pages", max_pages)
+            max_pages = parse_length("max_pages", max_pages)
             if max_pages < longest:
                 raise ValueError(f"max_pages: {max_pages}; a sequence has {longest}")
         width = max_pages or longest
@@ -144,7 +143,8 @@ class PagedKVCache:
         slots: list[int] = []
         for name, start, count in zip(sequences, starts, counts, strict=True):
             row, size = self._pages[name], self.page_size
-            if start < 0 or count < 0 or start + count > len(row) * size:
+            start, count = parse_length("starts", start), parse_length("counts", count)
+            if start + count > len(row) * size:
                 raise ValueError(
                     f"starts, counts: {count} tokens from {start} of {name!r}; its pages hold {len(row) * size}"
                 )

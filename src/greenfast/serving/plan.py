@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, check_length, parse_number
+from greenfast.ops.arguments import check_flag, parse_length, parse_number
 from greenfast.ops.quantized import HEAD_DIMS
 from greenfast.ops.symbols import require
 from greenfast.serving import launch_cache as serving_request
@@ -108,19 +109,15 @@ class ServingPlan:
             )
         if cu_seqlens_q.device != seqused_k.device:
             raise ValueError(f"seqused_k: it is on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
-        for name, n in (
-            ("heads", heads),
-            ("kv_heads", kv_heads),
-            ("head_dim", head_dim),
-            ("max_seqlen_q", max_seqlen_q),
-        ):
-            check_length(name, n, MAX_LENGTH)
+        heads, kv_heads = parse_length("heads", heads, MAX_LENGTH), parse_length("kv_heads", kv_heads, MAX_LENGTH)
+        head_dim = parse_length("head_dim", head_dim, MAX_LENGTH)
+        max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
         if head_dim not in HEAD_DIMS:
             raise NotImplementedError(f"head_dim: {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
         if not is_valid_grouping(heads, kv_heads):
             raise ValueError(f"heads: {heads}, kv_heads {kv_heads}; 1 to {MAX_GROUP_SIZE} heads share each of kv_heads")
         if total_q is not None:
-            check_length("total_q", total_q, MAX_LENGTH)
+            total_q = parse_length("total_q", total_q, MAX_LENGTH)
         check_flag("causal", causal)
         self.cu_seqlens_q, self.seqused_k, self.max_seqlen_q = cu_seqlens_q, seqused_k, max_seqlen_q
         self.heads, self.kv_heads, self.head_dim, self.total_q = heads, kv_heads, head_dim, total_q
@@ -157,17 +154,19 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
 
     Raises TypeError and ValueError.
     """
-    if window_size is None or window_size == (-1, -1):
+    if window_size is None or (isinstance(window_size, tuple) and window_size == (-1, -1)):
         return -1, 0 if causal else -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
-    left, right = window_size
-    for n in (left, right):
-        if not isinstance(n, int | torch.SymInt) or isinstance(n, bool):
+    sides: list[Any] = []
+    for n in window_size:
+        if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
             raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
-        if not (require(n >= -1) and require(n < 2**63)):
+        side: Any = n if isinstance(n, int | torch.SymInt) else int(n)
+        if not (require(side >= -1) and require(side < 2**63)):
             raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
-    return left, 0 if causal else right
+        sides.append(side)
+    return sides[0], 0 if causal else sides[1]
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
