@@ -247,6 +247,7 @@ __syncthreads();
 u64 state; u32 done = 0, left;
 for (int round = 0; round < 3; ++round) {{
   s[threadIdx.x] = x[threadIdx.x] + round;
+  __syncwarp();  // thread 62 arrives for thread 63
 {ARRIVE.format(when="if (threadIdx.x < 8)", form=".noComplete.shared.b64 %0, [%1], 1")}
 {ARRIVE.format(when="else if (threadIdx.x < 62)", form=".shared::cta.b64 %0, [%1]")}
 {ARRIVE.format(when="else if (threadIdx.x == 62)", form=".shared::cta.b64 %0, [%1], 2")}

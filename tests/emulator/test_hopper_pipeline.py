@@ -132,6 +132,11 @@ def test_producer_and_two_consumers(seed: int) -> None:
             id="released before the product is done",
         ),
         pytest.param(
+            {"full_wait": "if (threadIdx.x < 32 || threadIdx.x >= 128) wait(&full[stage], t / STAGES % 2);"},
+            r"wgmma operand read of|a data race on .* this read and the write .*cp\.async\.bulk\.tensor",
+            id="one warp of four waits for the tile",
+        ),
+        pytest.param(
             {"early": 'asm volatile("add.f32 %0, %1, %1;" : "=f"(sum[0]) : "f"(d[0]));'},
             r"read of a wgmma's accumulator before a wgmma\.wait_group that covers it",
             id="accumulator before its wait",
@@ -209,6 +214,58 @@ def test_a_stage_is_released_after_the_wait_for_its_product(release: str, right:
         launch()
     else:
         with pytest.raises(KernelFaultError, match=r"not ordered after a wgmma\.wait_group|still reads"):
+            launch()
+
+
+# Warp 0 sums what warp 1 copies, and one of its threads releases the stage.
+RELEASED = """
+__shared__ __align__(128) int s[32]; __shared__ u64 full, empty;
+if (threadIdx.x == 0) { init(&full, 1); init(&empty, 1); init_fence(); }
+__syncthreads();
+if (threadIdx.x < 32) {
+  int sum = 0;
+  for (int i = 0; i < 3; ++i) {
+    wait(&full, i % 2);
+    sum += s[31 - threadIdx.x];
+    proxy_fence();
+    SYNC
+    if (threadIdx.x == 7) arrive(&empty);
+  }
+  y[threadIdx.x] = sum;
+} else if (threadIdx.x == 32) {
+  for (int i = 0; i < 3; ++i) { wait(&empty, i % 2 ^ 1); expect(&full, 128); bulk_load(s, x + 32 * i, 128, &full); }
+}"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("sync", "right"),
+    [
+        ("__syncwarp();", True),
+        ('asm volatile("bar.sync 1, 32;" ::: "memory");', True),
+        ("", False),
+        ("__syncwarp(threadIdx.x < 16 ? 0xffff : 0xffff0000);", False),
+        ("__shfl_sync(~0u, sum, 0);", False),
+    ],
+    ids=["warp", "barrier", "none", "half a warp", "shuffle"],
+)
+def test_one_thread_releases_a_stage_after_the_reads_of_its_warp(sync: str, right: bool, seed: int) -> None:
+    def launch() -> GridResult:
+        x = np.arange(96, dtype=np.int32)
+        return run(
+            RELEASED.replace("SYNC", sync),
+            {"x": x},
+            {"y": ((32,), "int32")},
+            parameters="const int* x, int* y",
+            args=("x", "y"),
+            threads=64,
+            seed=seed,
+        )
+
+    if right:
+        assert (launch().outputs["y"] == np.arange(96).reshape(3, 32).sum(axis=0)[::-1]).all()
+    else:
+        with pytest.raises(KernelFaultError, match=r"data race .* this write and the read .*ld\.shared"):
             launch()
 
 

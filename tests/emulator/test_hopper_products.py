@@ -193,6 +193,12 @@ ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'
         ("mma_wait<0>();", "mma_wait<1>();", r"read of a wgmma's accumulator before a wgmma\.wait_group"),
         ("mma_wait<0>();", "", r"read of a wgmma's accumulator before a wgmma\.wait_group"),
         ("mma_wait<0>();", "sa[7] = 1; mma_wait<0>();", r"1-byte write to where an asynchronous operation"),
+        ("__syncthreads();\n", "", r"a data race on .* this read and the write .*\(in: wgmma\.mma_async"),
+        (
+            "proxy_fence();\n__syncthreads();",
+            "__syncthreads(); if (threadIdx.x < 96) proxy_fence();",
+            r"read of what a store wrote with no fence\.proxy",
+        ),
         ("proxy_fence();", "", r"wgmma operand read of what a store wrote with no fence\.proxy\.async since"),
         (
             "mma(d,",

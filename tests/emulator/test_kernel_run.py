@@ -81,6 +81,26 @@ def test_unwritten_outputs_and_changed_inputs_are_failures() -> None:
         emulator.run(COPY, grid=1, block=64, args=[X, emulator.In(y), 8])
 
 
+def test_results_that_depend_on_an_unset_register_differ_between_orders() -> None:
+    ptx = """.version 8.4
+    .target sm_90
+    .address_size 64
+    .visible .entry k(.param .u64 y) {
+      .reg .b32 %r<3>; .reg .pred %p; .reg .b64 %d;
+      ld.param.u64 %d, [y];
+      SET
+      add.u32 %r2, %r1, 1;
+      st.global.u32 [%d], %r2;
+      ret;
+    }"""
+    y = np.zeros(1, np.uint32)
+    emulator.run(ptx.replace("SET", "mov.u32 %r1, 5;"), grid=1, block=1, args=[y])
+    assert y[0] == 6
+    for unset in ("", "@%p mov.u32 %r1, 5;"):
+        with pytest.raises(emulator.KernelFaultError, match="differs between 3 orders"):
+            emulator.run(ptx.replace("SET", unset), grid=1, block=1, args=[y])
+
+
 def test_one_array_twice_is_one_buffer_and_none_is_a_null_pointer() -> None:
     z = np.arange(32, dtype=np.float32)
     emulator.run(SAXPY, grid=1, block=32, args=[32, 1.0, z, z])

@@ -100,10 +100,43 @@ def test_an_update_that_can_be_lost_is_a_race_in_every_order(body: str, blocks: 
             4,
             id="a lock that an ordinary write releases",
         ),
+        pytest.param(
+            "if (threadIdx.x == 0) { if (blockIdx.x) { __threadfence(); atomicAdd(z, 1); } else {"
+            "while (atomicAdd(z, 0) < 2); z[0] = 0; y[0] = 5; } }",
+            3,
+            5,
+            id="a counter of blocks that an ordinary write resets after a wait",
+        ),
+        pytest.param(
+            "__shared__ int count; count = 0; __syncthreads(); if (threadIdx.x > 31) atomicAdd(&count, 1);"
+            "else if (threadIdx.x == 0) { while (*(volatile int*)&count < blockDim.x - 32); count = 0; }"
+            "__syncthreads(); y[0] = count + 3;",
+            1,
+            3,
+            id="a counter of warps that an ordinary write resets after a wait",
+        ),
     ],
 )
 def test_a_right_update_is_not_accused(body: str, blocks: int, first: float, seed: int) -> None:
     assert result(body, blocks=blocks, seed=seed)[0] == np.float32(first)
+
+
+@SEEDS
+@pytest.mark.parametrize("memory", ["__shared__ int n;", "int& n = z[0];"], ids=["shared", "global"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if (threadIdx.x == 5) n = 0; SYNC y[threadIdx.x] = atomicAdd(&n, 1); __syncwarp();",
+        "if (threadIdx.x == 0) n = 0; __syncwarp(); atomicAdd(&n, 1); SYNC if (threadIdx.x == 7) n = 3;",
+    ],
+    ids=["atomic access after a write", "write after atomic accesses"],
+)
+def test_an_ordinary_write_and_an_atomic_access_within_a_warp_need_a_syncwarp(
+    body: str, memory: str, seed: int
+) -> None:
+    result(memory + body.replace("SYNC", "__syncwarp();"), threads=32, seed=seed)
+    with pytest.raises(KernelFaultError, match=r"data race .* (atomic access and the write|write and the atomic)"):
+        result(memory + body.replace("SYNC", ""), threads=32, seed=seed)
 
 
 @pytest.mark.parametrize(

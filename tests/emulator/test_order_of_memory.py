@@ -243,6 +243,16 @@ def test_a_volatile_value_before_a_barrier_is_seen_after_it() -> None:
     assert in_all_orders(f"{body} y[t] = v[t ^ 1];", 64) > {2}
 
 
+def test_a_volatile_value_of_the_same_warp_is_seen_after_a_syncwarp() -> None:
+    """The oldest way to add up a warp: each thread has read its own value before another one reads it."""
+    add = "v[t] += v[t + 16]; SYNC v[t] += v[t + 8]; SYNC y[t] = v[t];"
+    body = "__shared__ volatile int v[64]; int t = threadIdx.x; v[t] = 1; v[t + 32] = 0; __syncwarp(); "
+    without = {result(body + add.replace("SYNC", ""), seed=seed)[0] for seed in range(3)}
+    assert without > {4}
+    steps = "for (int d = 16; d > 4; d /= 2) { int a = v[t + d]; __syncwarp(); v[t] += a; __syncwarp(); } y[t] = v[t];"
+    assert {result(body + steps, seed=seed)[0] for seed in range(3)} == {4}
+
+
 def test_no_thread_of_two_may_see_what_the_other_wrote() -> None:
     """Store buffering: each writes one place and reads the other's."""
     without = {tuple(result(BUFFERS, threads=64, seed=seed)[:2]) for seed in range(3)}

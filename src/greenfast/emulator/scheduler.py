@@ -289,6 +289,8 @@ class Scheduler:
                 m.races.sync_warp(lane_indices(active))
             if operation is not None:
                 m.races.warp_sync.collective = meets
+                if meets and sync_groups[pc].aligned:
+                    m.races.warp_sync.converged[active] = m.races.ordering.now
                 stay = operation(m, active)
                 m.races.warp_sync.collective = False
                 if stay is not None and len(stay):
@@ -385,6 +387,8 @@ class Scheduler:
             self.m.races.warp = int(mine[0]) // self.m.threads_per_warp_slot
             whole = selection(mine)
             self.m.races.warp_sync.collective = True
+            if self.program.sync_groups[pc].aligned:
+                self.m.races.warp_sync.converged[whole] = self.m.races.ordering.now
             stay = operation(self.m, whole) if operation is not None else None
             self.m.races.warp_sync.collective = False
             if stay is not None and len(stay):

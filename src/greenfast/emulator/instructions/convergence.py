@@ -28,23 +28,24 @@ _BITS = np.uint32(1) << np.arange(WARP, dtype=np.uint32)
 class SyncGroup:
     """The warps that an instruction needs together, and the threads of each warp (None: all).
 
-    key: threads at instructions with one key run together; empty: only threads at the same instruction.
+    key: threads at instructions with one key run together; empty: only threads at the same instruction. aligned: an
+    instruction on matrices, which all threads of a warp execute together.
     """
 
-    def __init__(self, warps: int, mask: Reader | None, key: str = "") -> None:
-        self.warps, self.mask, self.key = warps, mask, key
+    def __init__(self, warps: int, mask: Reader | None, key: str = "", aligned: bool = False) -> None:
+        self.warps, self.mask, self.key, self.aligned = warps, mask, key, aligned
 
 
 def parse_sync_group(i: Instruction) -> SyncGroup | None:
     """Return the threads that an instruction needs together; None if each thread may execute it alone."""
     if i.name == "wgmma":
-        return SyncGroup(_WARPGROUP if i.parts[0] == "mma_async" else 1, None)
+        return SyncGroup(_WARPGROUP if i.parts[0] == "mma_async" else 1, None, aligned=True)
     if i.name in ("bar", "barrier") and "warp" in i.parts:
         return SyncGroup(1, _mask(i, 0), "bar.warp.sync")
     if i.name not in _OF_WARPS or (i.name != "wmma" and "sync" not in i.parts):
         return None
     operand = _OF_WARPS[i.name]
-    return SyncGroup(1, None if operand is None else _mask(i, operand))
+    return SyncGroup(1, None if operand is None else _mask(i, operand), aligned=operand is None)
 
 
 def _mask(i: Instruction, operand: int) -> Reader | None:

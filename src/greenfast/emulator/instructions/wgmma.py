@@ -300,10 +300,12 @@ def _operand(
     location = offsets + (blocks * m.shared_stride)[:, None, None]
     flat = location.ravel()
     with m.accessing(np.repeat(owner, location[0].size), "shared"):
-        # No race is looked for: it is held until a wait covers it.
+        # Not recorded as a read: it is held until a wait covers it.
         data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True, asynchronous=True)
+        group = int(owner[0]) // (m.threads_per_warp_slot * _WARPS) * _WARPS + np.arange(_WARPS)
+        if m.races.warp_sync.is_single_block:
+            m.races.read_product(flat, group.tolist())
         if m.proxies is not None:
-            group = int(owner[0]) // (m.threads_per_warp_slot * _WARPS) * _WARPS + np.arange(_WARPS)
             m.proxies.require_fenced(flat, group, "wgmma operand read", False)
     values = decode(data.reshape(*location.shape[:2], -1), kind)
     return values.swapaxes(1, 2) if transposed else values, chunk_indices(location.reshape(len(blocks), -1))

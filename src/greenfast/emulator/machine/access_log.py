@@ -36,6 +36,8 @@ class Accesses:
     def __init__(self) -> None:
         self.instructions: list[Instruction | None] = [None]
         self.warps = np.zeros(1 << 12, np.int64)
+        #: The last access by warp number.
+        self.latest: dict[int, int] = {}
 
     def add(self, instruction: Instruction, warp: int) -> int:
         """Return the number of a new access."""
@@ -44,6 +46,7 @@ class Accesses:
         if number == len(self.warps):
             self.warps = np.concatenate([self.warps, np.zeros(number, np.int64)])
         self.warps[number] = warp
+        self.latest[warp] = number
         return number
 
 

@@ -35,6 +35,17 @@ def parse_scope(parts: Sequence[str]) -> int:
 
 
 @dataclass
+class _Late:
+    """What a warp knows of another warp that some threads have not passed on: (32,) clocks of that warp's lanes.
+
+    until: the other warp's accesses that a warp would know otherwise.
+    """
+
+    until: int
+    lanes: Numbers
+
+
+@dataclass
 class _SyncWord:
     """A word through which threads synchronize, and the clocks that were stored there.
 
@@ -85,6 +96,10 @@ class Ordering:
         self._seen: dict[tuple[int, int, str, int], int] = {}
         self._barriers: dict[int, Numbers] = {}
         self._mbarriers: dict[int, Numbers] = {}
+        #: By mbarrier and arriving warp: (32,) the clocks of its lanes, if threads arrived without the others.
+        self._partial: dict[int, dict[int, Numbers]] = {}
+        #: By block and warp, then by other warp: lanes of the latter that it does not know as it knows the warp.
+        self.late: dict[tuple[int, int], dict[int, _Late]] = {}
 
     def snapshot(self, block: int, warp: int) -> Numbers:
         """Return (clocks, warps): the clock that a warp passes to other warps of its block."""
@@ -96,6 +111,10 @@ class Ordering:
         """Join a clock into the clock of a warp."""
         mine = self._clocks[block, warp]
         np.maximum(mine, known, out=mine)
+        late = self.late.get((block, warp), {})
+        for other in list(late):
+            if known[0, other] >= late[other].until:
+                del late[other]
 
     def fence_proxy(self, blocks: Any, warps: Any, until: Any, kinds: slice) -> None:
         """Execute proxy fences of warps, for writes or reads ordered before them, up to the access ``until``."""
@@ -108,6 +127,9 @@ class Ordering:
         count = self.warps.shape[1]
         for warp in warps.tolist():
             self.min_clock[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING
+        for (_, warp), others in self.late.items():
+            least = min((int(late.lanes.min()) for late in others.values()), default=EVERYTHING)
+            self.min_clock[warp] = min(self.min_clock[warp], least)
 
     # ---- barriers of a block ----------------------------------------------------------------------------------------
 
@@ -135,6 +157,9 @@ class Ordering:
             self.proxied[blocks] = self.proxied[blocks].max(axis=1, keepdims=True)
         self.warps[blocks] = self.now
         self.warps[blocks[:, None], own, own] = EVERYTHING
+        for block, warp in list(self.late) if len(blocks) else ():
+            if block in blocks:
+                del self.late[block, warp]
         self.update_min(own)
 
     def sync_cluster(self, blocks: NDArray[np.int64], until: int) -> None:
@@ -148,12 +173,21 @@ class Ordering:
 
     # ---- mbarriers --------------------------------------------------------------------------------------------------
 
-    def release(self, row: int, block: int, warp: int, relaxed: bool = False) -> None:
-        """Release at an mbarrier arrival; relaxed: release the clock of the last fence."""
+    def release(self, row: int, block: int, warp: int, relaxed: bool = False, lanes: Numbers | None = None) -> None:
+        """Release at an mbarrier arrival; relaxed: release the clock of the last fence.
+
+        lanes: (32,) the clocks of the warp's lanes if threads arrive without the others.
+        """
         known = self.snapshot(block, warp)
         if relaxed:
             known[0] = self.fenced_warps[block, warp] if self.through_memory else 0
         before = self._mbarriers.get(row)
+        partial = self._partial.get(row, {})
+        if lanes is None and not relaxed:
+            partial.pop(warp, None)
+        elif lanes is not None:
+            earlier = partial[warp] if warp in partial else np.full(32, 0 if before is None else before[0, warp])
+            self._partial.setdefault(row, {})[warp] = np.maximum(earlier, lanes)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
 
     def arrived_clock(self, row: int, warp: int) -> int:
@@ -161,13 +195,30 @@ class Ordering:
         known = self._mbarriers.get(row)
         return 0 if known is None else int(known[0, warp])
 
-    def acquire(self, row: int, block: int, warp: int) -> int:
-        """Acquire after an mbarrier wait. Return the released clock component of the waiting warp itself."""
+    def acquire(self, row: int, block: int, warp: int) -> Numbers:
+        """Acquire after an mbarrier wait. Return (32,) the released clocks of the waiting warp's own lanes."""
         known = self._mbarriers.get(row)
         if known is None:
-            return 0
+            return np.zeros(32, np.int64)
+        partial = self._partial.get(row, {})
+        before = {other: np.full(32, self.warps[block, warp, other]) for other in partial}
+        before |= {other: late.lanes for other, late in self.late.get((block, warp), {}).items() if other in before}
         self.join(block, warp, known)
-        return int(known[0, warp])
+        for other, passed in partial.items():
+            lanes, until = np.maximum(before[other], passed), int(self.warps[block, warp, other])
+            if other != warp and lanes.min() < until:
+                self.late.setdefault((block, warp), {})[other] = _Late(until, lanes)
+        return partial.get(warp, np.full(32, known[0, warp]))
+
+    def is_late(
+        self, blocks: Numbers, warp: int, others: Numbers, lanes: Numbers, numbers: Numbers
+    ) -> NDArray[np.bool_]:
+        """Return which accesses, by lanes of other warps (-1: by none), are late for a warp of some blocks."""
+        result = np.zeros(len(numbers), np.bool_)
+        for block in np.unique(blocks).tolist():
+            for other, late in self.late.get((block, warp), {}).items():
+                result |= (blocks == block) & (others == other) & (lanes >= 0) & (late.lanes[lanes] < numbers)
+        return result
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

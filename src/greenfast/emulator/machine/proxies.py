@@ -83,8 +83,8 @@ class Proxies:
     def require_fenced(self, offsets: Numbers, warps: Numbers, access: str, writes: bool) -> None:
         """Report a generic access without a later proxy fence, before these asynchronous accesses.
 
-        offsets: of the asynchronous accesses, each in its own chunk. warps: one of these warps must be ordered after
-        the fence.
+        offsets: of the asynchronous accesses, each in its own chunk. warps: the accessing warps, each of which must be
+        ordered after the fence.
         """
         self._require(WRITES, self._writes, offsets, warps, access)
         for reads in self._reads.values() if writes else ():
@@ -95,7 +95,7 @@ class Proxies:
         if proxied is None:
             if not self._last[kind].any():
                 return
-        elif (self._last[kind] <= proxied[:, warps, kind].max(axis=1).min(axis=0)).all():
+        elif (self._last[kind] <= proxied[:, warps, kind].min(axis=(0, 1))).all():
             return
         result = table[offsets >> _SHIFT]
         index = result.nonzero()[0]
@@ -106,7 +106,7 @@ class Proxies:
         if proxied is None:
             known = self._fences[blocks]
         else:
-            known = proxied[blocks[:, None], warps, kind, by[:, None]].max(axis=1)
+            known = proxied[blocks[:, None], warps, kind, by[:, None]].min(axis=1)
         bad = np.flatnonzero(numbers > known)
         if len(bad) and self.m.current.name == "wgmma":
             wrote = self.races.record.accesses.instructions
@@ -122,7 +122,7 @@ class Proxies:
         assert earlier is not None
         where = f"the {before} at {earlier.place} (in: {earlier.text}) by warp {by} of "
         where += m.block_name(int(m.blocks[block]))
-        if self.ordering.proxied is not None and number > int(self.ordering.warps[block, warps, by].max()):
+        if self.ordering.proxied is not None and number > int(self.ordering.warps[block, warps, by].min()):
             raise m.fault(f"a data race on {location}: nothing orders this {access} and {where}, found", lane)
         did = "over what a load read" if kind == READS else "of what a store wrote"
         if kind == WRITES and access == "bulk write":

@@ -8,7 +8,7 @@ warp is kept as well. In global memory the last reads by two blocks are kept, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,8 @@ class Races:
         self.laggards: set[int] = set()
         #: Old values that strong reads may return; None: reads return the newest value.
         self.stale: StaleReads | None = None
+        #: Per place and block: the last strong read, as the access number and the warp.
+        self._strong_reads: dict[tuple[str, int, int], tuple[int, int]] = {}
 
     def begin(self) -> int:
         """Return the number of a new access."""
@@ -114,8 +116,14 @@ class Races:
         if self.m.launches is not None:
             self._pdl_mbarriers.update(rows[self.m.after_pdl_wait[lanes]].tolist())
         self.warp_sync.arrive(lanes, self.ordering.now)
-        for row, block, warp, _ in self._each(rows, lanes):
-            self.ordering.release(row, block, warp, relaxed)
+        for row, block, warp, index in self._each(rows, lanes):
+            late = None
+            if self.warp_sync.is_single_block and not relaxed:
+                threads = np.arange(self.m.lanes)[lanes][index]
+                late = self.warp_sync.arriving_clocks(
+                    threads, self.ordering.now, self.record.accesses.latest.get(warp, 0)
+                )
+            self.ordering.release(row, block, warp, relaxed, late)
 
     def wait_for(self, rows: Numbers, lanes: ThreadSet, relaxed: bool = False) -> None:
         """Complete waits for mbarriers; relaxed: without acquire semantics until the next fence."""
@@ -130,8 +138,15 @@ class Races:
             if relaxed:
                 self._relaxed_waits.setdefault((block, warp), []).append((row, threads))
                 continue
-            self.warp_sync.join_all(threads, self.ordering.acquire(row, block, warp))
+            self._acquire(row, block, warp, threads)
         self.ordering.update_min(np.array(sorted(warps), np.intp))
+
+    def _acquire(self, row: int, block: int, warp: int, threads: Numbers) -> None:
+        """Let threads of a warp know what the arrivals at an mbarrier pass on."""
+        known = self.ordering.acquire(row, block, warp)
+        self.warp_sync.join_all(threads, int(known.min()))
+        if known.min() < known.max():
+            self.warp_sync.join(threads, known)
 
     def complete_phases(self, rows: Numbers) -> None:
         """Record warps that may still wait for the previous phase when a phase of these mbarriers completes.
@@ -160,7 +175,7 @@ class Races:
         """Execute a fence."""
         for block in np.unique(self.m.block_of[lanes]).tolist() if self._relaxed_waits else ():
             for row, threads in self._relaxed_waits.pop((block, self.warp), ()):
-                self.warp_sync.join_all(threads, self.ordering.acquire(row, block, self.warp))
+                self._acquire(row, block, self.warp, threads)
         if self.ordering.through_memory:
             self.ordering.fence(np.unique(self.m.block_of[lanes]).tolist(), self.warp, scope)
 
@@ -187,6 +202,7 @@ class Races:
             threads = indices[index]
             if reads:
                 warps.add(warp)
+                self._strong_reads[space, offset, block] = self.ordering.now, warp
                 self.ordering.load_acquire(space, offset, block, warp, scope)
                 self._acquire_plain_write(space, offset, block, warp, scope, threads)
                 known = self.ordering.load_acquire_lanes(space, offset, block, warp)
@@ -232,6 +248,15 @@ class Races:
         if space == "shared":
             self.shared_writes[WORD].entries[offset // WORD] = 0
 
+    def _has_read(self, space: str, offset: int, lane: int, number: int) -> bool:
+        """Return whether a thread's block has read a place by a strong read since an access, ordered before now.
+
+        A counter may be reset by an ordinary write after a wait for its last value.
+        """
+        block = int(self.m.block_of[lane])
+        seen, warp = self._strong_reads.get((space, offset, block), (-1, 0))
+        return seen >= number and (warp == self.warp or int(self.ordering.warps[block, self.warp, warp]) >= seen)
+
     # ---- shared memory ----------------------------------------------------------------------------------------------
 
     def read_shared(self, offsets: Numbers, size: int) -> None:
@@ -245,10 +270,19 @@ class Races:
             if table.latest[self.warp] > least:
                 unit, rows, whole = group_units(offsets, size)
                 mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
-                self._check_warp(table, rows, whole, mine, "read", "write", None)
+                self.check_warp(table, rows, whole, mine, "read", "write", None)
         self._new_reads[self.warp].append((offsets, size, number, self.m.access_lanes, self.warp_sync.collective))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
+
+    def read_product(self, offsets: Numbers, warps: Sequence[int]) -> None:
+        """Check that a wgmma of some warps reads each CHUNK bytes after all writes of other warps."""
+        current = self.warp
+        for self.warp in warps:
+            for table in self.shared_writes.values():
+                if table.latest_other(self.warp) > self.ordering.min_clock[self.warp]:
+                    self.check_shared(table, offsets // CHUNK, CHUNK, "read", "write", None)
+        self.warp = current
 
     def write_shared(self, offsets: Numbers, size: int, values: Numbers | None) -> None:
         """Check and record a write of ``size`` bytes per thread; values: (threads, size), None if they arrive later."""
@@ -262,9 +296,9 @@ class Races:
                 unchanged = self.check_shared(table, rows, size, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
             if values is not None:
-                unchanged = self._check_warp(table, rows, size, mine, "write", "write", values)
+                unchanged = self.check_warp(table, rows, size, mine, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
-        self.atomics.check_write(rows, size, values)
+        self.atomics.check_write(rows, size, mine, values)
         if self.m.products is not None and self.warp_sync.is_single_block:
             self._check_products(offsets)
         for warp, tables in enumerate(self._shared_reads):
@@ -279,7 +313,7 @@ class Races:
             if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.warp_sync.min_clock(self.warp):
                 self._record_reads(self.warp)
             for table in self._shared_reads[self.warp].values():
-                self._check_warp(table, rows, size, mine, "write", "read", values)
+                self.check_warp(table, rows, size, mine, "write", "read", values)
         if self.warp_sync.collective and values is not None:
             mine = self.warp_sync.mark_collective(mine)
         table = self.shared_writes[unit]
@@ -342,7 +376,7 @@ class Races:
         """Return the thread of each element of an access by ``lanes`` (default: the current access)."""
         return access_threads(self.m.access_lanes if lanes is None else lanes, count)
 
-    def _check_warp(
+    def check_warp(
         self, table: AccessTable, rows: Numbers, size: int, mine: Numbers, access: str, other: str, values: Any
     ) -> Numbers:
         """Report accesses that are not ordered after one of another thread of the warp.
@@ -396,6 +430,11 @@ class Races:
         elements, numbers = late // numbers.shape[1], numbers.ravel()[late]
         others = table.get_threads(rows, size).ravel()[late]
         bad = self._is_unordered(rows, elements, size, numbers, others)
+        if other == "atomic access" and self._strong_reads:
+            units = table.get_numbers(rows, size).shape[1]
+            for n in np.flatnonzero(bad).tolist():
+                offset = int(rows[elements[n]]) * size + int(late[n]) % units * table.unit
+                bad[n] = not self._has_read("shared", offset, self._lane(int(elements[n]), len(rows)), int(numbers[n]))
         if not bad.any():
             return _NONE
         silent = _NONE
@@ -426,6 +465,10 @@ class Races:
             bad = np.where(
                 self.warp_sync.is_remote(blocks, mine, others), self.warp_sync.unordered(numbers, mine, others), bad
             )
+        if self.ordering.late:
+            lanes = np.where(others < self.m.lanes, others, -1)
+            lanes = np.where(lanes >= 0, lanes % WARP, -1)
+            bad |= self.ordering.is_late(blocks, self.warp, self.record.accesses.warps[numbers], lanes, numbers)
         return bad
 
     # ---- global memory ----------------------------------------------------------------------------------------------
@@ -539,7 +582,7 @@ class Races:
         the value of an unordered write of as many bytes.
         """
         m, record, silent = self.m, self.record, _NONE
-        compares = values is not None or access == "read"  # no asynchronous copy, nothing atomic
+        compares = values is not None or access in ("read", "atomic access")  # no asynchronous copy
         for unit, table in tables.items():
             places = offsets[:, None] // unit + np.arange(max(1, size // unit))
             tags = table[places]
@@ -551,6 +594,10 @@ class Races:
                 same_warp = (tags & _BLOCK == (mine & _BLOCK)[:, None]) & (record.accesses.warps[numbers] == self.warp)
                 lanes = self.threads(len(offsets))[:, None] % WARP
                 bad &= ~(same_warp & record.agreeing[unit].has(places, numbers, lanes))
+            if other == "atomic access" and self._strong_reads:
+                for row, column in np.argwhere(bad).tolist():
+                    number, lane = int(tags[row, column]) >> 32, self._lane(row, len(offsets))
+                    bad[row, column] = not self._has_read("global", int(places[row, column]) * unit, lane, number)
             if not bad.any():
                 continue
             if values is not None:
@@ -673,11 +720,14 @@ class Atomics:
         elif lock:
             return
         else:
-            floor = races.ordering.min_clock[races.warp]
+            floor, least = races.ordering.min_clock[races.warp], races.warp_sync.min_clock(races.warp)
             for table in races.shared_writes.values():
+                unit, rows, whole = group_units(offsets, size)
                 if table.latest_other(races.warp) > floor:
-                    _, rows, whole = group_units(offsets, size)
                     races.check_shared(table, rows, whole, "atomic access", "write", None)
+                if table.latest[races.warp] > least:
+                    mine = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
+                    races.check_warp(table, rows, whole, mine, "atomic access", "write", None)
 
     def check_scopes(self, offsets: Numbers, size: int, scope: int, writes: bool) -> None:
         """Check an atomic, volatile, relaxed, acquire or release access to global memory against such earlier ones.
@@ -724,9 +774,11 @@ class Atomics:
             threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
             self._shared[unit].put(rows, whole, number, races.warp, threads)
 
-    def check_write(self, rows: Numbers, size: int, values: Numbers | None) -> None:
-        """Check an ordinary write to shared memory against atomic accesses."""
+    def check_write(self, rows: Numbers, size: int, mine: Numbers, values: Numbers | None) -> None:
+        """Check an ordinary write to shared memory by the threads ``mine`` against atomic accesses."""
         races = self.races
         for table in self._shared.values():
+            if values is not None:
+                races.check_warp(table, rows, size, mine, "write", "atomic access", values)
             if table.latest_other(races.warp) > races.ordering.min_clock[races.warp]:
                 races.check_shared(table, rows, size, "write", "atomic access", values)

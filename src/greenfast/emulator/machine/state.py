@@ -229,12 +229,13 @@ class ResidentBlocks(BlockState):
     def register(self, name: str) -> Values:
         """Return the values of a register for all threads, as unsigned integers of its width (bool for a predicate).
 
-        An unset register holds -1, which is also NaN: a zero would hide the use of an unset value in a sum.
+        An unset register holds -1, which is also NaN: a zero would hide the use of an unset value in a sum. With odd
+        seeds it holds 0, so that results that depend on it differ between orders.
         """
         values = self.registers.get(name)
         if values is None:
             kind = self.register_type(name)
-            unset = not self.seed if kind is np.bool_ else np.iinfo(kind).max
+            unset = self.seed % 2 == 0 if kind is np.bool_ else 0 if self.seed % 2 else np.iinfo(kind).max
             values = self.registers[name] = np.full(self.lanes, unset, kind)
         return values
 

@@ -37,6 +37,8 @@ class WarpSync:
         self.clock = np.where(machine.exists, 0, _ENDED)
         #: (threads, 32) per lane of the warp: the same, where it exceeds ``clock``; None: nowhere.
         self.by_lane: NDArray[np.int64] | None = None
+        #: Per thread: the last access before its last instruction on matrices.
+        self.converged = np.zeros(machine.lanes, np.int64)
         #: True while an instruction runs that has waited for all threads of the warp.
         self.collective = False
         #: In a cluster: the last access before the last wait of each thread.
@@ -75,6 +77,21 @@ class WarpSync:
         """Return (threads, 32): the clock of each thread for each lane of its warp."""
         whole = self.clock[lanes][:, None]
         return np.maximum(whole, self._table()[lanes])
+
+    def arriving_clocks(self, lanes: NDArray[np.intp], now: int, latest: int) -> NDArray[np.int64] | None:
+        """Return (32,) the accesses of a warp's lanes that an arrival of some of its threads passes on; None: all.
+
+        latest: the last access of the warp. Threads that have not synchronized with the arriving ones may be late:
+        their accesses are not passed on. An instruction on matrices counts as synchronization, because all threads
+        execute it together; kernels release a stage of shared memory by one thread of a warp after it.
+        """
+        whole = lanes[0] // WARP * WARP + np.arange(WARP)
+        waits = ~self.m.ended[whole]
+        if len(lanes) == np.count_nonzero(waits):
+            return None
+        known = np.maximum(self.clocks(lanes).max(axis=0), self.converged[whole])
+        known[~waits] = known[lanes % WARP] = now
+        return None if known.min() >= latest else known
 
     def join(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
         """Let threads know accesses of the lanes of their warps; known: (32,) or (threads, 32) numbers."""
