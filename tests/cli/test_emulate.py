@@ -226,6 +226,25 @@ def test_json_holds_every_kind_of_fault(capsys: pytest.CaptureFixture[str], tmp_
     assert all(message.splitlines()[0] in ran.err for message in found["failures"])
 
 
+REFUSED = {
+    "unsupported": ('y[0] = 1;\nasm volatile("multimem.red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(y));', (), 3),
+    "does-not-compile": ("y[0] = 1;\ny[1] = unknown;", (), 1),
+    "wrong-request": ("y[0] = 1;", ("--arg", "f32:1"), 2),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_json_holds_why_nothing_ran(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    body, more, code = REFUSED[kind]
+    (tmp_path / "k.cu").write_text(f'extern "C" __global__ void k(float* y) {{ {body} }}')
+    args = ("--grid", "1", "--block", "1", "--arg", "inout:y=f32[1]:zeros", *more, "--json")
+    ran = emulate(capsys, tmp_path / "k.cu", *args)
+    (fault,) = json.loads(ran.out)["faults"]
+    assert (ran.code, fault["kind"], fault["level"]) == (code, kind, "unsupported" if code == 3 else "error")
+    assert (fault["file"], fault["line"]) == (("k.cu", 2) if code != 2 else (None, None))
+    assert ran.err == f"greenfast: {fault['message']}\n"
+
+
 LEFT = """__device__ int count;
 __device__ float table[4];
 extern "C" __global__ void k(float* y) { BODY }

@@ -15,7 +15,7 @@ from greenfast.emulator.arguments import read_arguments
 from greenfast.emulator.kernel_run import (
     KernelReport,
     KernelRequest,
-    describe_fault,
+    describe_error,
     load_expected,
     load_kernel,
     run_kernel,
@@ -23,6 +23,7 @@ from greenfast.emulator.kernel_run import (
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.judge.report.counts import SHOWN
 from greenfast.judge.store import check_writable, to_json, write_whole
+from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.printable import printable
 from greenfast.spec.problem import Array
@@ -43,16 +44,16 @@ def run(args: argparse.Namespace) -> int:
         includes=args.include,
         formal=args.formal == "fail",
     )
-    arguments = read_arguments(args.arg, args.seed, args.buffer)
-    expected = {name: load_expected(name, path, arguments) for name, path in dict(args.expect).items()}
-    if args.save is not None:
-        check_writable(args.save, "--save")
     try:
+        arguments = read_arguments(args.arg, args.seed, args.buffer)
+        expected = {name: load_expected(name, path, arguments) for name, path in dict(args.expect).items()}
+        if args.save is not None:
+            check_writable(args.save, "--save")
         report, outputs = run_kernel(request, load_kernel(request), arguments, expected, args.tolerance)
-    except KernelFaultError as e:
+    except GreenfastError as e:
         if args.json:
-            print(to_json(describe_fault(request, e)), end="")
-        elif e.printed:  # the output before the fault helps to locate it
+            print(to_json(describe_error(request, e)), end="")
+        elif isinstance(e, KernelFaultError) and e.printed:  # the output before the fault helps to locate it
             print(printable(e.printed), end="")
         raise
     if args.save is not None:

@@ -29,7 +29,7 @@ from greenfast.emulator.ptx.syntax import Module
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.result import GridResult
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import UsageError, unknown
+from greenfast.spec.errors import CompileError, GreenfastError, UnsupportedError, UsageError, unknown
 from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
 from greenfast.spec.files import read_file
 from greenfast.spec.kernel import KernelSource, Launch
@@ -105,9 +105,9 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """A fault of the kernel, or of its outputs.
 
-    level: error or formal. kind: the kind of fault, in words with hyphens. place: the accessed memory. file, line,
-    function: the line to look at first. stack: the innermost line first, with its call sites. Unknown or inapplicable
-    fields are None or empty.
+    level: error, formal, or unsupported for a limit of the emulator. kind: the kind of fault, in words with hyphens.
+    place: the accessed memory. file, line, function: the line to look at first. stack: the innermost line first, with
+    its call sites. Unknown or inapplicable fields are None or empty.
     """
 
     level: str
@@ -201,7 +201,7 @@ def run(
     except KernelFaultError as e:
         if check:
             raise
-        return describe_fault(request, e)
+        return describe_error(request, e)
     for name, array in arrays.items():
         array[...] = outputs[name]
     if check and report.failures:
@@ -312,23 +312,43 @@ _KINDS = {
 }
 
 
-def describe_fault(request: KernelRequest, error: KernelFaultError) -> KernelReport:
-    """Return the report of a run that ended with a fault."""
-    where = error.location
-    reason = error.reason or str(error)
-    kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
+#: Kinds of errors that are no faults, with their level.
+_ERRORS: dict[type[GreenfastError], tuple[str, str]] = {
+    UnsupportedError: ("unsupported", "unsupported"),
+    CompileError: ("error", "does-not-compile"),
+    UsageError: ("error", "wrong-request"),
+}
+#: The line that a message of the compiler or about an instruction names.
+_LINE = re.compile(r"(?:^| at )([\w.-]+)(?::|\()(\d+)", re.MULTILINE)
+
+
+def describe_error(request: KernelRequest, error: GreenfastError) -> KernelReport:
+    """Return the report of a run that ended with a fault, or that was refused."""
     more: dict[str, Any] = {}
-    if where is not None:
-        more = {"instruction": where.instruction, "place": where.place, "block": where.block, "thread": where.thread}
-    if where is not None and where.source is not None:
-        shown = where.source.shown
-        more |= {"file": shown.file, "line": shown.line, "function": demangle(shown.function)}
-        more["stack"] = [
-            Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
-        ]
+    if isinstance(error, KernelFaultError):
+        where = error.location
+        reason = error.reason or str(error)
+        level, kind = "error", next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
+        if where is not None:
+            more = {
+                "instruction": where.instruction,
+                "place": where.place,
+                "block": where.block,
+                "thread": where.thread,
+            }
+        if where is not None and where.source is not None:
+            shown = where.source.shown
+            more |= {"file": shown.file, "line": shown.line, "function": demangle(shown.function)}
+            more["stack"] = [
+                Line(file=f.file, line=f.line, function=demangle(f.function)) for f in where.source.stack or (shown,)
+            ]
+    else:
+        level, kind = next((k for of, k in _ERRORS.items() if isinstance(error, of)), ("error", "error"))
+        if place := _LINE.search(str(error)):
+            more = {"file": place[1], "line": int(place[2])}
     return KernelReport(
         file=request.name,
-        kernel=error.kernel or request.kernel or "",
+        kernel=getattr(error, "kernel", "") or request.kernel or "",
         target=request.arch or "",
         grid=request.grid,
         block=request.block,
@@ -338,9 +358,9 @@ def describe_fault(request: KernelRequest, error: KernelFaultError) -> KernelRep
         orders=request.orders or ORDERS,
         seconds=0.0,
         outputs=[],
-        printed=error.printed,
+        printed=getattr(error, "printed", ""),
         counts=None,
-        faults=[Fault(level="error", kind=kind, message=str(error), **more)],
+        faults=[Fault(level=level, kind=kind, message=str(error), **more)],
         failures=[str(error)],
     )
 
