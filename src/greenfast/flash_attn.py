@@ -7,6 +7,7 @@ docs/flash_attn.md lists every difference.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,17 +97,19 @@ def flash_attn_varlen_func(
             ),
         )  # fmt: skip
     if (
-        seqused_q is not None or qv is not None or q_v is not None or attention_chunk or dropout_p or cp_world_size != 1
-        or alibi_slopes is not None or cp_tot_seqused_k is not None or cp_rank
+        seqused_q is not None or qv is not None or q_v is not None or type(attention_chunk) is not int
+        or attention_chunk or type(dropout_p) is not float or dropout_p or type(cp_world_size) is not int
+        or cp_world_size != 1 or alibi_slopes is not None or cp_tot_seqused_k is not None
+        or type(cp_rank) is not int or cp_rank
     ):  # fmt: skip
         _reject_arguments(
             seqused_q=seqused_q, qv=qv, q_v=q_v, attention_chunk=attention_chunk, dropout_p=dropout_p,
-            cp_world_size=None if cp_world_size == 1 else cp_world_size, alibi_slopes=alibi_slopes,
-            cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
+            cp_world_size=None if isinstance(cp_world_size, int) and cp_world_size == 1 else cp_world_size,
+            alibi_slopes=alibi_slopes, cp_tot_seqused_k=cp_tot_seqused_k, cp_rank=cp_rank,
         )  # fmt: skip
     if type(num_splits) is not int or num_splits < 0:
         parse_length("num_splits", num_splits)
-    wants_lse = return_attn_probs or return_softmax_lse
+    wants_lse = return_softmax_lse if return_attn_probs is False else return_attn_probs
     table, request = _select_table(block_table, page_table), None
     if not torch.compiler.is_compiling():
         keys = (k, v, out, None, None) if table is not None else (None, None, out, k, v)
@@ -199,7 +202,10 @@ def flash_attn_with_kvcache(
     seqlen), or (heads, total_q) with cu_seqlens_q.
     Raises as ``flash_attn_varlen_func`` does.
     """
-    if qv is not None or cache_leftpad is not None or attention_chunk or alibi_slopes is not None:
+    if (
+        qv is not None or cache_leftpad is not None or type(attention_chunk) is not int or attention_chunk
+        or alibi_slopes is not None
+    ):  # fmt: skip
         _reject_arguments(
             qv=qv, cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, alibi_slopes=alibi_slopes
         )
@@ -257,8 +263,9 @@ def flash_attn_with_kvcache(
 
 def _reject_arguments(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is not None and (isinstance(value, Tensor) or value):
-            shown = "a tensor" if isinstance(value, Tensor) else value
+        is_number = isinstance(value, numbers.Number)
+        if value is not None and not (is_number and value == 0):
+            shown = value if is_number else f"a {type(value).__name__}"
             raise NotImplementedError(f"{name}: {shown}; the kernels have none, leave it out (docs/flash_attn.md)")
 
 
@@ -302,6 +309,8 @@ def _view_cache(
         return keys, values, get_constant(k_cache, "table", step, (batch, pages))
     if not isinstance(batch_idx, Tensor) or batch_idx.dtype != torch.int32 or batch_idx.dim() != 1:
         raise TypeError(f"cache_batch_idx: {describe_tensor(batch_idx)}; int32 (batch,) is needed")
+    if batch_idx.device != k_cache.device:
+        raise ValueError(f"cache_batch_idx: it is on {batch_idx.device}, k_cache on {k_cache.device}; they must agree")
     return keys, values, batch_idx.unsqueeze(1) * step + get_constant(k_cache, "table", step, (1, pages))
 
 

@@ -380,7 +380,7 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"cache_leftpad": torch.ones(3)}, NotImplementedError, "cache_leftpad: a tensor"),
+        ({"cache_leftpad": torch.ones(3)}, NotImplementedError, "cache_leftpad: a Tensor"),
         ({"k": normal(3, 2, 2, 64)}, ValueError, "k, v: None; both are given"),
         ({"rotary_cos": torch.ones(3, 8)}, ValueError, "k, v: None; both are given, or neither"),
         ({"cache_batch_idx": torch.ones(3).int()}, ValueError, "cache_batch_idx: given with page_table"),

@@ -59,6 +59,13 @@ def keys() -> dict[str, Any]:
         ({"softcap": 1e39}, ValueError, "softcap: 1e.39; a finite number of float32"),
         ({"softcap": float("nan")}, ValueError, "softcap: nan; a finite number"),
         ({"q": normal(10, 4, 64).to_sparse()}, TypeError, "q: it is nested or sparse"),
+        ({"cu_seqlens_k": int32(0, 5, 12).to("meta")}, ValueError, "cu_seqlens_k: it is on meta, q on cpu"),
+        ({"window_size": normal(4, 64)}, TypeError, r"window_size: torch.bfloat16 \(4, 64\); \(left, right\)"),
+        ({"return_attn_probs": normal(4)}, TypeError, "return_attn_probs: a tensor of .*; True or False"),
+        *(
+            ({name: int32(1, 2)}, NotImplementedError, f"{name}: a Tensor; the kernels have none")
+            for name in ("attention_chunk", "dropout_p", "cp_world_size", "cp_rank", "qv")
+        ),
         ({"k": normal(12, 2, 64).to_sparse()}, TypeError, "k: it is nested or sparse"),
         (
             {"v": torch.nested.nested_tensor([normal(2, 64)] * 12, layout=torch.jagged)},
@@ -100,6 +107,9 @@ def plan(**changes: Any) -> greenfast.ServingPlan:
         ({"cache_seqlens": int32(-2, 3)}, ValueError, "seqused_k .*: -2 of sequence 0"),
         ({"cache_seqlens": int32(0, 5).long()}, TypeError, "seqused_k .*torch.int64"),
         ({"cache_seqlens": None}, ValueError, "seqused_k .*: 67"),
+        ({"cu_seqlens_k_new": int32(0, 3, 6).to("meta"), "k": normal(6, 2, 64), "v": normal(6, 2, 64)}, ValueError,
+         "cu_seqlens_k_new: .*is needed, on cpu"),
+        ({"attention_chunk": int32(1, 2)}, NotImplementedError, "attention_chunk: a Tensor"),
         ({"cache_seqlens": 2**40}, ValueError, "cache_seqlens: .*; at most 2147483647"),
         ({"cache_seqlens": int32(5)}, ValueError, r"cache_seqlens: .*\(1,\); int32 \(batch,\) is needed, batch 2"),
         ({"k": normal(2, 3, 2, 64).to_sparse()}, TypeError, "k: it is nested or sparse"),

@@ -123,6 +123,8 @@ class AttentionCall:
             )
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
+        if cu_seqlens_k.device != self.q.device:
+            raise ValueError(f"cu_seqlens_k: it is on {cu_seqlens_k.device}, q on {self.q.device}; they must agree")
         max_seqlen_k = parse_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         is_quantized = k.dtype == E4M3
@@ -187,8 +189,11 @@ class AttentionCall:
                 not isinstance(lengths_new, Tensor)
                 or lengths_new.dtype != torch.int32
                 or not require_same_shape(lengths_new.shape, (count,))
+                or lengths_new.device != self.q.device
             ):
-                raise ValueError(f"{name}: {describe_tensor(lengths_new)}; int32 ({count},) is needed")
+                raise ValueError(
+                    f"{name}: {describe_tensor(lengths_new)}; int32 ({count},) is needed, on {self.q.device}"
+                )
         if is_known(table.shape[1] == 0):
             raise ValueError(f"page_table: its shape is {tuple(table.shape)}; new keys need pages")
         new = None if starts is not None else k.shape[1]

@@ -157,7 +157,8 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
     if window_size is None or (isinstance(window_size, tuple) and window_size == (-1, -1)):
         return -1, 0 if causal else -1
     if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
+        shown = describe_tensor(window_size) if isinstance(window_size, Tensor) else repr(window_size)
+        raise TypeError(f"window_size: {shown}; (left, right) is needed, -1 for no limit")
     sides: list[Any] = []
     for n in window_size:
         if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
