@@ -285,8 +285,12 @@ def _statement(statement: str, function: Function, source: SourceLine | None, sc
     """One statement of a body: a declaration, a directive to skip, or an instruction."""
     if re.match(r"\.reg\b", statement):
         declared = re.match(r"\.reg\s*(?:\.v([24])\s*)?\.(\w+)\s+(.*)$", statement)
-        if declared is None or declared[2] not in SIZES or declared[2] == "b128":
-            raise UsageError(f"PTX: {function.name} declares registers of a type that is not emulated: {statement}")
+        if declared is None or declared[2] not in SIZES:
+            raise UsageError(f"PTX: {function.name} declares registers of an unknown type: {statement}")
+        if declared[2] == "b128":
+            raise UnsupportedError(
+                f"PTX: {function.name} declares registers of a type that is not emulated: {statement}"
+            )
         for name in declared[3].split(","):
             scope.declare(name.strip(), declared[2], int(declared[1] or 0))
     elif statement.startswith("."):
