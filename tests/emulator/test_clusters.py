@@ -287,6 +287,17 @@ RACES = {
         "tile[t] = 7; y[blockIdx.x * 64 + t] = w;",
         "tile[t] = t; sync();",
     ),
+    "a read after a barrier of each block": ("{store} __syncthreads(); y[t] = tile[t];", "tile[t] = 1; sync();"),
+    "a write after a barrier of each block": (
+        'u32 w; asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(w) : "r"(map(at(tile + t), r ^ 1)) : "memory"); '
+        "__syncthreads(); tile[t] = w + 1;",
+        "tile[t] = t; sync();",
+    ),
+    "an atomic addition": (
+        'asm volatile("red.shared::cluster.add.u32 [%0], 1;" :: "r"(map(at(tile + t), r ^ 1)) : "memory"); '
+        "__syncthreads(); y[t] = tile[t];",
+        "tile[t] = 1; sync();",
+    ),
 }
 _PARTS = {
     "{store}": 'asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(map(at(tile + t), r ^ 1)), "r"(t) : "memory");',
@@ -305,6 +316,24 @@ def test_races_in_the_shared_memory_of_a_cluster(name: str) -> None:
     for seed in range(3):
         with pytest.raises(KernelFaultError, match=r"a data race on byte \d+ of shared memory"):
             run(body, {}, {"y": ((4, 64), "uint32")}, seed=seed, **how)
+
+
+def test_a_flag_in_the_shared_memory_of_another_block_orders_its_blocks() -> None:
+    body = """__shared__ u32 tile[64], flag; u32 t = threadIdx.x, r = special(0); flag = 0; sync();
+    if (r) {
+      asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(map(at(tile + t), 0)), "r"(t) : "memory");
+      __threadfence(); __syncthreads();
+      if (t == 0) asm volatile("atom.shared::cluster.exch.b32 %0, [%1], 1;" : "=r"(r) : "r"(map(at(&flag), 0)));
+    } else {
+      if (t == 0) while (*(volatile u32*)&flag == 0);
+      __syncthreads();
+      y[t] = tile[63 - t];
+    }
+    sync();"""
+    how = {"parameters": "u32* y", "args": ("y",), "before": BEFORE, "blocks": 2, "cluster": (2, 1, 1), "threads": 64}
+    for seed in range(3):
+        result = run(body, {}, {"y": ((64,), "uint32")}, seed=seed, **how).outputs["y"]
+        assert result.tolist() == [*range(63, -1, -1)]
 
 
 _RING = r"""

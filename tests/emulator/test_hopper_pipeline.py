@@ -269,6 +269,43 @@ def test_one_thread_releases_a_stage_after_the_reads_of_its_warp(sync: str, righ
             launch()
 
 
+# The threads of warp 1 leave values for warp 0, and one of them arrives; the others end.
+HANDED = """
+__shared__ __align__(128) int s[32], more[32]; __shared__ u64 full;
+if (threadIdx.x < 32) more[threadIdx.x] = 0;
+if (threadIdx.x == 0) { init(&full, 1); init_fence(); }
+__syncthreads();
+if (threadIdx.x >= 32) {
+  LEAVE
+  SYNC
+  if (threadIdx.x == 32) { ARRIVE }
+} else {
+  wait(&full, 0);
+  y[threadIdx.x] = more[31 - threadIdx.x];
+}"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("leave", ["more[threadIdx.x - 32] = threadIdx.x;", "atomicAdd(more + threadIdx.x % 4, 1);"])
+@pytest.mark.parametrize("arrive", ["arrive(&full);", "expect(&full, 128); bulk_load(s, x, 128, &full);"])
+def test_one_thread_arrives_after_the_writes_of_its_warp(leave: str, arrive: str, seed: int) -> None:
+    def launch(sync: str) -> GridResult:
+        return run(
+            HANDED.replace("LEAVE", leave).replace("SYNC", sync).replace("ARRIVE", arrive),
+            {"x": np.arange(32, dtype=np.int32)},
+            {"y": ((32,), "int32")},
+            parameters="const int* x, int* y",
+            args=("x", "y"),
+            threads=64,
+            seed=seed,
+        )
+
+    expected = range(63, 31, -1) if "=" in leave else [0] * 28 + [8] * 4
+    assert launch("__syncwarp();").outputs["y"].tolist() == list(expected)
+    with pytest.raises(KernelFaultError, match=r"data race .* this read and the (write|atomic access)"):
+        launch("")
+
+
 BULK_STORE = """
 __shared__ __align__(128) float s[32];
 s[threadIdx.x % 32] = 1;

@@ -139,6 +139,19 @@ def test_an_ordinary_write_and_an_atomic_access_within_a_warp_need_a_syncwarp(
         result(memory + body.replace("SYNC", ""), threads=32, seed=seed)
 
 
+@SEEDS
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_read_of_shared_memory_after_atomic_accesses_needs_a_barrier(threads: int, seed: int) -> None:
+    body = (
+        "__shared__ int n[4]; if (threadIdx.x < 4) n[threadIdx.x] = 0; __syncthreads();"
+        "atomicAdd(n + threadIdx.x % 4, 1); SYNC y[threadIdx.x] = n[x[threadIdx.x] > 5];"
+    )
+    right = result(body.replace("SYNC", "__syncthreads();"), threads=threads, seed=seed)
+    assert (right[:threads] == threads / 4).all()
+    with pytest.raises(KernelFaultError, match=r"data race on .* this read and the atomic access at k\.cu:1"):
+        result(body.replace("SYNC", ""), threads=threads, seed=seed)
+
+
 @pytest.mark.parametrize(
     "update",
     ["volatile float* v = y; v[0] = v[0] + 1;", "float v = atomicAdd(y, 0.f); atomicExch(y, v + 1);"],

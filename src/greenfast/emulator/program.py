@@ -34,7 +34,17 @@ from greenfast.emulator.machine.progress import find_endless_branches, find_poll
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.forms import count_operands, parse_vectors, refusal
 from greenfast.emulator.ptx.recursion import JUMPS
-from greenfast.emulator.ptx.syntax import CLOCKS, Function, Instruction, Register, Special, Symbol, Vector
+from greenfast.emulator.ptx.syntax import (
+    CLOCKS,
+    Address,
+    Function,
+    Instruction,
+    Operand,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+)
 from greenfast.emulator.ptx.unsupported import unsupported
 from greenfast.spec.errors import UnsupportedError
 
@@ -90,6 +100,8 @@ class Program:
         self.synchronizes = bool(self.polling) or any(_is_ordering(i) for i in function.code)
         #: True if some accesses to global memory are atomic only for their block or cluster.
         self.scoped = any(_is_scoped(i) for i in function.code)
+        #: Loads of a place before an atomic access to it, by id: they need no order.
+        self.looks = _find_looks(function)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_count_key(i) for i in function.code]
@@ -165,6 +177,27 @@ def _build_refusal(why: str) -> Operation:
         raise UnsupportedError(why)
 
     return refuse
+
+
+def _find_looks(function: Function) -> set[int]:
+    """Return the loads, by id, with an atomic access to the same address after them in the code."""
+    sources: dict[str, Operand] = {}
+    for i in function.code:
+        if i.name in ("mov", "cvta") and isinstance(i.operands[0], Register):
+            sources[i.operands[0].name] = i.operands[1]
+
+    def resolve(operand: Operand) -> tuple[Operand | None, int]:
+        """Return the register or variable that an address was copied from, and the offset."""
+        base, offset = (operand.base, operand.offset) if isinstance(operand, Address) else (operand, 0)
+        for _ in range(len(sources)):
+            if not isinstance(base, Register) or not isinstance(sources.get(base.name), Register | Symbol):
+                break
+            base = sources[base.name]  # type: ignore[assignment]
+        return (Symbol(base.name), offset + base.offset) if isinstance(base, Symbol) else (base, offset)
+
+    code = [*enumerate(function.code)]
+    last = {resolve(i.operands[i.name == "atom"]): pc for pc, i in code if i.name in ("atom", "red") and i.operands}
+    return {id(i) for pc, i in code if i.name == "ld" and last.get(resolve(i.operands[-1]), -1) > pc}
 
 
 def _is_ordering(i: Instruction) -> bool:

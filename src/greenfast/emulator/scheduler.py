@@ -71,6 +71,7 @@ class Scheduler:
         self.polled = set(program.polled) if order else set()
         if any(self.code[pc].name == "ld" for pc in self.polled):
             machine.races.stale = StaleReads(machine, machine.races.ordering, machine.races.warp_sync)
+        machine.races.looks = program.looks
         machine.mbarriers.on_complete = machine.races.complete_phases
         #: A warp that runs only when nothing else can go on; -1 for none.
         self.held_back = self._choose_laggard(order) if order else -1
@@ -289,9 +290,9 @@ class Scheduler:
                 m.races.sync_warp(lane_indices(active))
             if operation is not None:
                 m.races.warp_sync.collective = meets
+                stay = operation(m, active)
                 if meets and sync_groups[pc].aligned:
                     m.races.warp_sync.converged[active] = m.races.ordering.now
-                stay = operation(m, active)
                 m.races.warp_sync.collective = False
                 if stay is not None and len(stay):
                     passed = np.setdiff1d(lane_indices(active), stay, assume_unique=True)
@@ -387,9 +388,9 @@ class Scheduler:
             self.m.races.warp = int(mine[0]) // self.m.threads_per_warp_slot
             whole = selection(mine)
             self.m.races.warp_sync.collective = True
+            stay = operation(self.m, whole) if operation is not None else None
             if self.program.sync_groups[pc].aligned:
                 self.m.races.warp_sync.converged[whole] = self.m.races.ordering.now
-            stay = operation(self.m, whole) if operation is not None else None
             self.m.races.warp_sync.collective = False
             if stay is not None and len(stay):
                 for n in np.unique(stay // self.m.threads_per_warp_slot):

@@ -84,7 +84,7 @@ class Ordering:
         #: [block, warp, writes or reads, warp of the block]: the same, for accesses that a proxy fence follows.
         self.proxied = self._clocks[:, :, 1:] if proxies else None
         #: Per warp number: the minimum over blocks and over the other warps.
-        self.min_clock = [EVERYTHING if warps == 1 else 0] * warps
+        self.min_clock = [EVERYTHING if warps == 1 and cluster_size == 1 else 0] * warps
         self.now = 0
         count = blocks if through_memory else 0
         #: [block, block]; by scope of the fence, as it was at each block's last one.
@@ -96,6 +96,8 @@ class Ordering:
         self._seen: dict[tuple[int, int, str, int], int] = {}
         self._barriers: dict[int, Numbers] = {}
         self._mbarriers: dict[int, Numbers] = {}
+        #: In clusters, by mbarrier: the clock for all blocks.
+        self._mbarriers_of_clusters: dict[int, Numbers] = {}
         #: By mbarrier and arriving warp: (32,) the clocks of its lanes, if threads arrived without the others.
         self._partial: dict[int, dict[int, Numbers]] = {}
         #: By block and warp, then by other warp: lanes of the latter that it does not know as it knows the warp.
@@ -127,6 +129,10 @@ class Ordering:
         count = self.warps.shape[1]
         for warp in warps.tolist():
             self.min_clock[warp] = int(self.warps[:, warp].min()) if count > 1 else EVERYTHING
+        if self.cluster_size > 1:
+            clusters = np.arange(len(self.blocks)) // self.cluster_size
+            least = int(self.blocks[(clusters[:, None] == clusters) & ~np.eye(len(clusters), dtype=bool)].min())
+            self.min_clock = [min(known, least) for known in self.min_clock]
         for (_, warp), others in self.late.items():
             least = min((int(late.lanes.min()) for late in others.values()), default=EVERYTHING)
             self.min_clock[warp] = min(self.min_clock[warp], least)
@@ -189,6 +195,10 @@ class Ordering:
             earlier = partial[warp] if warp in partial else np.full(32, 0 if before is None else before[0, warp])
             self._partial.setdefault(row, {})[warp] = np.maximum(earlier, lanes)
         self._mbarriers[row] = known if before is None else np.maximum(before, known)
+        if self.cluster_size > 1:
+            passed_on = self.blocks[block].copy()
+            passed_on[block] = self.now
+            _join(self._mbarriers_of_clusters, row, passed_on)
 
     def arrived_clock(self, row: int, warp: int) -> int:
         """Return the clock component of a warp that the arrivals at an mbarrier have stored."""
@@ -200,6 +210,8 @@ class Ordering:
         known = self._mbarriers.get(row)
         if known is None:
             return np.zeros(32, np.int64)
+        if self.cluster_size > 1:
+            self.blocks[block] = np.maximum(self.blocks[block], self._mbarriers_of_clusters[row])
         partial = self._partial.get(row, {})
         before = {other: np.full(32, self.warps[block, warp, other]) for other in partial}
         before |= {other: late.lanes for other, late in self.late.get((block, warp), {}).items() if other in before}
@@ -235,7 +247,7 @@ class Ordering:
         """Store the clock of a warp at a word. Return the component of the warp itself."""
         location = self._words.setdefault((space, address), _SyncWord())
         location.version += 1
-        if space == "global" and scope >= CLUSTER:
+        if (space == "global" or self.cluster_size > 1) and scope >= CLUSTER:
             _join(location.clusters, block // self.cluster_size, self.fenced[CLUSTER][block])
         if space == "global" and scope >= DEVICE:
             location.blocks = np.maximum(location.blocks, self.fenced[DEVICE][block])
@@ -262,7 +274,7 @@ class Ordering:
         if scope == DEVICE:
             self._seen[key] = location.version
         mine, cluster = self.blocks[block], block // self.cluster_size
-        if space == "global" and scope >= CLUSTER and cluster in location.clusters:
+        if scope >= CLUSTER and cluster in location.clusters:
             np.maximum(mine, location.clusters[cluster], out=mine)
         if space == "global" and scope >= DEVICE:
             np.maximum(mine, location.blocks, out=mine)

@@ -62,7 +62,7 @@ class Races:
         self._new_reads: list[list[tuple[Numbers, int, int, ThreadSet, bool]]] = [[] for _ in range(machine.warps)]
         self._pdl_mbarriers: set[int] = set()  # mbarriers at which a thread past a griddepcontrol.wait has arrived
         self._shared_reads = [AccessTables(len(machine.shared.data), machine.warps) for _ in range(machine.warps)]
-        self.warp_sync = WarpSync(machine)
+        self.warp_sync = WarpSync(machine, ordering)
         self.atomics = Atomics(self)
         #: Per mbarrier, block and warp: the last phase that was waited for, and the access number of the wait.
         self._waits: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
@@ -73,6 +73,8 @@ class Races:
         self.laggards: set[int] = set()
         #: Old values that strong reads may return; None: reads return the newest value.
         self.stale: StaleReads | None = None
+        #: Loads, by id, that look at a place before an atomic access to it.
+        self.looks: set[int] = set()
         #: Per place and block: the last strong read, as the access number and the warp.
         self._strong_reads: dict[tuple[str, int, int], tuple[int, int]] = {}
 
@@ -96,7 +98,9 @@ class Races:
         self.warp_sync.join_all(waiting, self.ordering.now)
         self.warp_sync.wait(waiting, self.ordering.now)
         self.ordering.sync_blocks(whole)
-        if len(whole) == len(m.blocks):  # every earlier read is ordered before all that follows
+        if (
+            len(whole) == len(m.blocks) and self.warp_sync.is_single_block
+        ):  # every earlier read is ordered before all that follows
             for reads in self._new_reads:
                 reads.clear()
         remainder = ~np.isin(of // per_block, whole)
@@ -271,6 +275,8 @@ class Races:
                 unit, rows, whole = group_units(offsets, size)
                 mine = threads_by_unit(self.threads(len(offsets)), len(rows), whole // unit)
                 self.check_warp(table, rows, whole, mine, "read", "write", None)
+        if id(self.m.current) not in self.looks:
+            self.atomics.check_read(offsets, size)
         self._new_reads[self.warp].append((offsets, size, number, self.m.access_lanes, self.warp_sync.collective))
         if len(self._new_reads[self.warp]) > _MOST_READS:
             self._record_reads(self.warp)
@@ -462,12 +468,10 @@ class Races:
         bad: NDArray[np.bool_] = numbers > self.ordering.warps[blocks, self.warp, self.record.accesses.warps[numbers]]
         if not self.warp_sync.is_single_block:
             mine = self.threads(len(rows))[elements]
-            bad = np.where(
-                self.warp_sync.is_remote(blocks, mine, others), self.warp_sync.unordered(numbers, mine, others), bad
-            )
+            remote = self.warp_sync.unordered(numbers, mine, others)
+            bad = np.where(self.warp_sync.is_remote(blocks, mine, others), remote, bad)
         if self.ordering.late:
-            lanes = np.where(others < self.m.lanes, others, -1)
-            lanes = np.where(lanes >= 0, lanes % WARP, -1)
+            lanes = np.where(others >= 0, others % WARP, -1)
             bad |= self.ordering.is_late(blocks, self.warp, self.record.accesses.warps[numbers], lanes, numbers)
         return bad
 
@@ -698,7 +702,8 @@ class Atomics:
 
     An ordinary write between the read and the write of an atomic access may be lost, and vice versa. Only atomic
     accesses that change a value count. Compare-and-swap and exchange may meet an earlier ordinary write, because locks
-    are released by ordinary writes. Ordinary reads are allowed: many kernels read first and then act atomically.
+    are released by ordinary writes. Ordinary reads are allowed in global memory, and in shared memory if an atomic
+    access to the same address operand follows: many kernels read first and then act atomically.
     An access of block (.cta) or cluster scope is not atomic for threads outside of this scope.
     """
 
@@ -771,8 +776,23 @@ class Atomics:
             races.record.last_writes(unit, atomic=True)[places] = races.tags(number, len(offsets))[:, None]
         else:
             unit, rows, whole = group_units(offsets, size)
-            threads = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
-            self._shared[unit].put(rows, whole, number, races.warp, threads)
+            threads = races.threads(len(offsets))
+            _, place, count = np.unique(offsets, return_inverse=True, return_counts=True)
+            # Where several threads meet, the access is another thread's for each of them.
+            threads = np.where(count[place] > 1, races.warp_sync.mark_collective(threads), threads)
+            self._shared[unit].put(rows, whole, number, races.warp, threads_by_unit(threads, len(rows), whole // unit))
+
+    def check_read(self, offsets: Numbers, size: int) -> None:
+        """Check an ordinary read of shared memory against atomic accesses."""
+        races = self.races
+        floor, least = races.ordering.min_clock[races.warp], races.warp_sync.min_clock(races.warp)
+        for table in self._shared.values():
+            if table.latest_other(races.warp) <= floor and table.latest[races.warp] <= least:
+                continue
+            unit, rows, whole = group_units(offsets, size)
+            mine = threads_by_unit(races.threads(len(offsets)), len(rows), whole // unit)
+            races.check_shared(table, rows, whole, "read", "atomic access", None)
+            races.check_warp(table, rows, whole, mine, "read", "atomic access", None)
 
     def check_write(self, rows: Numbers, size: int, mine: Numbers, values: Numbers | None) -> None:
         """Check an ordinary write to shared memory by the threads ``mine`` against atomic accesses."""

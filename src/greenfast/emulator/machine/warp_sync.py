@@ -9,8 +9,8 @@ threads.
 
 A block must wait for a barrier between the last access to its shared memory by another block of the cluster and its own
 end. Between two blocks of a cluster, accesses to shared memory are ordered if the first thread has arrived at a barrier
-after its access and the second thread has waited since. This is more lenient than the memory model, because the
-barriers may differ.
+after its access, the second thread has waited since, and the second block knows the first one's access by a barrier of
+the cluster, an mbarrier or memory. This is more lenient than the memory model, because the barriers may differ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.ordering import Ordering
 from greenfast.emulator.ptx.syntax import Instruction
 
 #: Clock of a thread that has ended.
@@ -31,13 +32,15 @@ _ENDED = np.iinfo(np.int64).max
 class WarpSync:
     """The clock of each thread for the other threads of its warp, as access numbers."""
 
-    def __init__(self, machine: BlockState) -> None:
-        self.m = machine
+    def __init__(self, machine: BlockState, ordering: Ordering) -> None:
+        self.m, self.ordering = machine, ordering
         #: Per thread: all accesses of its warp up to this number are ordered before its next access.
         self.clock = np.where(machine.exists, 0, _ENDED)
         #: (threads, 32) per lane of the warp: the same, where it exceeds ``clock``; None: nowhere.
         self.by_lane: NDArray[np.int64] | None = None
-        #: Per thread: the last access before its last instruction on matrices.
+        #: Per thread that has ended: its clock before that.
+        self._final = np.zeros(machine.lanes, np.int64)
+        #: Per thread: its last access up to its last instruction on matrices.
         self.converged = np.zeros(machine.lanes, np.int64)
         #: True while an instruction runs that has waited for all threads of the warp.
         self.collective = False
@@ -86,11 +89,12 @@ class WarpSync:
         execute it together; kernels release a stage of shared memory by one thread of a warp after it.
         """
         whole = lanes[0] // WARP * WARP + np.arange(WARP)
-        waits = ~self.m.ended[whole]
-        if len(lanes) == np.count_nonzero(waits):
+        exists = self.m.exists[whole]
+        if len(lanes) == np.count_nonzero(exists):
             return None
-        known = np.maximum(self.clocks(lanes).max(axis=0), self.converged[whole])
-        known[~waits] = known[lanes % WARP] = now
+        clock = np.where(self.m.ended[lanes], self._final[lanes], self.clock[lanes])[:, None]
+        known = np.maximum(np.maximum(clock, self._table()[lanes]).max(axis=0), self.converged[whole])
+        known[~exists] = known[lanes % WARP] = now
         return None if known.min() >= latest else known
 
     def join(self, lanes: NDArray[np.intp], known: NDArray[np.int64]) -> None:
@@ -145,13 +149,16 @@ class WarpSync:
             mine = self.m.block_of == block
             if self.m.ended[mine].all() and self._remote_count_at_sync[mine].max() < number:
                 raise self._ended(block)
+        self._final[lanes] = self.clock[lanes]
         self.synced[lanes] = self._released[lanes] = self.clock[lanes] = _ENDED
         self._min_clocks.clear()
 
     def min_clock(self, warp: int) -> int:
-        """Return the minimum clock of all threads of a warp, over all blocks."""
+        """Return the minimum clock of all threads of a warp, over all blocks; 0 in clusters of several blocks."""
         if self.collective:
             return _ENDED
+        if not self.is_single_block:
+            return 0
         known = self._min_clocks.get(warp)
         if known is None:
             size = self.m.threads_per_warp_slot
@@ -167,6 +174,7 @@ class WarpSync:
             known = np.maximum(known, self.by_lane[mine, others % WARP])
         if not self.is_single_block:
             remote = self.m.block_of[mine] != self.m.block_of[others]
-            known = np.where(remote, np.minimum(self.synced[mine], self._released[others]), known)
+            between = self.ordering.blocks[self.m.block_of[mine], self.m.block_of[others]]
+            known = np.where(remote, np.minimum(between, np.minimum(self.synced[mine], self._released[others])), known)
         unordered: NDArray[np.bool_] = (others >= 0) & (mine >= 0) & foreign & (known < numbers)
         return unordered
