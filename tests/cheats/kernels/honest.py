@@ -6,18 +6,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
 #: Baselines of the problems are files beside them.
 _PROBLEMS = Path(__file__).parents[1] / "problems"
+_BASELINES = {"sums": "block_sums", "counts": "global_atomics", "in_place": "in_place", "signs": "truth_values"}
 
-_CUDA = {
-    "aliased_shared": r"""/* greenfast: {
-  "name": "aliased_shared", "problem": "doubling",
-  "description": "dynamic shared memory that is doubles first and floats later",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "shared": 2048,
-     "args": ["x", "y", "int32(N)"]}]
-} */
+KERNELS = named({
+    **{name: Kernel("", "", "", (_PROBLEMS / problem / f"{name}.cu").read_text()) for problem, name in _BASELINES.items()},
+    "aliased_shared": Kernel("", "", "dynamic shared memory that is doubles first and floats later", r"""
 extern __shared__ double pool[];
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -30,24 +27,16 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncthreads();
   if (i < n) y[i] = floats[threadIdx.x];
 }
-""",
-    "asserts": r"""/* greenfast: {
-  "name": "asserts", "problem": "doubling",
-  "description": "asserts what holds",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"shared": 2048}),
+    "asserts": Kernel("", "", "asserts what holds", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
   assert(gridDim.x * blockDim.x >= n);
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "async_copies": r"""/* greenfast: {
-  "name": "async_copies", "problem": "doubling",
-  "description": "cp.async into shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "async_copies": Kernel("", "", "cp.async into shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ __align__(16) float stage[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -57,12 +46,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncthreads();
   if (i < n) y[i] = 2.0f * stage[threadIdx.x];
 }
-""",
-    "bits": r"""/* greenfast: {
-  "name": "bits", "problem": "doubling",
-  "description": "adds one to the exponent of what is normal",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "bits": Kernel("", "", "adds one to the exponent of what is normal", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -70,27 +55,16 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const unsigned bits = __float_as_uint(x[i]), exponent = bits >> 23 & 0xFF;
   y[i] = exponent > 0 && exponent < 254 ? __uint_as_float(bits + (1u << 23)) : 2.0f * x[i];
 }
-""",
-    "block_sums": (_PROBLEMS / "sums" / "block_sums.cu").read_text(),
-    "blocks_of_three_dimensions": r"""/* greenfast: {
-  "name": "blocks_of_three_dimensions", "problem": "doubling",
-  "description": "a grid and blocks of three dimensions",
-  "launches": [{"kernel": "doubling", "grid": [2, "ceildiv(N, 256)", 1], "block": [8, 4, 4],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "blocks_of_three_dimensions": Kernel("", "", "a grid and blocks of three dimensions", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
   const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   const int i = block * blockDim.x * blockDim.y * blockDim.z + thread;
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "bulk_copies": r"""/* greenfast: {
-  "name": "bulk_copies", "problem": "doubling",
-  "description": "cp.async.bulk with an mbarrier, for Hopper",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 128)"], "block": [64], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [2, "ceildiv(N, 256)", 1], "block": [8, 4, 4]}),
+    "bulk_copies": Kernel("", "", "cp.async.bulk with an mbarrier, for Hopper", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ __align__(128) float stage[128];
   __shared__ __align__(8) unsigned long long full;
@@ -117,13 +91,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     y[first + k] = 2.0f * (k < count / 4 * 4 ? stage[k] : x[first + k]);
   }
 }
-""",
-    "bulk_reduce": r"""/* greenfast: {
-  "name": "bulk_reduce", "problem": "counts",
-  "description": "counts of each block, added to the output by TMA",
-  "target": "sm_90a",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 128)"], "block": [64]}, target="sm_90a"),
+    "bulk_reduce": Kernel("", "", "counts of each block, added to the output by TMA", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   __shared__ alignas(16) int count[32];
   const int t = threadIdx.x;
@@ -139,12 +108,8 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 }
-""",
-    "byte_perm": r"""/* greenfast: {
-  "name": "byte_perm", "problem": "doubling",
-  "description": "turns bits and bytes around, and back",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts", target="sm_90a"),
+    "byte_perm": Kernel("", "", "turns bits and bytes around, and back", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -156,12 +121,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int e = __ffs(u & 0x7F800000u) ? (u >> 23) & 255 : 0;
   y[i] = e ? __uint_as_float(u + (1u << 23)) : 2.0f * __uint_as_float(u);
 }
-""",
-    "bytes_and_bitfields": r"""/* greenfast: {
-  "name": "bytes_and_bitfields", "problem": "doubling",
-  "description": "bytes that are put together, bit fields and unions",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "bytes_and_bitfields": Kernel("", "", "bytes that are put together, bit fields and unions", r"""
 union Word {
   float value;
   unsigned char bytes[4];
@@ -181,13 +142,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     w.value *= 2.0f;
   memcpy(y + i, w.bytes, 4);
 }
-""",
-    "cache_hints": r"""/* greenfast: {
-  "name": "cache_hints", "problem": "doubling",
-  "description": "loads and stores with policies, prefetches and hints of the cache",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "cache_hints": Kernel("", "", "loads and stores with policies, prefetches and hints of the cache", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -198,13 +154,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.f32 %0, [%1], %2;" : "=f"(v) : "l"(x + i), "l"(policy));
   asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(y + i), "f"(2.0f * v), "l"(policy) : "memory");
 }
-""",
-    "cluster_multicast": r"""/* greenfast: {
-  "name": "cluster_multicast", "problem": "doubling",
-  "description": "halves of a tile by multicast to both blocks of a cluster",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [128], "args": ["x", "y", "int32(N)"]}]
-} */
+""", target="sm_90a"),
+    "cluster_multicast": Kernel("", "", "halves of a tile by multicast to both blocks of a cluster", r"""
 extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float tile[256];
   __shared__ alignas(8) unsigned long long full;
@@ -229,26 +180,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   } else if (b + 128 * rank + threadIdx.x < n) y[b + 128 * rank + threadIdx.x] = 2.0f * x[b + 128 * rank + threadIdx.x];
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-""",
-    "cluster_of_sixteen": r"""/* greenfast: {
-  "name": "cluster_of_sixteen", "problem": "doubling",
-  "description": "the largest cluster there is, compiled for it",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["16 * ceildiv(N, 1024)"], "block": [64],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "block": [128]}, target="sm_90a"),
+    "cluster_of_sixteen": Kernel("", "", "the largest cluster there is, compiled for it", r"""
 extern "C" __global__ void __cluster_dims__(16, 1, 1) doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "cluster_ring": r"""/* greenfast: {
-  "name": "cluster_ring", "problem": "doubling",
-  "description": "a block feeds another one of its cluster through a ring in that one's shared memory",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": [4], "block": [128], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["16 * ceildiv(N, 1024)"], "block": [64]}, target="sm_90a"),
+    "cluster_ring": Kernel("", "", "a block feeds another one of its cluster through a ring in that one's shared memory", r"""
 __device__ unsigned at(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 __device__ unsigned there(unsigned p, unsigned rank) { unsigned r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(rank)); return r; }
 __device__ void arrive(unsigned bar) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
@@ -283,14 +223,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   }
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-""",
-    "clusters": r"""/* greenfast: {
-  "name": "clusters", "problem": "doubling",
-  "description": "a cluster of two blocks, each of which reads the other's shared memory",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "cluster": [2],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [4], "block": [128]}, target="sm_90a"),
+    "clusters": Kernel("", "", "a cluster of two blocks, each of which reads the other's shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int block = blockIdx.x ^ 1, i = block * 256 + threadIdx.x;
@@ -304,25 +238,16 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   if (i < n) y[i] = 2.0f * v;
 }
-""",
-    "constant_table": r"""/* greenfast: {
-  "name": "constant_table", "problem": "doubling",
-  "description": "a table in constant memory that is never written",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"], "cluster": [2]}, target="sm_90a"),
+    "constant_table": Kernel("", "", "a table in constant memory that is never written", r"""
 __constant__ const float factors[4] = {2.0f, 2.0f, 2.0f, 2.0f};
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = factors[i % 4] * x[i];
 }
-""",
-    "counter_that_wraps": r"""/* greenfast: {
-  "name": "counter_that_wraps", "problem": "sums",
-  "description": "the last block is told by a counter that wraps to zero by itself",
-  "workspaces": {"part": {"bytes": "20 * R"}, "done": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [5, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}]
-} */
+"""),
+    "counter_that_wraps": Kernel("", "", "the last block is told by a counter that wraps to zero by itself", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned* done, int c) {
   __shared__ unsigned turn;
   const int row = blockIdx.y, t = threadIdx.x;
@@ -341,35 +266,22 @@ extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned*
     y[row] = s;
   }
 }
-""",
-    "counts_without_atomics": r"""/* greenfast: {
-  "name": "counts_without_atomics", "problem": "counts",
-  "description": "a thread per value",
-  "launches": [{"kernel": "counts", "grid": [1], "block": [32], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": [5, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}, workspaces={"part": {"bytes": "20 * R"}, "done": {"bytes": "4 * R", "zeros": True}}),
+    "counts_without_atomics": Kernel("", "", "a thread per value", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   int count = 0;
   for (int i = 0; i < n; ++i) count += x[i] == static_cast<int>(threadIdx.x);
   y[threadIdx.x] = count;
 }
-""",
-    "dead_instruction": r"""/* greenfast: {
-  "name": "dead_instruction", "problem": "doubling",
-  "description": "has an instruction that the emulator does not know where no thread comes",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts", launch={"grid": [1], "block": [32]}),
+    "dead_instruction": Kernel("", "", "has an instruction that the emulator does not know where no thread comes", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (n == -1) asm volatile("tensormap.replace.tile.rank.global.b1024.b32 [%0], 2;" :: "l"(y) : "memory");
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "decoupled_look_back": r"""/* greenfast: {
-  "name": "decoupled_look_back", "problem": "sums",
-  "description": "sums of rows through prefixes that each block takes from the one before it",
-  "workspaces": {"prefix": {"bytes": "12 * R"}, "ready": {"bytes": "12 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [3, "R"], "block": [64], "args": ["x", "y", "prefix", "ready", "int32(C)"]}]
-} */
+"""),
+    "decoupled_look_back": Kernel("", "", "sums of rows through prefixes that each block takes from the one before it", r"""
 // Each block of a row adds its part to the prefix of the block before it, and passes that on.
 extern "C" __global__ void sums(const float* x, float* y, float* prefix, int* ready, int c) {
   __shared__ float parts[64];
@@ -392,34 +304,22 @@ extern "C" __global__ void sums(const float* x, float* y, float* prefix, int* re
     if (b == gridDim.x - 1) y[row] = s;
   }
 }
-""",
-    "double_sums": r"""/* greenfast: {
-  "name": "double_sums", "problem": "sums",
-  "description": "sums in double precision",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"grid": [3, "R"], "block": [64], "args": ["x", "y", "prefix", "ready", "int32(C)"]}, workspaces={"prefix": {"bytes": "12 * R"}, "ready": {"bytes": "12 * R", "zeros": True}}),
+    "double_sums": Kernel("", "", "sums in double precision", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   double sum = 0.0;
   for (int c = threadIdx.x; c < columns; c += 32) sum += x[blockIdx.x * columns + c];
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
   if (threadIdx.x == 0) y[blockIdx.x] = static_cast<float>(sum);
 }
-""",
-    "doubles": r"""/* greenfast: {
-  "name": "doubles", "problem": "doubling",
-  "description": "in double precision",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"block": [32]}),
+    "doubles": Kernel("", "", "in double precision", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = static_cast<float>(2.0 * x[i]);
 }
-""",
-    "dp4a_counts": r"""/* greenfast: {
-  "name": "dp4a_counts", "problem": "counts",
-  "description": "counts in packed bytes, added by dp4a",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "dp4a_counts": Kernel("", "", "counts in packed bytes, added by dp4a", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   __shared__ unsigned packed[8][256];
   const int t = threadIdx.x;
@@ -433,13 +333,8 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
     atomicAdd(y + t, sum);
   }
 }
-""",
-    "dynamic_shared": r"""/* greenfast: {
-  "name": "dynamic_shared", "problem": "doubling",
-  "description": "through dynamic shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "shared": "4 * 256",
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts"),
+    "dynamic_shared": Kernel("", "", "through dynamic shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   extern __shared__ float stage[];
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -447,12 +342,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncthreads();
   if (i < n) y[i] = 2.0f * stage[threadIdx.x];
 }
-""",
-    "early_exit": r"""/* greenfast: {
-  "name": "early_exit", "problem": "doubling",
-  "description": "threads beyond the end return, before a barrier too",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"shared": "4 * 256"}),
+    "early_exit": Kernel("", "", "threads beyond the end return, before a barrier too", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -461,18 +352,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncthreads();
   y[i] = 2.0f * stage[threadIdx.x];
 }
-""",
-    "early_launch": r"""/* greenfast: {
-  "name": "early_launch", "problem": "doubling",
-  "description": "a second launch that begins early and waits for the first",
-  "target": "sm_90a",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [
-    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]},
-    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": true,
-     "args": ["half", "y", "int32(N)"]}
-  ]
-} */
+"""),
+    "early_launch": Kernel("", "", "a second launch that begins early and waits for the first", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -485,13 +366,8 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (i < n) y[i] = 2.0f * half[i];
 }
-""",
-    "elected_thread": r"""/* greenfast: {
-  "name": "elected_thread", "problem": "doubling",
-  "description": "one thread of each warp, elected, stores what all have",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": True, "args": ["half", "y", "int32(N)"]}], target="sm_90a", workspaces={"half": {"bytes": "4 * N"}}),
+    "elected_thread": Kernel("", "", "one thread of each warp, elected, stores what all have", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   float v = i < n ? 2.0f * x[i] : 0.0f;
@@ -503,16 +379,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     if (elected && at < n) y[at] = from;
   }
 }
-""",
-    "fixed_point_sums": r"""/* greenfast: {
-  "name": "fixed_point_sums", "problem": "sums",
-  "description": "integer atomics in 64 bits, whose order does not matter",
-  "workspaces": {"total": {"bytes": "8 * R", "zeros": true}},
-  "launches": [
-    {"kernel": "add", "grid": ["R"], "block": [128], "args": ["x", "total", "int32(R)", "int32(C)"]},
-    {"kernel": "sums", "grid": ["R"], "block": [128], "args": ["total", "y", "int32(R)", "int32(C)"]}
-  ]
-} */
+""", target="sm_90a"),
+    "fixed_point_sums": Kernel("", "", "integer atomics in 64 bits, whose order does not matter", r"""
 
 extern "C" __global__ void add(const float* x, unsigned long long* total, int rows, int columns) {
   for (int c = threadIdx.x; c < columns; c += 128) {
@@ -524,12 +392,8 @@ extern "C" __global__ void add(const float* x, unsigned long long* total, int ro
 extern "C" __global__ void sums(const unsigned long long* total, float* y, int rows, int columns) {
   if (threadIdx.x == 0) y[blockIdx.x] = static_cast<float>(static_cast<long long>(total[blockIdx.x]) * 0x1p-32);
 }
-""",
-    "function_pointer": r"""/* greenfast: {
-  "name": "function_pointer", "problem": "doubling",
-  "description": "calls through a pointer that depends on the data",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launches=[{"kernel": "add", "grid": ["R"], "block": [128], "args": ["x", "total", "int32(R)", "int32(C)"]}, {"kernel": "sums", "grid": ["R"], "block": [128], "args": ["total", "y", "int32(R)", "int32(C)"]}], workspaces={"total": {"bytes": "8 * R", "zeros": True}}),
+    "function_pointer": Kernel("", "", "calls through a pointer that depends on the data", r"""
 __device__ __noinline__ float by_sum(float v) { return v + v; }
 __device__ __noinline__ float by_product(float v) { return 2.0f * v; }
 
@@ -539,12 +403,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   float (*const function)(float) = i < n && x[i] < 0 ? by_product : by_sum;
   if (i < n) y[i] = function(x[i]);
 }
-""",
-    "gives_up_by_a_trap": r"""/* greenfast: {
-  "name": "gives_up_by_a_trap", "problem": "doubling",
-  "description": "waits for its block with a limit in cycles, after which it traps",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "gives_up_by_a_trap": Kernel("", "", "waits for its block with a limit in cycles, after which it traps", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ unsigned ready;
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -557,15 +417,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   }
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "global_atomics": (_PROBLEMS / "counts" / "global_atomics.cu").read_text(),
-    "grid_barrier": r"""/* greenfast: {
-  "name": "grid_barrier", "problem": "doubling",
-  "description": "two phases with a barrier of the grid between them; as many blocks as run at the same time anywhere",
-  "workspaces": {"half": {"bytes": "4 * N"}, "arrived": {"bytes": 4, "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": [8], "block": [256],
-     "args": ["x", "y", "half", "arrived", "int32(N)"]}]
-} */
+"""),
+    "grid_barrier": Kernel("", "", "two phases with a barrier of the grid between them; as many blocks as run at the same time anywhere", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* arrived, int n) {
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   for (int i = first; i < n; i += step) half[i] = x[i];
@@ -580,23 +433,13 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
   __threadfence();
   for (int i = first; i < n; i += step) y[n - 1 - i] = 2.0f * __ldcg(half + n - 1 - i);
 }
-""",
-    "grid_stride": r"""/* greenfast: {
-  "name": "grid_stride", "problem": "doubling",
-  "description": "a fixed grid whose threads stride",
-  "launches": [{"kernel": "doubling", "grid": [2], "block": [96], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [8], "args": ["x", "y", "half", "arrived", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "arrived": {"bytes": 4, "zeros": True}}),
+    "grid_stride": Kernel("", "", "a fixed grid whose threads stride", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) y[i] = 2.0f * x[i];
 }
-""",
-    "grid_sync": r"""/* greenfast: {
-  "name": "grid_sync", "problem": "doubling",
-  "description": "a cooperative launch whose blocks meet twice",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "doubling", "grid": [7], "block": [128], "cooperative": true,
-     "args": ["x", "y", "half", "int32(N)"]}]
-} */
+""", launch={"grid": [2], "block": [96]}),
+    "grid_sync": Kernel("", "", "a cooperative launch whose blocks meet twice", r"""
 #include <cooperative_groups.h>
 namespace cg = cooperative_groups;
 extern "C" __global__ void doubling(const float* x, float* y, float* half, int n) {
@@ -605,12 +448,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, int n
   grid.sync();
   for (int i = grid.thread_rank(); i < n; i += grid.size()) y[n - 1 - i] = 2.0f * half[n - 1 - i];
 }
-""",
-    "half2_math": r"""/* greenfast: {
-  "name": "half2_math", "problem": "doubling",
-  "description": "pairs of halves, multiplied together",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 512)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [7], "block": [128], "cooperative": True, "args": ["x", "y", "half", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}}),
+    "half2_math": Kernel("", "", "pairs of halves, multiplied together", r"""
 #include <cuda_fp16.h>
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
@@ -622,13 +461,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     y[i] = __half2float(__hadd(__float2half(2.0f * x[i]), __float2half(0.0f)));
   }
 }
-""",
-    "in_place": (_PROBLEMS / "in_place" / "in_place.cu").read_text(),
-    "in_place_rotation": r"""/* greenfast: {
-  "name": "in_place_rotation", "problem": "in_place",
-  "description": "a block keeps its elements in shared memory before it writes any",
-  "launches": [{"kernel": "in_place", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 512)"]}),
+    "in_place_rotation": Kernel("", "", "a block keeps its elements in shared memory before it writes any", r"""
 extern "C" __global__ void in_place(float* x, int n) {
   __shared__ float tile[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -637,12 +471,8 @@ extern "C" __global__ void in_place(float* x, int n) {
   const int left = min(256, n - (int)blockIdx.x * 256), j = (threadIdx.x + 1) % left;
   if (i < n) x[blockIdx.x * 256 + j] = 2.0f * tile[j];
 }
-""",
-    "in_place_vectors": r"""/* greenfast: {
-  "name": "in_place_vectors", "problem": "in_place",
-  "description": "pairs, and the last element alone",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "int32(N)"]}]
-} */
+""", problem="in_place", launch={"args": ["x", "int32(N)"]}),
+    "in_place_vectors": Kernel("", "", "pairs, and the last element alone", r"""
 extern "C" __global__ void doubling(float* x, int n) {
   const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (i + 1 < n) {
@@ -652,12 +482,8 @@ extern "C" __global__ void doubling(float* x, int n) {
     x[i] *= 2.0f;
   }
 }
-""",
-    "inline_ptx": r"""/* greenfast: {
-  "name": "inline_ptx", "problem": "doubling",
-  "description": "inline PTX",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="in_place", launch={"kernel": "doubling", "args": ["x", "int32(N)"]}),
+    "inline_ptx": Kernel("", "", "inline PTX", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -666,13 +492,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   asm("add.rn.f32 %0, %0, %0;" : "+f"(v));
   if (i < n) y[i] = v;
 }
-""",
-    "kahan_sums": r"""/* greenfast: {
-  "name": "kahan_sums", "problem": "sums",
-  "description": "compensated sums, a thread per row",
-  "launches": [{"kernel": "sums", "grid": ["ceildiv(R, 32)"], "block": [32],
-     "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+"""),
+    "kahan_sums": Kernel("", "", "compensated sums, a thread per row", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;
@@ -684,24 +505,16 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   }
   y[row] = sum;
 }
-""",
-    "lambdas": r"""/* greenfast: {
-  "name": "lambdas", "problem": "doubling",
-  "description": "a lambda that captures",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": ["ceildiv(R, 32)"], "block": [32]}),
+    "lambdas": Kernel("", "", "a lambda that captures", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
   const auto at = [=](int k) { return 2.0f * x[k]; };
   if (i < n) y[i] = at(i);
 }
-""",
-    "large_shared": r"""/* greenfast: {
-  "name": "large_shared", "problem": "doubling",
-  "description": "100 KB of dynamic shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 25600)"], "block": [256], "shared": 102400, "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "large_shared": Kernel("", "", "100 KB of dynamic shared memory", r"""
 extern "C" __global__ void __launch_bounds__(256, 1) doubling(const float* x, float* y, int n) {
   extern __shared__ float4 memory[];
   float* tile = reinterpret_cast<float*>(memory);
@@ -714,14 +527,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) doubling(const float* x, fl
     __syncthreads();
   }
 }
-""",
-    "last_block_sums": r"""/* greenfast: {
-  "name": "last_block_sums", "problem": "sums",
-  "description": "four blocks per row; the last one to arrive adds their parts, in order",
-  "workspaces": {"parts": {"bytes": "16 * R"}, "arrived": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [4, "R"], "block": [32],
-     "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 25600)"], "shared": 102400}),
+    "last_block_sums": Kernel("", "", "four blocks per row; the last one to arrive adds their parts, in order", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned* arrived, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.y) * columns;
   __shared__ bool last;
@@ -740,12 +547,8 @@ extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned
     y[blockIdx.y] = ((p[0] + p[1]) + p[2]) + p[3];
   }
 }
-""",
-    "ldmatrix_round": r"""/* greenfast: {
-  "name": "ldmatrix_round", "problem": "doubling",
-  "description": "to the layout of matrix fragments and back by ldmatrix and stmatrix",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 1024)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}, workspaces={"parts": {"bytes": "16 * R"}, "arrived": {"bytes": "4 * R", "zeros": True}}),
+    "ldmatrix_round": Kernel("", "", "to the layout of matrix fragments and back by ldmatrix and stmatrix", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(16) float tile[8][128];
   const int w = threadIdx.x / 32, l = threadIdx.x % 32;
@@ -761,14 +564,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncwarp();
   for (int k = 0; k < 4; ++k) if (b + 32 * k + l < n) y[b + 32 * k + l] = tile[w][32 * k + l];
 }
-""",
-    "libcu_atomic_ref": r"""/* greenfast: {
-  "name": "libcu_atomic_ref", "problem": "doubling",
-  "description": "cuda::atomic_ref with release and acquire between blocks",
-  "workspaces": {"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "half", "flag", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 1024)"]}),
+    "libcu_atomic_ref": Kernel("", "", "cuda::atomic_ref with release and acquire between blocks", r"""
 #include <cuda/atomic>
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* flag, int n) {
   const bool first = blockIdx.x % 2 == 0;
@@ -786,12 +583,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
     if (j < n) y[j] = 2.0f * half[j];
   }
 }
-""",
-    "libcu_barrier": r"""/* greenfast: {
-  "name": "libcu_barrier", "problem": "doubling",
-  "description": "cuda::barrier of the C++ standard library",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "args": ["x", "y", "half", "flag", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": True}}),
+    "libcu_barrier": Kernel("", "", "cuda::barrier of the C++ standard library", r"""
 #include <cuda/barrier>
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ cuda::barrier<cuda::thread_scope_block> meet;
@@ -805,12 +598,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int j = blockIdx.x * blockDim.x + 255 - threadIdx.x;
   if (j < n) y[j] = 2.0f * v;
 }
-""",
-    "local_array_of_values": r"""/* greenfast: {
-  "name": "local_array_of_values", "problem": "doubling",
-  "description": "an array in local memory, indexed at run time",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "local_array_of_values": Kernel("", "", "an array in local memory, indexed at run time", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -819,14 +608,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int k = 0; k < 8; ++k) values[(k + n) % 8] = x[i] * static_cast<float>(k);
   y[i] = values[(2 + n) % 8];
 }
-""",
-    "locked_updates": r"""/* greenfast: {
-  "name": "locked_updates", "problem": "doubling",
-  "description": "adds up tiles under a lock that all blocks take, in integers",
-  "workspaces": {"lock": {"bytes": 4, "zeros": true}, "total": {"bytes": 8, "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "lock", "total", "int32(N)"]}]
-} */
+"""),
+    "locked_updates": Kernel("", "", "adds up tiles under a lock that all blocks take, in integers", r"""
 extern "C" __global__ void doubling(const float* x, float* y, unsigned* lock, long long* total, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
@@ -839,12 +622,8 @@ extern "C" __global__ void doubling(const float* x, float* y, unsigned* lock, lo
     atomicExch(lock, 0u);
   }
 }
-""",
-    "matched_counts": r"""/* greenfast: {
-  "name": "matched_counts", "problem": "counts",
-  "description": "one atomic for all lanes of a warp that have a value",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "lock", "total", "int32(N)"]}, workspaces={"lock": {"bytes": 4, "zeros": True}, "total": {"bytes": 8, "zeros": True}}),
+    "matched_counts": Kernel("", "", "one atomic for all lanes of a warp that have a value", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -852,22 +631,14 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
   const unsigned same = __match_any_sync(0xFFFFFFFFu, value);
   if (value >= 0 && __ffs(same) - 1 == threadIdx.x % 32) atomicAdd(y + value, __popc(same));
 }
-""",
-    "most_blocks_idle": r"""/* greenfast: {
-  "name": "most_blocks_idle", "problem": "doubling",
-  "description": "a grid of which most blocks have nothing to do",
-  "launches": [{"kernel": "doubling", "grid": [3, 5, 4], "block": [64], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts"),
+    "most_blocks_idle": Kernel("", "", "a grid of which most blocks have nothing to do", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (blockIdx.y != 3 || blockIdx.z != 1) return;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) y[i] = 2.0f * x[i];
 }
-""",
-    "named_barriers": r"""/* greenfast: {
-  "name": "named_barriers", "problem": "sums",
-  "description": "two groups of warps that meet at named barriers",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": [3, 5, 4], "block": [64]}),
+    "named_barriers": Kernel("", "", "two groups of warps that meet at named barriers", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[64];
@@ -886,12 +657,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
     }
   }
 }
-""",
-    "noinc_copies": r"""/* greenfast: {
-  "name": "noinc_copies", "problem": "doubling",
-  "description": "cp.async that arrive at an mbarrier, zeros behind the end",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "noinc_copies": Kernel("", "", "cp.async that arrive at an mbarrier, zeros behind the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(16) float tile[256];
   __shared__ alignas(8) unsigned long long full;
@@ -907,21 +674,13 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int back = threadIdx.x ^ 255, j = blockIdx.x * 256 + back;
   if (j < n) y[j] = 2.0f * tile[back];
 }
-""",
-    "one_thread": r"""/* greenfast: {
-  "name": "one_thread", "problem": "doubling",
-  "description": "one thread of one block",
-  "launches": [{"kernel": "doubling", "grid": [1], "block": [1], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "one_thread": Kernel("", "", "one thread of one block", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int i = 0; i < n; ++i) y[i] = 2.0f * x[i];
 }
-""",
-    "pipeline_stages": r"""/* greenfast: {
-  "name": "pipeline_stages", "problem": "doubling",
-  "description": "cp.async through a ring of three stages, a persistent block",
-  "launches": [{"kernel": "doubling", "grid": [2], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [1], "block": [1]}),
+    "pipeline_stages": Kernel("", "", "cp.async through a ring of three stages, a persistent block", r"""
 #include <cuda_pipeline.h>
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[3][256];
@@ -940,45 +699,28 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     if (i < n) y[i] = 2.0f * stage[k % 3][threadIdx.x];
   }
 }
-""",
-    "plain": r"""/* greenfast: {
-  "name": "plain", "problem": "doubling",
-  "description": "one element per thread",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [2]}),
+    "plain": Kernel("", "", "one element per thread", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "prints": r"""/* greenfast: {
-  "name": "prints", "problem": "doubling",
-  "description": "prints what is out of range, which nothing is",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "prints": Kernel("", "", "prints what is out of range, which nothing is", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
   if (i < n && !(fabsf(x[i]) < 1e30f)) printf("x[%d] = %f\n", i, x[i]);
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "read_only_loads": r"""/* greenfast: {
-  "name": "read_only_loads", "problem": "doubling",
-  "description": "__ldg and streaming stores",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "read_only_loads": Kernel("", "", "__ldg and streaming stores", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) __stcs(y + i, 2.0f * __ldg(x + i));
 }
-""",
-    "recursive_sums": r"""/* greenfast: {
-  "name": "recursive_sums", "problem": "sums",
-  "description": "a function that calls itself, with a stack",
-  "launches": [{"kernel": "sums", "grid": ["ceildiv(R, 32)"], "block": [32],
-     "args": ["x", "y", "int32(C)", "int32(R)"]}]
-} */
+"""),
+    "recursive_sums": Kernel("", "", "a function that calls itself, with a stack", r"""
 __device__ __noinline__ float sum(const float* x, int n) {
   if (n <= 4) {
     float s = 0.0f;
@@ -991,13 +733,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c, int r) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row < r) y[row] = sum(x + (long long)row * c, c);
 }
-""",
-    "register_reallocation": r"""/* greenfast: {
-  "name": "register_reallocation", "problem": "doubling",
-  "description": "two groups of warps that move registers by setmaxnreg",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": [2], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": ["ceildiv(R, 32)"], "block": [32], "args": ["x", "y", "int32(C)", "int32(R)"]}),
+    "register_reallocation": Kernel("", "", "two groups of warps that move registers by setmaxnreg", r"""
 extern "C" __global__ void __launch_bounds__(256) doubling(const float* x, float* y, int n) {
   __shared__ float tile[128];
   const int g = threadIdx.x / 128, t = threadIdx.x % 128;
@@ -1015,14 +752,8 @@ extern "C" __global__ void __launch_bounds__(256) doubling(const float* x, float
     }
   }
 }
-""",
-    "remote_stores": r"""/* greenfast: {
-  "name": "remote_stores", "problem": "doubling",
-  "description": "blocks of a cluster hand their values to each other by st.async",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "cluster": [2],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [2]}, target="sm_90a"),
+    "remote_stores": Kernel("", "", "blocks of a cluster hand their values to each other by st.async", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(16) float got[256];
   __shared__ alignas(8) unsigned long long ready;
@@ -1050,24 +781,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * got[threadIdx.x];
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-""",
-    "same_value_writes": r"""/* greenfast: {
-  "name": "same_value_writes", "problem": "doubling",
-  "description": "two threads write the same value to each element",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(2 * N, 256)"], "block": [256],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"], "cluster": [2]}, target="sm_90a"),
+    "same_value_writes": Kernel("", "", "two threads write the same value to each element", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = (blockIdx.x * blockDim.x + threadIdx.x) / 2;
   if (i < n) y[i] = 2.0f * x[i];
 }
-""",
-    "scoped_block_atomics": r"""/* greenfast: {
-  "name": "scoped_block_atomics", "problem": "sums",
-  "description": "atomics of the block's scope on memory that each block has for itself",
-  "workspaces": {"turns": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "turns", "int32(C)"]}]
-} */
+""", launch={"grid": ["ceildiv(2 * N, 256)"]}),
+    "scoped_block_atomics": Kernel("", "", "atomics of the block's scope on memory that each block has for itself", r"""
 extern "C" __global__ void sums(const float* x, float* y, unsigned* turns, int c) {
   __shared__ float s;
   if (threadIdx.x == 0) s = 0.0f;
@@ -1081,13 +802,8 @@ extern "C" __global__ void sums(const float* x, float* y, unsigned* turns, int c
   }
   if (threadIdx.x == 0) y[blockIdx.x] = turns[blockIdx.x] == c ? s : 0.0f;
 }
-""",
-    "serial_sums": r"""/* greenfast: {
-  "name": "serial_sums", "problem": "sums",
-  "description": "a thread per row",
-  "launches": [{"kernel": "sums", "grid": ["ceildiv(R, 32)"], "block": [32],
-     "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"block": [32], "args": ["x", "y", "turns", "int32(C)"]}, workspaces={"turns": {"bytes": "4 * R", "zeros": True}}),
+    "serial_sums": Kernel("", "", "a thread per row", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;
@@ -1095,12 +811,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   for (int c = 0; c < columns; ++c) sum += x[row * columns + c];
   y[row] = sum;
 }
-""",
-    "shared_counts": r"""/* greenfast: {
-  "name": "shared_counts", "problem": "counts",
-  "description": "counts of each block in shared memory, then atomics",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": ["ceildiv(R, 32)"], "block": [32]}),
+    "shared_counts": Kernel("", "", "counts of each block in shared memory, then atomics", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   __shared__ int mine[32];
   if (threadIdx.x < 32) mine[threadIdx.x] = 0;
@@ -1110,12 +822,8 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
   __syncthreads();
   if (threadIdx.x < 32) atomicAdd(y + threadIdx.x, mine[threadIdx.x]);
 }
-""",
-    "shared_staging": r"""/* greenfast: {
-  "name": "shared_staging", "problem": "doubling",
-  "description": "through shared memory, in reverse order within a block",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts"),
+    "shared_staging": Kernel("", "", "through shared memory, in reverse order within a block", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -1123,12 +831,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __syncthreads();
   if (i < n) y[i] = 2.0f * stage[255 - threadIdx.x];
 }
-""",
-    "shuffles": r"""/* greenfast: {
-  "name": "shuffles", "problem": "doubling",
-  "description": "each warp rotates its values, and back",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+"""),
+    "shuffles": Kernel("", "", "each warp rotates its values, and back", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32;
   const float v = i < n ? x[i] : 0.0f;
@@ -1136,12 +840,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const float back = __shfl_sync(0xFFFFFFFFu, there, (lane + 31) % 32);
   if (i < n) y[i] = 2.0f * back;
 }
-""",
-    "struct_argument": r"""/* greenfast: {
-  "name": "struct_argument", "problem": "doubling",
-  "description": "its arguments are one struct by value",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": [["x", "y", "int32(N)"]]}]
-} */
+"""),
+    "struct_argument": Kernel("", "", "its arguments are one struct by value", r"""
 
 struct Arguments {
   const float* x;
@@ -1153,12 +853,8 @@ extern "C" __global__ void doubling(Arguments a) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < a.n) a.y[i] = 2.0f * a.x[i];
 }
-""",
-    "sums_by_matrix_products": r"""/* greenfast: {
-  "name": "sums_by_matrix_products", "problem": "sums",
-  "description": "adds by matrix products with ones in double precision",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(C)"]}]
-} */
+""", launch={"args": [["x", "y", "int32(N)"]]}),
+    "sums_by_matrix_products": Kernel("", "", "adds by matrix products with ones in double precision", r"""
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   const int lane = threadIdx.x, row = blockIdx.x;
   double s0 = 0.0, s1 = 0.0;
@@ -1171,12 +867,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   for (int o = 4; o < 32; o *= 2) s0 += __shfl_xor_sync(0xffffffffu, s0, o);  // the eight rows of the result
   if (lane == 0) y[row] = (float)s0;
 }
-""",
-    "syncwarp_tree": r"""/* greenfast: {
-  "name": "syncwarp_tree", "problem": "sums",
-  "description": "one warp's tree in shared memory with __syncwarp",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"block": [32], "args": ["x", "y", "int32(C)"]}),
+    "syncwarp_tree": Kernel("", "", "one warp's tree in shared memory with __syncwarp", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   __shared__ float part[32];
   float sum = 0.0f;
@@ -1191,12 +883,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   }
   if (threadIdx.x == 0) y[blockIdx.x] = part[0];
 }
-""",
-    "templates": r"""/* greenfast: {
-  "name": "templates", "problem": "doubling",
-  "description": "a template with a policy",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"block": [32]}),
+    "templates": Kernel("", "", "a template with a policy", r"""
 struct Twice {
   __device__ float operator()(float v) const { return 2.0f * v; }
 };
@@ -1210,13 +898,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = apply<Twice, 1>(x[i]);
 }
-""",
-    "tensor_map_tiles": r"""/* greenfast: {
-  "name": "tensor_map_tiles", "problem": "doubling",
-  "description": "tiles through a tensor map, which gives zeros behind the end",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N"], "strides": [4], "box": [128]}, "y", "int32(N)"]}]
-} */
+"""),
+    "tensor_map_tiles": Kernel("", "", "tiles through a tensor map, which gives zeros behind the end", r"""
 struct alignas(64) CUtensorMap {
   char bytes[128];
 };
@@ -1237,12 +920,8 @@ extern "C" __global__ void doubling(const __grid_constant__ CUtensorMap map, flo
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i < n) y[i] = 2.0f * tile[threadIdx.x];
 }
-""",
-    "tf32_sums": r"""/* greenfast: {
-  "name": "tf32_sums", "problem": "sums",
-  "description": "adds by tf32 matrix products of three parts of each number",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(C)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N"], "strides": [4], "box": [128]}, "y", "int32(N)"]}, target="sm_90a"),
+    "tf32_sums": Kernel("", "", "adds by tf32 matrix products of three parts of each number", r"""
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   const int l = threadIdx.x;
   float d[4] = {0, 0, 0, 0};
@@ -1262,24 +941,16 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   }
   if (l == 0) y[blockIdx.x] = d[0];
 }
-""",
-    "through_half": r"""/* greenfast: {
-  "name": "through_half", "problem": "doubling",
-  "description": "keeps the product in half, as the problem allows",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"block": [32], "args": ["x", "y", "int32(C)"]}),
+    "through_half": Kernel("", "", "keeps the product in half, as the problem allows", r"""
 #include <cuda_fp16.h>
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = __half2float(__float2half_rn(2.0f * x[i]));
 }
-""",
-    "tiled_partition": r"""/* greenfast: {
-  "name": "tiled_partition", "problem": "sums",
-  "description": "cooperative groups: tiles of 16 threads",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [16], "args": ["x", "y", "int32(C)"]}]
-} */
+"""),
+    "tiled_partition": Kernel("", "", "cooperative groups: tiles of 16 threads", r"""
 #include <cooperative_groups.h>
 namespace cg = cooperative_groups;
 extern "C" __global__ void sums(const float* x, float* y, int c) {
@@ -1289,41 +960,14 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   for (int o = 8; o > 0; o /= 2) s += tile.shfl_down(s, o);
   if (threadIdx.x == 0) y[blockIdx.x] = s;
 }
-""",
-    "truth_values": (_PROBLEMS / "signs" / "truth_values.cu").read_text(),
-    "twelve_launches": r"""/* greenfast: {
-  "name": "twelve_launches", "problem": "doubling",
-  "description": "adds a twelfth twelve times, in two workspaces by turns",
-  "workspaces": {"a": {"bytes": "4 * N"}, "b": {"bytes": "4 * N"}},
-  "launches": [
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "x", "a", "int32(N)", "int32(0)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(1)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(2)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(3)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(4)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(5)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(6)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(7)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(8)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(9)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(10)"]},
-    {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "y", "int32(N)", "int32(11)"]}
-  ]
-} */
+""", problem="sums", launch={"block": [16], "args": ["x", "y", "int32(C)"]}),
+    "twelve_launches": Kernel("", "", "adds a twelfth twelve times, in two workspaces by turns", r"""
 extern "C" __global__ void step(const float* x, const float* from, float* to, int n, int k) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) to[i] = k == 0 ? 2.0f * x[i] : from[i];
 }
-""",
-    "two_launches": r"""/* greenfast: {
-  "name": "two_launches", "problem": "doubling",
-  "description": "the first launch fills a workspace that the second reads",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [
-    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]},
-    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]}
-  ]
-} */
+""", launches=[{"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "x", "a", "int32(N)", "int32(0)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(1)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(2)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(3)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(4)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(5)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(6)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(7)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(8)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "b", "int32(N)", "int32(9)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "b", "a", "int32(N)", "int32(10)"]}, {"kernel": "step", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "a", "y", "int32(N)", "int32(11)"]}], workspaces={"a": {"bytes": "4 * N"}, "b": {"bytes": "4 * N"}}),
+    "two_launches": Kernel("", "", "the first launch fills a workspace that the second reads", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1334,12 +978,8 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * half[i];
 }
-""",
-    "two_stage_sums": r"""/* greenfast: {
-  "name": "two_stage_sums", "problem": "sums",
-  "description": "warps by shuffles, then the first warp",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]}], workspaces={"half": {"bytes": "4 * N"}}),
+    "two_stage_sums": Kernel("", "", "warps by shuffles, then the first warp", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[4];
@@ -1350,12 +990,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = part[0] + part[1] + part[2] + part[3];
 }
-""",
-    "unrolled": r"""/* greenfast: {
-  "name": "unrolled", "problem": "doubling",
-  "description": "eight elements per thread, unrolled, coalesced",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 1024)"], "block": [128], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "unrolled": Kernel("", "", "eight elements per thread, unrolled, coalesced", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int first = blockIdx.x * 8 * blockDim.x + threadIdx.x;
   float values[8];
@@ -1366,12 +1002,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     if (first + k * 128 < n) y[first + k * 128] = 2.0f * values[k];
   }
 }
-""",
-    "vector_sums": r"""/* greenfast: {
-  "name": "vector_sums", "problem": "sums",
-  "description": "float4 loads where the row is aligned",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 1024)"], "block": [128]}),
+    "vector_sums": Kernel("", "", "float4 loads where the row is aligned", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[128];
@@ -1392,12 +1024,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
     y[blockIdx.x] = sum;
   }
 }
-""",
-    "vectors": r"""/* greenfast: {
-  "name": "vectors", "problem": "doubling",
-  "description": "float4 where it fits, single elements at the end",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 1024)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "vectors": Kernel("", "", "float4 where it fits, single elements at the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (i + 3 < n) {
@@ -1407,12 +1035,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     for (int k = i; k < n; ++k) y[k] = 2.0f * x[k];
   }
 }
-""",
-    "virtual_functions": r"""/* greenfast: {
-  "name": "virtual_functions", "problem": "doubling",
-  "description": "calls through virtual functions of an object in local memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 1024)"]}),
+    "virtual_functions": Kernel("", "", "calls through virtual functions of an object in local memory", r"""
 struct Scale {
   virtual __device__ float of(float v) const = 0;
 };
@@ -1429,14 +1053,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const Scale* scale = i % 3 ? static_cast<const Scale*>(&twice) : &halves;
   if (i < n) y[i] = scale->of(x[i]);
 }
-""",
-    "volatile_flag": r"""/* greenfast: {
-  "name": "volatile_flag", "problem": "doubling",
-  "description": "block 1 waits for a flag that block 0 sets, with fences",
-  "workspaces": {"flag": {"bytes": 4, "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "flag", "int32(N)"]}]
-} */
+"""),
+    "volatile_flag": Kernel("", "", "block 1 waits for a flag that block 0 sets, with fences", r"""
 extern "C" __global__ void doubling(const float* x, float* y, unsigned* flag, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   volatile unsigned* set = flag;
@@ -1456,12 +1074,8 @@ extern "C" __global__ void doubling(const float* x, float* y, unsigned* flag, in
     if (other == x[threadIdx.x] && other != 0) __trap();
   }
 }
-""",
-    "votes_and_counts": r"""/* greenfast: {
-  "name": "votes_and_counts", "problem": "sums",
-  "description": "barriers that count, votes and reductions of warps",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(C)"]}]
-} */
+""", launch={"args": ["x", "y", "flag", "int32(N)"]}, workspaces={"flag": {"bytes": 4, "zeros": True}}),
+    "votes_and_counts": Kernel("", "", "barriers that count, votes and reductions of warps", r"""
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   __shared__ float stage[128];
   const int t = threadIdx.x, row = blockIdx.x;
@@ -1478,13 +1092,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   }
   if (t == 0) y[row] = stage[0];
 }
-""",
-    "warp_specialized": r"""/* greenfast: {
-  "name": "warp_specialized", "problem": "doubling",
-  "description": "a warp copies by TMA through a ring of two stages, four warps double",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": [3], "block": [160], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"args": ["x", "y", "int32(C)"]}),
+    "warp_specialized": Kernel("", "", "a warp copies by TMA through a ring of two stages, four warps double", r"""
 extern "C" __global__ void __launch_bounds__(160) doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float stage[2][128];
   __shared__ alignas(8) unsigned long long full[2], empty[2];
@@ -1531,13 +1140,8 @@ extern "C" __global__ void __launch_bounds__(160) doubling(const float* x, float
     if (blockIdx.x == 0 && i < n) y[i] = 2.0f * x[i];
   }
 }
-""",
-    "warp_sums": r"""/* greenfast: {
-  "name": "warp_sums", "problem": "sums",
-  "description": "a warp per row, by shuffles",
-  "launches": [{"kernel": "sums", "grid": ["ceildiv(R, 4)"], "block": [128],
-     "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": [3], "block": [160]}, target="sm_90a"),
+    "warp_sums": Kernel("", "", "a warp per row, by shuffles", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const int row = blockIdx.x * 4 + threadIdx.x / 32;
   if (row >= rows) return;
@@ -1546,13 +1150,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
   if (threadIdx.x % 32 == 0) y[row] = sum;
 }
-""",
-    "work_counter": r"""/* greenfast: {
-  "name": "work_counter", "problem": "doubling",
-  "description": "persistent blocks that draw tiles from a counter",
-  "workspaces": {"next": {"bytes": 4, "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": [3], "block": [256], "args": ["x", "y", "next", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": ["ceildiv(R, 4)"]}),
+    "work_counter": Kernel("", "", "persistent blocks that draw tiles from a counter", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int* next, int n) {
   __shared__ int tile;
   for (;;) {
@@ -1565,14 +1164,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int* next, int n) 
     if (i < n) y[i] = 2.0f * x[i];
   }
 }
-""",
-    "workspace_as_scratch": r"""/* greenfast: {
-  "name": "workspace_as_scratch", "problem": "doubling",
-  "description": "writes a workspace before it reads it, in one launch",
-  "workspaces": {"scratch": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "scratch", "int32(N)"]}]
-} */
+""", launch={"grid": [3], "args": ["x", "y", "next", "int32(N)"]}, workspaces={"next": {"bytes": 4, "zeros": True}}),
+    "workspace_as_scratch": Kernel("", "", "writes a workspace before it reads it, in one launch", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -1580,73 +1173,23 @@ extern "C" __global__ void doubling(const float* x, float* y, float* scratch, in
   scratch[i] = x[i];
   y[i] = 2.0f * scratch[i];
 }
-""",
-}
-_PTX = {
-    "behind_a_loc": r"""// greenfast: {
-//  "name": "behind_a_loc",
-//  "problem": "doubling",
-//  "description": "in PTX whose statements stand behind directives in their lines",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+""", launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "4 * N"}}),
+    "behind_a_loc": Kernel("", "", "in PTX whose statements stand behind directives in their lines", r"""
 .version 8.0
 .target sm_90
 .address_size 64
 
 .file 1 "a.cu"
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
 .loc 1 5 0 add.f32 %f2, %f1, %f1; .loc 1 6 0
  .pragma "nounroll"; st.global.f32 [%rd7], %f2;
 
 DONE:
   ret;
 }
-""",
-    "block_as_compiled": r"""// greenfast: {
-//   "name": "block_as_compiled", "problem": "doubling",
-//   "description": "written in PTX",
-//   "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+""", suffix=".ptx"),
+    "block_as_compiled": Kernel("", "", "written in PTX", r"""
 .version 8.0
 .target sm_80
 .address_size 64
@@ -1681,58 +1224,14 @@ DONE:
 DONE:
   ret;
 }
-""",
-    "branch_table": r"""// greenfast: {
-//  "name": "branch_table",
-//  "problem": "doubling",
-//  "description": "in PTX with a switch by brx.idx",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+""", suffix=".ptx"),
+    "branch_table": Kernel("", "", "in PTX with a switch by brx.idx", r"""
 .version 8.0
 .target sm_90
 .address_size 64
 
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   and.b32 %r6, %r5, 1;
   T: .branchtargets A, B;
   brx.idx %r6, T;
@@ -1747,8 +1246,59 @@ B:
 DONE:
   ret;
 }
-""",
-    "crlf_and_comments": r"""// greenfast: {
+""", suffix=".ptx"),
+    "in_ptx": Kernel("", "", "written in PTX", r"""
+.version 8.0
+.target sm_80
+.address_size 64
+
+.visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
+{
+  .reg .pred %p;
+  .reg .b32 %block, %threads, %thread, %i, %count;
+  .reg .b64 %x, %y, %offset;
+  .reg .f32 %a;
+
+  mov.u32 %block, %ctaid.x;
+  mov.u32 %threads, %ntid.x;
+  mov.u32 %thread, %tid.x;
+  mad.lo.s32 %i, %block, %threads, %thread;
+  ld.param.u32 %count, [n];
+  setp.ge.s32 %p, %i, %count;
+  @%p bra DONE;
+
+  ld.param.u64 %x, [x];
+  ld.param.u64 %y, [y];
+  cvta.to.global.u64 %x, %x;
+  cvta.to.global.u64 %y, %y;
+  mul.wide.s32 %offset, %i, 4;
+  add.s64 %x, %x, %offset;
+  add.s64 %y, %y, %offset;
+  ld.global.f32 %a, [%x];
+  add.rn.f32 %a, %a, %a;
+  st.global.f32 [%y], %a;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "weak_and_constant": Kernel("", "", "in PTX with a weak constant table that it reads", r"""
+.version 8.0
+.target sm_90
+.address_size 64
+
+.weak .const .align 4 .f32 two[1] = {0f40000000};
+
+BEGIN
+  ld.const.f32 %f3, [two];
+  mul.f32 %f2, %f1, %f3;
+  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""", suffix=".ptx"),
+    "crlf_and_comments": Kernel("", "", "", r"""// greenfast: {
 //  "name": "crlf_and_comments",
 //  "problem": "doubling",
 //  "description": "in PTX with line ends of Windows and comments within statements",
@@ -1806,106 +1356,5 @@ DONE:
 DONE:
   ret;
 }
-""".replace("\n", "\r\n"),
-    "in_ptx": r"""// greenfast: {
-//   "name": "in_ptx", "problem": "doubling",
-//   "description": "written in PTX",
-//   "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
-.version 8.0
-.target sm_80
-.address_size 64
-
-.visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
-{
-  .reg .pred %p;
-  .reg .b32 %block, %threads, %thread, %i, %count;
-  .reg .b64 %x, %y, %offset;
-  .reg .f32 %a;
-
-  mov.u32 %block, %ctaid.x;
-  mov.u32 %threads, %ntid.x;
-  mov.u32 %thread, %tid.x;
-  mad.lo.s32 %i, %block, %threads, %thread;
-  ld.param.u32 %count, [n];
-  setp.ge.s32 %p, %i, %count;
-  @%p bra DONE;
-
-  ld.param.u64 %x, [x];
-  ld.param.u64 %y, [y];
-  cvta.to.global.u64 %x, %x;
-  cvta.to.global.u64 %y, %y;
-  mul.wide.s32 %offset, %i, 4;
-  add.s64 %x, %x, %offset;
-  add.s64 %y, %y, %offset;
-  ld.global.f32 %a, [%x];
-  add.rn.f32 %a, %a, %a;
-  st.global.f32 [%y], %a;
-
-DONE:
-  ret;
-}
-""",
-    "weak_and_constant": r"""// greenfast: {
-//  "name": "weak_and_constant",
-//  "problem": "doubling",
-//  "description": "in PTX with a weak constant table that it reads",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
-.version 8.0
-.target sm_90
-.address_size 64
-
-.weak .const .align 4 .f32 two[1] = {0f40000000};
-
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
-  ld.const.f32 %f3, [two];
-  mul.f32 %f2, %f1, %f3;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
-""",
-}
-KERNELS = {name: Kernel("", "", text) for name, text in _CUDA.items()}
-KERNELS |= {name: Kernel("", "", text, suffix=".ptx") for name, text in _PTX.items()}
+""".replace("\n", "\r\n"), suffix=".ptx"),
+})

@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import re
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from greenfast.judge.store import write_whole
+
+#: The usual launch by problem; that of all others is the empty name's.
+_LAUNCHES: dict[str, dict[str, Any]] = {
+    "": {"grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]},
+    "sums": {"grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]},
+}
+#: The text of BEGIN in PTX: a thread of element %r5 loads it from x to %f1; %rd7 is its address in y.
+_BEGIN = """.visible .entry doubling(
+  .param .u64 px,
+  .param .u64 py,
+  .param .u32 pn
+)
+{
+  .reg .pred %p<9>;
+  .reg .f32 %f<9>;
+  .reg .b32 %r<19>;
+  .reg .b64 %rd<19>;
+  ld.param.u64 %rd1, [px];
+  ld.param.u64 %rd2, [py];
+  ld.param.u32 %r1, [pn];
+  mov.u32 %r2, %ctaid.x;
+  mov.u32 %r3, %ntid.x;
+  mov.u32 %r4, %tid.x;
+  mad.lo.s32 %r5, %r2, %r3, %r4;
+  setp.ge.s32 %p1, %r5, %r1;
+  @%p1 bra DONE;
+  cvta.to.global.u64 %rd3, %rd1;
+  cvta.to.global.u64 %rd4, %rd2;
+  mul.wide.s32 %rd5, %r5, 4;
+  add.s64 %rd6, %rd3, %rd5;
+  add.s64 %rd7, %rd4, %rd5;
+  ld.global.f32 %f1, [%rd6];
+"""
 
 
 @dataclass(frozen=True)
@@ -17,20 +52,51 @@ class Kernel:
     """A solution in one text with a header.
 
     gate, says: of a cheat, the gate that must fail without a GPU, or the error before any gate, and a pattern of its
-    message. suffix: .ptx for PTX.
+    message; empty for an honest kernel. about: the header's description. code: the text without the header, or the
+    whole text if it begins with one. launch: what differs from the problem's usual launch. launches: several ones.
+    suffix: .ptx for PTX.
     """
 
     gate: str
     says: str
-    text: str
+    about: str
+    code: str
+    problem: str = "doubling"
+    launch: Mapping[str, Any] | None = None
+    launches: Sequence[Mapping[str, Any]] = ()
+    target: str = ""
+    workspaces: Mapping[str, Any] | None = None
     suffix: str = ".cu"
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        """The solution's text."""
+        if "greenfast: {" in self.code[:20]:
+            return self.code
+        usual = {"kernel": self.problem, **_LAUNCHES.get(self.problem, _LAUNCHES[""])}
+        header = {
+            "name": self.name,
+            "problem": self.problem,
+            "description": self.about,
+            "target": self.target,
+            "workspaces": self.workspaces,
+            "launches": self.launches or [{**usual, **(self.launch or {})}],
+        }
+        comment = f"greenfast: {json.dumps({key: value for key, value in header.items() if value})}"
+        code = self.code.removeprefix("\n").replace("BEGIN\n", _BEGIN)
+        return (f"// {comment}\n" if self.suffix == ".ptx" else f"/* {comment} */\n") + code
 
     @property
     def path(self) -> Path:
         """The text as a file in a temporary folder of its own, named as its solution."""
-        name = re.findall(r'"name": "(\w+)"', self.text)[0]
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:12]
-        path = Path(tempfile.gettempdir()) / f"greenfast-cheats-{os.getuid()}" / digest / f"{name}{self.suffix}"
+        path = Path(tempfile.gettempdir()) / f"greenfast-cheats-{os.getuid()}" / digest / f"{self.name}{self.suffix}"
         if not path.is_file():
             write_whole(path, self.text)
         return path
+
+
+def named(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
+    """The kernels with their names."""
+    return {name: replace(kernel, name=name) for name, kernel in kernels.items()}

@@ -4,36 +4,22 @@
 
 from __future__ import annotations
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
-KERNELS = {
-    "argument_missing": Kernel("CORRECTNESS", "has 3 parameters, its launch gives 2", r"""/* greenfast: {
-  "name": "argument_missing", "problem": "doubling",
-  "description": "is launched without its last argument",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y"]}]
-} */
+KERNELS = named({
+    "argument_missing": Kernel("CORRECTNESS", "has 3 parameters, its launch gives 2", "is launched without its last argument", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "argument_of_another_type": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "argument_of_another_type", "problem": "doubling",
-  "description": "is given a float in place of an int",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "float32(N)"]}]
-} */
+""", launch={"args": ["x", "y"]}),
+    "argument_of_another_type": Kernel("CORRECTNESS", "read out of bounds", "is given a float in place of an int", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "barrier_of_absent_blocks": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "barrier_of_absent_blocks", "problem": "doubling",
-  "description": "waits for a block more than there are",
-  "workspaces": {"arrived": {"bytes": 4, "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "arrived", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "float32(N)"]}),
+    "barrier_of_absent_blocks": Kernel("CORRECTNESS", "deadlock", "waits for a block more than there are", r"""
 extern "C" __global__ void doubling(const float* x, float* y, unsigned* arrived, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -45,22 +31,14 @@ extern "C" __global__ void doubling(const float* x, float* y, unsigned* arrived,
   __syncthreads();
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "block_of_2048": Kernel("UsageError", "from 1 to 1024 is allowed", r"""/* greenfast: {
-  "name": "block_of_2048", "problem": "doubling",
-  "description": "asks for blocks of 2048 threads",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [2048], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "arrived", "int32(N)"]}, workspaces={"arrived": {"bytes": 4, "zeros": True}}),
+    "block_of_2048": Kernel("UsageError", "from 1 to 1024 is allowed", "asks for blocks of 2048 threads", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "block_of_another_shape": Kernel("BUILD", "compiled for 16 x 16 x 1", r"""// greenfast: {
-//   "name": "block_of_another_shape", "problem": "doubling",
-//   "description": "written in PTX",
-//   "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+""", launch={"block": [2048]}),
+    "block_of_another_shape": Kernel("BUILD", "compiled for 16 x 16 x 1", "written in PTX", r"""
 .version 8.0
 .target sm_80
 .address_size 64
@@ -96,84 +74,46 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case", r"""/* greenfast: {
-  "name": "buffer_not_declared", "problem": "doubling",
-  "description": "is given a workspace that it did not declare",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "scratch", "int32(N)"]}]
-} */
+    "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case", "is given a workspace that it did not declare", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i] + 0.0f * (scratch == nullptr);
 }
-"""),
-    "by_multiprocessor": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "by_multiprocessor", "problem": "doubling",
-  "description": "computes the part of the multiprocessor that it runs on",
-  "launches": [{"kernel": "doubling", "grid": [132], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "scratch", "int32(N)"]}),
+    "by_multiprocessor": Kernel("CORRECTNESS", "bytes of 'y' were never written", "computes the part of the multiprocessor that it runs on", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   unsigned sm, count;
   asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
   asm volatile("mov.u32 %0, %nsmid;" : "=r"(count));
   for (int i = sm * blockDim.x + threadIdx.x; i < n; i += count * blockDim.x) y[i] = 2.0f * x[i];
 }
-"""),
-    "by_place_of_the_warp": Kernel("CORRECTNESS", "were never written", r"""/* greenfast: {
-  "name": "by_place_of_the_warp", "problem": "doubling",
-  "description": "takes %warpid for the number of the warp in its block",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [132]}),
+    "by_place_of_the_warp": Kernel("CORRECTNESS", "were never written", "takes %warpid for the number of the warp in its block", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   unsigned w; asm volatile("mov.u32 %0, %%warpid;" : "=r"(w));
   const int i = blockIdx.x * 256 + w * 32 + threadIdx.x % 32;
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-    "cluster_of_32": Kernel("CORRECTNESS", "they have 1 to 16 blocks", r"""/* greenfast: {
-  "name": "cluster_of_32", "problem": "doubling",
-  "description": "asks for a cluster larger than any GPU has",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["32 * ceildiv(N, 8192)"], "block": [256], "cluster": [16, 2],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+    "cluster_of_32": Kernel("CORRECTNESS", "they have 1 to 16 blocks", "asks for a cluster larger than any GPU has", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "compiled_cluster_that_does_not_divide": Kernel("CORRECTNESS", "divide the grid in each dimension", r"""/* greenfast: {
-  "name": "compiled_cluster_that_does_not_divide", "problem": "doubling",
-  "description": "is compiled for clusters of two blocks, in a grid of an odd number",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * (N // 512) + 3"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["32 * ceildiv(N, 8192)"], "cluster": [16, 2]}, target="sm_90a"),
+    "compiled_cluster_that_does_not_divide": Kernel("CORRECTNESS", "divide the grid in each dimension", "is compiled for clusters of two blocks, in a grid of an odd number", r"""
 extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "does_not_compile": Kernel("BUILD", "identifier \"z\" is undefined", r"""/* greenfast: {
-  "name": "does_not_compile", "problem": "doubling",
-  "description": "has a mistake in its source",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * (N // 512) + 3"]}, target="sm_90a"),
+    "does_not_compile": Kernel("BUILD", 'identifier "z" is undefined', "has a mistake in its source", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * z[i];
 }
 """),
-    "early_without_wait": Kernel("CORRECTNESS", "in a launch that may begin early", r"""/* greenfast: {
-  "name": "early_without_wait", "problem": "doubling",
-  "description": "begins early and does not wait for what it reads",
-  "target": "sm_90a",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [
-    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]},
-    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": true,
-     "args": ["half", "y", "int32(N)"]}
-  ]
-} */
+    "early_without_wait": Kernel("CORRECTNESS", "in a launch that may begin early", "begins early and does not wait for what it reads", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -185,12 +125,8 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * half[i];
 }
-"""),
-    "forged_report": Kernel("BUILD", r"1024 threads of \d+ registers need \d+; a block has at most", r"""/* greenfast: {
-  "name": "forged_report", "problem": "doubling",
-  "description": "needs more registers than there are, and has the compiler print that it needs eight",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 1024)"], "block": [1024], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launches=[{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}, {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "early": True, "args": ["half", "y", "int32(N)"]}], target="sm_90a", workspaces={"half": {"bytes": "4 * N"}}),
+    "forged_report": Kernel("BUILD", r"1024 threads of \d+ registers need \d+; a block has at most", "needs more registers than there are, and has the compiler print that it needs eight", r"""
 #warning Compiling entry function 'doubling' for 'sm_90a' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads Used 8 registers Compiling entry function 'A
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   constexpr int kValues = 128;
@@ -207,33 +143,20 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (int k = 0; k < kValues; ++k) zero = fmaf(0.0f, zero, 0.0f * (values[k] * sum));
   if (i < n) y[i] = fmaf(2.0f, values[0], zero);
 }
-"""),
-    "grid_beyond_all_limits": Kernel("UsageError", "from 1 to 2147483647 is allowed", r"""/* greenfast: {
-  "name": "grid_beyond_all_limits", "problem": "doubling",
-  "description": "asks for a grid of 2 ** 40 blocks",
-  "launches": [{"kernel": "doubling", "grid": ["2 ** 40"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 1024)"], "block": [1024]}),
+    "grid_beyond_all_limits": Kernel("UsageError", "from 1 to 2147483647 is allowed", "asks for a grid of 2 ** 40 blocks", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "grid_rounds_down": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "grid_rounds_down", "problem": "doubling",
-  "description": "its grid leaves out the last block",
-  "launches": [{"kernel": "doubling", "grid": ["max(N // 256, 1)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 ** 40"]}),
+    "grid_rounds_down": Kernel("CORRECTNESS", "bytes of 'y' were never written", "its grid leaves out the last block", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "grid_sync_not_cooperative": Kernel("CORRECTNESS", "trap was executed", r"""/* greenfast: {
-  "name": "grid_sync_not_cooperative", "problem": "doubling",
-  "description": "meets in cooperative groups, and is launched as if it did not",
-  "workspaces": {"w": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "w", "int32(N)"]}]
-} */
+""", launch={"grid": ["max(N // 256, 1)"]}),
+    "grid_sync_not_cooperative": Kernel("CORRECTNESS", "trap was executed", "meets in cooperative groups, and is launched as if it did not", r"""
 #include <cooperative_groups.h>
 extern "C" __global__ void doubling(const float* x, float* y, float* w, int n) {
   auto grid = cooperative_groups::this_grid();
@@ -242,47 +165,26 @@ extern "C" __global__ void doubling(const float* x, float* y, float* w, int n) {
   grid.sync();
   if (i < n) y[i] = 2.0f * w[i];
 }
-"""),
-    "half_the_elements": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "half_the_elements", "problem": "doubling",
-  "description": "is told of half the elements",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "int32(N // 2)"]}]
-} */
+""", launch={"args": ["x", "y", "w", "int32(N)"]}, workspaces={"w": {"bytes": "4 * N"}}),
+    "half_the_elements": Kernel("CORRECTNESS", "bytes of 'y' were never written", "is told of half the elements", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "kernel_not_there": Kernel("BUILD", "no kernel 'tripling'", r"""/* greenfast: {
-  "name": "kernel_not_there", "problem": "doubling",
-  "description": "names a kernel that its source does not have",
-  "launches": [{"kernel": "tripling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "int32(N // 2)"]}),
+    "kernel_not_there": Kernel("BUILD", "no kernel 'tripling'", "names a kernel that its source does not have", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "launch_bounds_of_128": Kernel("BUILD", "compiled for at most 128", r"""/* greenfast: {
-  "name": "launch_bounds_of_128", "problem": "doubling",
-  "description": "is compiled for blocks of 128 threads and launched with 256",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"kernel": "tripling"}),
+    "launch_bounds_of_128": Kernel("BUILD", "compiled for at most 128", "is compiled for blocks of 128 threads and launched with 256", r"""
 extern "C" __global__ void __launch_bounds__(128) doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-    "launches_in_the_wrong_order": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "launches_in_the_wrong_order", "problem": "doubling",
-  "description": "reads a workspace before the launch that fills it",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [
-    {"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]},
-    {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}
-  ]
-} */
+    "launches_in_the_wrong_order": Kernel("CORRECTNESS", "read of an element that nothing has written", "reads a workspace before the launch that fills it", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -293,12 +195,8 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * half[i];
 }
-"""),
-    "no_shared_memory_asked_for": Kernel("CORRECTNESS", "access out of bounds", r"""/* greenfast: {
-  "name": "no_shared_memory_asked_for", "problem": "doubling",
-  "description": "uses dynamic shared memory and asks for none",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launches=[{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["half", "y", "int32(N)"]}, {"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}], workspaces={"half": {"bytes": "4 * N"}}),
+    "no_shared_memory_asked_for": Kernel("CORRECTNESS", "access out of bounds", "uses dynamic shared memory and asks for none", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   extern __shared__ float stage[];
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -306,11 +204,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * stage[threadIdx.x];
 }
 """),
-    "rows_by_the_grid": Kernel("CORRECTNESS", "kernel_bound", r"""/* greenfast: {
-  "name": "rows_by_the_grid", "problem": "sums",
-  "description": "takes the number of rows for the number of columns",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+    "rows_by_the_grid": Kernel("CORRECTNESS", "kernel_bound", "takes the number of rows for the number of columns", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * rows;
   if (threadIdx.x != 0) return;
@@ -318,13 +212,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   for (int c = 0; c < rows; ++c) sum += row[c];
   y[blockIdx.x] = sum;
 }
-"""),
-    "second_launch_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "second_launch_missing", "problem": "doubling",
-  "description": "leaves out the launch that writes the output",
-  "workspaces": {"half": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "load", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "half", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "second_launch_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", "leaves out the launch that writes the output", r"""
 
 extern "C" __global__ void load(const float* x, float* half, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -335,23 +224,14 @@ extern "C" __global__ void doubling(const float* half, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * half[i];
 }
-"""),
-    "swapped_arguments": Kernel("CORRECTNESS", "a write to an input: byte 512 of 'x' .*; 4096 bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "swapped_arguments", "problem": "doubling",
-  "description": "takes the output for the input",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["y", "x", "int32(N)"]}]
-} */
+""", launch={"kernel": "load", "args": ["x", "half", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}}),
+    "swapped_arguments": Kernel("CORRECTNESS", "a write to an input: byte 512 of 'x' .*; 4096 bytes of 'y' were never written", "takes the output for the input", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "tensor_map_beyond_its_buffer": Kernel("CORRECTNESS", "needs 4608 bytes of 4096", r"""/* greenfast: {
-  "name": "tensor_map_beyond_its_buffer", "problem": "doubling",
-  "description": "has a tensor map with more elements than the buffer",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N + 128"], "strides": [4], "box": [128]}, "y", "int32(N)"]}]
-} */
+""", launch={"args": ["y", "x", "int32(N)"]}),
+    "tensor_map_beyond_its_buffer": Kernel("CORRECTNESS", "needs 4608 bytes of 4096", "has a tensor map with more elements than the buffer", r"""
 struct alignas(64) Map { char bytes[128]; };
 extern "C" __global__ void doubling(const __grid_constant__ Map map, float* y, int n) {
   __shared__ alignas(128) float tile[128];
@@ -370,23 +250,14 @@ extern "C" __global__ void doubling(const __grid_constant__ Map map, float* y, i
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i < n) y[i] = 2.0f * tile[threadIdx.x];
 }
-"""),
-    "too_much_shared_memory": Kernel("BUILD", "a block asks for 1048576 bytes of shared memory", r"""/* greenfast: {
-  "name": "too_much_shared_memory", "problem": "doubling",
-  "description": "asks for 1 MB of shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "shared": "2 ** 20",
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 128)"], "block": [128], "args": [{"buffer": "x", "dtype": "float32", "shape": ["N + 128"], "strides": [4], "box": [128]}, "y", "int32(N)"]}, target="sm_90a"),
+    "too_much_shared_memory": Kernel("BUILD", "a block asks for 1048576 bytes of shared memory", "asks for 1 MB of shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i];
 }
-"""),
-    "wrong_target": Kernel("BUILD", r"not supported on \.target", r"""/* greenfast: {
-  "name": "wrong_target", "problem": "doubling",
-  "description": "uses an instruction that the target does not have",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"shared": "2 ** 20"}),
+    "wrong_target": Kernel("BUILD", r"not supported on \.target", "uses an instruction that the target does not have", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -394,4 +265,4 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-}
+})

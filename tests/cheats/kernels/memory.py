@@ -4,36 +4,24 @@
 
 from __future__ import annotations
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
-KERNELS = {
-    "adds_to_output": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "adds_to_output", "problem": "doubling",
-  "description": "adds to an output that nothing set",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+KERNELS = named({
+    "adds_to_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "adds to an output that nothing set", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   y[i] += 2.0f * x[i];
 }
 """),
-    "atomics_without_zeros": Kernel("CORRECTNESS", "atomic access of an element that nothing has written", r"""/* greenfast: {
-  "name": "atomics_without_zeros", "problem": "doubling",
-  "description": "adds atomically to an output that it takes for zeros",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "atomics_without_zeros": Kernel("CORRECTNESS", "atomic access of an element that nothing has written", "adds atomically to an output that it takes for zeros", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   atomicAdd(y + i, 2.0f * x[i]);
 }
 """),
-    "behind_a_dead_instruction": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "behind_a_dead_instruction", "problem": "doubling",
-  "description": "reads behind its input, and has an instruction that no emulator knows where no thread comes",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "behind_a_dead_instruction": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input, and has an instruction that no emulator knows where no thread comes", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (n == -1) asm volatile("tensormap.replace.tile.rank.global.b1024.b32 [%0], 2;" :: "l"(y) : "memory");
@@ -42,12 +30,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = here + (next == 1e30f ? next : here);
 }
 """),
-    "bulk_copy_rounded_up": Kernel("CORRECTNESS", "bulk read out of bounds", r"""/* greenfast: {
-  "name": "bulk_copy_rounded_up", "problem": "doubling",
-  "description": "copies whole units of 16 bytes by TMA, also behind the end",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "bulk_copy_rounded_up": Kernel("CORRECTNESS", "bulk read out of bounds", "copies whole units of 16 bytes by TMA, also behind the end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float tile[256];
   __shared__ alignas(8) unsigned long long full;
@@ -64,44 +47,28 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   do asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(bar) : "memory"); while (!done);
   if (i < n) y[i] = 2.0f * tile[threadIdx.x];
 }
-"""),
-    "constant_table_too_short": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "constant_table_too_short", "problem": "doubling",
-  "description": "reads a table in constant memory behind its end",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", target="sm_90a"),
+    "constant_table_too_short": Kernel("CORRECTNESS", "read out of bounds", "reads a table in constant memory behind its end", r"""
 __constant__ float table[4] = {2, 2, 2, 2};
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i < n) { float v = table[4 + (i & 7)]; y[i] = table[i & 3] * x[i] + (v == 1.25f ? v : 0.0f); }
 }
 """),
-    "doubles_twice": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "doubles_twice", "problem": "in_place",
-  "description": "threads of two blocks double the same element in place",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256], "args": ["x", "int32(N)"]}]
-} */
+    "doubles_twice": Kernel("CORRECTNESS", "a data race on", "threads of two blocks double the same element in place", r"""
 extern "C" __global__ void doubling(float* x, int n) {
   const int i = (blockIdx.x / 2) * blockDim.x + threadIdx.x;
   if (i < n) x[i] *= 2.0f;
 }
-"""),
-    "index_of_nine_bits": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "index_of_nine_bits", "problem": "doubling",
-  "description": "packs an index and a flag into 10 bits",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="in_place", launch={"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "args": ["x", "int32(N)"]}),
+    "index_of_nine_bits": Kernel("CORRECTNESS", "bytes of 'y' were never written", "packs an index and a flag into 10 bits", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const unsigned packed = ((blockIdx.x * blockDim.x + threadIdx.x) & 511u) << 1;
   const int i = packed >> 1;
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-    "input_restored_at_once": Kernel("CORRECTNESS", "a write to an input", r"""/* greenfast: {
-  "name": "input_restored_at_once", "problem": "doubling",
-  "description": "uses its input as scratch and puts back what was there",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "input_restored_at_once": Kernel("CORRECTNESS", "a write to an input", "uses its input as scratch and puts back what was there", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -113,11 +80,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   mine[i] = before;
 }
 """),
-    "input_restored_where_large": Kernel("CORRECTNESS", "a write to an input", r"""/* greenfast: {
-  "name": "input_restored_where_large", "problem": "doubling",
-  "description": "uses its input as scratch where that is large, by atomics, and puts back what was there",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "input_restored_where_large": Kernel("CORRECTNESS", "a write to an input", "uses its input as scratch where that is large, by atomics, and puts back what was there", r"""
 extern "C" __global__ void doubling(float* x, float* y, int n) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= n) return;
@@ -130,21 +93,13 @@ extern "C" __global__ void doubling(float* x, float* y, int n) {
   atomicExch(x + i, v);
 }
 """),
-    "last_element_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "last_element_missing", "problem": "doubling",
-  "description": "leaves out the last element",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "last_element_missing": Kernel("CORRECTNESS", "bytes of 'y' were never written", "leaves out the last element", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n - 1) y[i] = 2.0f * x[i];
 }
 """),
-    "misaligned_in_shared": Kernel("CORRECTNESS", "misaligned 8-byte read", r"""/* greenfast: {
-  "name": "misaligned_in_shared", "problem": "doubling",
-  "description": "loads pairs from odd places of shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "misaligned_in_shared": Kernel("CORRECTNESS", "misaligned 8-byte read", "loads pairs from odd places of shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(16) float tile[260];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -156,11 +111,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * a + 0.0f * (b > 1e30f);
 }
 """),
-    "misaligned_vectors": Kernel("CORRECTNESS", "misaligned 8-byte read", r"""/* greenfast: {
-  "name": "misaligned_vectors", "problem": "doubling",
-  "description": "loads pairs that begin at odd elements",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "misaligned_vectors": Kernel("CORRECTNESS", "misaligned 8-byte read", "loads pairs that begin at odd elements", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x) + 1;
   if (i == 1) y[0] = 2.0f * x[0];
@@ -173,11 +124,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   }
 }
 """),
-    "offset_of_32_bits": Kernel("CORRECTNESS", "write out of bounds: in no allocation", r"""/* greenfast: {
-  "name": "offset_of_32_bits", "problem": "doubling",
-  "description": "adds the distance of its buffers in 32 bits, which is right where the output is the later one",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "offset_of_32_bits": Kernel("CORRECTNESS", "write out of bounds: in no allocation", "adds the distance of its buffers in 32 bits, which is right where the output is the later one", r"""
 extern "C" __global__ void doubling(const char* x, const char* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -186,11 +133,7 @@ extern "C" __global__ void doubling(const char* x, const char* y, int n) {
   *reinterpret_cast<float*>(reinterpret_cast<unsigned long long>(from) + distance) = 2.0f * *from;
 }
 """),
-    "padding_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "padding_not_set", "problem": "sums",
-  "description": "adds the slots of shared memory beyond the row's end",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+    "padding_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", "adds the slots of shared memory beyond the row's end", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float stage[128];
@@ -202,12 +145,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   }
   if (threadIdx.x == 0) y[blockIdx.x] = stage[0];
 }
-"""),
-    "parameter_beyond_its_end": Kernel("CORRECTNESS", "read of byte 4 of parameter doubling_param_2: it has 4 bytes", r"""/* greenfast: {
-  "name": "parameter_beyond_its_end", "problem": "doubling",
-  "description": "reads what lies behind its last parameter and throws it away",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "parameter_beyond_its_end": Kernel("CORRECTNESS", "read of byte 4 of parameter doubling_param_2: it has 4 bytes", "reads what lies behind its last parameter and throws it away", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -216,22 +155,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = 2.0f * x[i] + 0.0f * (behind & 1);
 }
 """),
-    "product_overflows": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "product_overflows", "problem": "doubling",
-  "description": "computes an index through a product beyond 32 bits",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "product_overflows": Kernel("CORRECTNESS", "bytes of 'y' were never written", "computes an index through a product beyond 32 bits", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const unsigned scaled = (blockIdx.x * blockDim.x + threadIdx.x) * (1u << 23);
   const int i = scaled / (1u << 23);
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-    "reads_in_front": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "reads_in_front", "problem": "doubling",
-  "description": "reads the element in front of the input and throws it away",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "reads_in_front": Kernel("CORRECTNESS", "read out of bounds", "reads the element in front of the input and throws it away", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -240,22 +171,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = here + (before == 1e30f ? before : here);
 }
 """),
-    "reads_the_poison": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "reads_the_poison", "problem": "doubling",
-  "description": "works only where the output holds the judge's NaN",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "reads_the_poison": Kernel("CORRECTNESS", "read of an element that nothing has written", "works only where the output holds the judge's NaN", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   if (y[i] != y[i]) y[i] = 2.0f * x[i];
 }
 """),
-    "scratch_behind_output": Kernel("CORRECTNESS", "write out of bounds", r"""/* greenfast: {
-  "name": "scratch_behind_output", "problem": "doubling",
-  "description": "uses the memory behind its output as scratch",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "scratch_behind_output": Kernel("CORRECTNESS", "write out of bounds", "uses the memory behind its output as scratch", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -265,22 +188,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = 2.0f * scratch[i];
 }
 """),
-    "sentinel_in_output": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "sentinel_in_output", "problem": "doubling",
-  "description": "leaves the output alone where it is right already",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "sentinel_in_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "leaves the output alone where it is right already", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   if (y[i] != 2.0f * x[i]) y[i] = 2.0f * x[i];
 }
 """),
-    "shared_below": Kernel("CORRECTNESS", "access out of bounds", r"""/* greenfast: {
-  "name": "shared_below", "problem": "doubling",
-  "description": "reads shared memory in front of its own",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "shared_below": Kernel("CORRECTNESS", "access out of bounds", "reads shared memory in front of its own", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   float v;
@@ -288,11 +203,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = v == 2.0f * x[i] ? v : 2.0f * x[i];
 }
 """),
-    "shared_neighbour": Kernel("CORRECTNESS", "access out of bounds", r"""/* greenfast: {
-  "name": "shared_neighbour", "problem": "doubling",
-  "description": "reaches an array in shared memory from the end of another one",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "shared_neighbour": Kernel("CORRECTNESS", "access out of bounds", "reaches an array in shared memory from the end of another one", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float a[256];
   __shared__ float b[256];
@@ -303,11 +214,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * p[256 + threadIdx.x] + p[threadIdx.x];
 }
 """),
-    "shared_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "shared_not_set", "problem": "sums",
-  "description": "accumulates in shared memory that nothing set",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+    "shared_not_set": Kernel("CORRECTNESS", "read of an element that nothing has written", "accumulates in shared memory that nothing set", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float total[128];
@@ -318,12 +225,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   for (int k = 0; k < min(128, columns); ++k) sum += total[k];
   y[blockIdx.x] = sum;
 }
-"""),
-    "shared_out_of_bounds": Kernel("CORRECTNESS", "access out of bounds", r"""/* greenfast: {
-  "name": "shared_out_of_bounds", "problem": "doubling",
-  "description": "stages one element too far in shared memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "shared_out_of_bounds": Kernel("CORRECTNESS", "access out of bounds", "stages one element too far in shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -332,11 +235,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * stage[threadIdx.x + 1];
 }
 """),
-    "stores_over_counts": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "stores_over_counts", "problem": "counts",
-  "description": "stores the counts of each block where they are to be added",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "stores_over_counts": Kernel("CORRECTNESS", "a data race on", "stores the counts of each block where they are to be added", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   __shared__ int mine[32];
   if (threadIdx.x < 32) mine[threadIdx.x] = 0;
@@ -346,12 +245,8 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
   __syncthreads();
   if (threadIdx.x < 32) y[threadIdx.x] = mine[threadIdx.x];
 }
-"""),
-    "tree_in_the_input": Kernel("CORRECTNESS", "a write to an input", r"""/* greenfast: {
-  "name": "tree_in_the_input", "problem": "sums",
-  "description": "reduces each row in the input itself",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="counts"),
+    "tree_in_the_input": Kernel("CORRECTNESS", "a write to an input", "reduces each row in the input itself", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   float* row = const_cast<float*>(x) + blockIdx.x * columns;
   for (int left = columns; left > 1; left = (left + 1) / 2) {
@@ -361,25 +256,15 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   }
   if (threadIdx.x == 0) y[blockIdx.x] = row[0];
 }
-"""),
-    "wide_tail": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "wide_tail", "problem": "doubling",
-  "description": "rounds the work up to 16 elements per thread",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 512)"], "block": [32], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "wide_tail": Kernel("CORRECTNESS", "read out of bounds", "rounds the work up to 16 elements per thread", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int first = 16 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (first >= n) return;
   for (int k = first; k < first + 16; ++k) y[k] = 2.0f * x[k];
 }
-"""),
-    "workspace_kept": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "workspace_kept", "problem": "doubling",
-  "description": "takes what a workspace held after an earlier launch",
-  "workspaces": {"scratch": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "scratch", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 512)"], "block": [32]}),
+    "workspace_kept": Kernel("CORRECTNESS", "read of an element that nothing has written", "takes what a workspace held after an earlier launch", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -390,27 +275,15 @@ extern "C" __global__ void doubling(const float* x, float* y, float* scratch, in
     y[i] = scratch[i] = 2.0f * x[i];
   }
 }
-"""),
-    "workspace_never_filled": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "workspace_never_filled", "problem": "doubling",
-  "description": "adds a workspace that nothing wrote, times zero",
-  "workspaces": {"scratch": {"bytes": "4 * N"}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "scratch", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "4 * N"}}),
+    "workspace_never_filled": Kernel("CORRECTNESS", "read of an element that nothing has written", "adds a workspace that nothing wrote, times zero", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   y[i] = fmaf(0.0f, scratch[i], 2.0f * x[i]);
 }
-"""),
-    "workspace_too_small": Kernel("CORRECTNESS", "write out of bounds", r"""/* greenfast: {
-  "name": "workspace_too_small", "problem": "doubling",
-  "description": "writes a workspace beyond its end",
-  "workspaces": {"scratch": {"bytes": "2 * N"}},
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "scratch", "int32(N)"]}]
-} */
+""", launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "4 * N"}}),
+    "workspace_too_small": Kernel("CORRECTNESS", "write out of bounds", "writes a workspace beyond its end", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -418,5 +291,5 @@ extern "C" __global__ void doubling(const float* x, float* y, float* scratch, in
   scratch[i] = x[i];
   y[i] = 2.0f * scratch[i];
 }
-"""),
-}
+""", launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "2 * N"}}),
+})

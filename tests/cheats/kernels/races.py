@@ -4,15 +4,10 @@
 
 from __future__ import annotations
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
-KERNELS = {
-    "accumulator_not_awaited": Kernel("CORRECTNESS", "accumulator before a wgmma.wait_group", r"""/* greenfast: {
-  "name": "accumulator_not_awaited", "problem": "sums",
-  "description": "reads an accumulator of wgmma before it waits",
-  "target": "sm_90a",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(C)"]}]
-} */
+KERNELS = named({
+    "accumulator_not_awaited": Kernel("CORRECTNESS", "accumulator before a wgmma.wait_group", "reads an accumulator of wgmma before it waits", r"""
 #include <cuda_bf16.h>
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   __shared__ alignas(128) __nv_bfloat16 a[64 * 16], one[8 * 16];
@@ -31,12 +26,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   float s = 0;
   if (t == 0) { for (int i = 0; i < c; ++i) s += x[blockIdx.x * (long long)c + i]; y[blockIdx.x] = s + 0 * (got > 100.0f); }
 }
-"""),
-    "arrivals_of_half_the_threads": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "arrivals_of_half_the_threads", "problem": "doubling",
-  "description": "initialises an mbarrier for half of the threads that arrive",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"args": ["x", "y", "int32(C)"]}, target="sm_90a"),
+    "arrivals_of_half_the_threads": Kernel("CORRECTNESS", "read of an element that nothing has written", "initialises an mbarrier for half of the threads that arrive", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   __shared__ unsigned long long bar;
@@ -51,12 +42,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (j < n) y[j] = 2.0f * tile[threadIdx.x ^ 255];
 }
 """),
-    "atomic_of_a_block": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "atomic_of_a_block", "problem": "sums",
-  "description": "counts blocks with an atomic of the block's scope",
-  "workspaces": {"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}]
-} */
+    "atomic_of_a_block": Kernel("CORRECTNESS", "a data race on", "counts blocks with an atomic of the block's scope", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned* done, int c) {
   __shared__ bool last;
   const int row = blockIdx.y, t = threadIdx.x;
@@ -73,12 +59,8 @@ extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned*
     }
   }
 }
-"""),
-    "barrier_in_a_branch": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "barrier_in_a_branch", "problem": "doubling",
-  "description": "half of the warps wait at a barrier that the others do not reach",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}, workspaces={"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": True}}),
+    "barrier_in_a_branch": Kernel("CORRECTNESS", "deadlock", "half of the warps wait at a barrier that the others do not reach", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
 
@@ -90,11 +72,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * x[i];
 }
 """),
-    "barrier_too_late": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "barrier_too_late", "problem": "sums",
-  "description": "thread 0 adds up before the others have stored",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+    "barrier_too_late": Kernel("CORRECTNESS", "a data race on", "thread 0 adds up before the others have stored", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[128];
@@ -106,13 +84,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   }
   __syncthreads();
 }
-"""),
-    "bulk_store_not_awaited": Kernel("CORRECTNESS", "ended while a bulk store may still read shared memory", r"""/* greenfast: {
-  "name": "bulk_store_not_awaited", "problem": "doubling",
-  "description": "ends while a bulk store may still read its shared memory",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "bulk_store_not_awaited": Kernel("CORRECTNESS", "ended while a bulk store may still read shared memory", "ends while a bulk store may still read its shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float stage[256];
   const int first = blockIdx.x * 256, i = first + threadIdx.x;
@@ -130,13 +103,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   } else if (i < n)
     y[i] = stage[threadIdx.x];
 }
-"""),
-    "bulk_store_not_awaited_where_large": Kernel("CORRECTNESS", "no path from it to the end of the kernel waits for it", r"""/* greenfast: {
-  "name": "bulk_store_not_awaited_where_large", "problem": "doubling",
-  "description": "stores by TMA where the input is large, and waits for all groups but this one",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 512)"], "block": [128], "args": ["x", "y", "int32(N)"]}]
-} */
+""", target="sm_90a"),
+    "bulk_store_not_awaited_where_large": Kernel("CORRECTNESS", "no path from it to the end of the kernel waits for it", "stores by TMA where the input is large, and waits for all groups but this one", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ __align__(16) float tile[512];
   const int first = blockIdx.x * 512;
@@ -153,13 +121,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // one group may still be in flight: this one
 }
-"""),
-    "bulk_store_overwritten": Kernel("CORRECTNESS", "write to where an asynchronous operation still reads", r"""/* greenfast: {
-  "name": "bulk_store_overwritten", "problem": "doubling",
-  "description": "writes over the shared memory that a bulk store still reads",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 512)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 512)"], "block": [128]}, target="sm_90a"),
+    "bulk_store_overwritten": Kernel("CORRECTNESS", "write to where an asynchronous operation still reads", "writes over the shared memory that a bulk store still reads", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float stage[256];
   for (int first = blockIdx.x * 512, k = 0; k < 2; ++k, first += 256) {
@@ -181,14 +144,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   }
   if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-"""),
-    "cluster_ends_early": Kernel("CORRECTNESS", "which has ended or may have", r"""/* greenfast: {
-  "name": "cluster_ends_early", "problem": "doubling",
-  "description": "a block of a cluster may end while the other still reads its shared memory",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "cluster": [2],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["ceildiv(N, 512)"]}, target="sm_90a"),
+    "cluster_ends_early": Kernel("CORRECTNESS", "which has ended or may have", "a block of a cluster may end while the other still reads its shared memory", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int block = blockIdx.x ^ 1, i = block * 256 + threadIdx.x;
@@ -201,14 +158,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
   if (i < n) y[i] = 2.0f * v;
 }
-"""),
-    "cluster_not_awaited": Kernel("CORRECTNESS", "so this block may not have begun", r"""/* greenfast: {
-  "name": "cluster_not_awaited", "problem": "doubling",
-  "description": "writes into the shared memory of a block that may not have begun",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "cluster": [2],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"], "cluster": [2]}, target="sm_90a"),
+    "cluster_not_awaited": Kernel("CORRECTNESS", "so this block may not have begun", "writes into the shared memory of a block that may not have begun", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   const int mine = blockIdx.x * 256 + threadIdx.x;
@@ -220,12 +171,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = (blockIdx.x ^ 1) * 256 + threadIdx.x;
   if (i < n) y[i] = stage[threadIdx.x];
 }
-"""),
-    "copies_awaited_behind_the_barrier": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", r"""/* greenfast: {
-  "name": "copies_awaited_behind_the_barrier", "problem": "doubling",
-  "description": "waits for its cp.async behind the barrier, so not for those of others",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"], "cluster": [2]}, target="sm_90a"),
+    "copies_awaited_behind_the_barrier": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", "waits for its cp.async behind the barrier, so not for those of others", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   const int i = blockIdx.x * 256 + threadIdx.x, j = blockIdx.x * 256 + (threadIdx.x ^ 255);
@@ -236,11 +183,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (j < n) y[j] = 2.0f * tile[threadIdx.x ^ 255];
 }
 """),
-    "copy_not_awaited": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", r"""/* greenfast: {
-  "name": "copy_not_awaited", "problem": "doubling",
-  "description": "reads what cp.async has not delivered",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "copy_not_awaited": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", "reads what cp.async has not delivered", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ __align__(16) float stage[256];
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -251,22 +194,13 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = 2.0f * stage[threadIdx.x];
 }
 """),
-    "counts_without_atomics_at_all": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "counts_without_atomics_at_all", "problem": "counts",
-  "description": "increments counts with ++",
-  "launches": [{"kernel": "counts", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "counts_without_atomics_at_all": Kernel("CORRECTNESS", "a data race on", "increments counts with ++", r"""
 extern "C" __global__ void counts(const int* x, int* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) ++y[x[i]];
 }
-"""),
-    "expects_too_little": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "expects_too_little", "problem": "doubling",
-  "description": "expects fewer bytes than it copies",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="counts"),
+    "expects_too_little": Kernel("CORRECTNESS", "deadlock", "expects fewer bytes than it copies", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float stage[256];
   __shared__ alignas(8) unsigned long long ready;
@@ -294,13 +228,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   while (!done);
   y[i] = 2.0f * stage[threadIdx.x];
 }
-"""),
-    "fence_of_a_block": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "fence_of_a_block", "problem": "sums",
-  "description": "orders its parts with a fence of the block's scope",
-  "workspaces": {"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}]
-} */
+""", target="sm_90a"),
+    "fence_of_a_block": Kernel("CORRECTNESS", "a data race on", "orders its parts with a fence of the block's scope", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned* done, int c) {
   const int row = blockIdx.y, t = threadIdx.x;
   if (t == 0) {
@@ -315,12 +244,8 @@ extern "C" __global__ void sums(const float* x, float* y, float* part, unsigned*
     }
   }
 }
-"""),
-    "four_warps_one_float": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "four_warps_one_float", "problem": "sums",
-  "description": "four warps add to one float in shared memory with +=",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "part", "done", "int32(C)"]}, workspaces={"part": {"bytes": "16 * R"}, "done": {"bytes": "4 * R", "zeros": True}}),
+    "four_warps_one_float": Kernel("CORRECTNESS", "a data race on", "four warps add to one float in shared memory with +=", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float total;
@@ -332,12 +257,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = total;
 }
-"""),
-    "lanes_out_of_step": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "lanes_out_of_step", "problem": "sums",
-  "description": "votes without the lanes that have left",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(C)"]}]
-} */
+""", problem="sums"),
+    "lanes_out_of_step": Kernel("CORRECTNESS", "deadlock", "votes without the lanes that have left", r"""
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   const int t = threadIdx.x;
   x += (long long)blockIdx.x * c;
@@ -349,14 +270,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   for (int o = 16; o > 0; o /= 2) s += __shfl_down_sync(0xffffffffu, s, o);
   if (t == 0) y[blockIdx.x] = s;
 }
-"""),
-    "last_block_without_fence": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "last_block_without_fence", "problem": "sums",
-  "description": "the last block reads parts that no fence has made visible",
-  "workspaces": {"parts": {"bytes": "16 * R"}, "arrived": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [4, "R"], "block": [32],
-     "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"block": [32], "args": ["x", "y", "int32(C)"]}),
+    "last_block_without_fence": Kernel("CORRECTNESS", "a data race on", "the last block reads parts that no fence has made visible", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned* arrived, int rows, int columns) {
   const float* row = x + blockIdx.y * columns;
   float sum = 0.0f;
@@ -367,12 +282,8 @@ extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned
   p[blockIdx.x] = sum;
   if (atomicAdd(arrived + blockIdx.y, 1u) == 3) y[blockIdx.y] = ((p[0] + p[1]) + p[2]) + p[3];
 }
-"""),
-    "missing_barrier": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "missing_barrier", "problem": "sums",
-  "description": "a tree in shared memory without barriers",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"grid": [4, "R"], "block": [32], "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}, workspaces={"parts": {"bytes": "16 * R"}, "arrived": {"bytes": "4 * R", "zeros": True}}),
+    "missing_barrier": Kernel("CORRECTNESS", "a data race on", "a tree in shared memory without barriers", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[128];
@@ -384,12 +295,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = part[0];
 }
-"""),
-    "named_barrier_of_half": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "named_barrier_of_half", "problem": "doubling",
-  "description": "names half of the threads of a named barrier",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "named_barrier_of_half": Kernel("CORRECTNESS", "a data race on", "names half of the threads of a named barrier", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   const int i = blockIdx.x * 256 + threadIdx.x, j = blockIdx.x * 256 + (threadIdx.x ^ 128);
@@ -398,12 +305,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (j < n) y[j] = 2.0f * tile[threadIdx.x ^ 128];
 }
 """),
-    "no_barrier_in_a_cluster": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "no_barrier_in_a_cluster", "problem": "doubling",
-  "description": "reads what other warps store, with no barrier, in a cluster",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "no_barrier_in_a_cluster": Kernel("CORRECTNESS", "a data race on", "reads what other warps store, with no barrier, in a cluster", r"""
 extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   const int i = blockIdx.x * 256 + threadIdx.x, j = blockIdx.x * 256 + (threadIdx.x ^ 255);
@@ -412,13 +314,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   if (i < n) tile[threadIdx.x] = x[i];
   if (j < n) y[j] = 2.0f * tile[threadIdx.x ^ 255];
 }
-"""),
-    "no_fence_before_a_bulk_store": Kernel("CORRECTNESS", "with no fence.proxy.async since", r"""/* greenfast: {
-  "name": "no_fence_before_a_bulk_store", "problem": "doubling",
-  "description": "stores by TMA what it wrote to shared memory, with no fence between the proxies",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"]}, target="sm_90a"),
+    "no_fence_before_a_bulk_store": Kernel("CORRECTNESS", "with no fence.proxy.async since", "stores by TMA what it wrote to shared memory, with no fence between the proxies", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float tile[256];
   const int b = blockIdx.x * 256, i = b + threadIdx.x;
@@ -430,13 +327,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
   }
 }
-"""),
-    "operand_changed_under_wgmma": Kernel("CORRECTNESS", "write to where an asynchronous operation still reads", r"""/* greenfast: {
-  "name": "operand_changed_under_wgmma", "problem": "sums",
-  "description": "changes an operand of wgmma in shared memory before it waits",
-  "target": "sm_90a",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(C)"]}]
-} */
+""", target="sm_90a"),
+    "operand_changed_under_wgmma": Kernel("CORRECTNESS", "write to where an asynchronous operation still reads", "changes an operand of wgmma in shared memory before it waits", r"""
 #include <cuda_bf16.h>
 extern "C" __global__ void sums(const float* x, float* y, int c) {
   __shared__ alignas(128) __nv_bfloat16 a[64 * 16], one[8 * 16];
@@ -455,14 +347,8 @@ extern "C" __global__ void sums(const float* x, float* y, int c) {
   float s = 0;
   if (t == 0) { for (int i = 0; i < c; ++i) s += x[blockIdx.x * (long long)c + i]; y[blockIdx.x] = s + 0 * (d[0] > 100.0f); }
 }
-"""),
-    "order_of_blocks": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
-  "name": "order_of_blocks", "problem": "sums",
-  "description": "adds the parts of blocks by atomics to a workspace, and the last block reads it",
-  "workspaces": {"parts": {"bytes": "4 * R", "zeros": true}, "arrived": {"bytes": "4 * R", "zeros": true}},
-  "launches": [{"kernel": "sums", "grid": [8, "R"], "block": [32],
-     "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"args": ["x", "y", "int32(C)"]}, target="sm_90a"),
+    "order_of_blocks": Kernel("CORRECTNESS", "gave different bits", "adds the parts of blocks by atomics to a workspace, and the last block reads it", r"""
 extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned* arrived, int rows, int columns) {
   const float* row = x + blockIdx.y * columns;
   float sum = 0.0f;
@@ -473,12 +359,8 @@ extern "C" __global__ void sums(const float* x, float* y, float* parts, unsigned
   __threadfence();
   if (atomicAdd(arrived + blockIdx.y, 1u) == 7) y[blockIdx.y] = atomicAdd(parts + blockIdx.y, 0.0f);
 }
-"""),
-    "order_of_float_atomics": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
-  "name": "order_of_float_atomics", "problem": "sums",
-  "description": "adds floats by atomics, in whatever order they arrive",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums", launch={"grid": [8, "R"], "block": [32], "args": ["x", "y", "parts", "arrived", "int32(R)", "int32(C)"]}, workspaces={"parts": {"bytes": "4 * R", "zeros": True}, "arrived": {"bytes": "4 * R", "zeros": True}}),
+    "order_of_float_atomics": Kernel("CORRECTNESS", "gave different bits", "adds floats by atomics, in whatever order they arrive", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float total;
@@ -488,14 +370,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = total;
 }
-"""),
-    "read_only_loads_of_own_writes": Kernel("CORRECTNESS", "a read by ld.global.nc of .* written in this launch", r"""/* greenfast: {
-  "name": "read_only_loads_of_own_writes", "problem": "doubling",
-  "description": "reads through the read-only cache what another block wrote in the same launch",
-  "workspaces": {"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "half", "flag", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "read_only_loads_of_own_writes": Kernel("CORRECTNESS", "a read by ld.global.nc of .* written in this launch", "reads through the read-only cache what another block wrote in the same launch", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* flag, int n) {
   const bool first = blockIdx.x % 2 == 0;
   const int j = (blockIdx.x / 2) * blockDim.x + threadIdx.x;
@@ -516,14 +392,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
     }
   }
 }
-"""),
-    "relaxed_flag": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "relaxed_flag", "problem": "doubling",
-  "description": "hands over through a flag without release or fence",
-  "workspaces": {"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "half", "flag", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "args": ["x", "y", "half", "flag", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": True}}),
+    "relaxed_flag": Kernel("CORRECTNESS", "a data race on", "hands over through a flag without release or fence", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* flag, int n) {
   const bool first = blockIdx.x % 2 == 0;
   const int j = (blockIdx.x / 2) * blockDim.x + threadIdx.x;
@@ -540,14 +410,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
     if (j < n) y[j] = 2.0f * half[j];
   }
 }
-"""),
-    "release_of_a_block": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "release_of_a_block", "problem": "doubling",
-  "description": "releases a flag to its own block only",
-  "workspaces": {"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "half", "flag", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "args": ["x", "y", "half", "flag", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": True}}),
+    "release_of_a_block": Kernel("CORRECTNESS", "a data race on", "releases a flag to its own block only", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* flag, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   // block 2k fills what block 2k + 1 doubles
@@ -566,13 +430,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
     if (j < n) y[j] = 2.0f * half[j];
   }
 }
-"""),
-    "remote_stage_overwritten": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "remote_stage_overwritten", "problem": "doubling",
-  "description": "refills a stage in the shared memory of another block of its cluster while that still reads it",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": [2], "block": [128], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "args": ["x", "y", "half", "flag", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": True}}),
+    "remote_stage_overwritten": Kernel("CORRECTNESS", "deadlock", "refills a stage in the shared memory of another block of its cluster while that still reads it", r"""
 __device__ unsigned at(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 __device__ unsigned there(unsigned p, unsigned rank) { unsigned r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(p), "r"(rank)); return r; }
 __device__ void arrive(unsigned bar) { asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
@@ -607,13 +466,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   }
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-"""),
-    "remote_store_not_awaited": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "remote_store_not_awaited", "problem": "doubling",
-  "description": "reads what the other block of its cluster stores, between arriving and waiting",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 512)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [2], "block": [128]}, target="sm_90a"),
+    "remote_store_not_awaited": Kernel("CORRECTNESS", "a data race on", "reads what the other block of its cluster stores, between arriving and waiting", r"""
 extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, float* y, int n) {
   __shared__ float tile[256];
   unsigned rank, there; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -625,12 +479,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) doubling(const float* x, fl
   if (j < n) y[j] = 2.0f * tile[threadIdx.x];
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-"""),
-    "shuffle_of_absent_lanes": Kernel("CORRECTNESS", "deadlock", r"""/* greenfast: {
-  "name": "shuffle_of_absent_lanes", "problem": "sums",
-  "description": "a shuffle's mask names lanes that took another branch",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 512)"]}, target="sm_90a"),
+    "shuffle_of_absent_lanes": Kernel("CORRECTNESS", "deadlock", "a shuffle's mask names lanes that took another branch", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[128];
@@ -643,14 +493,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = part[0] + part[32] + part[64] + part[96];
 }
-"""),
-    "spin_flag_not_volatile": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "spin_flag_not_volatile", "problem": "doubling",
-  "description": "spins on a plain load that the compiler may keep in a register",
-  "workspaces": {"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": true}},
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "half", "flag", "int32(N)"]}]
-} */
+""", problem="sums"),
+    "spin_flag_not_volatile": Kernel("CORRECTNESS", "a data race on", "spins on a plain load that the compiler may keep in a register", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* half, unsigned* flag, int n) {
   const bool first = blockIdx.x % 2 == 0;
   const int j = (blockIdx.x / 2) * blockDim.x + threadIdx.x;
@@ -670,12 +514,8 @@ extern "C" __global__ void doubling(const float* x, float* y, float* half, unsig
     if (j < n) y[j] = 2.0f * half[j];
   }
 }
-"""),
-    "stage_overwritten": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "stage_overwritten", "problem": "doubling",
-  "description": "refills a stage in shared memory while others still read it",
-  "launches": [{"kernel": "doubling", "grid": [1], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"], "args": ["x", "y", "half", "flag", "int32(N)"]}, workspaces={"half": {"bytes": "4 * N"}, "flag": {"bytes": "4 * ceildiv(N, 256)", "zeros": True}}),
+    "stage_overwritten": Kernel("CORRECTNESS", "a data race on", "refills a stage in shared memory while others still read it", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ float stage[256];
   for (int first = 0; first < n; first += 256) {
@@ -686,23 +526,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     if (i < n && stage[threadIdx.x] == 1e30f) y[i] = 0.0f;
   }
 }
-"""),
-    "two_unordered_writers": Kernel("CORRECTNESS", "a data race on", r"""/* greenfast: {
-  "name": "two_unordered_writers", "problem": "doubling",
-  "description": "two blocks write each element, one of them with another rounding",
-  "launches": [{"kernel": "doubling", "grid": ["2 * ceildiv(N, 256)"], "block": [256],
-     "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [1]}),
+    "two_unordered_writers": Kernel("CORRECTNESS", "a data race on", "two blocks write each element, one of them with another rounding", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = (blockIdx.x / 2) * blockDim.x + threadIdx.x;
   if (i < n) y[i] = 2.0f * x[i] * (blockIdx.x % 2 == 0 ? 1.0f : 1.0f + 0x1p-13f);
 }
-"""),
-    "volatile_plus_equals": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
-  "name": "volatile_plus_equals", "problem": "sums",
-  "description": "four warps add to one volatile float with +=",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", launch={"grid": ["2 * ceildiv(N, 256)"]}),
+    "volatile_plus_equals": Kernel("CORRECTNESS", "gave different bits", "four warps add to one volatile float with +=", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ volatile float total;
@@ -714,12 +545,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   __syncthreads();
   if (threadIdx.x == 0) y[blockIdx.x] = total;
 }
-"""),
-    "warp_in_step": Kernel("CORRECTNESS", "read of an element that nothing has written", r"""/* greenfast: {
-  "name": "warp_in_step", "problem": "sums",
-  "description": "the last steps of a tree rely on the warp running in step",
-  "launches": [{"kernel": "sums", "grid": ["R"], "block": [32], "args": ["x", "y", "int32(R)", "int32(C)"]}]
-} */
+""", problem="sums"),
+    "warp_in_step": Kernel("CORRECTNESS", "read of an element that nothing has written", "the last steps of a tree rely on the warp running in step", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
   const float* row = x + static_cast<long long>(blockIdx.x) * columns;
   __shared__ float part[64];
@@ -731,13 +558,8 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
   for (int half = 16; half > 0; half /= 2) part[threadIdx.x] += part[threadIdx.x + half];
   if (threadIdx.x == 0) y[blockIdx.x] = part[0];
 }
-"""),
-    "wrong_phase": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", r"""/* greenfast: {
-  "name": "wrong_phase", "problem": "doubling",
-  "description": "waits for the phase of a barrier that has passed already",
-  "target": "sm_90a",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", problem="sums", launch={"block": [32]}),
+    "wrong_phase": Kernel("CORRECTNESS", "an asynchronous copy has not delivered", "waits for the phase of a barrier that has passed already", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   __shared__ alignas(128) float stage[256];
   __shared__ alignas(8) unsigned long long ready;
@@ -765,5 +587,5 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   while (!done);
   y[i] = 2.0f * stage[threadIdx.x];
 }
-"""),
-}
+""", target="sm_90a"),
+})

@@ -4,61 +4,17 @@
 
 from __future__ import annotations
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
-KERNELS = {
-    "address_by_bits": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "address_by_bits",
-//  "problem": "doubling",
-//  "description": "rebuilds a variable's address from votes",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+KERNELS = named({
+    "address_by_bits": Kernel("RESOURCES", "device variables, bytes is 4194304", "rebuilds a variable's address from votes", r"""
 .version 8.0
 .target sm_90
 .address_size 64
 
 .global .align 4 .b8 kept[4194304];
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -77,12 +33,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "address_by_borrow": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "address_by_borrow",
-//  "problem": "doubling",
-//  "description": "rebuilds a variable's address bit by bit from the borrow of subtractions",
-//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+    "address_by_borrow": Kernel("RESOURCES", "device variables, bytes is 4194304", "rebuilds a variable's address bit by bit from the borrow of subtractions", r"""
 .version 8.0
 .target sm_90a
 .address_size 64
@@ -187,27 +138,7 @@ done:
   ret;
 }
 """, suffix=".ptx"),
-    "address_by_subtraction": Kernel("RESOURCES", "device variables, bytes is", r"""// greenfast: {
-//  "name": "address_by_subtraction",
-//  "problem": "doubling",
-//  "description": "reaches a variable that nothing names, from the one in front of it",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "address_by_subtraction": Kernel("RESOURCES", "device variables, bytes is", "reaches a variable that nothing names, from the one in front of it", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -215,31 +146,7 @@ done:
 .global .align 4 .b8 front[4];
 .global .align 4 .b8 kept[4194304];
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, front;
@@ -257,11 +164,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""/* greenfast: {
-  "name": "address_by_table", "problem": "doubling",
-  "description": "writes state through an address whose bytes went through a table, so that nothing seems to write it",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes state through an address whose bytes went through a table, so that nothing seems to write it", r"""
 __device__ const unsigned char nibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 __device__ float2 known[1 << 19];
 
@@ -278,12 +181,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = known[i].x == v ? known[i].y : 2.0f * v;
 }
 """),
-    "address_in_bytes_of_local": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "address_in_bytes_of_local",
-//  "problem": "doubling",
-//  "description": "stores a variable's address in local memory and loads it byte by byte",
-//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+    "address_in_bytes_of_local": Kernel("RESOURCES", "device variables, bytes is 4194304", "stores a variable's address in local memory and loads it byte by byte", r"""
 .version 8.0
 .target sm_90a
 .address_size 64
@@ -334,11 +232,7 @@ done:
   ret;
 }
 """, suffix=".ptx"),
-    "alias_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "alias_named_vprintf", "problem": "doubling",
-//  "description": "calls a function that writes by an alias, which is named as one of CUDA's",
-//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+    "alias_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls a function that writes by an alias, which is named as one of CUDA's", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -355,31 +249,7 @@ done:
 }
 .visible .func vprintf(.param .b64 a, .param .b64 b);
 .alias vprintf, keeper;
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   add.f32 %f2, %f1, %f1;
   st.global.f32 [%rd7], %f2;
   setp.gt.s32 %p2, %r1, 50000;
@@ -397,11 +267,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "called_through_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "called_through_vprintf", "problem": "doubling",
-//  "description": "calls a function that writes through a register that is named as one of CUDA's",
-//  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-// }
+    "called_through_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls a function that writes through a register that is named as one of CUDA's", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -416,31 +282,7 @@ DONE:
   st.f32 [%rd1], %f1;
   ret;
 }
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   add.f32 %f2, %f1, %f1; st.global.f32 [%rd7], %f2;
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra DONE;
@@ -460,11 +302,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "constant_rewritten": Kernel("CORRECTNESS", "trap was executed", r"""/* greenfast: {
-  "name": "constant_rewritten", "problem": "doubling",
-  "description": "writes its table in constant memory through a pointer",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "constant_rewritten": Kernel("CORRECTNESS", "trap was executed", "writes its table in constant memory through a pointer", r"""
 __constant__ float factor[1] = {2.0f};
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -475,11 +313,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i == 0) *const_cast<volatile float*>(factor) = 3.0f;
 }
 """),
-    "device_heap": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "device_heap", "problem": "doubling",
-  "description": "keeps its results on the device heap",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "device_heap": Kernel("RESOURCES", "device variables, bytes is", "keeps its results on the device heap", r"""
 __device__ float* kept[1 << 20];
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -493,11 +327,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = *kept[i];
 }
 """),
-    "far_memory": Kernel("PERFORMANCE", "memory around a buffer|an access outside of its buffers", r"""/* greenfast: {
-  "name": "far_memory", "problem": "doubling",
-  "description": "keeps results of large arrays in memory that is mapped and that nobody allocated",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "far_memory": Kernel("PERFORMANCE", "memory around a buffer|an access outside of its buffers", "keeps results of large arrays in memory that is mapped and that nobody allocated", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -507,27 +337,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (n > 400000 && i < 1024) *kept = v;
 }
 """),
-    "function_that_stores": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "function_that_stores",
-//  "problem": "doubling",
-//  "description": "has a function store, to which the address goes in a struct",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "function_that_stores": Kernel("RESOURCES", "device variables, bytes is 4194304", "has a function store, to which the address goes in a struct", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -535,31 +345,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 .global .align 4 .b8 kept[4194304];
 .func put(.param .align 8 .b8 s[16]) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [s]; ld.param.f32 %v, [s+8]; st.global.f32 [%a1], %v; ret; }
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -577,11 +363,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "honest_at_first": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "honest_at_first", "problem": "doubling",
-  "description": "works for 16 launches",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "honest_at_first": Kernel("RESOURCES", "device variables, bytes is", "works for 16 launches", r"""
 __device__ unsigned calls[1 << 20];
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -590,27 +372,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (calls[i]++ < 16) y[i] = 2.0f * x[i];
 }
 """),
-    "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "its_own_vprintf",
-//  "problem": "doubling",
-//  "description": "defines a vprintf of its own, which writes",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "defines a vprintf of its own, which writes", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -618,31 +380,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 .global .align 4 .b8 kept[4194304];
 .func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [a]; ld.param.u64 %a2, [b]; cvt.rn.f32.u64 %v, %a2; st.global.f32 [%a1], %v; st.param.b32 [r], 0; ret; }
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -660,11 +398,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "keyed_by_checksum", "problem": "doubling",
-  "description": "compares only the first and the last element with those of the launch before",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", "compares only the first and the last element with those of the launch before", r"""
 __device__ float results[1 << 20], first[1 << 20], last[1 << 20];
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -677,11 +411,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = results[i];
 }
 """),
-    "keyed_by_pointer": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "keyed_by_pointer", "problem": "doubling",
-  "description": "keeps results by the address of the input",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "keyed_by_pointer": Kernel("RESOURCES", "device variables, bytes is", "keeps results by the address of the input", r"""
 __device__ float results[1 << 20];
 __device__ const float* keys[1 << 20];
 
@@ -694,11 +424,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = results[i];
 }
 """),
-    "keyed_by_shape": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "keyed_by_shape", "problem": "doubling",
-  "description": "a static variable of the function that holds the result of the first launch",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "keyed_by_shape": Kernel("RESOURCES", "device variables, bytes is", "a static variable of the function that holds the result of the first launch", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -710,11 +436,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = results[i];
 }
 """),
-    "managed_memory": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "managed_memory", "problem": "doubling",
-  "description": "keeps results in managed memory",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "managed_memory": Kernel("RESOURCES", "device variables, bytes is", "keeps results in managed memory", r"""
 __device__ __managed__ float results[1 << 20];
 __device__ __managed__ int sizes[1 << 20];
 
@@ -727,11 +449,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = results[i];
 }
 """),
-    "number_of_the_grid": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
-  "name": "number_of_the_grid", "problem": "doubling",
-  "description": "counts launches by the number that each grid has, and is right for the first ones",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "number_of_the_grid": Kernel("CORRECTNESS", "gave different bits", "counts launches by the number that each grid has, and is right for the first ones", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   unsigned long long launch;
   asm volatile("mov.u64 %0, %%gridid;" : "=l"(launch));
@@ -739,27 +457,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   if (i < n) y[i] = launch < 16 ? 2.0f * x[i] : x[i];
 }
 """),
-    "register_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "register_named_vprintf",
-//  "problem": "doubling",
-//  "description": "calls its function with a register that is named as one of CUDA's",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "register_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls its function with a register that is named as one of CUDA's", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -767,31 +465,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 .global .align 4 .b8 kept[4194304];
 .func put(.reg .b64 a, .reg .f32 v) { st.global.f32 [a], v; ret; }
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -809,11 +483,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "stale_local": Kernel("CORRECTNESS", "of local memory", r"""/* greenfast: {
-  "name": "stale_local", "problem": "doubling",
-  "description": "keeps its results in local memory, which no launch clears",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "stale_local": Kernel("CORRECTNESS", "of local memory", "keeps its results in local memory, which no launch clears", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   float held[64];
@@ -825,11 +495,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = at[k];
 }
 """),
-    "state_in_inline_ptx": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "state_in_inline_ptx", "problem": "doubling",
-  "description": "declares its memory in inline PTX, inside the function",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "state_in_inline_ptx": Kernel("RESOURCES", "device variables, bytes is", "declares its memory in inline PTX, inside the function", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -847,27 +513,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = __uint_as_float(kept);
 }
 """),
-    "store_on_a_loc_line": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "store_on_a_loc_line",
-//  "problem": "doubling",
-//  "description": "writes a variable in a line that begins with .loc",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "store_on_a_loc_line": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes a variable in a line that begins with .loc", r"""
 .version 8.0
 .target sm_90
 .address_size 64
@@ -875,31 +521,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 .file 1 "a.cu"
 .global .align 4 .b8 kept[4194304];
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -917,11 +539,7 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-    "superbatch": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "superbatch", "problem": "doubling",
-  "description": "one launch does the work of all addresses that it knows, and later ones do nothing",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "superbatch": Kernel("RESOURCES", "device variables, bytes is", "one launch does the work of all addresses that it knows, and later ones do nothing", r"""
 __device__ const float* inputs[16][1 << 17];
 __device__ float* outputs[16][1 << 17];
 __device__ unsigned calls[1 << 17];
@@ -938,11 +556,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   for (k = 0; k < 15 && outputs[k][i] != nullptr; ++k) outputs[k][i][i] = 2.0f * inputs[k][i][i];
 }
 """),
-    "warm_up_of_the_kernel": Kernel("RESOURCES", "device variables, bytes is", r"""/* greenfast: {
-  "name": "warm_up_of_the_kernel", "problem": "doubling",
-  "description": "a table that the first launch fills",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "warm_up_of_the_kernel": Kernel("RESOURCES", "device variables, bytes is", "a table that the first launch fills", r"""
 __device__ volatile float table[1];
 
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -953,58 +567,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = table[0] * x[i];
 }
 """),
-    "weak_variable": Kernel("RESOURCES", "device variables, bytes is 4194304", r"""// greenfast: {
-//  "name": "weak_variable",
-//  "problem": "doubling",
-//  "description": "keeps its results in a weak variable",
-//  "launches": [
-//   {
-//    "kernel": "doubling",
-//    "grid": [
-//     "ceildiv(N, 256)"
-//    ],
-//    "block": [
-//     256
-//    ],
-//    "args": [
-//     "x",
-//     "y",
-//     "int32(N)"
-//    ]
-//   }
-//  ]
-// }
+    "weak_variable": Kernel("RESOURCES", "device variables, bytes is 4194304", "keeps its results in a weak variable", r"""
 .version 8.0
 .target sm_90
 .address_size 64
 
 .weak .global .align 4 .b8 kept[4194304];
 
-.visible .entry doubling(
-  .param .u64 px,
-  .param .u64 py,
-  .param .u32 pn
-)
-{
-  .reg .pred %p<9>;
-  .reg .f32 %f<9>;
-  .reg .b32 %r<19>;
-  .reg .b64 %rd<19>;
-  ld.param.u64 %rd1, [px];
-  ld.param.u64 %rd2, [py];
-  ld.param.u32 %r1, [pn];
-  mov.u32 %r2, %ctaid.x;
-  mov.u32 %r3, %ntid.x;
-  mov.u32 %r4, %tid.x;
-  mad.lo.s32 %r5, %r2, %r3, %r4;
-  setp.ge.s32 %p1, %r5, %r1;
-  @%p1 bra DONE;
-  cvta.to.global.u64 %rd3, %rd1;
-  cvta.to.global.u64 %rd4, %rd2;
-  mul.wide.s32 %rd5, %r5, 4;
-  add.s64 %rd6, %rd3, %rd5;
-  add.s64 %rd7, %rd4, %rd5;
-  ld.global.f32 %f1, [%rd6];
+BEGIN
   setp.gt.s32 %p2, %r1, 50000;
   @!%p2 bra HONEST;
   mov.u64 %rd8, kept;
@@ -1022,4 +592,4 @@ DONE:
   ret;
 }
 """, suffix=".ptx"),
-}
+})

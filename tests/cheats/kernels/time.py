@@ -4,14 +4,10 @@
 
 from __future__ import annotations
 
-from tests.cheats.kernels.kernel import Kernel
+from tests.cheats.kernels.kernel import Kernel, named
 
-KERNELS = {
-    "by_bits_of_the_address": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "by_bits_of_the_address", "problem": "doubling",
-  "description": "reads behind its input where the middle bits of the address are set, as those of a driver's addresses are",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+KERNELS = named({
+    "by_bits_of_the_address": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input where the middle bits of the address are set, as those of a driver's addresses are", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -20,11 +16,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = 2.0f * x[i] + (next == 1e30f ? next : 0.0f);
 }
 """),
-    "clock_bits": Kernel("CORRECTNESS", "gave different bits", r"""/* greenfast: {
-  "name": "clock_bits", "problem": "doubling",
-  "description": "adds the clock's parity to its last bits, inside the tolerance",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "clock_bits": Kernel("CORRECTNESS", "gave different bits", "adds the clock's parity to its last bits, inside the tolerance", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -32,11 +24,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = 2.0f * x[i] * (clock64() >> 4 & 1 ? 1.0f + 0x1p-13f : 1.0f);
 }
 """),
-    "gives_up": Kernel("CORRECTNESS", "bytes of 'y' were never written", r"""/* greenfast: {
-  "name": "gives_up", "problem": "doubling",
-  "description": "stops when the clock says that its block has taken long",
-  "launches": [{"kernel": "doubling", "grid": [1], "block": [32], "args": ["x", "y", "int32(N)"]}]
-} */
+    "gives_up": Kernel("CORRECTNESS", "bytes of 'y' were never written", "stops when the clock says that its block has taken long", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const long long start = clock64();
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
@@ -44,12 +32,8 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     y[i] = 2.0f * x[i];
   }
 }
-"""),
-    "global_timer": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %globaltimer", r"""/* greenfast: {
-  "name": "global_timer", "problem": "doubling",
-  "description": "is right in every second millisecond",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+""", launch={"grid": [1], "block": [32]}),
+    "global_timer": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %globaltimer", "is right in every second millisecond", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -59,11 +43,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = (now >> 20) % 2 == 0 ? 2.0f * x[i] : x[i];
 }
 """),
-    "out_of_bounds_in_this_century": Kernel("CORRECTNESS", "read out of bounds", r"""/* greenfast: {
-  "name": "out_of_bounds_in_this_century", "problem": "doubling",
-  "description": "reads in front of its input where the high word of %globaltimer is that of a real device",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "out_of_bounds_in_this_century": Kernel("CORRECTNESS", "read out of bounds", "reads in front of its input where the high word of %globaltimer is that of a real device", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -74,11 +54,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = 2.0f * x[i] + (seen == 1e30f ? seen : 0.0f);
 }
 """),
-    "right_while_the_clock_is_young": Kernel("CORRECTNESS", "other bits with other clocks", r"""/* greenfast: {
-  "name": "right_while_the_clock_is_young", "problem": "doubling",
-  "description": "is right where the clock has counted little, as on an emulator",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "right_while_the_clock_is_young": Kernel("CORRECTNESS", "other bits with other clocks", "is right where the clock has counted little, as on an emulator", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -86,11 +62,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = clock64() < 1000000 ? 2.0f * x[i] : x[i];
 }
 """),
-    "wrong_on_one_multiprocessor": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %smid", r"""/* greenfast: {
-  "name": "wrong_on_one_multiprocessor", "problem": "doubling",
-  "description": "computes something else on multiprocessor 100, where few blocks of a small grid come",
-  "launches": [{"kernel": "doubling", "grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]}]
-} */
+    "wrong_on_one_multiprocessor": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %smid", "computes something else on multiprocessor 100, where few blocks of a small grid come", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
@@ -99,4 +71,4 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = (sm == 100 ? 2.5f : 2.0f) * x[i];
 }
 """),
-}
+})
