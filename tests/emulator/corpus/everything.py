@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.emulator.corpus import (
+from tests.emulator.corpus import (  # noqa: F401
     bugs,
     cuda_concurrency,
     cuda_copies,
@@ -13,25 +13,8 @@ from tests.emulator.corpus import (
     cuda_products,
     cuda_reductions,
     cuda_scans,
-    ptx_floats,
-    ptx_integers,
     ptx_modules,
-)
+)  # fmt: skip
 from tests.emulator.corpus.entry import Entry, entries
 
-FILES = (
-    bugs,
-    cuda_concurrency,
-    cuda_copies,
-    cuda_grids,
-    cuda_language,
-    cuda_layers,
-    cuda_numbers,
-    cuda_products,
-    cuda_reductions,
-    cuda_scans,
-    ptx_floats,
-    ptx_integers,
-    ptx_modules,
-)
 ENTRIES: tuple[Entry, ...] = tuple(entries().values())

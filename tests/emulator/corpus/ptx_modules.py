@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from tests.emulator.corpus.assembly import module
 from tests.emulator.corpus.cuda_products import small
-from tests.emulator.corpus.entry import F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64, Args, InOut, Out, Rng
+from tests.emulator.corpus.entry import (
+    F16,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    U8,
+    U16,
+    U32,
+    U64,
+    Args,
+    Builder,
+    Entry,
+    Extent,
+    InOut,
+    Out,
+    Rng,
+    declare,
+    extent,
+)  # fmt: skip
+
+HEADER = ".version 8.6\n.target {target}\n.address_size 64\n"
 
 T = "\n  .reg .b32 %t;\n  mov.u32 %t, %tid.x;\n"
 
@@ -16,6 +40,19 @@ def kernel(body: str, params: int = 2, before: str = "") -> str:
     listed = ", ".join(f".param .u64 a{n}" for n in range(params))
     loads = "".join(f"  ld.param.u64 %p{n}, [a{n}];\n  cvta.to.global.u64 %p{n}, %p{n};\n" for n in range(params))
     return f"{before}\n.visible .entry k({listed})\n{{\n  .reg .b64 %p<{params}>;{T}{loads}{body}\n  ret;\n}}"
+
+
+def module(
+    source: str, grid: Extent = 1, block: Extent = 32, smem: int = 0, target: str = "sm_90a", refused: str = ""
+) -> Callable[[Builder], Entry]:
+    """Declare a whole module and add its header; the decorated function builds its parameters and names it."""
+
+    def add(build: Builder) -> Entry:
+        text = HEADER.format(target=target) + source.lstrip("\n")
+        name = build.__name__
+        return declare(Entry(name, "ptx", text, build, extent(grid), extent(block), smem, target, refused=refused))
+
+    return add
 
 
 @module(
