@@ -662,6 +662,8 @@ def test_other_coroutine_functions(function: Any) -> None:
 def test_a_class_cannot_be_decorated() -> None:
     with pytest.raises(TypeError, match="Callables is a class; decorate a method of it, such as forward"):
         routes()(Callables)
+    with pytest.raises(TypeError, match="a classmethod; a function is needed, so decorate it below that"):
+        greenfast.use()(classmethod(lambda cls: None))  # type: ignore[type-var]
 
 
 # The user's own choice of PyTorch's backends.

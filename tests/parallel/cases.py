@@ -226,8 +226,8 @@ def placed(mesh: DeviceMesh) -> list[str]:
                 sdpa(x, x, x, is_causal=True)
             except ValueError as error:
                 refused.append(str(error))
-    whole, heads = (DTensor.from_local(local, square, (p, rows), run_check=False) for p in (Replicate(), Shard(1)))
-    for cp, query in ((plain, heads), (turned, local)):  # other heads than the keys, and rows that are in no order
+    whole, batches = (DTensor.from_local(local, square, (p, rows), run_check=False) for p in (Replicate(), Shard(0)))
+    for cp, query in ((plain, batches), (turned, local)):  # other batches than the keys, and rows that are in no order
         with cp:
             try:
                 sdpa(query, whole, whole, is_causal=True)
@@ -249,6 +249,9 @@ PLACED: list[tuple[tuple[int, ...], tuple[int, ...], int | None, int | None, boo
     ((1, 12, 32, 64), (1, 4, 32, 64), 1, 1, True),
     ((1, 6, 32, 64), (1, 3, 32, 64), None, None, True),
     ((1, 9, 32, 64), (1, 3, 32, 64), 1, 1, True),  # 6 and 3 query heads, 2 and 1 heads of K and V: refused, 5 and 4
+    ((1, 12, 32, 64), (1, 3, 32, 64), 1, None, True),  # replicated K and V: heads 0, 1 and 1, 2
+    ((2, 7, 32, 64), (2, 1, 32, 64), 1, None, True),
+    ((3, 32, 64), (1, 3, 32, 64), 0, None, False),
     ((4, 64, 64), (1, 4, 64, 64), None, None, False),  # Q without a batch
     ((3, 64, 64), (1, 3, 64, 64), 0, 1, False),
     ((2, 1, 2, 64, 64), (1, 2, 64, 64), 2, 1, False),

@@ -324,7 +324,7 @@ def test_placements_of_other_numbers_or_rows_are_refused(ranks: Ranks) -> None:
         assert len(refused) == 7
         assert all("query: a DTensor placed" in message for message in refused[:4])
         assert all("load_balance=False" in refused[i] for i in (4, 6))
-        assert "query (Shard(dim=1), Shard(dim=2)), key (Replicate(), Shard(dim=2))" in refused[5]
+        assert "query (Shard(dim=0), Shard(dim=2)), key (Replicate(), Shard(dim=2))" in refused[5]
 
 
 def test_dtensors_of_uneven_parts_and_of_other_dimensions(ranks: Ranks) -> None:

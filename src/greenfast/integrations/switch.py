@@ -124,6 +124,8 @@ class use(ContextDecorator):  # noqa: N801 - read as a verb: with greenfast.use(
         """
         if isinstance(func, type):
             raise TypeError(f"greenfast.use: {func.__name__} is a class; decorate a method of it, such as forward")
+        if not callable(func):  # a classmethod or property
+            raise TypeError(f"greenfast.use: a {type(func).__name__}; a function is needed, so decorate it below that")
         body: Any = func
         while isinstance(body, functools.partial):
             body = body.func

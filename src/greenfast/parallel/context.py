@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import get_rank
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from greenfast.ops import torch_ops
@@ -180,7 +180,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         fault = self._find_placement_fault(tensors, enable_gqa)
         if fault:
             return [], Refusal(ValueError, fault)
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        local = [_get_local_part(tensors[0], x) if isinstance(x, DTensor) else x for x in tensors]
         query, key, value = local
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
         fault = (
@@ -317,9 +317,13 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                     f"{name}: a DTensor of {x.shape[-2]} rows on {self.size} ranks, which need as many rows each. Pad "
                     "the sequence to a multiple of the ranks"
                 )
-        if len({(x.device_mesh, tuple(get_sharded_dims(x))) for x in placed.values()}) > 1:
+        alike = len({(x.device_mesh, tuple(get_sharded_dims(x))) for x in placed.values()}) <= 1
+        if not alike and not (len(placed) == len(_NAMES) and _have_replicated_heads(*placed.values())):
             shown = ", ".join(f"{name} {x.placements}" for name, x in placed.items())
-            return f"query, key and value: DTensors placed {shown}; they must be placed alike. Use redistribute()"
+            return (
+                f"query, key and value: DTensors placed {shown}; they must be placed alike, or key and value "
+                "replicated where query is sharded by heads. Use redistribute()"
+            )
         if placed:
             first = next(iter(placed.values()))
             for dim in sorted({dim for dim in get_sharded_dims(first) if dim is not None and dim < -2}):
@@ -376,15 +380,47 @@ def _find_uneven_sharding(placed: dict[str, DTensor], dim: int, enable_gqa: bool
         share = sizes["query"] // sizes[name] if sizes[name] else 0
         if share * sizes[name] != sizes["query"]:
             return f"{name}: the heads of query are not a multiple of its heads ({shown})"
+        if dim not in get_sharded_dims(placed[name]):
+            continue
         for heads, kv_heads in zip(_get_shard_ranges(queries, dim), _get_shard_ranges(placed[name], dim), strict=True):
             if heads != (kv_heads[0] * share, kv_heads[1] * share):
                 return (
                     f"{name}: a DTensor of {sizes[name]} heads, sharded so that some rank has the query heads "
                     f"{_format_range(heads)} and the heads {_format_range(kv_heads)} of {name}, where {share} query "
-                    f"heads share one ({shown}). Use as many ranks as divide the {sizes[name]} heads, or repeat those "
-                    "of key and value first"
+                    f"heads share one ({shown}). Use as many ranks as divide the {sizes[name]} heads, or replicate "
+                    "those of key and value with redistribute()"
                 )
     return ""
+
+
+def _have_replicated_heads(query: DTensor, key: DTensor, value: DTensor) -> bool:
+    """Return whether key and value have all heads wherever query has a part, and are placed like query otherwise."""
+    dims, own = get_sharded_dims(query), get_sharded_dims(key)
+    if key.dim() < 3 or value.dim() < 3 or key.device_mesh != query.device_mesh or value.device_mesh != key.device_mesh:
+        return False
+    return own == get_sharded_dims(value) and own == [None if dim == -3 else dim for dim in dims]
+
+
+def _get_local_part(query: Any, x: DTensor) -> Tensor:
+    """Return this rank's part of a tensor. Of replicated keys or values, it has the heads of this rank's queries.
+
+    Each rank then adds its part to the gradients of these heads.
+    """
+    mesh, own = x.device_mesh, get_sharded_dims(x)
+    dims = get_sharded_dims(query) if isinstance(query, DTensor) else own
+    coordinate = mesh.get_coordinate()
+    if -3 not in dims or -3 in own or coordinate is None:
+        return x.to_local()
+    index = 0  # of this rank's part
+    for i, dim in enumerate(dims):
+        index = index * mesh.size(i) + coordinate[i] if dim == -3 else index
+    first, end = _get_shard_ranges(query, -3)[index]
+    grads = [Partial() if dim == -3 else p for dim, p in zip(dims, x.placements, strict=True)]
+    local: Tensor = x.to_local(grad_placements=grads)
+    share = query.shape[-3] // x.shape[-3]
+    if first % share == 0 and end % share == 0:
+        return local[..., first // share : end // share, :, :]
+    return local.index_select(-3, torch.arange(first, end, device=local.device) // share)
 
 
 def _format_range(part: tuple[int, int]) -> str:
