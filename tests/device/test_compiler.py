@@ -404,6 +404,20 @@ def test_other_folder_hits_the_cache(tmp_path: Path) -> None:
     assert compile_kernel(source(text, write(tmp_path / "two", a="// a")), ADA).from_cache
 
 
+@pytest.mark.parametrize("name", ["k.cu", "other.cu", "below/other.cu", "/absent/other.cu"])
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_line_directive_keeps_its_name_and_the_cache(
+    name: str, isolated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = source(SIMPLE.replace("{", f'{{\n#line 7 "{name}"\n'), write(tmp_path / "project"))
+    for folder, cached in (("one", False), ("two", True)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        compiled = compile_kernel(kernel, ADA, isolated=isolated)
+        assert re.findall(r'\.file\s+\d+ "(.*)"', compiled.ptx) == ["k.cu", name]
+        assert compiled.from_cache == cached
+
+
 def test_a_cached_kernel_names_the_headers_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments share the cache, and each has its own folders of the project and of the CUDA headers."""
     text = """#include "../above.cuh"

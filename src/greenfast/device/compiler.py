@@ -41,6 +41,7 @@ _MAX_CANDIDATES = 4096
 _RELATIVE = re.compile(r"(?:^|(?<= of ))\.{1,2}/[^\s\"(]*", re.MULTILINE)
 _FILE_LINE = re.compile(r"^(\s*\.file\s+\d+ \")(/[^\"]*/\.{1,2}/[^\"]*)", re.MULTILINE)
 _FILE = re.compile(r"^(\s*\.file\s+\d+ \")([^\"]*)", re.MULTILINE)
+_LINE_NAME = re.compile(r'^[ \t]*#[ \t]*(?:line[ \t]+)?\d+[ \t]+"([^"\n]+)"', re.MULTILINE)
 _NUMBERED_FOLDER = re.compile(r"<folder (\d+)>/")
 _TIME = re.compile(rb"__(?:DATE|TIME)__")
 _FILE_NAME = re.compile(rb"_FILE|source_location|(?<!static_)assert")
@@ -240,12 +241,13 @@ def _build(
 def _number_folders(ptx: str, log: str, folders: Sequence[str], source_name: str) -> tuple[str, str]:
     """Replace the folders of headers by their numbers, for the cache: they differ between environments.
 
-    A header outside of all folders (``#include "../a.cuh"``) is stored relative to the nearest one.
+    A header outside of all folders (``#include "../a.cuh"``) is stored relative to the nearest one. A name that no file
+    has, from a #line directive, stays.
     """
 
     def number_folder(line: re.Match[str]) -> str:
         path = line[2]
-        if path == source_name or not os.path.isabs(path):
+        if path == source_name or not os.path.isabs(path) or not os.path.exists(path):
             return line[0]
         lengths = [len(os.path.commonpath([path, folder])) for folder in folders]
         nearest = lengths.index(max(lengths))
@@ -337,12 +339,20 @@ def _options(source: KernelSource, target: Target, folders: tuple[Path, ...], as
 def _text(text: str, source: KernelSource, folders: Sequence[str]) -> str:
     """Restore the source's name and the headers' absolute paths in the compiler's output.
 
-    A separate process compiles in the first folder, so its paths are relative to it.
+    A separate process compiles in the first folder, so its paths are relative to it. The compiler puts its folder in
+    front of names in #line directives; the text has them as written.
     """
     text = text.replace(_NO_FOLDER + source.name, source.name)
     if folders:
         text = _RELATIVE.sub(lambda name: os.path.normpath(os.path.join(folders[0], name[0])), text)
         text = _FILE_LINE.sub(lambda line: line[1] + os.path.normpath(line[2]), text)
+    if names := [name for name in _LINE_NAME.findall(source.source) if not os.path.isabs(name)]:
+
+        def restore_name(line: re.Match[str]) -> str:
+            written = [name for name in names if line[2].endswith(f"/{name}")]
+            return f"{line[1]}{written[0]}" if written and not os.path.exists(line[2]) else line[0]
+
+        text = _FILE.sub(restore_name, text)
     return text.rstrip() + "\n" if text else ""
 
 
