@@ -133,8 +133,13 @@ def judged(request: Request, implementation: Implementation) -> Finding:
         run.until_correct()
         gates = [gate for gate in run.gates if gate.gate != "PERFORMANCE"]
         side = run.built(CANDIDATE)
-    # What the first gate to fall short says is the finding, and a disassembler takes a quarter of a second to start.
-    if side is not None and not any(gate.status == "FAIL" for gate in gates):
+    # The first gate that fails is the finding. EVIDENCE checks promises of rungs and launches that begin early alone,
+    # and a disassembler takes a third of a second to start.
+    early = side is not None and any(
+        step.launch.early for program in side.programs.values() for step in program.program.steps
+    )
+    checked = early or implementation.rung is not None
+    if side is not None and checked and not any(gate.status == "FAIL" for gate in gates):
         gates.append(evidence.check(side, implementation.rung, None))
     return finding_of(gates)
 

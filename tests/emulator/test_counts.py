@@ -98,9 +98,10 @@ for (int i = threadIdx.x; i < 512; i += 32) y[i] = c[i];"""
 WMMA_HEADER = "#include <mma.h>\nusing namespace nvcuda;"
 
 
-@pytest.mark.parametrize("c", ["row", "col"])
-@pytest.mark.parametrize("b", ["row", "col"])
-@pytest.mark.parametrize("a", ["row", "col"])
+@pytest.mark.parametrize(
+    ("a", "b", "c"),  # each pair of layouts
+    [("row", "row", "row"), ("row", "col", "col"), ("col", "row", "col"), ("col", "col", "row")],
+)
 def test_wmma_accesses_are_those_of_the_machine_code(a: str, b: str, c: str) -> None:
     """Layouts of the WMMA counts: ldmatrix for halves, pairs of a row (or single elements) for floats."""
     body = WMMA.format(a=a, b=b, c=c, pitch_a=24, pitch_c=20)

@@ -60,10 +60,11 @@ CASES |= {
     "fine scales, causal": ({"B": 1, "H": 1, "S": 260, "D": 128, "CAUSAL": 1, "LSE": 1, **FINE}, 1, 1),
     "fine scales, head dim 256": ({"B": 1, "H": 1, "S": 70, "KV": 150, "D": 256, **FINE}, 132, 1),
 }
+#: Run in int8 too: the first two in int8 alone, unless slow tests run.
 INT8 = (
-    "fine scales",
     "causal",
     "queries without a key",
+    "fine scales",
     "head dim 128, ping-pong",
     "scales of blocks, wide tiles",
     "scales, head dim 256",
@@ -204,19 +205,15 @@ def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> N
 
 #: Cases that take long; quicker ones cover the same code.
 SLOW = (
-    "fine scales, causal",
-    "fine scales, head dim 256",
-    "wide tiles, ping-pong",
-    "row-major V, head dim 128",
-    "head dim 128, causal",
-    "scales of blocks",
+    *("fine scales, causal", "fine scales, head dim 256", "wide tiles, ping-pong", "head dim 128, causal"),
+    *("scales of blocks", "bfloat16", "scales of all blocks, ping-pong"),
 )
 
 
 @pytest.mark.parametrize(
     ("name", "fmt"),
     [
-        *(pytest.param(n, "e4m3", marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES),
+        *(pytest.param(n, "e4m3", marks=[pytest.mark.slow] if n in (*SLOW, *INT8[:2]) else []) for n in CASES),
         *(pytest.param(n, "int8", marks=[pytest.mark.slow] if n in INT8[3:] else []) for n in INT8),
     ],
 )

@@ -65,13 +65,11 @@ def name(variant: Variant) -> str:
     return "-".join(map(str, variant))
 
 
-#: Of the two head dims each architecture has one quickly, and sm_89 both.
+#: Each architecture, head dim and format: the others are slow tests.
+BOTH = ((128, "int8", "sm_89"), (64, "e4m3", "sm_90a"))
 BY_VARIANT = pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(v, marks=[pytest.mark.slow] if (v[1], v[3]) == (128, "sm_90a") else [], id=name(v))
-        for v in VARIANTS
-    ],
+    [pytest.param(v, marks=[] if v[1:] in BOTH else [pytest.mark.slow], id=name(v)) for v in VARIANTS],
 )
 
 
@@ -129,8 +127,8 @@ def test_instructions_follow_the_toggles(builds: dict[Variant, Built], variant: 
 
 
 def test_tensor_cores_come_in_steps(builds: dict[Variant, Built]) -> None:
-    for arch in ARCHS:
-        scalar, stage1, stage2 = (builds[(rung, 64, "e4m3", arch)].counts for rung in ("scalar", "stage1", "stage2"))
+    for variant in BOTH:
+        scalar, stage1, stage2 = (builds[(rung, *variant)].counts for rung in ("scalar", "stage1", "stage2"))
         assert stage2["hmma"] > stage1["hmma"] > scalar["hmma"] == 0
         assert stage2["cp_async"] > 0
         assert stage1["cp_async"] > 0
@@ -138,14 +136,14 @@ def test_tensor_cores_come_in_steps(builds: dict[Variant, Built]) -> None:
 
 
 def test_no_two_rungs_are_the_same_kernel(builds: dict[Variant, Built]) -> None:
-    for arch in ARCHS:
-        kernels = [builds[(rung, 64, "e4m3", arch)].kernel for rung in RUNGS]
+    for variant in BOTH:
+        kernels = [builds[(rung, *variant)].kernel for rung in RUNGS]
         assert len({kernel.cubin for kernel in kernels}) == len(RUNGS)
         assert len({kernel.kernel_hash for kernel in kernels}) == len(RUNGS)
 
 
 def test_stage_3a_saves_the_tile_of_p_and_the_swizzle_its_padding(builds: dict[Variant, Built]) -> None:
-    smem = {rung: builds[(rung, 64, "e4m3", "sm_89")].kernel.resources.smem_bytes for rung in RUNGS}
+    smem = {rung: builds[(rung, 64, "e4m3", "sm_90a")].kernel.resources.smem_bytes for rung in RUNGS}
     assert smem["stage2"] - smem["stage3a"] >= 2048
     assert smem["stage3a"] - smem["stage3a_swizzle"] >= 2 * 32 * 8 * 2
     assert smem["stage1"] - smem["wmma_qk"] >= 2 * 2 * 32 * 64 - 128, "two stages of K and V codes, in units of 128"
@@ -153,16 +151,15 @@ def test_stage_3a_saves_the_tile_of_p_and_the_swizzle_its_padding(builds: dict[V
 
 
 def test_a_third_stage_takes_its_memory_and_full_fusion_fewer_barriers(builds: dict[Variant, Built]) -> None:
-    for arch in ARCHS:
-        for head_dim, fmt in [(64, "e4m3"), *([(128, "int8")] if arch == "sm_89" else [])]:  # as built for the others
-            two, three, stage2 = (builds[(r, head_dim, fmt, arch)] for r in ("stage3b", "stage3b_pipe3", "stage2"))
-            stages = 4 * 2 * 2048  # one for each of four groups of keys: a tile of K and one of V
-            assert three.kernel.resources.smem_bytes == 3 * stages
-            # with two stages the partial results are larger: 16 rows of 64 columns, bias and sum of eight warps
-            assert two.kernel.resources.smem_bytes == 8 * 16 * (64 + 2) * 4 > 2 * stages
-            # one of two warps per tile; of the whole block one before and one after each 64 columns of partial results
-            assert two.counts["bar_sync"] == three.counts["bar_sync"] == 1 + 2 * head_dim // 64
-            assert stage2.counts["bar_sync"] >= 5
+    for variant in BOTH:
+        two, three, stage2 = (builds[(rung, *variant)] for rung in ("stage3b", "stage3b_pipe3", "stage2"))
+        stages = 4 * 2 * 2048  # one for each of four groups of keys: a tile of K and one of V
+        assert three.kernel.resources.smem_bytes == 3 * stages
+        # with two stages the partial results are larger: 16 rows of 64 columns, bias and sum of eight warps
+        assert two.kernel.resources.smem_bytes == 8 * 16 * (64 + 2) * 4 > 2 * stages
+        # one of two warps per tile; of the whole block one before and one after each 64 columns of partial results
+        assert two.counts["bar_sync"] == three.counts["bar_sync"] == 1 + 2 * variant[0] // 64
+        assert stage2.counts["bar_sync"] >= 5
 
 
 def test_a_copying_warp_fits_without_taking_registers_from_the_multiplying_warps(

@@ -71,12 +71,8 @@ def test_a_rule_is_named(change: dict[str, int], rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.key}, {rule.keys}")
-@pytest.mark.parametrize("in_kernel", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_measured_rule(in_kernel: bool, rule: Rule) -> None:
-    """It is taken on a full GPU from its first to its last number of keys, fits, and hardly spills.
-
-    in_kernel: whether the kernel quantizes its queries where it can, which takes more registers.
-    """
+def test_a_measured_rule(rule: Rule) -> None:
+    """It is taken on a full GPU from its first to its last number of keys."""
     config, sizes = read_dims(rule_dims(rule), rule.key[-1])
     tiles, why = tiling(config, sizes, MULTIPROCESSORS)
     assert tiles == rule.tiles != planned(config, sizes, MULTIPROCESSORS)[0]
@@ -85,6 +81,28 @@ def test_a_measured_rule(in_kernel: bool, rule: Rule) -> None:
     assert tiling(config, few, MULTIPROCESSORS) == planned(config, few, MULTIPROCESSORS), "below all that was measured"
     exact = replace(config, log_sum_exp=True)
     assert tiling(exact, sizes, MULTIPROCESSORS) == planned(exact, sizes, MULTIPROCESSORS)
+
+
+#: One rule of each head dim; the others are checked with the slow tests.
+QUICK = {rule.key[0]: rule for rule in rules()}.values()
+
+
+@pytest.mark.parametrize(
+    ("rule", "in_kernel"),
+    [
+        pytest.param(
+            rule,
+            in_kernel,
+            id=f"{rule.key}, {rule.keys}, {in_kernel}",
+            marks=[] if in_kernel and rule in QUICK else [pytest.mark.slow],
+        )
+        for rule in rules()
+        for in_kernel in (True, False)
+    ],
+)
+def test_kernels_of_a_measured_rule_hardly_spill(rule: Rule, in_kernel: bool) -> None:
+    """in_kernel: whether the kernel quantizes its queries where it can, which takes more registers."""
+    config, sizes = read_dims(rule_dims(rule), rule.key[-1])
     config = replace(config, fuse_q_quant=in_kernel and config.query_scales == "block")
     compiled = compile_kernel(hopper.kernel(config, sizes, MULTIPROCESSORS), Target("sm_90a"))
     assert compiled.resources.spill_bytes <= 64

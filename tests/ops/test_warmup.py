@@ -151,16 +151,15 @@ def test_what_no_call_can_have_is_named(target: str, options: dict[str, list[int
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_a_call_compiles_nothing_afterwards() -> None:
-    sources = kernels_for(HOPPER, **SMALL)  # type: ignore[arg-type]
+def test_kernels_come_from_the_cache_afterwards() -> None:
+    """Those of the library: in test_build_library.py."""
+    sources = tiny(4)
     steps: list[CompiledKernel] = []
     done = warm(sources, HOPPER, steps.append)
     assert (done.compiled, done.cached) == (len(sources), 0)
     assert done.seconds > 0
     assert {step.source for step in steps} == set(sources)
-    for heads in (1, 128, 1024):
-        for source in kernels_of_a_call((1, heads, 128, 64), (1, heads, 128, 64)):
-            assert compile_kernel(source, HOPPER).from_cache
+    assert all(compile_kernel(source, HOPPER).from_cache for source in sources)
     again = warm(sources, HOPPER)
     assert (again.compiled, again.cached) == (0, len(sources))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, lru_cache
 
 #: Exponent bits, fraction bits, canonical NaN. tf32 is kept in float32's pattern, with the last 13 bits zero.
 FORMATS = {
@@ -33,13 +34,20 @@ NAN = Number("nan", False)
 
 def real(value: Fraction, negative_zero: bool = False) -> Number:
     """Return a rational number as a Number; zero has the sign that is given."""
-    return Number("real", value < 0 or (value == 0 and negative_zero), Fraction(value))
+    return Number("real", value < 0 or (value == 0 and negative_zero), value)
 
 
 def infinity(negative: bool) -> Number:
     return Number("inf", negative)
 
 
+@cache
+def power(exponent: int) -> Fraction:
+    """Return a power of two."""
+    return Fraction(2) ** exponent
+
+
+@lru_cache(maxsize=1 << 16)
 def decode(bits: int, form: str) -> Number:
     """Decode a pattern."""
     exponent_bits, fraction, _ = FORMATS[form]
@@ -52,13 +60,13 @@ def decode(bits: int, form: str) -> Number:
         return NAN if low else infinity(negative)
     significand = low + (1 << fraction if exponent else 0)
     scale = max(exponent, 1) - (1 << exponent_bits - 1) + 1 - fraction
-    value = significand * Fraction(2) ** scale
+    value = significand * power(scale)
     return real(-value if negative else value, negative)
 
 
 def smallest_normal(form: str) -> Fraction:
     """Return the smallest number that is not subnormal."""
-    return Fraction(2) ** (2 - (1 << FORMATS[form][0] - 1))
+    return power(2 - (1 << FORMATS[form][0] - 1))
 
 
 def largest_pattern(form: str) -> int:
@@ -90,9 +98,9 @@ def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) 
         return sign
     smallest = 2 - (1 << exponent_bits - 1)
     exponent = max(size.numerator.bit_length() - size.denominator.bit_length() - 1, smallest)
-    while size >= Fraction(2) ** (exponent + 1):
+    while size >= power(exponent + 1):
         exponent += 1
-    scaled = size / Fraction(2) ** (exponent - fraction)
+    scaled = size * power(fraction - exponent)
     whole = math.floor(scaled)
     whole += round_away(whole, scaled - whole, number.negative, mode)
     pattern = whole + (exponent - smallest << fraction)
@@ -116,7 +124,7 @@ def flush_rounded(number: Number, form: str, mode: str) -> Number:
     """
     smallest = smallest_normal(form)
     if number.kind == "real" and 0 < abs(number.value) < smallest:
-        up = Fraction(2) ** (1 << FORMATS[form][0] - 2)  # to where exponents have no bound that matters
+        up = power(1 << FORMATS[form][0] - 2)  # to where exponents have no bound that matters
         if abs(decode(encode(real(number.value * up), form, mode), form).value) < smallest * up:
             return real(Fraction(0), number.negative)
     return number
