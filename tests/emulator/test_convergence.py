@@ -312,12 +312,11 @@ for (int half = 0; half < 2; ++half) {
 }"""
 
 
-@pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
 @pytest.mark.parametrize(
-    "copy",
+    ("target", "copy"),
     [
-        "group, s, x + 64 * half, cuda::aligned_size_t<16>(256)",
-        "s + threadIdx.x, x + 64 * half + threadIdx.x, sizeof(float)",
+        ("sm_89", "s + threadIdx.x, x + 64 * half + threadIdx.x, sizeof(float)"),
+        ("sm_90a", "group, s, x + 64 * half, cuda::aligned_size_t<16>(256)"),
     ],
 )
 def test_asynchronous_copies_of_the_standard_library(target: str, copy: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.hopper import run
 
@@ -27,99 +26,6 @@ def one(body: str, count: int = 32, dtype: str = "uint32", x: Any = None, thread
         **more,
     )
     return result.outputs["y"]
-
-
-def test_elect() -> None:
-    result = one("""u32 leader, leads;
-    asm volatile("{.reg .pred p; elect.sync %0|p, 0xffffffff; selp.u32 %1, 1, 0, p;}" : "=r"(leader), "=r"(leads));
-    y[threadIdx.x] = leads * 100 + leader;""")
-    assert result.tolist() == [100] + [0] * 31
-
-
-@pytest.mark.parametrize("turned", ["", ".trans"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_stmatrix_is_the_inverse_of_ldmatrix(count: int, turned: str) -> None:
-    items = ", ".join(f"%{n}" for n in range(count))
-    outputs, inputs = (", ".join(f'"{kind}"(r[{n}])' for n in range(count)) for kind in ("=r", "r"))
-    x = RNG.integers(0, 2**16, (count, 8, 8)).astype(np.uint16)
-    body = f"""
-    __shared__ __align__(16) u8 s[512], t[512];
-    for (int i = threadIdx.x; i < {count * 128}; i += 32) s[i] = x[i];
-    __syncwarp();
-    u32 r[4], from = at(s + threadIdx.x % {8 * count} * 16), to = at(t + threadIdx.x % {8 * count} * 16);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{items}}}, [%{count}];" : {outputs} : "r"(from));
-    asm volatile("stmatrix.sync.aligned.m8n8.x{count}{turned}.shared.b16 [%{count}], {{{items}}};"
-      :: {inputs}, "r"(to) : "memory");
-    __syncwarp();
-    for (int i = threadIdx.x; i < {count * 128}; i += 32) y[i] = t[i];
-    """
-    result = one(body, count * 128, "uint8", x).view(np.uint16).reshape(x.shape)
-    assert np.array_equal(result, x.swapaxes(1, 2) if turned else x)
-
-
-def test_movmatrix() -> None:
-    x = RNG.integers(0, 2**16, (8, 8)).astype(np.uint16)
-    body = """
-    u32 r = ((const u32*)x)[threadIdx.x];
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(r));
-    y[threadIdx.x] = r;
-    """
-    assert np.array_equal(one(body, x=x).view(np.uint16).reshape(8, 8), x.T)
-
-
-MMA = """
-int group = threadIdx.x / 4, part = threadIdx.x % 4;
-const u8 *a = x, *b = x + 16 * ROW;
-u32 r[4] = {}, q[2] = {};
-for (int n = 0; n < ROW / 8; ++n) r[n] = *(const u32*)(a + (group + n % 2 * 8) * ROW + part * 4 + n / 2 * 16);
-for (int n = 0; n < ROW / 16; ++n) q[n] = *(const u32*)(b + group * ROW + part * 4 + n * 16);
-TYPE d[4], c[4] = {1, 2, 3, 4};
-ASM
-for (int n = 0; n < 4; ++n) y[(group + n / 2 * 8) * 8 + part * 2 + n % 2] = d[n];
-"""
-
-
-@pytest.mark.parametrize(
-    ("shape", "types", "row"),
-    [
-        ("m16n8k32", "f32.e4m3.e4m3.f32", 32),
-        ("m16n8k32", "s32.s8.s8.s32", 32),
-        ("m16n8k16", "s32.u8.s8.s32", 16),
-        ("m16n8k16", "f32.f16.f16.f32", 32),
-        ("m16n8k16", "f32.bf16.bf16.f32", 32),
-        ("m16n8k8", "f32.f16.f16.f32", 16),
-    ],
-)
-def test_mma(shape: str, types: str, row: int) -> None:
-    out, a_kind, *_ = types.split(".")
-    data = RNG.integers(0, 256, (24, row)).astype(np.uint8)
-    if a_kind == "e4m3":
-        data[data & 127 == 127] = 0
-        numbers = E4M3_VALUES[data]
-    elif a_kind == "f16":
-        numbers = RNG.standard_normal((24, row // 2)).astype(np.float16)
-        data = numbers.view(np.uint8)
-    elif a_kind == "bf16":
-        numbers = (RNG.standard_normal((24, row // 2)).astype(np.float32).view(np.uint32) >> 16 << 16).view(np.float32)
-        data = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    else:
-        numbers = data.view(np.int8)
-    left = data[:16] if a_kind == "u8" else numbers[:16]
-    numbers = numbers.astype(np.float64)
-    letter, kind = ("r", "int") if out == "s32" else ("f", "float")
-    reads, writes = (", ".join(f'"{how}"({what})' for what in names) for how, names in (
-        ("r", [*(f"r[{n}]" for n in range(row // 8)), *(f"q[{n}]" for n in range(row // 16))]),
-        (f"={letter}", [f"d[{n}]" for n in range(4)]),
-    ))  # fmt: skip
-    names = [f"%{n}" for n in range(4 + row // 8 + row // 16 + 4)]
-    groups = [names[:4], names[4 : 4 + row // 8], names[4 + row // 8 : -4], names[-4:]]
-    operands = ", ".join("{" + ", ".join(group) + "}" for group in groups)
-    addends = ", ".join(f'"{letter}"(c[{n}])' for n in range(4))
-    asm = f'asm volatile("mma.sync.aligned.{shape}.row.col.{types} {operands};" : {writes} : {reads}, {addends});'
-    body = MMA.replace("ROW", str(row)).replace("TYPE", kind).replace("ASM", asm)
-    result = one(body, 128, "int32" if out == "s32" else "float32", data).reshape(16, 8)
-    c = np.tile([[1, 2]] * 8 + [[3, 4]] * 8, (1, 4))
-    assert np.allclose(result, left.astype(np.float64) @ numbers[16:].T + c, rtol=1e-4, atol=1e-4)
 
 
 def test_barrier_reductions() -> None:

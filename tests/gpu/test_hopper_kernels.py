@@ -116,20 +116,6 @@ def test_tiles_that_begin_between_chunks_of_16_bytes(old: str, new: str, monkeyp
     copies.test_tiles_that_begin_between_chunks_of_16_bytes_are_refused(old, new)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("turned", ["", ".trans"])
-def test_stmatrix(count: int, turned: str) -> None:
-    instructions.test_stmatrix_is_the_inverse_of_ldmatrix(count, turned)
-
-
-@pytest.mark.parametrize(
-    ("shape", "types"),
-    [("m16n8k32", "f32.e4m3.e4m3.f32"), ("m16n8k32", "s32.s8.s8.s32"), ("m16n8k16", "f32.bf16.bf16.f32")],
-)
-def test_mma(shape: str, types: str) -> None:
-    instructions.test_mma(shape, types, 32)
-
-
 def test_other_8_bit_floats() -> None:
     products.test_other_8_bit_floats("e4m3.e5m2")
 
@@ -149,8 +135,6 @@ def test_pipelines(kernel: Callable[[int], None]) -> None:
         products.test_a_wait_that_leaves_a_group_under_way,
         copies.test_swizzle_of_shared_memory,
         copies.test_bulk_copies_without_a_tensor_map,
-        instructions.test_elect,
-        instructions.test_movmatrix,
         instructions.test_barrier_reductions,
         instructions.test_threads_of_a_warp_wait_for_each_other,
         instructions.test_a_state_token_and_test_wait,

@@ -208,8 +208,7 @@ def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("precision", ["fp8", "int8", "auto"])
+@pytest.mark.parametrize(("precision", "inside"), [("fp8", False), ("int8", True), ("auto", False), ("auto", True)])
 def test_use_follows_the_rules_in_a_graph(rules: None, precision: Any, inside: bool) -> None:
     torch._dynamo.reset()
 

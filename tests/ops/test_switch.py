@@ -337,8 +337,7 @@ def in_a_function_that_breaks() -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [nested, nested_with_breaks])
+@pytest.mark.parametrize(("function", "backend"), [(nested, "aot_eager"), (nested_with_breaks, "eager")])
 def test_the_innermost_decides_in_a_compiled_function(function: Callable[..., Any], backend: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=function is nested)

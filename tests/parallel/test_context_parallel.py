@@ -164,7 +164,7 @@ def test_dtensors(ranks: Ranks) -> None:
     assert "must be Shard(2)" in refused
 
 
-@pytest.mark.parametrize("method", ["ring", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("ring", marks=pytest.mark.slow), "auto"])
 def test_compiled(ranks: Ranks, method: str) -> None:
     for (eager, graph), alone, local in results(ranks("2", "compiled", method, given(128))):
         for name, mine, wanted in zip(("out", *"qkv"), graph, eager, strict=True):
