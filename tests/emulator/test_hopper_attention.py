@@ -91,10 +91,12 @@ def emulate(
     [
         ({"B": 2, "H": 2, "HK": 1, "S": 90, "KV": 140, "D": 64}, 64, torch.float16, 2),
         ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
-        ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1),
+        pytest.param(
+            {"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1, marks=pytest.mark.slow
+        ),
         ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 64, "BF16": 1, **FINE}, 64, torch.bfloat16, 1),
         ({"B": 1, "H": 2, "HK": 1, "S": 70, "KV": 140, "D": 256, "CAUSAL": 2}, 200, torch.float16, 2),
-        ({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 256}, 256, torch.float16, 1),
+        pytest.param({"B": 1, "H": 1, "S": 70, "KV": 130, "D": 256}, 256, torch.float16, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -229,8 +231,8 @@ def test_it_is_right(name: str, fmt: str) -> None:
     [
         ({"B": 2, "H": 2, "S": 70, "D": 64}, 40, "BSHD"),
         ({"B": 2, "H": 2, "HK": 1, "S": 70, "D": 128, "BF16": 1, "CAUSAL": 1, "LSE": 1}, 72, "BHSD"),
-        ({"B": 2, "H": 3, "S": 40, "D": 256}, 136, "SBHD"),
-        ({"B": 1, "H": 2, "S": 150, "D": 64}, 64, "HSBD"),
+        pytest.param({"B": 2, "H": 3, "S": 40, "D": 256}, 136, "SBHD", marks=pytest.mark.slow),
+        pytest.param({"B": 1, "H": 2, "S": 150, "D": 64}, 64, "HSBD", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -106,9 +107,17 @@ def test_full_fusion_at_any_length(rung: str, head_dim: int, fmt: str) -> None:
             assert result.counts.bank_conflicts == {}, dims
 
 
-@pytest.mark.parametrize("target", ["sm_89", pytest.param("sm_90a", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("rung", FULL_FUSION)
+#: A head dim and a target for each rung; the others are slow tests.
+RISING = [(rung, (64, 128)[n % 2], "sm_89") for n, rung in enumerate(FULL_FUSION)]
+
+
+@pytest.mark.parametrize(
+    ("rung", "head_dim", "target"),
+    [
+        pytest.param(*x, marks=[] if x in RISING else [pytest.mark.slow])
+        for x in product(FULL_FUSION, (64, 128), ("sm_89", "sm_90a"))
+    ],
+)
 def test_bases_that_move_with_rising_scores(rung: str, head_dim: int, target: str) -> None:
     """Normal inputs outgrow the base of the first tile by no factor of 2^8; these do on every tile."""
     length, heads = 200, 2

@@ -62,11 +62,14 @@ def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionCo
         (64, 200, torch.float16, dict(key_mean=True)),
         (256, 33, torch.float16, dict(precision="int8", rotate=True, key_mean=True)),
         (128, 150, torch.bfloat16, dict(rotate=True, key_mean=True)),
-        (256, 270, torch.bfloat16, dict(rotate=True, key_mean=True)),
-        (128, 129, torch.float16, dict(precision="int8_fine")),
         (64, 300, torch.bfloat16, dict(precision="int8_fine", rotate=True, key_mean=True)),
-        pytest.param(
-            256, 150, torch.bfloat16, dict(precision="int8_fine", rotate=True, key_mean=True), marks=pytest.mark.slow
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                (256, 270, torch.bfloat16, dict(rotate=True, key_mean=True)),
+                (128, 129, torch.float16, dict(precision="int8_fine")),
+                (256, 150, torch.bfloat16, dict(precision="int8_fine", rotate=True, key_mean=True)),
+            )
         ),
     ],
     ids=str,
