@@ -291,7 +291,9 @@ def test_flops_equal_pytorchs() -> None:
     aten = torch.ops.aten
     forward = flops(lambda: aten._scaled_dot_product_flash_attention(*meta, 0.0, True))
     assert flops(lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)) == forward == 2 * one
-    assert flops(lambda: sdpa(q, k, v, enable_gqa=True, return_lse=True)) == forward
+    for precision in ("fp8", "fp8_token"):
+        assert flops(lambda p=precision: sdpa(q, k, v, enable_gqa=True, precision=p)) == forward  # type: ignore[misc]
+        assert flops(lambda p=precision: sdpa(q, k, v, enable_gqa=True, return_lse=True, precision=p)) == forward  # type: ignore[misc]
     assert flops(lambda: greenfast.attention(greenfast.quantize(q, k, v))) == forward
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = sdpa(*leaves, enable_gqa=True)

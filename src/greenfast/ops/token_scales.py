@@ -103,5 +103,7 @@ for _name, _results, _function, _fake in (
         f"greenfast::{_name}", torch_ops.build_vmap_rule(getattr(torch.ops.greenfast, _name)), lib=torch_ops.LIBRARY
     )
 
+torch_ops.register_sdpa_flops(torch.ops.greenfast.sdpa_token, torch.ops.greenfast.sdpa_token_lse)
+
 SDPA_TOKEN = torch.ops.greenfast.sdpa_token.default
 SDPA_TOKEN_LSE = torch.ops.greenfast.sdpa_token_lse.default

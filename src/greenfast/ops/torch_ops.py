@@ -235,9 +235,12 @@ def _count_flops(products: int, query: Any, keys: int) -> int:
     return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
 
 
-@flop_counter.register_flop_formula([torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse])
-def _sdpa_flops(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _count_flops(2, query, key[2])
+def register_sdpa_flops(*ops: Any) -> None:
+    """Make FlopCounterMode count operators with query and key as the first arguments as attention."""
+    flop_counter.register_flop_formula(ops)(lambda query, key, *args, **kwargs: _count_flops(2, query, key[2]))
+
+
+register_sdpa_flops(torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse)
 
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
