@@ -28,15 +28,16 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.device.gpu_session import GpuSession
 from greenfast.device.helper_kernels import FIELDS, RANGES
-from greenfast.device.session import Block, Started
+from greenfast.device.session import Block, RunResult, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.check_plan import CasePlan, CheckPlan
+from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Request
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError, UnsupportedError
+from greenfast.spec.errors import GreenfastError, MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
 from greenfast.spec.problem import NORMAL, Array, Case, Problem, case_of
@@ -448,6 +449,35 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
         monkeypatch.setattr(f"greenfast.{module}.Worker", start)
     monkeypatch.setattr("greenfast.judge.environment.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
     return device
+
+
+class EmulatorHere(Worker):
+    """The emulator in this process. Another process takes a third of a second to start, longer than a small kernel."""
+
+    def __init__(self) -> None:
+        self._session = EmulatorSession()
+
+    def close(self) -> None:
+        """There is no process."""
+
+    def call(self, method: str, *args: Any) -> RunResult:
+        """What the session's method returns."""
+        try:
+            result: RunResult = getattr(self._session, method)(*args)
+        except UnsupportedError as e:
+            raise UnsupportedByDeviceError(f"{method}: {e}") from None
+        except GreenfastError as e:
+            raise WorkerError(f"{method}: {e}") from None
+        return result
+
+
+def emulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the emulator in this process where a request asks for one."""
+
+    def start(*args: Any, make_session: type[EmulatorSession] | None = None, **options: Any) -> Worker:
+        return EmulatorHere() if make_session is EmulatorSession else Worker(*args, **options)
+
+    monkeypatch.setattr("greenfast.judge.request.Worker", start)
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

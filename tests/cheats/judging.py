@@ -6,12 +6,8 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from benchmarks.kernel import bench
-from greenfast.device.session import RunResult
-from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
-from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates import evidence
 from greenfast.judge.gates.sides import CANDIDATE, build_side
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
@@ -21,7 +17,8 @@ from greenfast.judge.request import NullListener, Request, add_check_plan, make_
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
-from greenfast.spec.errors import GreenfastError, UnsupportedError
+from greenfast.spec.errors import GreenfastError
+from tests.fakes import EmulatorHere
 
 FOLDER = Path(__file__).parent
 #: Seconds; a kernel of the corpus takes microseconds.
@@ -43,31 +40,11 @@ class Finding:
     message: str = ""
 
 
-class _Here(Worker):
-    """The emulator in this process: nothing that it runs can end it."""
-
-    def __init__(self) -> None:
-        self._session = EmulatorSession()
-
-    def close(self) -> None:
-        """There is no process."""
-
-    def call(self, method: str, *args: Any) -> RunResult:
-        """What the session's method returns."""
-        try:
-            result: RunResult = getattr(self._session, method)(*args)
-        except UnsupportedError as e:
-            raise UnsupportedByDeviceError(f"{method}: {e}") from None
-        except GreenfastError as e:
-            raise WorkerError(f"{method}: {e}") from None
-        return result
-
-
 class _EmulatedHere(Request):
     @property
-    def make_worker(self) -> type[_Here]:
+    def make_worker(self) -> type[EmulatorHere]:
         """The emulator without a process, whose start takes longer than a kernel of the corpus."""
-        return _Here
+        return EmulatorHere
 
 
 def emulated_here(asked: Request) -> Request:

@@ -20,10 +20,16 @@ from greenfast.judge.record_schema import GATES, Decision, GateResult, Record, S
 from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
+from tests.fakes import emulate_here
 from tests.judge.report.records import pending_record, quoting_record
 from tests.judge.report.records import record as make_record
 
 NO_GPU = ["--device", "emulated", "--require", "build,resources,correctness,evidence"]
+
+
+@pytest.fixture(autouse=True)
+def emulator(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_here(monkeypatch)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record, read_status
 from greenfast.spec.errors import UnsupportedError
-from tests.fakes import Watcher, request
+from tests.fakes import Watcher, emulate_here, request
 from tests.judge.small_task import FAMILY, loaded, write_task
 
 UNKNOWN = 'unsigned long long r; asm volatile("stacksave.u64 %0;" : "=l"(r)); if (r == 1) y[0] = r;'
@@ -33,6 +33,11 @@ def family(**statements: str) -> str:
     chosen = f'{by_size}.get(dims["N"], "") if toggles["FAST"] else ""'
     begun = FAMILY.replace(begin, f"{begin}STATEMENT\n")
     return begun.replace('.replace("FACTOR"', f'.replace("STATEMENT", {chosen}).replace("FACTOR"')
+
+
+@pytest.fixture(autouse=True)
+def emulator(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_here(monkeypatch)
 
 
 def judged(tmp_path: Path, *options: str, **statements: str) -> tuple[Record, Path]:

@@ -22,10 +22,10 @@ from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import Shape
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import GreenfastError, UnsupportedError
+from greenfast.spec.errors import UnsupportedError
 from tests.cheats.cheats import doubling
 from tests.cheats.kernels import KERNELS
-from tests.fakes import FakeDevice, Script, Watcher, install, request
+from tests.fakes import EmulatorHere, FakeDevice, Script, Watcher, install, request
 
 
 class Refusing(EmulatorSession):
@@ -82,24 +82,13 @@ def test_what_it_finds_right_or_cannot_run_fails_nothing(
     assert row[3] == said
 
 
-class Late(Worker):
-    """A worker that takes too long for a whole case, with an emulator in this process."""
+class Late(EmulatorHere):
+    """A worker that takes too long for a whole case."""
 
-    def __init__(self) -> None:
-        self.session = EmulatorSession()
-
-    def close(self) -> None:
-        """There is no process."""
-
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> RunResult:
         if method == "run":
             raise UnsupportedByDeviceError("hang: run did not end within 60 s", ended=True)
-        try:
-            return getattr(self.session, method)(*args)
-        except UnsupportedError as e:
-            raise UnsupportedByDeviceError(f"{method}: {e}") from None
-        except GreenfastError as e:
-            raise WorkerError(f"{method}: {e}") from None
+        return super().call(method, *args)
 
 
 def test_of_a_slow_case_some_blocks_run() -> None:
