@@ -427,7 +427,8 @@ class InOrder(Executor):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
-    """Put the fake device in the place of the GPU of this machine, if it has one."""
+    """Put the fake device in the place of the GPU of this machine, if it has one. Few launches warm up a block."""
+    monkeypatch.setattr("greenfast.judge.timing.interleaved._BLOCK_WARMUP", 1)
     monkeypatch.setattr("greenfast.device.gpu.PAGE_BYTES", PAGE)
     monkeypatch.setattr("greenfast.device.rotating_buffers.SHIFTS", SHIFTS)
     monkeypatch.setattr("greenfast.judge.gates.correctness.ThreadPoolExecutor", InOrder)

@@ -15,8 +15,12 @@ from greenfast.device.worker import WorkerError
 from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.task import Timing
+from greenfast.judge.timing import interleaved
 from greenfast.judge.timing.interleaved import COLD, MIN_CLOCK_SHARE, WARM, Cell, Measurement, measure
 from tests.fakes import CLOCK_MHZ, Call, CrashError, FakeDevice, Script, TimedBlock, install, request
+
+#: As it is without the fake device, which sets a smaller one.
+BLOCK_WARMUP = interleaved._BLOCK_WARMUP
 
 LABELS = {"baseline": "stage1", "candidate": "stage2"}
 
@@ -116,7 +120,8 @@ def test_as_many_launches_are_timed_as_asked(device: FakeDevice, timing: Timing,
         assert timed.discarded == 0
 
 
-def test_every_process_is_warmed_up_before_it_is_timed(device: FakeDevice) -> None:
+def test_every_process_is_warmed_up_before_it_is_timed(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleaved, "_BLOCK_WARMUP", BLOCK_WARMUP)
     run(device, Timing(warmup_iters=37, timed_iters=20, processes=2, blocks=2))
     prepared = device.launches - sum(t.warmup + t.iters for t in device.timed)
     processes = 2 * 2  # labels
