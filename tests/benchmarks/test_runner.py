@@ -229,20 +229,16 @@ def test_without_a_gpu_nothing_starts(session: Session, run: Run, tmp_path: Path
 # The operator, whose kernels the task does not build.
 
 
-@pytest.mark.parametrize(
-    ("head_dims", "lengths", "masks"),
-    [((64,), (512,), 1), pytest.param((64, 128, 256), (512, 1024, 2048, 4096, 16384), 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("all_kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_operators_record_has_hashes_host_times_and_every_kind_of_inputs(
-    head_dims: tuple[int, ...], lengths: tuple[int, ...], masks: int,
-    session: Session, run: Run, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The kernels of some head dims and lengths, and of one kind of mask or both: all take long to compile."""
-    every = sdpa.operator_kernels()
-    assert len(every) == 270
-    kernels = {n: k for n, k in every.items() if k[1].dims["D"] in head_dims and k[1].dims["S"] in lengths}
-    kernels = {n: k for n, k in kernels.items() if k[1].dims.get("CAUSAL", 0) < masks}
-    assert len(kernels) == 9 * masks * len(head_dims) * len(lengths)
+    all_kernels: bool, session: Session, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel of each kind is compiled: all of them take long."""
+    kernels = sdpa.operator_kernels()
+    assert len(kernels) == 270
+    if not all_kernels:
+        kernels = {name: kernel for name, kernel in kernels.items() if name.endswith("fp8, B=32, H=32, S=512, D=64")}
+        assert len(kernels) == 3
     monkeypatch.setattr(sdpa, "operator_kernels", lambda: kernels)
     session.checked["fp8_plain"] = CheckResult(error=0.3, finite=True)  # on hard inputs an error stops nothing
     outcome = run(None, operator=True)
