@@ -8,18 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.options import add_run_options, format_command, make_parser, make_run_request
-from greenfast.cli.console import GateConsole, required_gates, show, table
+from greenfast.cli.console import GateConsole, show, table
+from greenfast.cli.judge import required_gates
 from greenfast.cli.values import numbers, words
 from greenfast.device.worker import WorkerError
 from greenfast.judge.artifacts import RECORD, REPORT, side_files
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates.performance import time_sides, timing_rows
+from greenfast.judge.gates.performance import find_obstacle, time_sides, timing_rows
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pages import write_page
-from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_schema import BenchRecord, GateResult, TimingRow
-from greenfast.judge.report.markdown import bench_report
+from greenfast.judge.pipeline import GateRun, PerformanceOutcome, pending
+from greenfast.judge.record_schema import BenchRecord, GateResult
+from greenfast.judge.report.markdown import report
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_output_file, check_writable, new_run_folder, to_json
 from greenfast.judge.task import TaskConfig
@@ -42,26 +44,23 @@ def bench(request: Request, variant: Implementation | Variant, observer: Progres
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
     run = GateRun(request, {CANDIDATE: variant}, observer)
-    rows: list[TimingRow] = []
-    clocks: dict[str, float] = {}
-    order_seed: int | None = None
-    if run.until_correct():
-        rows, clocks, order_seed = _time(run)
-    record = BenchRecord(**run.facts(), clocks=clocks, order_seed=order_seed, side=run.side(CANDIDATE, rows))
+    gates = {**GATES, "PERFORMANCE": replace(GATES["PERFORMANCE"], check=_time)}
+    run.run(gate for name, gate in gates.items() if name != "EVIDENCE")
+    timed = run.timed
+    record = BenchRecord(**run.facts(), clocks=timed.clocks, order_seed=timed.order_seed, side=run.side(CANDIDATE))
     with new_run_folder(parent, run.stamp) as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
-        (work / REPORT).write_text(bench_report(record), encoding="utf-8")
+        (work / REPORT).write_text(report(record), encoding="utf-8")
         for name, content in side_files(record, record.side).items():
             (work / name).write_text(to_json(content), encoding="utf-8")
         return BenchOutcome(record, publish())
 
 
-def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
-    """Time the implementation. PERFORMANCE passes if the timed launches computed the checked outputs.
-
-    Return the timing rows, the observed clocks and the seed of the random order.
-    """
+def _time(run: GateRun) -> GateResult:
+    """Time the implementation. PERFORMANCE passes if the timed launches computed the checked outputs."""
     request = run.request
+    if obstacle := find_obstacle(run) or request.cannot_time():
+        return pending("PERFORMANCE", obstacle)
     try:
         measurement, floors = time_sides(
             run.sides,
@@ -76,12 +75,11 @@ def _time(run: GateRun) -> tuple[list[TimingRow], dict[str, float], int | None]:
             device=request.device,
         )
     except WorkerError as e:
-        run.add(GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault]))
-        return [], {}, None
+        return GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault])
     rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors, run.sides[0])
+    run.timed = PerformanceOutcome({CANDIDATE: rows}, clocks=measurement.clocks, order_seed=measurement.order_seed)
     warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
-    run.add(GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}"))
-    return rows, measurement.clocks, measurement.order_seed
+    return GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.records import AccuracyRow, BackendFacts, Benchmark, Row, SpeedupPair
 from benchmarks.serving_cases import append_bytes, kv_bytes
+from greenfast.judge.gates.resources import resource_table
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.markdown import document, gates, provenance, resources
+from greenfast.judge.report.markdown import document, gates, provenance
 from greenfast.spec.freshness import STALE, Freshness
 
 
@@ -317,7 +318,7 @@ def sections(record: Benchmark) -> list[tuple[str, str]]:
         ("Summary", summary(record)),
         ("Gates", gates(record)),
         ("Times", _samples_table(record)),
-        *([("Compiler resources", resources(record))] if record.side else []),
+        *([("Compiler resources", resource_table(record))] if record.side else []),
         *provenance(record),
     ]
 

@@ -18,7 +18,7 @@ from benchmarks.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates import build
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
 from greenfast.judge.implementation import find_rung
 from greenfast.judge.pipeline import GateRun
@@ -218,9 +218,9 @@ def _kernel_limits(request: Request, variant: Variant) -> ErrorLimits:
 
 def _built(run: GateRun) -> BuiltSide:
     """Build the task's own kernel for every shape. Raises CompileError if it does not compile."""
-    request = run.request
-    result, run.sides = build.check(run.implementations, request.format, request.shapes, request.target)
-    if run.add(result).status == "FAIL":
+    run.run([GATES["BUILD"]])
+    (result,) = run.gates
+    if result.status == "FAIL":
         raise CompileError("; ".join(result.reasons))
     return run.sides[0]
 
@@ -291,7 +291,7 @@ def _record(
     comparison: Comparison, run: GateRun, contest: _WorkerSession, *, rows: list[Row], host: list[HostRow],
     accuracy: list[AccuracyRow],
 ) -> Benchmark:  # fmt: skip
-    facts, side = run.facts(), run.side(CANDIDATE, []) if run.sides else None
+    facts, side = run.facts(), run.side(CANDIDATE) if run.sides else None
     facts["environment"] |= contest.versions | {c.name: c.version for c in contest.backends if c.version}
     kinds = {"normal", *(row.inputs for row in accuracy)}
     return Benchmark(

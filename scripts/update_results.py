@@ -27,8 +27,10 @@ from benchmarks.routing import rules, rules_table
 from benchmarks.tiling_rules import derive_tiling_rules
 from greenfast.cli.main import find_moved_command
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
+from greenfast.judge.report import formatting
 from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.store import read_json, to_json, write_whole
@@ -40,6 +42,7 @@ from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 README, PICTURE, RESULTS_PAGE = "README.md", "docs/images/speed.svg", "docs/results.md"
+REFERENCE = "docs/reference.md"
 EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h200.json"
 #: Pages with the tables of a comparison: page, name of the block, record.
 COMPARED = (
@@ -147,11 +150,22 @@ def generated(root: Path) -> dict[Path, str]:
     return {
         root / RESULTS_PAGE: text,
         **_readme(root, records),
+        **_exit_codes(root),
         **_emulator_page(root),
         **_benchmark_pages(root, _routing(root, _compared_pages(root))),
         **_tilings(root),
         **_parallel_page(root),
     }
+
+
+def _exit_codes(root: Path) -> dict[Path, str]:
+    """docs/reference.md with the exit codes of the gates."""
+    page = root / REFERENCE
+    if not page.is_file():
+        return {}
+    rows = [(str(gate.exit_code), gate.name) for gate in sorted(GATES.values(), key=lambda gate: gate.exit_code)]
+    table = formatting.table(("exit code", "gate"), rows)
+    return {page: fill(page.read_text(encoding="utf-8"), "gates", table, REFERENCE)}
 
 
 def kept_files(root: Path) -> dict[Path, str]:

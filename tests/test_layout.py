@@ -60,17 +60,26 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "emulator": (6, ("emulator",)),
     "judge data": (4, ("judge.variant", "judge.task", "judge.record_schema", "judge.check_plan", "judge.strict_json")),
     "judge timing": (5, ("judge.timing",)),
-    "judge report": (5, ("judge.report",)),
+    "judge text": (5, tuple(f"judge.report.{name}" for name in ("counts", "facts", "formatting", "speedups"))),
     "judge solution": (5, ("judge.solution", "judge.implementation")),
-    "judge gates": (6, ("judge.gates", "judge.error_metrics")),
-    "judge": (7, ("judge",)),
-    "evolve": (8, ("evolve",)),
-    "cli": (9, ("cli",)),
+    "judge pipeline": (
+        7,
+        (
+            *("judge.emulator_session", "judge.environment", "judge.gates.sides", "judge.pending_operations"),
+            *("judge.pipeline", "judge.request", "judge.tasks"),
+        ),
+    ),
+    "judge gates": (8, ("judge.gates", "judge.error_metrics")),
+    "judge report": (9, ("judge.report",)),
+    "judge": (10, ("judge",)),
+    "evolve": (11, ("evolve",)),
+    "cli": (12, ("cli",)),
 }
 #: Rooms that import from these rooms alone.
 EMULATOR = {"emulator", "emulator ptx", "emulator machine", "emulator instructions"}
 ONLY = {
-    "judge report": {"judge data", "spec"},
+    "judge text": {"judge data", "spec"},
+    "judge report": {"judge data", "judge text", "judge gates", "spec"},
     "kernels": {"spec"},
     **{room: {*EMULATOR, "toolchain", "kernels", "spec"} for room in EMULATOR},
 }
@@ -299,10 +308,15 @@ _FOR_TYPES = f"{_IF_TYPES}from greenfast.emulator import program"
 @pytest.mark.parametrize(
     ("path", "text", "fault"),
     [
-        ("judge/gates/a.py", "from greenfast.judge import pipeline", "only lower floors"),
+        ("judge/gates/a.py", "from greenfast.judge import validate", "only lower floors"),
         ("judge/gates/a.py", "import greenfast.cli.main", "only lower floors"),
         ("device/a.py", "from greenfast import judge", "only lower floors"),
-        ("judge/report/a.py", "from greenfast.device.cache import Cache", "only judge data, spec"),
+        (
+            "judge/report/a.py",
+            "from greenfast.device.cache import Cache",
+            "only judge data, judge gates",
+        ),
+        ("judge/pipeline.py", "from greenfast.judge.gates import build", "only lower floors"),
         ("judge/record_schema.py", "from greenfast.judge.store import write", "only lower floors"),
         ("kernels/a.py", "import greenfast.numerics", "only lower floors"),
         ("emulator/machine/a.py", _FOR_TYPES, "only lower floors"),

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kernel import BenchOutcome, bench
 from greenfast.judge.record_schema import BenchRecord
-from greenfast.judge.report.markdown import bench_report
+from greenfast.judge.report.markdown import report
 from tests.fakes import Behaviour, FakeDevice, Script, Watcher, install, request
 from tests.judge import behaviours
 
@@ -55,7 +55,7 @@ def test_its_files(run: Bench) -> None:
     }
     again = msgspec.json.decode((outcome.folder / "record.json").read_bytes(), type=BenchRecord)
     assert again == outcome.record
-    assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == bench_report(again)
+    assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == report(again)
     performance = json.loads((outcome.folder / "perf_baseline.json").read_text())
     assert performance["variant"] == "stage2"
     assert len(performance["results"]) == 4

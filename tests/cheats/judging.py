@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.kernel import bench
-from greenfast.judge.gates import evidence
+from greenfast.judge.gates.evidence import check_promises
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import CANDIDATE, build_side
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.pipeline import GateRun
@@ -107,8 +108,8 @@ def judged(request: Request, implementation: Implementation) -> Finding:
         )
     else:
         run = GateRun(request, {CANDIDATE: implementation}, NullListener())
-        run.until_correct()
-        gates = [gate for gate in run.gates if gate.gate != "PERFORMANCE"]
+        run.run(gate for name, gate in GATES.items() if name not in ("PERFORMANCE", "EVIDENCE"))
+        gates = run.gates
         side = run.built(CANDIDATE)
     # The first gate that fails is the finding. EVIDENCE checks promises of rungs and launches that begin early alone,
     # and a disassembler takes a third of a second to start.
@@ -117,7 +118,7 @@ def judged(request: Request, implementation: Implementation) -> Finding:
     )
     checked = early or implementation.rung is not None
     if side is not None and checked and not any(gate.status == "FAIL" for gate in gates):
-        gates.append(evidence.check(side, implementation.rung, None))
+        gates.append(check_promises(side, implementation.rung, None))
     return finding_of(gates)
 
 

@@ -18,7 +18,7 @@ greenfast.judge.gates.sides.compile_kernel = _wait
 """
 _WHILE_SAVING = """
 import greenfast.judge.validate
-greenfast.judge.validate.validation_report = _wait
+greenfast.judge.validate.report = _wait
 """
 
 #: A family's process prints nowhere: what follows this line is the wait for its answer.

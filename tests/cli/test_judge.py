@@ -16,7 +16,8 @@ from greenfast.cli.judge import OPEN, UNCHECKED, exit_code
 from greenfast.cli.main import main
 from greenfast.device import toolchain
 from greenfast.device.compiler import compile_kernel
-from greenfast.judge.record_schema import GATES, Decision, GateResult, Record, Status
+from greenfast.judge.gates.registry import GATES
+from greenfast.judge.record_schema import Decision, GateResult, Record, Status
 from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from greenfast.judge.check_plan import CasePlan
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import read_record
-from greenfast.judge.record_schema import GATES, PhaseRecord, Record
+from greenfast.judge.record_schema import PhaseRecord, Record
 from greenfast.judge.request import add_check_plan
 from tests.cli.command_line import ROOT, Ran, run_here
 from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, right

@@ -8,7 +8,7 @@ import torch
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
 from greenfast.device.pdl import early_launch_faults
-from greenfast.judge.gates import evidence
+from greenfast.judge.gates.evidence import check_promises
 from greenfast.judge.gates.sides import BuiltProgram, BuiltSide
 from greenfast.judge.variant import Variant
 from greenfast.kernels import KERNEL_DIR
@@ -87,6 +87,6 @@ def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:
     launch = Launch((1, 1, 1), ("before", "out"), early=True)
     built = BuiltProgram(Program((Step(bad, launch),)), (compile_kernel(bad, HOPPER),))
     side = BuiltSide("candidate", Variant("bad", ()), {"small": built})
-    result = evidence.check(side, None, None)
+    result = check_promises(side, None, None)
     assert result.status == "FAIL"
     assert "begins early" in result.reasons[0]

@@ -12,7 +12,7 @@ import pytest
 
 from greenfast.judge.artifacts import PerformanceFile
 from greenfast.judge.record_schema import Record
-from greenfast.judge.report.markdown import validation_report
+from greenfast.judge.report.markdown import report as render
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.validate import Outcome, validate
 from tests.fakes import L4, Behaviour, FakeDevice, Script, Watcher, install, request, shipped
@@ -62,7 +62,7 @@ def test_the_record_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_pa
     again = msgspec.json.decode((outcome.folder / "record.json").read_bytes(), type=Record)
     assert again == outcome.record
     report = (outcome.folder / "VALIDATION_REPORT.md").read_text()
-    assert report == validation_report(again, plot="performance.png")
+    assert report == render(again, plot="performance.png")
     assert report.startswith("# fp8_sdpa: stage1 -> stage2, MERGE\n")
 
 
@@ -181,7 +181,7 @@ def test_nothing_is_left_of_a_run_that_cannot_be_saved(monkeypatch: pytest.Monke
     def interrupt(*_: object, **__: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("greenfast.judge.validate.validation_report", interrupt)
+    monkeypatch.setattr("greenfast.judge.validate.report", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, tmp_path)
     assert [p for p in (tmp_path / "results").rglob("*") if p.is_file() or p.name.startswith(".")] == []

@@ -16,7 +16,7 @@ from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_schema import GateResult, Record, Side
-from greenfast.judge.report.markdown import short_form, validation_report
+from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import UsageError
 from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
@@ -120,7 +120,7 @@ def test_what_is_quoted_cannot_be_taken_for_a_measurement(machines: Machines) ->
         assert content["results"] == []
         assert content["pending"].startswith("nothing was timed here; PERFORMANCE was quoted from NVIDIA L4, ")
     text = (folder / "VALIDATION_REPORT.md").read_text()
-    assert text == validation_report(record)
+    assert text == report(record)
     assert "- **Performance**: not measured here, quoted from NVIDIA L4, " in text
     section = text.split("## Performance\n")[1].split("\n## ")[0]
     assert "### Not measured in this run: quoted from NVIDIA L4, " in section

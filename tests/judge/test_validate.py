@@ -15,7 +15,8 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.performance import draw_order_seed
-from greenfast.judge.record_schema import GATES, GateResult, Record, Status
+from greenfast.judge.gates.registry import GATES
+from greenfast.judge.record_schema import GateResult, Record, Status
 from greenfast.judge.record_verification import verify_record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load

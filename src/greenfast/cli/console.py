@@ -10,11 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from greenfast.judge.record_schema import GATES, GateResult
-from greenfast.spec.errors import UsageError
+from greenfast.judge.record_schema import GateResult
 from greenfast.spec.printable import printable
 
-_GATES = tuple(gate.lower() for gate in GATES)
 _STYLES = {
     "PASS": "green",
     "FAIL": "bold red",
@@ -91,12 +89,3 @@ class GateConsole:
             self._console.print(Text(printable(f"{'':12}- {reason}")))
         if len(result.reasons) > _MAX_REASONS:
             self._console.print(f"{'':12}- and {len(result.reasons) - _MAX_REASONS} more")
-
-
-def required_gates(names: Sequence[str]) -> set[str]:
-    """The gates of ``--require``, in capitals. Raises UsageError for an unknown name."""
-    wanted = set(_GATES) if "all" in names else set(names)
-    unknown = wanted - set(_GATES)
-    if unknown:
-        raise UsageError(f"--require {', '.join(sorted(unknown))}: allowed are {', '.join(_GATES)} and all")
-    return {name.upper() for name in wanted}

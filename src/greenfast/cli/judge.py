@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from greenfast.cli.console import GateConsole, required_gates, show, status
+from greenfast.cli.console import GateConsole, show, status
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.formats.importers import check_traces, write_traces
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_schema import GATES, Record
+from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
@@ -120,6 +122,14 @@ def _show(outcome: Outcome, note: str) -> None:
     show(f"\n{outcome.folder}")
 
 
+def required_gates(names: Sequence[str]) -> set[str]:
+    """The gates of ``--require``, in capitals. Raises UsageError for an unknown name."""
+    allowed = {name.lower(): name for name in GATES}
+    if unknown := set(names) - {*allowed, "all"}:
+        raise UsageError(f"--require {', '.join(sorted(unknown))}: allowed are {', '.join(allowed)} and all")
+    return set(GATES) if "all" in names else {allowed[name] for name in names}
+
+
 def exit_code(record: Record, required: set[str], partial: bool) -> int:
     """Return 0 if the required gates hold on the whole exam, else the code of the first gate that failed.
 
@@ -129,7 +139,7 @@ def exit_code(record: Record, required: set[str], partial: bool) -> int:
     """
     for result in record.gates:
         if result.status == "FAIL":
-            return GATES[result.gate]
+            return GATES[result.gate].exit_code
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
     lacks_cases = record.decision == "PARTIAL" and (record.quoted is None or "PERFORMANCE" in required)
     if undecided or lacks_cases or (partial and record.decision != "MERGE"):

@@ -21,7 +21,7 @@ from greenfast.spec.extras import require
 from greenfast.spec.printable import PrintableStream, printable
 
 #: 0: all requested gates hold. 1: a kernel fell short. 2: usage or configuration. 3: the machine. 5: a solution's code
-#: ended without a verdict. 130: interrupted. `judge` has more: GATES in judge/record_schema.py, and cli/judge.py.
+#: ended without a verdict. 130: interrupted. `judge` has more: those of the gates, and of cli/judge.py.
 EXIT_USAGE = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         prog="greenfast",
         description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",
         epilog="exit codes: 0 all requested gates hold, 1 a kernel fell short, 2 usage or configuration, 3 the "
-        "machine, 5 a solution's code ended without a verdict; judge: 11 to 15 which gate failed, 4 not all was judged",
+        "machine, 5 a solution's code ended without a verdict; judge: from 11 which gate failed, 4 not all was judged",
     )
     top.add_argument("--version", action="version", version=f"greenfast {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)

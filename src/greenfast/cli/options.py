@@ -117,7 +117,7 @@ def judge(parser: argparse.ArgumentParser) -> None:
         type=words,
         default=["all"],
         metavar="GATE,...",
-        help="gates that must have been decided: build, resources, correctness, performance, evidence (default: all)",
+        help="gates that must have been decided, such as build,resources,correctness (default: all)",
     )
 
 
@@ -331,7 +331,7 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 _Options: TypeAlias = tuple[str, Callable[[argparse.ArgumentParser], None]]
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
-    "judge": ("judge a variant of a task, or a solution of your own, against a baseline through the five gates", judge),
+    "judge": ("judge a variant of a task, or a solution of your own, against a baseline through the gates", judge),
     "init": ("make a folder with a problem and a solution to start from", init),
     "evolve": ("search for a faster kernel under the gates", evolve),
     "build": ("compile a task's variants, or the kernels of calls in PyTorch ahead of time, without a GPU", build),

@@ -29,7 +29,7 @@ from greenfast.evolve.event_log import EventKey, Log
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages
 from greenfast.evolve.workers import GpuName, GpuWorkers
-from greenfast.judge.gates.performance import timed_seeds
+from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.timing.floor import floor_of
 from greenfast.judge.timing.orders import balanced, drawn_warmup

@@ -25,6 +25,7 @@ from greenfast.evolve.sources import Sources, copy_folder
 from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.digest import compute_digest
 from greenfast.judge.emulator_session import EmulatorSession
+from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
@@ -253,7 +254,7 @@ class Stages:
             implementation = self.implementation(candidate)
             request = dataclasses.replace(request, task=self._remembering)
             run = GateRun(request, {_role(candidate): implementation}, NullListener())
-            run.until_correct()
+            run.run(GATES[name] for name in gates)
         except UsageError as e:  # not in the space, or the family refuses the combination or a shape
             if candidate is None:
                 raise

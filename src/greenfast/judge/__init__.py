@@ -1,1 +1,1 @@
-"""The judge: five gates, the runs that apply them, and their records and reports."""
+"""The judge: gates, the runs that apply them, and their records and reports."""

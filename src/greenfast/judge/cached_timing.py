@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import RECORD, record_files
-from greenfast.judge.decision import build_cached_performance
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.gates.performance import gated_shapes
+from greenfast.judge.gates.performance import build_cached_performance, gated_shapes
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
 from greenfast.judge.record_io import check_freshness, read_record
@@ -150,19 +149,18 @@ def find_target(kept: Sequence[StoredRecord], task: str, fmt: str, baseline: str
     return max(matching, key=lambda record: record.created).arch if matching else None
 
 
-def reuse_cached_timing(
-    run: GateRun, kept: Sequence[StoredRecord], required: float | None, reason: str
-) -> tuple[GateResult, CachedTiming | None]:
+def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str) -> GateResult:
     """Return PERFORMANCE from the newest matching record, else PENDING with the mismatches of the closest record.
 
-    run: a run that passed CORRECTNESS. required: the required speedup. reason: why this machine cannot time.
+    run: a run that passed CORRECTNESS; receives the timings as ``quoted``. reason: why this machine cannot time.
     """
     request = run.request
     same_task = [k for k in kept if (k.record.task, k.record.format) == (request.task.config.name, request.format)]
-    checked = [(k, find_mismatches(k.record, run, required)) for k in same_task]
+    checked = [(k, find_mismatches(k.record, run)) for k in same_task]
     matching = [k for k, mismatches in checked if not mismatches]
     if matching:
-        return _reuse(max(matching, key=lambda k: k.record.created), run, required)
+        run.quoted = _quote(max(matching, key=lambda k: k.record.created), run)
+        return build_cached_performance(run.quoted, run.required_speedup)
     names = [run.variants[role].name for role in (BASELINE, CANDIDATE)]
     same_names = [(k, m) for k, m in checked if [k.record.baseline.variant, k.record.candidate.variant] == names]
     if same_names:
@@ -173,7 +171,7 @@ def reuse_cached_timing(
         reason += f"; the record of {closest.record.created[:10]} ({path}) {first}{more}"
     elif kept:
         reason += f"; none of {len(kept)} kept records compares {names[0]} with {names[1]}"
-    return pending("PERFORMANCE", reason), None
+    return pending("PERFORMANCE", reason)
 
 
 def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], request: Request) -> bool:
@@ -203,13 +201,13 @@ def covers_missing_cases(quoted: CachedTiming, kept: Sequence[StoredRecord], req
     return is_full and check_freshness(record).status == CURRENT
 
 
-def _reuse(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[GateResult, CachedTiming]:
+def _quote(kept: StoredRecord, run: GateRun) -> CachedTiming:
     record, request = kept.record, run.request
     assert record.device is not None
     gated = gated_shapes(request.shapes, request.timing)
     names = {shape.name for shape in request.shapes}
-    rows = [_judge_again(row, required, gated) for row in record.speedups if row.shape in names]
-    quoted = CachedTiming(
+    rows = [_judge_again(row, run.required_speedup, gated) for row in record.speedups if row.shape in names]
+    return CachedTiming(
         path=kept.path,
         sha256=kept.sha256,
         created=record.created,
@@ -218,7 +216,6 @@ def _reuse(kept: StoredRecord, run: GateRun, required: float | None) -> tuple[Ga
         command=record.command,
         speedups=rows,
     )
-    return build_cached_performance(quoted, required), quoted
 
 
 def _judge_again(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
@@ -230,7 +227,7 @@ def _judge_again(row: SpeedupRow, required: float | None, gated: Sequence[str]) 
     return msgspec.structs.replace(row, required=ratio, verdict=new_verdict, gated=is_gated)
 
 
-def find_mismatches(record: Record, run: GateRun, required: float | None) -> list[str]:
+def find_mismatches(record: Record, run: GateRun) -> list[str]:
     """Return the reasons why a record's timings do not hold for this run; empty if they do.
 
     Each reason is a predicate that follows the record's name, such as "did not time b1_h8_s512_d64".
@@ -250,7 +247,7 @@ def find_mismatches(record: Record, run: GateRun, required: float | None) -> lis
         mismatches += _compare_inputs(record, run)
     if not mismatches:
         mismatches += _compare_timing(record, run)
-        mismatches += _compare_verdicts(record, run, required)
+        mismatches += _compare_verdicts(record, run)
     return mismatches
 
 
@@ -334,12 +331,12 @@ def _has_protocol(row: TimingRow, timing: Timing, repeats: int) -> bool:
     )
 
 
-def _compare_verdicts(record: Record, run: GateRun, required: float | None) -> list[str]:
+def _compare_verdicts(record: Record, run: GateRun) -> list[str]:
     """Check that the shapes that decide here were gated in the record, and that no verdict is inconclusive.
 
     Other verdicts were one of many in the record, so they have no valid confidence.
     """
-    mismatches = []
+    mismatches, required = [], run.required_speedup
     for shape in gated_shapes(run.request.shapes, run.request.timing):
         row = next((r for r in record.speedups if (r.shape, r.cache) == (shape, WARM)), None)
         if row is None or not row.gated:

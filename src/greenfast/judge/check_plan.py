@@ -34,6 +34,12 @@ _WARP = 32
 _LEAST_BYTES = 1024
 
 
+def timed_seeds(seeds: Sequence[int]) -> list[int]:
+    """Return the seeds of the timed cases: these, and the smallest other ones up to MIN_SEEDS."""
+    others = (n for n in range(MIN_SEEDS + len(seeds)) if n not in seeds)
+    return [*seeds, *(next(others) for _ in range(MIN_SEEDS - len(seeds)))]
+
+
 @dataclass(frozen=True)
 class CasePlan:
     """One planned case of CORRECTNESS: a shape, a seed and a variant of the inputs.

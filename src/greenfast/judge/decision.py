@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from greenfast.judge.check_plan import NOTHING_DRAWN
-from greenfast.judge.gates.performance import judge
 from greenfast.judge.record_schema import CachedTiming, Decision, GateResult, PlanCoverage
 from greenfast.judge.report.speedups import describe_source
 
@@ -49,15 +46,3 @@ def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decisi
 
 def _describe_all(gates: Sequence[GateResult]) -> str:
     return f"all {'five' if len(gates) == 5 else len(gates)} gates"
-
-
-def build_cached_performance(quoted: CachedTiming, required: float | None) -> GateResult:
-    """Build the PERFORMANCE result from cached speedups. Each line names the record that they come from."""
-    result = judge(quoted.speedups, required)
-    source = describe_source(quoted)
-    return msgspec.structs.replace(
-        result,
-        summary=f"{source}, not measured here: {result.summary}",
-        reasons=[f"{reason} ({source})" for reason in result.reasons],
-        checks=[(f"{check}, quoted", required, actual, status) for check, required, actual, status in result.checks],
-    )

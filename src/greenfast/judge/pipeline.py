@@ -1,29 +1,57 @@
-"""The gates BUILD, RESOURCES and CORRECTNESS for one or two implementations, and the fields that all records share."""
+"""The pipeline of gates: what a gate is, and one pass of one or two implementations through the gates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from greenfast import __version__
 from greenfast.device import assembler
 from greenfast.device.identity import code_hash
 from greenfast.judge.environment import git_state, now, package_versions
-from greenfast.judge.gates import build, correctness, evidence, resources
-from greenfast.judge.gates.correctness import CorrectnessOutcome
-from greenfast.judge.gates.emulated import EmulatedRuns
-from greenfast.judge.gates.memory import MemoryChecks
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.gates.sides import CANDIDATE, BuiltSide, count_side_instructions
 from greenfast.judge.implementation import Implementation, build_rung_implementation
-from greenfast.judge.pending_operations import check_awaited
-from greenfast.judge.record_schema import GATES, Build, GateResult, Limits, Side, Status, TimingRow, read_status
+from greenfast.judge.record_schema import (
+    Build,
+    CachedTiming,
+    CorrectnessRow,
+    GateResult,
+    Limits,
+    ParityRow,
+    Run,
+    Side,
+    SpeedupRow,
+    Status,
+    TimingRow,
+    read_status,
+)
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.task import KernelErrorGate
 from greenfast.judge.variant import Variant
+from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
 
-NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
-NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate. Its module in ``judge.gates`` defines it as ``GATE``; ``gates.registry`` collects all gates.
+
+    exit_code: the exit code of ``greenfast judge`` if the gate is the first that fails. It belongs to the name: a new
+        gate gets a new number, independent of its position.
+    after: the name of the gate before it; empty for the first.
+    check: runs the gate, and stores its measurements in the run.
+    sections: returns the name and Markdown text of each section of a record's report. Its second argument is the path
+        of the figure of the record, if there is one.
+    runs_kernels: True if the gate launches kernels. The report shows the sections of these gates first.
+    """
+
+    name: str
+    exit_code: int
+    after: str
+    check: Callable[[GateRun], GateResult]
+    sections: Callable[[Run, str | None], list[tuple[str, str]]] = lambda record, plot: []
+    runs_kernels: bool = False
 
 
 def pending(gate: str, reason: str) -> GateResult:
@@ -31,24 +59,73 @@ def pending(gate: str, reason: str) -> GateResult:
     return GateResult(gate=gate, status="PENDING", summary=reason)
 
 
+@dataclass
+class CorrectnessOutcome:
+    """The results of the gate: rows by role, parity, and a digest of each output by (role, shape, seed).
+
+    counts: by role and shape, from the first seed; empty if the device does not count.
+    tightened: by shape, the trivial answer that would meet the stated tolerance. These shapes are judged relative to
+        the size of their outputs.
+    trivial: by shape, the trivial answers that pass all cases nevertheless.
+    constant: by shape, the name of the right answer if it is one number for all elements and inputs, such as the
+        softmax of one number; otherwise "".
+    """
+
+    rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
+    parity: list[ParityRow] = field(default_factory=list)
+    digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
+    tightened: dict[str, str] = field(default_factory=dict)
+    trivial: dict[str, set[str]] = field(default_factory=dict)
+    constant: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class PerformanceOutcome:
+    """The measurements: timing rows by role (and ``AGAIN``), speedups, range of the clocks, seed of the draws."""
+
+    rows: dict[str, list[TimingRow]] = field(default_factory=dict)
+    speedups: list[SpeedupRow] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=dict)
+    order_seed: int | None = None
+
+
 class GateRun:
     """One pass of the implementations through the gates. Each result is stored and reported when its gate ends."""
 
     def __init__(
-        self, request: Request, implementations: Mapping[str, Implementation | Variant], observer: ProgressListener
+        self,
+        request: Request,
+        implementations: Mapping[str, Implementation | Variant],
+        observer: ProgressListener,
+        *,
+        required: float | None = None,
+        profile: Callable[[Request, Implementation, str], tuple[list[str], str]] | None = None,
+        reuse_timing: Callable[[GateRun, str], GateResult] = lambda run, reason: pending("PERFORMANCE", reason),
     ) -> None:
-        """implementations: by role, an implementation or a variant of the task."""
+        """Take the implementations by role; each is an implementation or a variant of the task.
+
+        required: the required speedup, instead of the one of the candidate's rung.
+        profile: takes a profile of an implementation; returns its files, or none and the reason.
+        reuse_timing: returns PERFORMANCE of a machine that cannot time, for the reason given. It may set ``quoted``.
+        """
         self.request = request
+        self.profile = profile
+        self.reuse_timing = reuse_timing
         task = request.task
         self.implementations = {
             role: e if isinstance(e, Implementation) else build_rung_implementation(task.config, task.family, e)
             for role, e in implementations.items()
         }
         self.variants = {role: implementation.variant for role, implementation in self.implementations.items()}
+        candidate = self.implementations.get(CANDIDATE)
+        self.required_speedup = required or (candidate.requirements.required_speedup if candidate else None)
         self.created = now()
         self.gates: list[GateResult] = []
         self.sides: list[BuiltSide] = []
         self.correctness = CorrectnessOutcome()
+        self.timed = PerformanceOutcome()
+        self.quoted: CachedTiming | None = None
         self._observer = observer
 
     def add(self, result: GateResult) -> GateResult:
@@ -65,78 +142,27 @@ class GateRun:
         """Return the function that reports a gate's progress."""
         return lambda share, text: self._observer.progress(gate, share, text)
 
-    def until_correct(self, untimed: Callable[[str], GateResult] | None = None) -> bool:
-        """Run BUILD, RESOURCES and CORRECTNESS. Return True if the implementations may be timed.
+    def run(self, gates: Iterable[Gate]) -> None:
+        """Run the gates in order. If the first does not pass, the others are PENDING."""
+        for gate in gates:
+            first = self.gates[0] if self.gates else None
+            if first is None or first.status == "PASS":
+                self.add(gate.check(self))
+            else:
+                state = "failed" if first.status == "FAIL" else "is pending"
+                self.add(pending(gate.name, f"not asked: {first.gate} {state}"))
 
-        Otherwise PERFORMANCE is added as PENDING with its reason, and EVIDENCE too if a build failed.
-        untimed: makes the PERFORMANCE result from the reason if all is correct but this machine cannot time.
-        """
-        request = self.request
-        unnamed_shapes = request.check_plan.unnamed_shapes if request.check_plan else ()
-        result, self.sides = build.check(
-            self.implementations, request.format, request.built_shapes, request.target, unnamed_shapes
-        )
-        if self.add(result).status != "PASS":
-            reason = f"not asked: BUILD {'failed' if result.status == 'FAIL' else 'is pending'}"
-            for gate in list(GATES)[1:]:
-                self.add(pending(gate, reason))
-            return False
-        requirements = {role: implementation.requirements for role, implementation in self.implementations.items()}
-        self.add(resources.check(self.sides, requirements, request.built_shapes))
-        obstacle = request.cannot_run() or self._cannot_run()
-        if obstacle:
-            self.add(pending("CORRECTNESS", obstacle))
-            self.add(pending("PERFORMANCE", obstacle))
-            return False
-        result, self.correctness = correctness.check(
-            self.sides,
-            request.task.problem,
-            request.case_plans,
-            request.format,
-            request.task.config.gates(request.format),
-            self._own_gates(),
-            request.make_worker,
-            self.progress("CORRECTNESS"),
-            emulated=self._emulated(),
-            memory=self._memory_checks(),
-            check_awaited=check_awaited,
-            own=next(
-                (role for role, implementation in self.implementations.items() if implementation.is_task_baseline), None
-            ),
-        )
-        if self.add(result).status != "PASS":
-            self.add(pending("PERFORMANCE", NOT_CORRECT if result.status == "FAIL" else NOT_DECIDED))
-            return False
-        obstacle = request.cannot_time()
-        if obstacle:
-            self.add(untimed(obstacle) if untimed else pending("PERFORMANCE", obstacle))
-        return obstacle is None
-
-    def _emulated(self) -> EmulatedRuns | None:
-        """Return the emulator's runs of small cases beside a GPU, for all implementations with PTX; None if no GPU."""
-        request = self.request
-        if request.check_plan is None or request.make_emulator is None:
-            return None
-        case_plans = [
-            next(case_plan for case_plan in request.case_plans if case_plan.shape == shape)
-            for shape in request.check_plan.emulated_shapes
-        ]
-        sides = [side for side in self.sides if all(kernel.ptx for _, kernel in side.distinct)]
-        return EmulatedRuns(sides, case_plans, request.make_emulator)
-
-    def _memory_checks(self) -> MemoryChecks | None:
-        """Return the memory check, or None if the run has none."""
-        return MemoryChecks(self.sides, self.request.make_worker) if self.request.checks_memory else None
-
-    def _own_gates(self) -> dict[str, KernelErrorGate]:
+    def own_gates(self) -> dict[str, KernelErrorGate]:
         """Return the kernel-error gates by role, for rungs that define their own."""
         asked = {
             role: implementation.requirements.kernel_error for role, implementation in self.implementations.items()
         }
         return {role: gate for role, gate in asked.items() if gate is not None}
 
-    def _cannot_run(self) -> str | None:
+    def cannot_run(self) -> str | None:
         """Return the reason why a kernel cannot run on the chosen device, or None if all can."""
+        if reason := self.request.cannot_run():
+            return reason
         emulated = self.request.device is not None and self.request.device.kind != "gpu"
         for side in self.sides:
             for _, kernel in side.distinct:
@@ -150,7 +176,7 @@ class GateRun:
         """Return the compiled kernels of a role, or None if they did not compile."""
         return next((side for side in self.sides if side.role == role), None)
 
-    def side(self, role: str, timing: list[TimingRow]) -> Side:
+    def side(self, role: str) -> Side:
         """Return the results of a role's implementation for the record."""
         implementation, built = self.implementations[role], self.built(role)
         variant = implementation.variant
@@ -159,7 +185,7 @@ class GateRun:
             toggles=variant.values,
             builds=self._builds(built) if built else [],
             correctness=self.correctness.rows.get(role, []),
-            timing=timing,
+            timing=self.timed.rows.get(role, []),
             counts=self.correctness.counts.get(role, {}),
             limits=self._limits(role),
             solution=implementation.source,
@@ -169,7 +195,7 @@ class GateRun:
     def _limits(self, role: str) -> dict[str, Limits]:
         """Return the limits of CORRECTNESS for a role, by shape."""
         gates = self.request.task.config.gates(self.request.format)
-        kernel = self._own_gates().get(role, gates.kernel_error)
+        kernel = self.own_gates().get(role, gates.kernel_error)
         return {
             shape.name: Limits(
                 max_abs_err=(error := gates.error_for(shape.dims)).max_abs_err,
@@ -211,7 +237,7 @@ class GateRun:
         return self.created.strftime("%Y%m%d-%H%M%S")
 
     def _builds(self, side: BuiltSide) -> list[Build]:
-        counts = evidence.count_side_instructions(side)
+        counts = count_side_instructions(side)
         dims = {shape.name: shape.dims for shape in self.request.built_shapes}
         return [
             Build(

@@ -131,7 +131,7 @@ def count_phases(request: Request, variant: Variant, *, repeats: int = 5) -> tup
             else:
                 counts[shape.name] = worker.phase_counts(executable, case)
     run.sides = [side]
-    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE, []), phase_cycles=cycles, phase_counts=counts)
+    record = PhaseRecord(**run.facts(), side=run.side(CANDIDATE), phase_cycles=cycles, phase_counts=counts)
     with new_run_folder(parent, f"{run.stamp}-phases") as (work, publish):
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
         return record, publish()

@@ -29,9 +29,6 @@ Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING", "UNCHECKED"]
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
 
 
-#: The gates in order of execution, with the exit code of ``greenfast judge`` if the gate is the first that does not
-#: pass. A code belongs to its gate: a new gate gets a new number, independent of its position.
-GATES = {"BUILD": 11, "RESOURCES": 12, "CORRECTNESS": 13, "PERFORMANCE": 14, "EVIDENCE": 15}
 #: The gates that every record of this version lists. A later gate is listed only by the records that ran it, and
 #: other records are judged without it.
 FIRST_GATES = ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")

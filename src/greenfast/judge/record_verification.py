@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from greenfast.judge.decision import build_cached_performance, decide
+from greenfast.judge.decision import decide
 from greenfast.judge.error_metrics import relative_error_factor
-from greenfast.judge.gates.performance import judge
+from greenfast.judge.gates.performance import build_cached_performance, judge
 from greenfast.judge.record_schema import (
     FIRST_GATES,
     BenchRecord,

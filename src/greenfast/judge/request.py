@@ -11,10 +11,17 @@ from typing import Protocol
 import msgspec
 
 from greenfast.device.worker import Worker
-from greenfast.judge.check_plan import CasePlan, CheckPlan, build_check_plan, derive_seeds, draw_seed, select_shapes
+from greenfast.judge.check_plan import (
+    CasePlan,
+    CheckPlan,
+    build_check_plan,
+    derive_seeds,
+    draw_seed,
+    select_shapes,
+    timed_seeds,
+)
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.environment import choose_device, choose_target, device_info
-from greenfast.judge.gates.performance import timed_seeds
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import Rung, Shape, Timing
 from greenfast.judge.tasks import LoadedTask

@@ -12,22 +12,19 @@ from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases, reuse_cached_timing
 from greenfast.judge.decision import decide
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates import evidence, performance
-from greenfast.judge.gates.performance import PerformanceOutcome
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side
+from greenfast.judge.gates.registry import GATES
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
-from greenfast.judge.record_schema import CachedTiming, CorrectnessRow, GateResult, PlanCoverage, Record
+from greenfast.judge.record_schema import CorrectnessRow, PlanCoverage, Record
 from greenfast.judge.report.compare import compare_markdown
-from greenfast.judge.report.markdown import validation_report
+from greenfast.judge.report.markdown import report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
-from greenfast.judge.task import Rung
 from greenfast.judge.timing.speedup import AGAIN
 from greenfast.judge.variant import Variant
-from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import NORMAL
 
 COMPARISON = "COMPARE.md"
@@ -63,33 +60,29 @@ def validate(
     """
     parent = request.out / request.task.config.defaults.results
     check_writable(parent)
-    run = GateRun(request, {BASELINE: baseline, CANDIDATE: candidate}, observer)
-    timed = PerformanceOutcome()
-    required = required or run.implementations[CANDIDATE].requirements.required_speedup
-    quoted: CachedTiming | None = None
-
-    def untimed(reason: str) -> GateResult:
-        nonlocal quoted
-        result, quoted = reuse_cached_timing(run, kept, required, reason)
-        return result
-
-    if run.until_correct(untimed):
-        timed = _performance(run, required)
-    if run.sides and len(run.sides) == len(run.variants):
-        _evidence(run, profile)
+    run = GateRun(
+        request,
+        {BASELINE: baseline, CANDIDATE: candidate},
+        observer,
+        required=required,
+        profile=profile_candidate if profile else None,
+        reuse_timing=lambda run, reason: reuse_cached_timing(run, kept, reason),
+    )
+    run.run(GATES.values())
+    quoted = run.quoted
     exam = _exam(run)
     if quoted is not None and not exam.complete and covers_missing_cases(quoted, kept, request):
         exam = msgspec.structs.replace(exam, complete=True)
     decision, reasons = decide(run.gates, quoted, exam)
     record = Record(
         **run.facts(),
-        clocks=timed.clocks,
-        order_seed=timed.order_seed,
-        baseline=run.side(BASELINE, timed.rows.get(BASELINE, [])),
-        candidate=run.side(CANDIDATE, timed.rows.get(CANDIDATE, [])),
+        clocks=run.timed.clocks,
+        order_seed=run.timed.order_seed,
+        baseline=run.side(BASELINE),
+        candidate=run.side(CANDIDATE),
         parity=run.correctness.parity,
-        speedups=timed.speedups,
-        baseline_again=timed.rows.get(AGAIN, []),
+        speedups=run.timed.speedups,
+        baseline_again=run.timed.rows.get(AGAIN, []),
         decision=decision,
         reasons=reasons,
         exam=exam,
@@ -125,61 +118,6 @@ def _report_constant_inputs(rows: Sequence[CorrectnessRow]) -> list[str]:
     return [f"inputs that depend on the seed ({', '.join(constant)})"] if constant else []
 
 
-def _performance(run: GateRun, required: float | None) -> PerformanceOutcome:
-    request = run.request
-    shapes = [s for s in request.shapes if all(s.name in side.programs for side in run.sides)]
-    result, outcome = performance.check(
-        run.sides,
-        request.task.problem,
-        shapes,
-        request.seeds,
-        request.format,
-        request.timing,
-        required,
-        run.correctness.digests,
-        request.make_worker,
-        run.progress("PERFORMANCE"),
-        request.device,
-    )
-    run.add(result)
-    return outcome
-
-
-def _evidence(run: GateRun, profile: bool) -> None:
-    request = run.request
-    candidate = run.built(CANDIDATE)
-    assert candidate is not None  # until_correct compiled all implementations.
-    counts = run.correctness.counts
-    emulated = evidence.format_emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
-    result = evidence.check(candidate, *_build_predecessor(run), emulated)
-    note = request.cannot_time() if profile else "not asked for"
-    if note is None and run.status("CORRECTNESS") != "PASS":
-        note = "not taken: CORRECTNESS did not pass"
-    files: list[str] = []
-    if note is None:
-        run.progress("EVIDENCE")(0.5, "Nsight Compute")
-        files, note = profile_candidate(request, run.implementations[CANDIDATE], run.stamp)
-    result.checks.append(evidence.profile_check(files, note))
-    run.add(result)
-
-
-def _build_predecessor(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
-    """Return the candidate's rung, and the compiled rung before it for the same shapes and format.
-
-    The rung is None for a solution and for toggles that belong to no rung.
-    """
-    request, config = run.request, run.request.task.config
-    rung = run.implementations[CANDIDATE].rung
-    if rung is None or rung.after is None:
-        return rung, None
-    before = config.rung_variant(config.rung(rung.after))
-    family, shapes = request.task.family, request.shapes
-    try:
-        return rung, build_side("predecessor", family, before, request.format, shapes, request.target, rejections={})
-    except UsageError:  # The rung before it supports none of these shapes.
-        return rung, None
-
-
 def _write(record: Record, parent: Path, run: GateRun) -> Path:
     """Write a record, its report and plot, and each implementation's files into a new run folder. Return the folder.
 
@@ -190,7 +128,7 @@ def _write(record: Record, parent: Path, run: GateRun) -> Path:
         if plot:
             save_plot(record, work / plot)
         (work / RECORD).write_text(sealed_json(record), encoding="utf-8")
-        (work / REPORT).write_text(validation_report(record, plot=plot), encoding="utf-8")
+        (work / REPORT).write_text(report(record, plot=plot), encoding="utf-8")
         for folder, side in ((work, record.candidate), (work / BASELINE, record.baseline)):
             folder.mkdir(exist_ok=True)
             for name, content in side_files(record, side).items():

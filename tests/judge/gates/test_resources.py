@@ -8,7 +8,7 @@ import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.module_variables import HEAP_BYTES
-from greenfast.judge.gates.resources import _count_state_bytes, check
+from greenfast.judge.gates.resources import _count_state_bytes, check_budgets
 from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, build_image, watched_variables
 from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape
 from greenfast.judge.variant import Variant
@@ -86,7 +86,7 @@ def test_a_kernel_meets_the_budget_of_every_shape(source: KernelSource) -> None:
         name="one", title="", budget=Budget(registers=1, smem_bytes=0, global_bytes=1 << 30), budget_where=[wide]
     )
     shapes = [Shape(name=name, dims={"D": d}) for name, d in (("wide", 128), ("narrow", 64), ("thin", 32))]
-    result = check([side], {"candidate": rung}, shapes)
+    result = check_budgets([side], {"candidate": rung}, shapes)
     used = kernel.resources.registers
     assert result.reasons == [f"candidate one (narrow): registers is {used}, the budget of one allows 1"]
     assert len(result.checks) == 2 * 5

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from greenfast.device.session import RunResult
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.formats.defined import unit_of_outputs
-from greenfast.judge.gates.correctness import check
+from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.gates.sensitivity import find_dropped
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
@@ -163,7 +163,7 @@ def judged(
     gates = FormatGates(error=ErrorGate(**OPEN), kernel_error=KernelErrorGate(relative_error=1e300))
     case_plans = [CasePlan(shape, 2**40 + n, randomized=True) for n in range(seeds)]
     make_worker: Any = Worker
-    return check([side], cast(Any, problem), case_plans, "f", gates, {}, make_worker, lambda share, text: None)[0]
+    return check_cases([side], cast(Any, problem), case_plans, "f", gates, {}, make_worker, lambda share, text: None)[0]
 
 
 def zeros(problem: Problem, case: Case) -> dict[str, Array]:

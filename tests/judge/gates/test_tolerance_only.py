@@ -13,7 +13,7 @@ import pytest
 from greenfast.device.executable import Executable
 from greenfast.device.session import RunResult
 from greenfast.judge.check_plan import CasePlan
-from greenfast.judge.gates.correctness import check
+from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.subject import load_baseline
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.problem import Case, OutputSpec, References
@@ -64,7 +64,7 @@ def passed(problem: Problem, own: str | None, *, baseline: Sequence[int], candid
 
     case_plan = CasePlan(Shape(name="one", dims={"N": N}), 0)
     make: Any = Runs
-    _, outcome = check(sides, problem, [case_plan], "float", GATES, {}, make, lambda *_: None, own=own)
+    _, outcome = check_cases(sides, problem, [case_plan], "float", GATES, {}, make, lambda *_: None, own=own)
     return [outcome.rows[role][0].passed for role in ("baseline", "candidate")]
 
 

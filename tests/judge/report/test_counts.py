@@ -9,7 +9,7 @@ import msgspec
 
 from greenfast.judge.record_schema import BenchRecord, Record, Side
 from greenfast.judge.report.counts import SHOWN, counts_section
-from greenfast.judge.report.markdown import bench_report, validation_report
+from greenfast.judge.report.markdown import report as render
 from greenfast.spec.facts import KernelCounts
 from tests.judge.report.records import record
 
@@ -46,7 +46,7 @@ def row(text: str, *start: str) -> list[str]:
 
 def test_each_side_is_compared_with_the_other_and_the_least() -> None:
     made = counted(counts(1000), counts(3000, exponentials=2360), least_work={"mission": {"exponentials": 2000}})
-    text = validation_report(made)
+    text = render(made)
     assert "`emulated`" in text
     assert row(text, "shape", "count") == ["baseline", "candidate", "ratio", "least", "candidate / least"]
     before, after = made.baseline.counts["mission"], made.candidate.counts["mission"]
@@ -58,7 +58,7 @@ def test_each_side_is_compared_with_the_other_and_the_least() -> None:
 
 
 def test_every_line_of_shared_memory_shows_its_conflicts_or_that_it_has_none() -> None:
-    text = validation_report(counted(counts(1000), counts(3000, shared_bytes={"a.cuh:9": 7}, bank_conflicts={})))
+    text = render(counted(counts(1000), counts(3000, shared_bytes={"a.cuh:9": 7}, bank_conflicts={})))
     assert row(text, "a.cuh:9") == ["10000", "0", "7", "0"]
     assert row(text, "a.cuh:10") == ["20000", "1000", "-", "-"]
     assert text.index("| a.cuh:9 ") < text.index("| a.cuh:10 ")
@@ -74,14 +74,14 @@ def test_kinds_beyond_the_most_frequent_stand_in_one_row() -> None:
 
 
 def test_without_counts_nothing_is_said_of_them() -> None:
-    assert "emulated" not in validation_report(record())
+    assert "emulated" not in render(record())
 
 
 def test_one_variant_alone_has_no_ratio() -> None:
     made = counted(counts(1000), counts(3000))
     shared = {name: getattr(made, name) for name in ("created", "task", "format", "arch", "command", "package_version")}
     bench = BenchRecord(**shared, gates=made.gates, git=made.git, side=made.candidate)
-    text = bench_report(bench)
+    text = render(bench)
     assert row(text, "shape", "count") == ["stage2", "least", "stage2 / least"]
     assert row(text, "mission", "exponentials") == [str(made.candidate.counts["mission"].exponentials), "-", "-"]
 

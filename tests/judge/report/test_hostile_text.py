@@ -13,7 +13,8 @@ from markdown_it import MarkdownIt
 
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report.junit import junit, junit_error
-from greenfast.judge.report.markdown import short_form, validation_report
+from greenfast.judge.report.markdown import report as render
+from greenfast.judge.report.markdown import short_form
 from greenfast.judge.report.webpage.run import PageData, run_page
 from tests.judge.report.records import pending_record, quoting_record, record
 from tests.judge.report.webpage.reading import read
@@ -37,7 +38,7 @@ RECORDS = [record, quoting_record, pending_record, lambda: with_clocks(record())
 WRITERS: list[Callable[[Record], str]] = [
     lambda one: junit(one, 13),
     lambda one: junit_error(HOSTILE, HOSTILE, 3),
-    validation_report,
+    render,
     short_form,
     lambda one: run_page(one, PageData()),
 ]
@@ -72,7 +73,7 @@ def test_junit_is_xml_with_the_text_in_it(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("text", [HOSTILE, *MARKUP])
 def test_markdown_has_no_markup_of_its_texts(make: Callable[[], Any], text: str) -> None:
     parser = MarkdownIt("gfm-like", {"html": True, "linkify": False})
-    for written in (validation_report(spoiled(make(), text)), short_form(spoiled(make(), text))):
+    for written in (render(spoiled(make(), text)), short_form(spoiled(make(), text))):
         tokens = [inner.type for token in parser.parse(written) for inner in (token, *(token.children or ()))]
         assert "table_open" in tokens or "bullet_list_open" in tokens
         assert {"html_inline", "html_block", "image", "link_open"}.isdisjoint(tokens)

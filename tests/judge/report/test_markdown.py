@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from greenfast.judge.record_schema import SCHEMA_VERSION, GateResult, ParityRow, Side
-from greenfast.judge.report.markdown import short_form, validation_report
+from greenfast.judge.report.markdown import report as render
+from greenfast.judge.report.markdown import short_form
 from tests.judge.report.records import correctness_row, gates, pending_record, quoting_record, record, side, speedup_row
 
 SECTIONS = [
@@ -38,7 +39,7 @@ def headline(report: str) -> list[str]:
 
 
 def test_headline_of_a_passing_record() -> None:
-    report = validation_report(record())
+    report = render(record())
     assert report.startswith("# fp8_sdpa: stage1 -> stage2, MERGE\n\n- **Correctness**")
     assert headline(report) == [
         "- **Correctness**: 6/6 PASS both sides",
@@ -49,7 +50,7 @@ def test_headline_of_a_passing_record() -> None:
 
 
 def test_sections_stand_in_order() -> None:
-    report = validation_report(record())
+    report = render(record())
     assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == SECTIONS
 
 
@@ -62,7 +63,7 @@ def test_gates_show_target_actual_and_status() -> None:
         checks=[("registers", "<= 128", "140", "FAIL")],
     )
     bare = GateResult(gate="BUILD", status="PASS", summary="2 kernels | 0 warnings")
-    text = section(validation_report(record(gates=[bare, failing, *gates()[1:]])), "Gates")
+    text = section(render(record(gates=[bare, failing, *gates()[1:]])), "Gates")
     assert cells(text, "RESOURCES", "registers") == ["RESOURCES", "registers", "<= 128", "140", "FAIL"]
     assert "| BUILD | 2 kernels \\| 0 warnings | - | - | PASS |" in text
     assert "- **RESOURCES** FAIL: over budget; sdpa_stage2: 140 registers" in text
@@ -70,7 +71,7 @@ def test_gates_show_target_actual_and_status() -> None:
 
 
 def test_correctness_matrix_of_both_sides() -> None:
-    text = section(validation_report(record()), "Correctness")
+    text = section(render(record()), "Correctness")
     numbers = ["0.05", "0.003", "0.25", "0.04", "0.0024", "0.000355", "0.31"]
     assert cells(text, "baseline", "small", "2")[3:] == [*numbers, "PASS", ""]
     numbers = ["0.055", "0.0033", "0.275", "0.044", "0.00264", "0.000391", "0.341"]
@@ -91,7 +92,7 @@ def failing_record_rows() -> Side:
 def test_a_failing_side_is_told_apart() -> None:
     baseline = side("stage1", p50_us=1, registers=88, smem=100, scale=1, hmma=1, timing=[])
     failed = gates("FAIL", "PENDING")
-    report = validation_report(
+    report = render(
         record(baseline=baseline, candidate=failing_record_rows(), gates=failed, speedups=[], decision="DEFER")
     )
     assert headline(report)[0] == (
@@ -107,7 +108,7 @@ def test_a_gate_that_fails_beyond_the_rows_shows_in_the_headline() -> None:
         name: side(name, p50_us=1, registers=8, smem=9, scale=1, hmma=1, timing=[])
         for name in ("baseline", "candidate")
     }
-    line = headline(validation_report(record(**sides, gates=gates("FAIL"), speedups=[])))[0]
+    line = headline(render(record(**sides, gates=gates("FAIL"), speedups=[])))[0]
     assert line == "- **Correctness**: 6/6 PASS both sides; gate FAIL: 6 of 6 rows hold"
 
 
@@ -117,21 +118,21 @@ def test_an_ungated_row_is_pending_not_passed() -> None:
         name: side(name, p50_us=1, registers=8, smem=9, scale=1, hmma=1, correctness=rows, timing=[])
         for name in ("baseline", "candidate")
     }
-    report = validation_report(record(**sides, gates=gates("PENDING"), speedups=[]))
+    report = render(record(**sides, gates=gates("PENDING"), speedups=[]))
     assert "1/2 PENDING both sides" in headline(report)[0]
     assert cells(section(report, "Correctness"), "baseline", "small", "0")[10] == "PENDING"
 
 
 def test_parity() -> None:
-    text = section(validation_report(record()), "Parity of the two sides")
+    text = section(render(record()), "Parity of the two sides")
     assert "Bit-exact on 1/2; largest difference 0.00049." in text
     assert cells(text, "mission", "0")[2:] == ["no", "321", "0.00049"]
     same = [ParityRow(shape="small", seed=0, identical=True, different_elements=0, max_abs_diff=0.0)]
-    assert "Bit-exact on 1/1.\n" in section(validation_report(record(parity=same)), "Parity of the two sides")
+    assert "Bit-exact on 1/1.\n" in section(render(record(parity=same)), "Parity of the two sides")
 
 
 def test_performance_tables() -> None:
-    text = section(validation_report(record(), plot="plots/a.png"), "Performance")
+    text = section(render(record(), plot="plots/a.png"), "Performance")
     assert "![block medians and speedups](plots/a.png)" in text
     speedup = ["1.829x", "[1.810, 1.851] at 95 %", "0.61 %", "1.15x", "FAST", "yes", "21 in 3"]
     assert cells(text, "mission", "warm")[2:] == speedup
@@ -151,13 +152,13 @@ def test_performance_tables() -> None:
 
 def test_only_deciding_speedups_stand_in_the_headline() -> None:
     rows = [speedup_row(), speedup_row(cache="cold", gated=False, required=0.0, verdict="SLOWER", speedup=0.9)]
-    report = validation_report(record(speedups=rows))
+    report = render(record(speedups=rows))
     assert "cold" not in headline(report)[1]
     assert cells(section(report, "Performance"), "mission", "cold")[5:8] == ["none", "SLOWER", "no"]
 
 
 def test_resources_and_machine_code_of_both_sides() -> None:
-    report = validation_report(record())
+    report = render(record())
     resources = section(report, "Compiler resources")
     dims = "B=1 H=8 S=512 D=64"
     assert cells(resources, "baseline")[1:] == ["stage1", dims, "88", "30.2 KB", "512 + 30413", "16", "4 / 8"]
@@ -170,24 +171,24 @@ def test_resources_and_machine_code_of_both_sides() -> None:
 
 
 def test_decision_with_all_its_reasons() -> None:
-    text = section(validation_report(record()), "Decision")
+    text = section(render(record()), "Decision")
     assert "**MERGE**" in text
     for reason in record().reasons:
         assert f"- {reason}" in text
 
 
 def test_reproduction_names_command_and_inputs() -> None:
-    text = section(validation_report(record()), "How to reproduce")
+    text = section(render(record()), "How to reproduce")
     assert "```\ngreenfast judge fp8_sdpa --candidate stage2\n```" in text
     assert cells(text, "small", "B=1 H=1 S=32 D=64", "2")[3] == "digest-small-2"
     other = [correctness_row("small", 0, inputs_digest="else")]
     candidate = side("stage2", p50_us=1, registers=8, smem=9, scale=1, hmma=1, correctness=other)
-    text = section(validation_report(record(candidate=candidate)), "How to reproduce")
+    text = section(render(record(candidate=candidate)), "How to reproduce")
     assert "DIFFERENT INPUTS: baseline digest-small-0, candidate else" in text
 
 
 def test_build_metadata() -> None:
-    text = section(validation_report(record()), "Build metadata")
+    text = section(render(record()), "Build metadata")
     assert cells(text, "baseline toggles")[1] == "USE_CP_ASYNC=1 USE_WMMA_PV=0"
     assert cells(text, "candidate toggles")[1] == "USE_CP_ASYNC=1 USE_WMMA_PV=1"
     kernel = "candidate kernel, B=1 H=8 S=512 D=64"
@@ -205,7 +206,7 @@ def test_build_metadata() -> None:
 
 
 def test_what_did_not_run_is_pending_with_its_reason() -> None:
-    report = validation_report(pending_record())
+    report = render(pending_record())
     assert headline(report)[:2] == [
         "- **Correctness**: PENDING: no GPU on this machine",
         "- **Performance**: PENDING: no GPU on this machine",
@@ -218,14 +219,14 @@ def test_what_did_not_run_is_pending_with_its_reason() -> None:
 
 def test_an_empty_record_is_still_a_report() -> None:
     sides = {name: Side(variant=name, toggles={}) for name in ("baseline", "candidate")}
-    report = validation_report(pending_record(**sides, gates=[], reasons=[]))
+    report = render(pending_record(**sides, gates=[], reasons=[]))
     assert headline(report)[2] == "- **Resources**: PENDING: the BUILD gate did not run"
     assert section(report, "Evidence").strip() == "PENDING: the EVIDENCE gate did not run"
     assert section(report, "Gates").strip() == "PENDING: no gate ran"
 
 
 def test_one_side_without_builds_is_pending() -> None:
-    report = validation_report(pending_record(candidate=Side(variant="stage2", toggles={})))
+    report = render(pending_record(candidate=Side(variant="stage2", toggles={})))
     assert headline(report)[2].startswith(
         "- **Resources**: PENDING: the BUILD gate did not run (baseline: 88 registers"
     )
@@ -236,7 +237,7 @@ def test_short_form_is_short_and_complete(reasons: list[str]) -> None:
     text = short_form(record(reasons=reasons))
     assert len(text.splitlines()) <= 15
     assert text.startswith("**MERGE**: fp8_sdpa, `stage1` -> `stage2`, int8, sm_90a\n")
-    for line in headline(validation_report(record())):
+    for line in headline(render(record())):
         assert line in text
     assert "RESOURCES PASS, CORRECTNESS PASS, PERFORMANCE PASS, EVIDENCE PASS" in text
     assert "NVIDIA H100; commit 0123456789 (dirty)" in text
@@ -247,7 +248,7 @@ def test_short_form_is_short_and_complete(reasons: list[str]) -> None:
 
 def test_a_quoted_performance_says_so_wherever_it_stands() -> None:
     one = quoting_record()
-    report = validation_report(one, plot=None)
+    report = render(one, plot=None)
     source = "quoted from NVIDIA H100, 2030-01-02, commit 0123456789 (dirty)"
     assert headline(report)[1] == (
         f"- **Performance**: not measured here, {source}: mission (warm) 1.829x [1.810, 1.851], required 1.15x: FAST"

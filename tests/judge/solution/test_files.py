@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.gates import build
+from greenfast.judge.gates.build import build_sides
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.implementation import Implementation, build_solution_implementation
 from greenfast.judge.solution.files import collect_files
@@ -79,7 +79,7 @@ def sha256(made: Implementation) -> str:
 
 
 def ptx(made: Implementation) -> str:
-    result, (side,) = build.check({CANDIDATE: made}, "fp32", [TASK.config.shape("even")], TARGET)
+    result, (side,) = build_sides({CANDIDATE: made}, "fp32", [TASK.config.shape("even")], TARGET)
     assert result.status == "PASS"
     return side.distinct[0][1].ptx
 
@@ -139,7 +139,7 @@ def test_a_message_of_the_compiler_names_the_users_file(tmp_path: Path) -> None:
     made = implementation(cuda(tmp_path / "mine"))
     (tmp_path / "mine" / "factor.cuh").write_text("#error what\n")
     broken = implementation(tmp_path / "mine")
-    result, _ = build.check({CANDIDATE: broken}, "fp32", [TASK.config.shape("even")], TARGET)
+    result, _ = build_sides({CANDIDATE: broken}, "fp32", [TASK.config.shape("even")], TARGET)
     assert f"\n{tmp_path / 'mine' / 'factor.cuh'}(1): " in result.reasons[0]
     assert "#error directive: what" in result.reasons[0]
     assert sha256(made) != sha256(broken)

@@ -1,1 +1,1 @@
-"""The five gates."""
+"""The gates, a module each."""

@@ -8,6 +8,7 @@ from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
 from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
 from greenfast.judge.implementation import Implementation
+from greenfast.judge.pipeline import Gate, GateRun
 from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Shape
 from greenfast.spec.arch import Target
@@ -15,7 +16,16 @@ from greenfast.spec.errors import AbsentError, CompileError, UsageError
 from greenfast.spec.limits import launch_faults
 
 
-def check(
+def _check(run: GateRun) -> GateResult:
+    request = run.request
+    unnamed_shapes = request.check_plan.unnamed_shapes if request.check_plan else ()
+    result, run.sides = build_sides(
+        run.implementations, request.format, request.built_shapes, request.target, unnamed_shapes
+    )
+    return result
+
+
+def build_sides(
     implementations: Mapping[str, Implementation],
     fmt: str,
     shapes: Sequence[Shape],
@@ -96,3 +106,6 @@ def _list_launch_faults(side: BuiltSide, target: Target) -> list[str]:
             for fault in faults:
                 first_shapes.setdefault(fault, shape)
     return [f"cannot be launched at {shape}: {fault}" for fault, shape in first_shapes.items()]
+
+
+GATE = Gate("BUILD", exit_code=11, after="", check=_check)

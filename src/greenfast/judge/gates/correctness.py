@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ from greenfast.judge.gates.sensitivity import (
     split_outputs,
 )
 from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.pending_operations import check_awaited
+from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, pending
 from greenfast.judge.record_schema import (
     NOT_RUN,
     CorrectnessRow,
@@ -45,12 +47,14 @@ from greenfast.judge.record_schema import (
     GateResult,
     Histogram,
     ParityRow,
+    Record,
+    Run,
     Status,
     WorstElement,
 )
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
-from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import PHASE_BUFFER
 from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, references_of
 
@@ -77,28 +81,42 @@ REPEATS = 2
 _REMEDY = "give the problem a bound that this exceeds, or inputs for which it is wrong"
 
 
-@dataclass
-class CorrectnessOutcome:
-    """The results of the gate: rows by role, parity, and a digest of each output by (role, shape, seed).
+def _check(run: GateRun) -> GateResult:
+    obstacle = run.cannot_run()
+    if obstacle:
+        return pending("CORRECTNESS", obstacle)
+    request, baselines = run.request, [role for role, one in run.implementations.items() if one.is_task_baseline]
+    result, run.correctness = check_cases(
+        run.sides,
+        request.task.problem,
+        request.case_plans,
+        request.format,
+        request.task.config.gates(request.format),
+        run.own_gates(),
+        request.make_worker,
+        run.progress("CORRECTNESS"),
+        emulated=_emulate(run),
+        memory=MemoryChecks(run.sides, request.make_worker) if request.checks_memory else None,
+        check_awaited=check_awaited,
+        own=baselines[0] if baselines else None,
+    )
+    return result
 
-    counts: by role and shape, from the first seed; empty if the device does not count.
-    tightened: by shape, the trivial answer that would meet the stated tolerance. These shapes are judged relative to
-        the size of their outputs.
-    trivial: by shape, the trivial answers that pass all cases nevertheless.
-    constant: by shape, the name of the right answer if it is one number for all elements and inputs, such as the
-        softmax of one number; otherwise "".
-    """
 
-    rows: dict[str, list[CorrectnessRow]] = field(default_factory=dict)
-    parity: list[ParityRow] = field(default_factory=list)
-    digests: dict[tuple[str, str, int], str] = field(default_factory=dict)
-    counts: dict[str, dict[str, KernelCounts]] = field(default_factory=dict)
-    tightened: dict[str, str] = field(default_factory=dict)
-    trivial: dict[str, set[str]] = field(default_factory=dict)
-    constant: dict[str, str] = field(default_factory=dict)
+def _emulate(run: GateRun) -> EmulatedRuns | None:
+    """Return the emulator's runs of small cases beside a GPU, for all implementations with PTX; None if no GPU."""
+    request = run.request
+    if request.check_plan is None or request.make_emulator is None:
+        return None
+    case_plans = [
+        next(case_plan for case_plan in request.case_plans if case_plan.shape == shape)
+        for shape in request.check_plan.emulated_shapes
+    ]
+    sides = [side for side in run.sides if all(kernel.ptx for _, kernel in side.distinct)]
+    return EmulatedRuns(sides, case_plans, request.make_emulator)
 
 
-def check(
+def check_cases(
     sides: Sequence[BuiltSide],
     problem: Problem,
     case_plans: Sequence[CasePlan],
@@ -696,3 +714,62 @@ def _identify_cause(row: CorrectnessRow) -> tuple[object, ...]:
 def _list_failures(row: CorrectnessRow) -> str:
     failures = ", ".join(name.removesuffix("_pass") for name, ok in row.gates.items() if not ok)
     return failures + (f" ({'; '.join(row.notes)})" if row.notes else "")
+
+
+def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+    sections = [("Correctness", _correctness(record))]
+    return [*sections, ("Parity of the two sides", _parity_table(record))] if isinstance(record, Record) else sections
+
+
+def _correctness(record: Run) -> str:
+    rows = [_correctness_cells(name, row) for name, side in record.sides() for row in side.correctness]
+    if not rows:
+        return formatting.without_html(facts.gate_line(record, "CORRECTNESS"))
+    numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
+    text = formatting.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
+    return (
+        f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
+        "of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
+        "that exact arithmetic, relative (Frobenius) and as the worst element over what rounding explains."
+    )
+
+
+def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
+    failed = [name for name, held in row.gates.items() if not held]
+    return (
+        side,
+        row.shape,
+        facts.describe_inputs(row),
+        formatting.error(row.error.max_abs_err if row.error else None),
+        formatting.error(row.error.mean_abs_err if row.error else None),
+        formatting.error(row.error.pct_bad if row.error else None),
+        formatting.error(row.format_error.max_abs_err),
+        formatting.error(row.format_error.mean_abs_err),
+        formatting.error(row.kernel_error.relative_error if row.kernel_error else None),
+        formatting.error(row.bound_ratio),
+        facts.row_status(row),
+        facts.SKIPPED if row.is_skipped else "; ".join([*failed, *row.notes]),
+    )
+
+
+def _parity_table(record: Record) -> str:
+    if not record.parity:
+        return "PENDING: the outputs of the two sides were not compared"
+    same = sum(row.identical for row in record.parity)
+    worst = max(row.max_abs_diff for row in record.parity)
+    rows = [
+        (
+            row.shape,
+            str(row.seed),
+            formatting.yes(row.identical),
+            str(row.different_elements),
+            formatting.error(row.max_abs_diff),
+        )
+        for row in record.parity
+    ]
+    numbers = ("different elements", "largest difference")
+    lead = f"Bit-exact on {same}/{len(rows)}" + ("." if same == len(rows) else f"; largest difference {worst:.3g}.")
+    return f"{lead}\n\n" + formatting.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
+
+
+GATE = Gate("CORRECTNESS", exit_code=13, after="RESOURCES", check=_check, sections=_list_sections, runs_kernels=True)

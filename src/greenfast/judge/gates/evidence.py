@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from greenfast.device import assembler
-from greenfast.device.machine_code import count_instructions, disassemble
+from greenfast.device.machine_code import disassemble
 from greenfast.device.pdl import early_launch_faults
-from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.record_schema import GateResult, Status, largest_named_shape
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side, count_side_instructions
+from greenfast.judge.pipeline import Gate, GateRun
+from greenfast.judge.record_schema import GateResult, Record, Run, Status, largest_named_shape
+from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.counts import counts_section
 from greenfast.judge.task import Rung
+from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
 
 
-def count_side_instructions(side: BuiltSide) -> dict[str, dict[str, int]]:
-    """Count the instructions of each distinct kernel, by kernel hash. The counts are empty without machine code."""
-    return {
-        k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) if k.cubin else {}
-        for _, k in side.distinct
-    }
+def _check(run: GateRun) -> GateResult:
+    request, candidate = run.request, run.built(CANDIDATE)
+    assert candidate is not None  # The gates before this one compiled all implementations.
+    counts = run.correctness.counts
+    emulated = format_emulated_counts(counts.get(BASELINE, {}), counts.get(CANDIDATE, {}), run.least_work())
+    result = check_promises(candidate, *_build_predecessor(run), emulated)
+    files: list[str] = []
+    note = "not asked for" if run.profile is None else request.cannot_time()
+    if note is None and run.status("CORRECTNESS") != "PASS":
+        note = "not taken: CORRECTNESS did not pass"
+    if note is None and run.profile is not None:
+        run.progress("EVIDENCE")(0.5, "Nsight Compute")
+        files, note = run.profile(request, run.implementations[CANDIDATE], run.stamp)
+    status: Status = "PASS" if files else "PENDING"
+    result.checks.append(("Nsight Compute profile", "taken where ncu is there", ", ".join(files) or note or "", status))
+    return result
 
 
-def check(candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = "") -> GateResult:
+def _build_predecessor(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
+    """Return the candidate's rung, and the compiled rung before it for the same shapes and format.
+
+    The rung is None for a solution and for toggles that belong to no rung.
+    """
+    request, config = run.request, run.request.task.config
+    rung = run.implementations[CANDIDATE].rung
+    if rung is None or rung.after is None:
+        return rung, None
+    before = config.rung_variant(config.rung(rung.after))
+    family, shapes = request.task.family, request.shapes
+    try:
+        return rung, build_side("predecessor", family, before, request.format, shapes, request.target, rejections={})
+    except UsageError:  # The rung before it supports none of these shapes.
+        return rung, None
+
+
+def check_promises(
+    candidate: BuiltSide, rung: Rung | None, predecessor: BuiltSide | None, emulated: str = ""
+) -> GateResult:
     """Check the candidate's machine code against its rung's promises and against the rules of an early launch.
 
     rung: the candidate's rung; None if it has none and thus no promises.
@@ -102,11 +135,26 @@ def format_emulated_counts(
     return f"emulated {shape}: " + ", ".join(parts)
 
 
-def profile_check(path: Sequence[str], note: str) -> tuple[str, str, str, Status]:
-    """Return the row of the Nsight Compute profile, with its files or the reason why there is none."""
-    return (
-        "Nsight Compute profile",
-        "taken where ncu is there",
-        ", ".join(path) or note,
-        "PASS" if path else "PENDING",
-    )
+def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+    counted = counts_section(record.sides(), record.least_work)
+    if not isinstance(record, Record):
+        return [("Counts", counted)] if counted else []
+    return [("Evidence", _evidence(record, counted))]
+
+
+def _evidence(record: Record, counted: str) -> str:
+    builds = list(facts.list_builds(record))
+    counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
+    lead = formatting.without_html(facts.gate_line(record, "EVIDENCE"))
+    lead = f"{lead}\n\n{counted}" if counted else lead
+    if not counters:
+        return lead
+    rows = [
+        (side, formatting.dims(build.dims), *(str(build.machine_code.get(c, formatting.NONE)) for c in counters))
+        for side, _, build in builds
+    ]
+    table = formatting.table(("side", "dims", *counters), rows, right=counters)
+    return f"{lead}\n\nInstructions in the machine code:\n\n{table}"
+
+
+GATE = Gate("EVIDENCE", exit_code=15, after="PERFORMANCE", check=_check, sections=_list_sections)

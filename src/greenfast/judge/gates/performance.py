@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.check_plan import MIN_SEEDS
+from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.record_schema import GateResult, SpeedupRow, Status, TimingRow
+from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, pending
+from greenfast.judge.record_schema import CachedTiming, GateResult, Record, Run, SpeedupRow, Status, TimingRow
+from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.task import Shape, Timing
 from greenfast.judge.timing.estimators import resolution_us, summary
 from greenfast.judge.timing.floor import Floor, floor_of
@@ -20,28 +22,14 @@ from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 
+NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
+NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
 _OTHER_FIRST = "its first launch in a process wrote other bits than the checked ones"
-
-
-def timed_seeds(seeds: Sequence[int]) -> list[int]:
-    """Return the seeds of the timed cases: these, and the smallest other ones up to MIN_SEEDS."""
-    others = (n for n in range(MIN_SEEDS + len(seeds)) if n not in seeds)
-    return [*seeds, *(next(others) for _ in range(MIN_SEEDS - len(seeds)))]
 
 
 def draw_order_seed() -> int:
     """Draw an unpredictable seed of 53 bits, so that JSON readers represent it exactly."""
     return secrets.randbits(53)
-
-
-@dataclass
-class PerformanceOutcome:
-    """The measurements: timing rows by role (and ``AGAIN``), speedups, range of the clocks, seed of the draws."""
-
-    rows: dict[str, list[TimingRow]] = field(default_factory=dict)
-    speedups: list[SpeedupRow] = field(default_factory=list)
-    clocks: dict[str, float] = field(default_factory=dict)
-    order_seed: int | None = None
 
 
 def time_sides(
@@ -149,7 +137,38 @@ def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
     return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
 
 
-def check(
+def find_obstacle(run: GateRun) -> str | None:
+    """Return the reason why a run's implementations may not be timed, or None if they may."""
+    obstacle = run.cannot_run()
+    status = run.status("CORRECTNESS")
+    if obstacle or status == "PASS":
+        return obstacle
+    return NOT_CORRECT if status == "FAIL" else NOT_DECIDED
+
+
+def _check(run: GateRun) -> GateResult:
+    request = run.request
+    if obstacle := find_obstacle(run):
+        return pending("PERFORMANCE", obstacle)
+    if reason := request.cannot_time():
+        return run.reuse_timing(run, reason)
+    result, run.timed = measure_speedups(
+        run.sides,
+        request.task.problem,
+        [s for s in request.shapes if all(s.name in side.programs for side in run.sides)],
+        request.seeds,
+        request.format,
+        request.timing,
+        run.required_speedup,
+        run.correctness.digests,
+        request.make_worker,
+        run.progress("PERFORMANCE"),
+        request.device,
+    )
+    return result
+
+
+def measure_speedups(
     sides: Sequence[BuiltSide],
     problem: Problem,
     shapes: Sequence[Shape],
@@ -232,3 +251,57 @@ def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
         checks=checks,
         unchecked=[f"{row.shape}: {row.slow_replay}" for row in speedups if row.gated and row.slow_replay],
     )
+
+
+def build_cached_performance(quoted: CachedTiming, required: float | None) -> GateResult:
+    """Build the PERFORMANCE result from cached speedups. Each line names the record that they come from."""
+    result = judge(quoted.speedups, required)
+    source = describe_source(quoted)
+    return msgspec.structs.replace(
+        result,
+        summary=f"{source}, not measured here: {result.summary}",
+        reasons=[f"{reason} ({source})" for reason in result.reasons],
+        checks=[(f"{check}, quoted", required, actual, status) for check, required, actual, status in result.checks],
+    )
+
+
+def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+    outcome = formatting.without_html(facts.gate_line(record, "PERFORMANCE"))
+    if not isinstance(record, Record):
+        return [("Timing", "\n\n".join(_timings(record)) or outcome)]
+    if record.quoted is not None:
+        return [("Performance", f"{outcome}\n\n{cached_section(record.quoted)}")]
+    figure = [f"![block medians and speedups]({plot})"] if plot else []
+    return [("Performance", "\n\n".join([*figure, *_speedups(record), *_timings(record)]) or outcome)]
+
+
+def _speedups(record: Record) -> Iterator[str]:
+    if record.speedups:
+        yield speedup_table(record.speedups)
+    elif record.baseline.timing or record.candidate.timing:
+        yield formatting.without_html(f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}")
+
+
+def _timings(record: Run) -> Iterator[str]:
+    rows = [
+        (
+            name,
+            row.shape,
+            str(row.seed),
+            row.method,
+            row.cache,
+            *(formatting.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
+            formatting.percent(row.std_us / row.mean_us) if row.mean_us else formatting.NONE,
+            f"{row.iters_per_sec:.0f}",
+            f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
+        )
+        for name, side in record.sides()
+        for row in side.timing
+    ]
+    if rows:
+        numbers = ("p50 µs", "p90 µs", "mean µs", "std µs", "std / mean", "per second")
+        header = ("side", "shape", "seed", "method", "cache", *numbers, "iterations")
+        yield formatting.table(header, rows, right=numbers)
+
+
+GATE = Gate("PERFORMANCE", exit_code=14, after="CORRECTNESS", check=_check, sections=_list_sections, runs_kernels=True)

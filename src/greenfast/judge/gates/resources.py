@@ -8,11 +8,18 @@ from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
 from greenfast.judge.gates.sides import BuiltSide, watched_variables
-from greenfast.judge.record_schema import GateResult, Status
+from greenfast.judge.pipeline import Gate, GateRun
+from greenfast.judge.record_schema import GateResult, Run, Status
+from greenfast.judge.report import facts, formatting
 from greenfast.judge.task import Budget, Rung, Shape
 
 
-def check(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
+def _check(run: GateRun) -> GateResult:
+    requirements = {role: implementation.requirements for role, implementation in run.implementations.items()}
+    return check_budgets(run.sides, requirements, run.request.built_shapes)
+
+
+def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], shapes: Sequence[Shape]) -> GateResult:
     """Check the resources of every kernel against the budget for its shape.
 
     requirements: by role, the rung with the budgets. shapes: the shapes that the kernels were compiled for.
@@ -82,3 +89,33 @@ def _count_state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
         return global_bytes, 0
     compared = sum(state_variables(kernel)[name] for name in watched_variables(kernel))
     return min(global_bytes, sum(state_variables(kernel).values()) - compared), compared
+
+
+def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+    return [("Compiler resources", resource_table(record))]
+
+
+def resource_table(record: Run) -> str:
+    """Return a table of the compiler resources of every kernel."""
+    rows = [
+        (
+            side,
+            variant,
+            formatting.dims(build.dims),
+            str(r.registers),
+            formatting.kilobytes(r.smem_bytes),
+            f"{r.static_smem_bytes} + {r.dynamic_smem_bytes}",
+            str(r.stack_bytes),
+            f"{r.spill_store_bytes} / {r.spill_load_bytes}",
+        )
+        for side, variant, build in facts.list_builds(record)
+        if (r := build.resources) is not None
+    ]
+    if not rows:
+        gate = "RESOURCES" if any(facts.list_builds(record)) else "BUILD"
+        return formatting.without_html(facts.gate_line(record, gate))
+    numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
+    return formatting.table(("side", "variant", "dims", *numbers), rows, right=numbers)
+
+
+GATE = Gate("RESOURCES", exit_code=12, after="BUILD", check=_check, sections=_list_sections)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.identity import list_launches, state_variables
+from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.device.module_variables import read_only_variables
 from greenfast.judge.task import Shape
 from greenfast.judge.variant import Variant
@@ -125,3 +126,11 @@ def _render_program(family: Family, variant: Variant, fmt: str, shape: Shape, in
         if error is None:
             raise
         raise error from e
+
+
+def count_side_instructions(side: BuiltSide) -> dict[str, dict[str, int]]:
+    """Count the instructions of each distinct kernel, by kernel hash. The counts are empty without machine code."""
+    return {
+        k.kernel_hash: count_instructions(disassemble(k.cubin, k.source.entry)) if k.cubin else {}
+        for _, k in side.distinct
+    }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-from greenfast.judge.record_schema import CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
+from greenfast.judge.record_schema import Build, CorrectnessRow, Run, Side, SpeedupRow, Status, TimingRow
 from greenfast.spec.facts import Resources
+from greenfast.spec.problem import NORMAL
 
 #: Text for a case that was skipped because an earlier case of the same implementation ended the process.
 SKIPPED = "not run, as an earlier case ended the process"
@@ -19,6 +20,12 @@ def row_status(row: CorrectnessRow) -> Status:
     return "PASS" if row.passed else "FAIL"
 
 
+def describe_inputs(row: CorrectnessRow) -> str:
+    """Return the seed of a row, with marks for random cases and variants."""
+    marks = [mark for mark, shown in (("drawn", row.drawn), (row.variant, row.variant != NORMAL)) if shown]
+    return ", ".join([str(row.seed), *marks])
+
+
 def passed(side: Side) -> str:
     """Return the number of passed correctness rows and of all rows, such as "6/6"."""
     return f"{sum(row.passed for row in side.correctness)}/{len(side.correctness)}"
@@ -28,6 +35,13 @@ def side_status(side: Side) -> Status:
     """Return FAIL if a correctness row failed, else PENDING if a row is missing or has no gates, else PASS."""
     statuses = {row_status(row) for row in side.correctness} or {"PENDING"}
     return "FAIL" if "FAIL" in statuses else "PENDING" if "PENDING" in statuses else "PASS"
+
+
+def list_builds(record: Run) -> Iterator[tuple[str, str, Build]]:
+    """Yield (role, variant, build) of every kernel."""
+    for name, side in record.sides():
+        for build in side.builds:
+            yield name, side.variant, build
 
 
 def worst_resources(side: Side) -> Resources | None:

@@ -4,66 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from greenfast.judge.record_schema import (
-    AnyRecord,
-    BenchRecord,
-    Build,
-    CorrectnessRow,
-    PhaseRecord,
-    Record,
-    Run,
-)
+from greenfast.judge.gates.registry import GATES
+from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record, Run
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.counts import PHASE_HEADER, counts_section, phase_rows
-from greenfast.judge.report.speedups import cached_section, describe_source, speedup_line, speedup_table
+from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
+from greenfast.judge.report.speedups import describe_source, speedup_line
 from greenfast.spec.facts import Resources
 from greenfast.spec.printable import printable
-from greenfast.spec.problem import NORMAL
 
 _SHORT_REASONS = 2
 _SHORT_CHARACTERS = 600
 
 
-def validation_report(record: Record, *, plot: str | None = None) -> str:
-    """Return the full report of a comparison. plot: path of a figure of this record, relative to the report."""
-    title = f"# {record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
-    body = [f"## {name}\n\n{text}" for name, text in _validation_sections(record, plot)]
-    return printable("\n\n".join([formatting.without_html(title), formatting.bullets(_headline(record)), *body]) + "\n")
-
-
 def report(record: AnyRecord, *, plot: str | None = None) -> str:
-    """Return the full report of any record. plot: as for ``validation_report``."""
+    """Return the full report of any record. plot: path of a figure of this record, relative to the report."""
+    headline = [formatting.bullets(_headline(record))] if isinstance(record, Record) else []
+    return document(title(record), list_sections(record, plot), lead=headline)
+
+
+def title(record: AnyRecord) -> str:
+    """Return the title of a record's report."""
     if isinstance(record, Record):
-        return validation_report(record, plot=plot)
-    return bench_report(record) if isinstance(record, BenchRecord) else phase_report(record)
+        return f"{record.task}: {record.baseline.variant} -> {record.candidate.variant}, {record.decision}"
+    phases = "phases of " if isinstance(record, PhaseRecord) else ""
+    return f"{record.task}: {phases}{record.side.variant}"
 
 
-def sections(record: AnyRecord) -> list[tuple[str, str]]:
-    """Return the names and texts of the report's sections."""
-    if isinstance(record, Record):
-        return _validation_sections(record, None)
-    return _bench_sections(record) if isinstance(record, BenchRecord) else _phase_sections(record)
-
-
-def _validation_sections(record: Record, plot: str | None) -> list[tuple[str, str]]:
+def list_sections(record: AnyRecord, plot: str | None = None) -> list[tuple[str, str]]:
+    """Return the names and texts of the report's sections. Each gate gives its own."""
+    if isinstance(record, PhaseRecord):
+        return [("Phases", _phases(record)), *provenance(record)]
+    ordered = sorted(GATES.values(), key=lambda gate: not gate.runs_kernels)
     return [
         ("Gates", gates(record)),
-        ("Correctness", _correctness(record)),
-        ("Parity of the two sides", _parity(record)),
-        ("Performance", _performance(record, plot)),
-        ("Compiler resources", resources(record)),
-        ("Evidence", _evidence(record)),
-        ("Decision", _decision(record)),
+        *(section for gate in ordered for section in gate.sections(record, plot)),
+        *([("Decision", _decision(record))] if isinstance(record, Record) else []),
         *provenance(record),
     ]
 
 
-def phase_report(record: PhaseRecord) -> str:
-    """Return the report of the phases of an instrumented build."""
-    return document(f"{record.task}: phases of {record.side.variant}", _phase_sections(record))
-
-
-def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
+def _phases(record: PhaseRecord) -> str:
     rows = [
         (shape, phase, f"{count:.0f}", formatting.percent(count / sum(cycles.values())))
         for shape, cycles in record.phase_cycles.items()
@@ -77,30 +57,13 @@ def _phase_sections(record: PhaseRecord) -> list[tuple[str, str]]:
     if rows:
         header = ("shape", "phase", "cycles per block", "share")
         tables.append(formatting.table(header, rows, right=("cycles per block", "share")))
-    return [("Phases", "\n\n".join(tables)), *provenance(record)]
+    return "\n\n".join(tables)
 
 
-def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """Return a document with a title and named sections."""
+def document(title: str, sections: Sequence[tuple[str, str]], lead: Sequence[str] = ()) -> str:
+    """Return a document with a title, leading paragraphs and named sections."""
     body = [f"## {name}\n\n{text}" for name, text in sections]
-    return printable("\n\n".join([formatting.without_html(f"# {title}"), *body]) + "\n")
-
-
-def bench_report(record: BenchRecord) -> str:
-    """Return the report of one implementation that was checked and timed alone."""
-    return document(f"{record.task}: {record.side.variant}", _bench_sections(record))
-
-
-def _bench_sections(record: BenchRecord) -> list[tuple[str, str]]:
-    counted = counts_section(record.sides(), record.least_work)
-    return [
-        ("Gates", gates(record)),
-        ("Correctness", _correctness(record)),
-        ("Timing", "\n\n".join(_timings(record)) or formatting.without_html(facts.gate_line(record, "PERFORMANCE"))),
-        ("Compiler resources", resources(record)),
-        *([("Counts", counted)] if counted else []),
-        *provenance(record),
-    ]
+    return printable("\n\n".join([formatting.without_html(f"# {title}"), *lead, *body]) + "\n")
 
 
 def short_form(record: Record) -> str:
@@ -179,144 +142,6 @@ def gates(record: Run) -> str:
     return formatting.table(("gate", "what", "target", "actual", "status"), rows) + "\n\n" + formatting.bullets(lines)
 
 
-def _correctness(record: Run) -> str:
-    rows = [_correctness_cells(name, row) for name, side in record.sides() for row in side.correctness]
-    if not rows:
-        return formatting.without_html(facts.gate_line(record, "CORRECTNESS"))
-    numbers = ("max", "mean", "bad %", "format max", "format mean", "kernel relative", "kernel / bound")
-    text = formatting.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
-    return (
-        f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
-        "of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
-        "that exact arithmetic, relative (Frobenius) and as the worst element over what rounding explains."
-    )
-
-
-def _correctness_cells(side: str, row: CorrectnessRow) -> tuple[str, ...]:
-    failed = [name for name, held in row.gates.items() if not held]
-    return (
-        side,
-        row.shape,
-        _inputs(row),
-        formatting.error(row.error.max_abs_err if row.error else None),
-        formatting.error(row.error.mean_abs_err if row.error else None),
-        formatting.error(row.error.pct_bad if row.error else None),
-        formatting.error(row.format_error.max_abs_err),
-        formatting.error(row.format_error.mean_abs_err),
-        formatting.error(row.kernel_error.relative_error if row.kernel_error else None),
-        formatting.error(row.bound_ratio),
-        facts.row_status(row),
-        facts.SKIPPED if row.is_skipped else "; ".join([*failed, *row.notes]),
-    )
-
-
-def _inputs(row: CorrectnessRow) -> str:
-    """Return the seed of a row, with marks for random cases and variants."""
-    marks = [mark for mark, shown in (("drawn", row.drawn), (row.variant, row.variant != NORMAL)) if shown]
-    return ", ".join([str(row.seed), *marks])
-
-
-def _parity(record: Record) -> str:
-    if not record.parity:
-        return "PENDING: the outputs of the two sides were not compared"
-    same = sum(row.identical for row in record.parity)
-    worst = max(row.max_abs_diff for row in record.parity)
-    rows = [
-        (
-            row.shape,
-            str(row.seed),
-            formatting.yes(row.identical),
-            str(row.different_elements),
-            formatting.error(row.max_abs_diff),
-        )
-        for row in record.parity
-    ]
-    numbers = ("different elements", "largest difference")
-    lead = f"Bit-exact on {same}/{len(rows)}" + ("." if same == len(rows) else f"; largest difference {worst:.3g}.")
-    return f"{lead}\n\n" + formatting.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
-
-
-def _performance(record: Record, plot: str | None) -> str:
-    if record.quoted is not None:
-        return f"{formatting.without_html(facts.gate_line(record, 'PERFORMANCE'))}\n\n{cached_section(record.quoted)}"
-    parts = [*([f"![block medians and speedups]({plot})"] if plot else []), *_speedups(record), *_timings(record)]
-    return "\n\n".join(parts) if parts else formatting.without_html(facts.gate_line(record, "PERFORMANCE"))
-
-
-def _speedups(record: Record) -> Iterator[str]:
-    if record.speedups:
-        yield speedup_table(record.speedups)
-    elif record.baseline.timing or record.candidate.timing:
-        yield formatting.without_html(f"Speedup: {facts.gate_line(record, 'PERFORMANCE')}")
-
-
-def _timings(record: Run) -> Iterator[str]:
-    rows = [
-        (
-            name,
-            row.shape,
-            str(row.seed),
-            row.method,
-            row.cache,
-            *(formatting.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
-            formatting.percent(row.std_us / row.mean_us) if row.mean_us else formatting.NONE,
-            f"{row.iters_per_sec:.0f}",
-            f"{row.timed_iters} after {row.warmup_iters}, {row.discarded_iters} discarded",
-        )
-        for name, side in record.sides()
-        for row in side.timing
-    ]
-    if rows:
-        numbers = ("p50 µs", "p90 µs", "mean µs", "std µs", "std / mean", "per second")
-        header = ("side", "shape", "seed", "method", "cache", *numbers, "iterations")
-        yield formatting.table(header, rows, right=numbers)
-
-
-def _builds(record: Run) -> Iterator[tuple[str, str, Build]]:
-    """Yield (role, variant, build) of every kernel."""
-    for name, side in record.sides():
-        for build in side.builds:
-            yield name, side.variant, build
-
-
-def resources(record: Run) -> str:
-    """Return a table of the compiler resources of every kernel."""
-    rows = [
-        (
-            side,
-            variant,
-            formatting.dims(build.dims),
-            str(r.registers),
-            formatting.kilobytes(r.smem_bytes),
-            f"{r.static_smem_bytes} + {r.dynamic_smem_bytes}",
-            str(r.stack_bytes),
-            f"{r.spill_store_bytes} / {r.spill_load_bytes}",
-        )
-        for side, variant, build in _builds(record)
-        if (r := build.resources) is not None
-    ]
-    if not rows:
-        return formatting.without_html(facts.gate_line(record, "RESOURCES" if any(_builds(record)) else "BUILD"))
-    numbers = ("registers", "SMEM", "static + dynamic bytes", "stack bytes", "spill store / load bytes")
-    return formatting.table(("side", "variant", "dims", *numbers), rows, right=numbers)
-
-
-def _evidence(record: Record) -> str:
-    builds = list(_builds(record))
-    counters = sorted({counter for _, _, build in builds for counter in build.machine_code})
-    lead = formatting.without_html(facts.gate_line(record, "EVIDENCE"))
-    counted = counts_section(record.sides(), record.least_work)
-    lead = f"{lead}\n\n{counted}" if counted else lead
-    if not counters:
-        return lead
-    rows = [
-        (side, formatting.dims(build.dims), *(str(build.machine_code.get(c, formatting.NONE)) for c in counters))
-        for side, _, build in builds
-    ]
-    table = formatting.table(("side", "dims", *counters), rows, right=counters)
-    return f"{lead}\n\nInstructions in the machine code:\n\n{table}"
-
-
 def _decision(record: Record) -> str:
     reasons = formatting.bullets(record.reasons)
     return "\n\n".join([f"**{record.decision}**", *([reasons] if reasons else []), *_exam(record)])
@@ -341,7 +166,7 @@ def _reproduce(record: Run) -> str:
     found: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
     for name, side in record.sides():
         for row in side.correctness:
-            _, digests = found.setdefault((row.shape, _inputs(row)), (formatting.dims(row.dims), {}))
+            _, digests = found.setdefault((row.shape, facts.describe_inputs(row)), (formatting.dims(row.dims), {}))
             digests[name] = row.inputs_digest
     if not found:
         return command
@@ -361,7 +186,7 @@ def _digest_cell(digests: dict[str, str]) -> str:
 def _metadata(record: Run) -> str:
     rows = [("created", record.created), ("task", record.task), ("format", record.format), ("arch", record.arch)]
     rows += [(f"{name} toggles", formatting.dims(side.toggles)) for name, side in record.sides()]
-    for side, _, build in _builds(record):
+    for side, _, build in facts.list_builds(record):
         kernel = f"{side} kernel, {formatting.dims(build.dims)}"
         cached = ", from cache" if build.from_cache else ""
         rows += [

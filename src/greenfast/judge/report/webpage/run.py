@@ -20,7 +20,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import SHOWN
-from greenfast.judge.report.markdown import sections
+from greenfast.judge.report.markdown import list_sections
 from greenfast.judge.report.plots import MAX_PANELS
 from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.report.webpage import charts, listing, roofline
@@ -71,7 +71,7 @@ def run_page(record: AnyRecord, data: PageData) -> str:
         *_result_sections(record, data),
         Section("Repeat it", repeat(record)),
         Section("Limits", [bullets(limits(record))]),
-        Section("The whole record", details(sections(record))),
+        Section("The whole record", details(list_sections(record))),
     ]
     return page(title, parts, word=word, claims=claims, facts=identity(record, data.sha256))
 
