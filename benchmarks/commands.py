@@ -114,7 +114,7 @@ def _compare(
     if args.html:
         write_whole(args.html, benchmark_page(outcome.record, digest(outcome.folder)))
     if args.json:
-        print(sealed_json(outcome.record), end="")
+        print(sealed_json(outcome.record, conclusions=True), end="")
     else:
         show(f"\n{summary(outcome.record)}\n\n{outcome.folder}")
     return 0

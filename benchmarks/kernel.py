@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         outcome = bench(request, variant, console)
     write_page(args.html, outcome.record, outcome.folder, request.task)
     if args.json:
-        print(sealed_json(outcome.record), end="")
+        print(sealed_json(outcome.record, conclusions=True), end="")
     else:
         rows = [
             (r.shape, str(r.seed), r.cache, f"{r.p50_us:.2f}", f"{r.p90_us:.2f}", f"{r.mean_us:.2f}", f"{r.std_us:.2f}")

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from benchmarks.kernel import BenchOutcome, bench
+from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord
 from greenfast.judge.report.markdown import report
 from tests.fakes import Behaviour, FakeDevice, Script, Watcher, install, request
@@ -53,7 +54,7 @@ def test_its_files(run: Bench) -> None:
         "record.json",
         "VALIDATION_REPORT.md",
     }
-    again = msgspec.json.decode((outcome.folder / "record.json").read_bytes(), type=BenchRecord)
+    again = read_record(outcome.folder)
     assert again == outcome.record
     assert (outcome.folder / "VALIDATION_REPORT.md").read_text() == report(again)
     performance = json.loads((outcome.folder / "perf_baseline.json").read_text())

@@ -17,8 +17,8 @@ from greenfast.cli.main import main
 from greenfast.device import toolchain
 from greenfast.device.compiler import compile_kernel
 from greenfast.judge.gates.registry import GATES
+from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Decision, GateResult, Record, Status
-from greenfast.judge.store import read_json
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
 from tests.fakes import emulate_here
@@ -47,7 +47,8 @@ def judge(folder: Path, *options: str, device: list[str] = NO_GPU) -> int:
 
 def record_of(folder: Path) -> Record:
     (file,) = (folder / "results").rglob("record.json")
-    record: Record = read_json(file, Record, "record")
+    record = read_record(file)
+    assert isinstance(record, Record)
     return record
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from greenfast.judge.artifacts import PerformanceFile
-from greenfast.judge.record_schema import Record
+from greenfast.judge.record_io import read_record
 from greenfast.judge.report.markdown import report as render
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.validate import Outcome, validate
@@ -59,7 +59,7 @@ def test_the_files_of_a_run_are_these(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_the_record_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcome = run(monkeypatch, tmp_path)
-    again = msgspec.json.decode((outcome.folder / "record.json").read_bytes(), type=Record)
+    again = read_record(outcome.folder)
     assert again == outcome.record
     report = (outcome.folder / "VALIDATION_REPORT.md").read_text()
     assert report == render(again, plot="performance.png")

@@ -15,6 +15,7 @@ from benchmarks.kernel import bench
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
 from greenfast.judge.digest import sealed_json
+from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.validate import Outcome, validate
@@ -81,9 +82,9 @@ def performance(outcome: Outcome) -> GateResult:
 
 
 def keep(folder: Path, record: Record) -> Path:
-    """Write a record as a run's folder."""
+    """Write a record with its conclusions as a run's folder."""
     folder.mkdir(parents=True)
-    (folder / RECORD).write_text(sealed_json(record))
+    (folder / RECORD).write_text(sealed_json(record, conclusions=True))
     return folder
 
 
@@ -127,7 +128,7 @@ def test_what_is_quoted_cannot_be_taken_for_a_measurement(machines: Machines) ->
     assert "| b1_h1_s32_d64 | warm | 2." in section
     assert f"| record | {record.quoted.path} |" in section if record.quoted else False
     assert "not measured here, quoted from NVIDIA L4" in short_form(record)
-    assert msgspec.json.decode((folder / RECORD).read_bytes(), type=Record) == record
+    assert read_record(folder) == record
     timed = machines.measure().record
     with pytest.raises(ValueError, match="its own timings or quotes another's, never both"):
         msgspec.structs.replace(record, speedups=timed.speedups)
@@ -240,8 +241,8 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
         (timing(method="another clock"), "was timed otherwise"),
         (timing(warmup_iters=7), "was timed otherwise"),
         (timing(timed_iters=499), "was timed otherwise"),
-        (timing(block_medians_us=[[1.0] * 5] * 4), "was timed otherwise"),
-        (timing(block_medians_us=[[1.0] * 3] * 5), "was timed otherwise"),
+        (timing(block_medians_us=[[1.0] * 5] * 4, p50_us=1.0), "was timed otherwise"),
+        (timing(block_medians_us=[[1.0] * 3] * 5, p50_us=1.0), "was timed otherwise"),
         (
             lambda r: msgspec.structs.replace(
                 r, speedups=[msgspec.structs.replace(row, confidence=0.9) for row in r.speedups]
@@ -369,7 +370,7 @@ def test_an_evidence_folder_holds_what_can_be_read_of_it(machines: Machines) -> 
     keep(evidence / "l4" / "mine", measured.record)
     (evidence / "l4" / "broken").mkdir()
     (evidence / "l4" / "broken" / RECORD).write_text("{}")
-    edited = sealed_json(measured.record).replace('"verdict": "FAST"', '"verdict": "SHORT"', 1)
+    edited = sealed_json(measured.record, conclusions=True).replace('"verdict": "FAST"', '"verdict": "SHORT"', 1)
     (evidence / "l4" / "edited").mkdir()
     (evidence / "l4" / "edited" / RECORD).write_text(edited)
     told: list[str] = []
@@ -377,7 +378,7 @@ def test_an_evidence_folder_holds_what_can_be_read_of_it(machines: Machines) -> 
     assert (found.path, found.record) == ("evidence/l4/mine/record.json", measured.record)
     broken, changed = told
     assert broken.startswith(f"not quoted: {evidence / 'l4' / 'broken' / RECORD}: not a record as greenfast writes it")
-    assert "edited/record.json: speedups[0] (b1_h1_s32_d64, warm L2).verdict says SHORT" in changed
+    assert "edited/record.json: speedups[0] (b1_h1_s32_d64).verdict says SHORT" in changed
     (evidence / "l4" / "edited" / RECORD).unlink()
     with pytest.raises(UsageError, match=r"broken/record\.json: not a record as greenfast writes it"):
         load_required_records(evidence)

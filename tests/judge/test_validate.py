@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.judge.artifacts import RECORD
+from greenfast.judge.conclusions import conclude
 from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.gates.registry import GATES
+from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import GateResult, Record, Status
-from greenfast.judge.record_verification import verify_record
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
 from greenfast.judge.timing.speedup import speedup_row
@@ -69,7 +69,7 @@ def assert_deferred(outcome: Outcome, failed: str, reason: str) -> None:
     assert [name for name, status in statuses(record).items() if status == "FAIL"] == [failed]
     assert any(r.startswith(f"{failed}: ") and reason in r for r in record.reasons), record.reasons
     assert [g.gate for g in record.gates] == list(GATES)
-    assert msgspec.json.decode((outcome.folder / RECORD).read_bytes(), type=Record) == record
+    assert read_record(outcome.folder) == record
     if record.gate_status("CORRECTNESS") != "PASS":
         assert (record.baseline.timing, record.candidate.timing, record.speedups) == ([], [], [])
         assert record.gate_status("PERFORMANCE") == "PENDING"
@@ -226,7 +226,7 @@ def test_a_baseline_with_a_slow_replay_is_not_merged_against(
     slow = "the replayed baseline is slower than the function: 10 µs, 7 µs"
     assert record.reasons == [f"PERFORMANCE: b1_h1_s32_d64: {slow}"]
     assert {row.function_us for side in (record.baseline, record.candidate) for row in side.timing} == {7.0}
-    assert list(verify_record(record)) == []
+    assert conclude(record) == record
 
     def slow_replay(function_us: float, gated: bool = True) -> str:
         rows = [msgspec.structs.replace(row, function_us=function_us) for row in record.baseline.timing]

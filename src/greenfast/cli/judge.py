@@ -103,7 +103,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)
     if args.json:
-        print(sealed_json(outcome.record), end="")
+        print(sealed_json(outcome.record, conclusions=True), end="")
     else:
         _show(outcome, note)
     partial = (chosen or args.exam_seed is not None) and is_partial(request, candidate.rung)

@@ -23,7 +23,7 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources, copy_folder
 from greenfast.judge.artifacts import RECORD, REPORT
-from greenfast.judge.digest import compute_digest
+from greenfast.judge.digest import compute_digest, read_measurements
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
@@ -402,7 +402,7 @@ def _verdict(record: Record, where: Path, folder: Path) -> Verdict:
         decision=record.decision,
         reasons=list(record.reasons),
         record=where.relative_to(folder).as_posix(),
-        record_digest=compute_digest(msgspec.to_builtins(record)),
+        record_digest=compute_digest(read_measurements(record)),
     )
     if least is None:
         return verdict

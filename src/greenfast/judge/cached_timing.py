@@ -17,7 +17,7 @@ import msgspec
 
 from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.gates.performance import build_cached_performance, gated_shapes
+from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
 from greenfast.judge.record_io import check_freshness, read_record
@@ -28,12 +28,10 @@ from greenfast.judge.record_schema import (
     GateResult,
     Record,
     Side,
-    SpeedupRow,
     TimingRow,
 )
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
-from greenfast.judge.timing.estimators import Interval, verdict
 from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -206,7 +204,11 @@ def _quote(kept: StoredRecord, run: GateRun) -> CachedTiming:
     assert record.device is not None
     gated = gated_shapes(request.shapes, request.timing)
     names = {shape.name for shape in request.shapes}
-    rows = [_judge_again(row, run.required_speedup, gated) for row in record.speedups if row.shape in names]
+    rows = [
+        judge_again(row, run.required_speedup or 0.0, row.shape in gated)
+        for row in record.speedups
+        if row.shape in names
+    ]
     return CachedTiming(
         path=kept.path,
         sha256=kept.sha256,
@@ -216,15 +218,6 @@ def _quote(kept: StoredRecord, run: GateRun) -> CachedTiming:
         command=record.command,
         speedups=rows,
     )
-
-
-def _judge_again(row: SpeedupRow, required: float | None, gated: Sequence[str]) -> SpeedupRow:
-    """Return the row with this run's requirement and the verdict recomputed from its interval."""
-    ratio = required or 0.0
-    interval = Interval(row.speedup, row.ci_low, row.ci_high)
-    new_verdict = verdict(interval, noise_floor=row.noise_floor, required=ratio)
-    is_gated = row.shape in gated and row.cache == WARM
-    return msgspec.structs.replace(row, required=ratio, verdict=new_verdict, gated=is_gated)
 
 
 def find_mismatches(record: Record, run: GateRun) -> list[str]:
@@ -341,6 +334,6 @@ def _compare_verdicts(record: Record, run: GateRun) -> list[str]:
         row = next((r for r in record.speedups if (r.shape, r.cache) == (shape, WARM)), None)
         if row is None or not row.gated:
             mismatches.append(f"did not gate {shape}")
-        elif row.required != (required or 0.0) and _judge_again(row, required, [shape]).verdict == "INCONCLUSIVE":
+        elif row.required != (required or 0.0) and judge_again(row, required or 0.0, True).verdict == "INCONCLUSIVE":
             mismatches.append(f"cannot tell whether {shape} reaches {required or 1:g}x")
     return mismatches

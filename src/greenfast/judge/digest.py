@@ -1,7 +1,7 @@
 """The digest of a record's file. It detects damage and manual edits.
 
-It is not a signature: anyone who edits a record can compute a new digest. Therefore all conclusions of a record are
-recomputed from its measurements whenever it is read (``judge.record_verification``).
+It is not a signature: anyone who edits a record can compute a new digest. Therefore a file has measurements only, and
+all conclusions are computed whenever it is read (``judge.conclusions``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.judge.record_schema import Run
+from greenfast.judge.record_schema import OBSERVED_GATES, Run
 from greenfast.judge.store import to_json
 
 FIELD = "digest"
@@ -29,7 +29,25 @@ def compute_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed_json(record: Run) -> str:
-    """Return the JSON text of a record's file, with the digest as the last field."""
+def read_measurements(record: Run) -> dict[str, Any]:
+    """Return the content of a record's file: plain data without the conclusions and without the digest."""
     content: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    for name in ("decision", "reasons", "speedups"):
+        content.pop(name, None)
+    quoted = content.get("quoted")
+    for row in quoted["speedups"] if quoted else ():
+        del row["verdict"]
+    sides = [content[role] for role in ("baseline", "candidate", "side") if content.get(role)]
+    for row in (row for side in sides for row in side["correctness"]):
+        row["gates"] = {name: held for name, held in row["gates"].items() if name in OBSERVED_GATES}
+    if quoted or content.get("claim"):
+        content["gates"] = [
+            {"gate": gate["gate"]} if gate["gate"] == "PERFORMANCE" else gate for gate in content["gates"]
+        ]
+    return content
+
+
+def sealed_json(record: Run, *, conclusions: bool = False) -> str:
+    """Return the JSON text of a record's file, with the digest as the last field. conclusions: include them too."""
+    content = msgspec.json.decode(msgspec.json.encode(record)) if conclusions else read_measurements(record)
     return to_json(content | {FIELD: compute_digest(content)})

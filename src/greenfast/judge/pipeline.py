@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from greenfast import __version__
 from greenfast.device import assembler
@@ -27,7 +31,7 @@ from greenfast.judge.record_schema import (
     read_status,
 )
 from greenfast.judge.request import ProgressListener, Request
-from greenfast.judge.task import KernelErrorGate
+from greenfast.judge.task import ErrorGate, KernelErrorGate
 from greenfast.judge.variant import Variant
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
@@ -43,6 +47,7 @@ class Gate:
     check: runs the gate, and stores its measurements in the run.
     sections: returns the name and Markdown text of each section of a record's report. Its second argument is the path
         of the figure of the record, if there is one.
+    conclude: returns the result that follows from a record's measurements and from the rows of its result.
     runs_kernels: True if the gate launches kernels. The report shows the sections of these gates first.
     """
 
@@ -51,12 +56,47 @@ class Gate:
     after: str
     check: Callable[[GateRun], GateResult]
     sections: Callable[[Run, str | None], list[tuple[str, str]]] = lambda record, plot: []
+    conclude: Callable[[Run, GateResult], GateResult] = lambda record, result: conclude_checks(result)
     runs_kernels: bool = False
+
+
+_LIMIT = re.compile(r"(<=|>=|<|>)?\s*([-+.\deE]+)(?: \(.*\))?")
+_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+def conclude_checks(result: GateResult) -> GateResult:
+    """Return a gate's result with the statuses that follow from its rows, such as 74 and "<= 64 (stage2)"."""
+    checks = [
+        (check, target, actual, _conclude_row(target, actual, was)) for check, target, actual, was in result.checks
+    ]
+    failed = result.status == "PASS" and (result.reasons or any(status == "FAIL" for *_, status in checks))
+    return msgspec.structs.replace(result, checks=checks, status="FAIL" if failed else result.status)
+
+
+def _conclude_row(target: str, actual: str, status: Status) -> Status:
+    limit, number = _LIMIT.fullmatch(target), _LIMIT.fullmatch(actual)
+    if status == "PENDING" or not limit or not limit[1] or not number or number[1]:
+        return status
+    try:
+        return "PASS" if _COMPARISONS[limit[1]](float(number[2]), float(limit[2])) else "FAIL"
+    except ValueError:
+        return status
 
 
 def pending(gate: str, reason: str) -> GateResult:
     """Return the result of a gate that could not run."""
     return GateResult(gate=gate, status="PENDING", summary=reason)
+
+
+def make_limits(error: ErrorGate, kernel: KernelErrorGate) -> Limits:
+    """Return the limits of a case in the form of a record."""
+    return Limits(
+        max_abs_err=error.max_abs_err,
+        mean_abs_err=error.mean_abs_err,
+        pct_bad=error.pct_bad,
+        relative_error=kernel.relative_error,
+        bound_factor=kernel.bound_factor,
+    )
 
 
 @dataclass
@@ -196,16 +236,7 @@ class GateRun:
         """Return the limits of CORRECTNESS for a role, by shape."""
         gates = self.request.task.config.gates(self.request.format)
         kernel = self.own_gates().get(role, gates.kernel_error)
-        return {
-            shape.name: Limits(
-                max_abs_err=(error := gates.error_for(shape.dims)).max_abs_err,
-                mean_abs_err=error.mean_abs_err,
-                pct_bad=error.pct_bad,
-                relative_error=kernel.relative_error,
-                bound_factor=kernel.bound_factor,
-            )
-            for shape in self.request.built_shapes
-        }
+        return {shape.name: make_limits(gates.error_for(shape.dims), kernel) for shape in self.request.built_shapes}
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that all records share, by name."""

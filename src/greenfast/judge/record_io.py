@@ -12,12 +12,22 @@ import msgspec
 
 from greenfast.device.identity import list_launches
 from greenfast.judge.artifacts import RECORD
+from greenfast.judge.conclusions import Mismatch, conclude, find_mismatch
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import compute_digest
 from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.record_index import read_content
-from greenfast.judge.record_schema import SCHEMA_VERSION, AnyRecord, BenchRecord, Build, PhaseRecord, Record, Run, Side
-from greenfast.judge.record_verification import Mismatch, verify_record
+from greenfast.judge.record_schema import (
+    OLDEST_VERSION,
+    SCHEMA_VERSION,
+    AnyRecord,
+    BenchRecord,
+    Build,
+    PhaseRecord,
+    Record,
+    Run,
+    Side,
+)
 from greenfast.judge.store import convert_json
 from greenfast.judge.tasks import find_task, load_family
 from greenfast.spec.errors import UsageError
@@ -28,6 +38,7 @@ from greenfast.spec.kernel import Family, KernelSource, program_of
 _BY_SHAPE = {"counts", "launches", "limits", "least_work", "phase_cycles", "phase_counts"}
 _SHOWN = 200
 _Named = TypeVar("_Named", bound=msgspec.Struct)
+_Run = TypeVar("_Run", bound=Run)
 
 
 def read_record(run: Path) -> AnyRecord:
@@ -53,8 +64,7 @@ def read_run(run: Path, kinds: Any) -> Any:
     if kind == "benchmark" and kind not in (known.__struct_config__.tag for known in get_args(kinds)):
         raise UsageError(f"{path}: a record of a benchmark; python -m benchmarks report {path} reads it")
     record = convert_json(content, kinds, path, "record")
-    check_record(record, content, path)
-    return resolve_aliases(record, record.task)
+    return resolve_aliases(conclude_content(record, content, path), record.task)
 
 
 def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, Any]:
@@ -63,28 +73,38 @@ def record_schema(kinds: Any = Record | BenchRecord | PhaseRecord) -> dict[str, 
     for kind in get_args(kinds):
         definition = schema["$defs"][kind.__name__]
         definition["properties"] |= {
-            "schema_version": {"const": SCHEMA_VERSION},
+            "schema_version": {"enum": list(range(OLDEST_VERSION, SCHEMA_VERSION + 1))},
             DIGEST: {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of all other fields"},
         }
         definition["required"] = sorted({*definition["required"], "schema_version", DIGEST})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A record of greenfast", **schema}
 
 
-def check_record(record: Run, content: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError unless the digest matches and the record's conclusions follow from its measurements."""
-    if record.schema_version < SCHEMA_VERSION:
+def conclude_content(record: _Run, content: Mapping[str, Any], path: Path) -> _Run:
+    """Return a record with the conclusions that follow from its measurements.
+
+    Raises UsageError unless its digest matches, and the conclusions in the file, if there are any, follow too.
+    """
+    if record.schema_version < OLDEST_VERSION:
         raise UsageError(
             f"{path}: a record of version {record.schema_version} has too few fields to verify it; measure again: "
             f"{record.command}"
         )
+    edited = "the record was edited or damaged, so it says nothing"
+    try:
+        concluded = conclude(record)
+    except ValueError as e:
+        raise UsageError(f"{path}: {e}; {edited}") from e
     stored_digest, digest = content.get(DIGEST, "missing"), compute_digest(content)
-    digest_mismatch = [Mismatch(DIGEST, stored_digest, digest)] if stored_digest != digest else []
+    digest_mismatch = None if stored_digest == digest else Mismatch(DIGEST, stored_digest, digest)
     # Report a wrong conclusion first. Any edit changes the digest.
-    for field, stored, recomputed in [*itertools.islice(verify_record(record), 1), *digest_mismatch][:1]:
+    mismatch = find_mismatch(content, msgspec.json.decode(msgspec.json.encode(concluded))) or digest_mismatch
+    if mismatch:
+        field, stored, computed = mismatch
         raise UsageError(
-            f"{path}: {field} says {_shorten(stored)}, but recomputed it is {_shorten(recomputed)}; "
-            f"the record was edited or damaged, so it says nothing"
+            f"{path}: {field} says {_shorten(stored)}, but recomputed it is {_shorten(computed)}; {edited}"
         )
+    return concluded
 
 
 def _shorten(value: object) -> str:

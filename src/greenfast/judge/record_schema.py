@@ -1,10 +1,13 @@
-"""The schema of a run's record: its result, with everything that is needed to repeat the run.
+"""The schema of a run's record: its measurements, with everything that is needed to repeat the run.
 
-Records are JSON files. ``greenfast report`` reads them. Field names contain the units.
+Records are JSON files. ``greenfast report`` reads them. Field names contain the units. A file has no conclusions
+(``judge.digest``): gates of rows, speedups, verdicts, PERFORMANCE and the decision are computed when it is read
+(``judge.conclusions``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -13,8 +16,12 @@ import msgspec
 from greenfast.spec.facts import DeviceInfo, KernelCounts, LaunchFacts, Resources
 from greenfast.spec.problem import NORMAL
 
-#: Version of the record schema. Version 1 had no digest, no limits of the gates, no A/A blocks and no exam.
-SCHEMA_VERSION = 2
+#: Version of the record schema. Files of version 2 have the conclusions too, and are still read. Version 1 had no
+#: digest, no limits of the gates, no A/A blocks and no exam.
+SCHEMA_VERSION, OLDEST_VERSION = 3, 2
+
+#: Relative tolerance of a floating-point sum, and tolerance of times, which are rounded to a thousandth.
+_ROUNDING, _LAST_DIGITS_US = 1e-9, 1.1e-3
 
 #: Prefix of the names of random shapes, which are drawn at run time.
 DRAWN = "drawn_"
@@ -92,6 +99,10 @@ class ErrorStats(_Data, frozen=True, kw_only=True):
     relative_error: float
     pct_bad: float
 
+    def __post_init__(self) -> None:
+        if self.mean_abs_err > self.max_abs_err * (1 + _ROUNDING):
+            raise ValueError(f"mean_abs_err is {self.mean_abs_err}, above max_abs_err {self.max_abs_err}")
+
 
 class Histogram(_Data, frozen=True, kw_only=True):
     """A histogram with logarithmic bins.
@@ -103,6 +114,12 @@ class Histogram(_Data, frozen=True, kw_only=True):
     first: int
     per_decade: int
     counts: list[int]
+
+    def top_bin(self) -> tuple[float, float]:
+        """Return the edges of the highest bin with an element; of the lowest bin if there is none."""
+        top = max((n for n, count in enumerate(self.counts) if count), default=0)
+        low, high = (10.0 ** (self.first + (top - n) / self.per_decade) for n in (1, 0))
+        return (low if top else 0.0), (high if top < len(self.counts) - 1 else math.inf)
 
 
 class Limits(_Data, frozen=True, kw_only=True):
@@ -140,6 +157,8 @@ class WorstElement(_Data, frozen=True, kw_only=True):
         return f"{element}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
 
 
+#: The gates of a correctness row that do not follow from its numbers.
+OBSERVED_GATES = ("ran_pass", "memory_pass", "repeat_pass")
 #: Prefix of the note of a case that did not run because the process ended at an earlier case. The cause follows.
 NOT_RUN = "not run: "
 
@@ -151,7 +170,8 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     format_error: error of exact arithmetic on dequantized inputs against the same reference.
     kernel_error: error of the output against exact arithmetic.
     bound_ratio: the largest ratio of an element's kernel error to its rounding bound.
-    gates: by name, True if the gate held.
+    gates: by name, True if the gate held. A file has those of ``OBSERVED_GATES``; the others follow from the numbers.
+    elements: number of compared elements; 0 in older records.
     variant: name of the inputs' variant.
     drawn: True if the shape or the seed is not the task's. In such cases and in variants the format's error is reported
         and not judged.
@@ -177,9 +197,19 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     drawn: bool = False
     own_shape: bool = False
     case_bytes: int = 0
+    elements: int = 0
     error_histogram: Histogram | None = None
     bound_histogram: Histogram | None = None
     worst: WorstElement | None = None
+
+    def __post_init__(self) -> None:
+        if self.kernel_error is not None and self.error_histogram is not None:
+            low, high = self.error_histogram.top_bin()
+            if not low * (1 - _ROUNDING) <= self.kernel_error.max_abs_err <= high * (1 + _ROUNDING):
+                raise ValueError(
+                    f"kernel_error.max_abs_err is {self.kernel_error.max_abs_err}, its histogram is from {low:.3g} to "
+                    f"{high:.3g}"
+                )
 
     @property
     def format_is_judged(self) -> bool:
@@ -245,6 +275,14 @@ class TimingRow(_Data, frozen=True, kw_only=True):
     resolution_us: float = 0.0
     function_us: float = 0.0
 
+    def __post_init__(self) -> None:
+        medians = [median for process in self.block_medians_us for median in process]
+        low, high = min(medians, default=self.p50_us), max(medians, default=self.p50_us)
+        if not low - _LAST_DIGITS_US <= self.p50_us <= min(high + _LAST_DIGITS_US, self.p90_us):
+            raise ValueError(
+                f"p50_us is {self.p50_us}, its blocks are from {low} to {high} and its p90_us is {self.p90_us}"
+            )
+
 
 class SpeedupRow(_Data, frozen=True, kw_only=True):
     """Baseline over candidate time on one shape: 1.10 means that the candidate is 10 % faster.
@@ -263,10 +301,21 @@ class SpeedupRow(_Data, frozen=True, kw_only=True):
     noise_floor: float
     required: float
     gated: bool
-    verdict: SpeedVerdict
+    verdict: SpeedVerdict = "INCONCLUSIVE"
     processes: int
     blocks: int
     slow_replay: str = ""
+
+
+class Claim(_Data, frozen=True, kw_only=True):
+    """The claim that PERFORMANCE tests: on the ``gated`` shapes, warm, the speedup reaches ``required`` (0: the noise).
+
+    confidence: of each interval.
+    """
+
+    confidence: float
+    required: float
+    gated: list[str]
 
 
 class CachedTiming(_Data, frozen=True, kw_only=True):
@@ -317,13 +366,14 @@ class Side(_Data, frozen=True, kw_only=True):
 class GateResult(_Data, frozen=True, kw_only=True):
     """The result of one gate: a status, a summary line, and rows of (check, target, actual, status).
 
+    status: FAIL if a row fails. A file has no content of PERFORMANCE if it follows from timings.
     unchecked: the skipped checks with their reasons, although the gate holds; for PERFORMANCE, the reason why the
         baseline is not fair. They prevent MERGE. Empty in older records.
     """
 
     gate: str
-    status: Status
-    summary: str
+    status: Status = "PENDING"
+    summary: str = ""
     reasons: list[str] = []
     checks: list[tuple[str, str, str, Status]] = []
     unchecked: list[str] = []
@@ -425,6 +475,7 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     """The record of a comparison of a candidate with a baseline.
 
     baseline_again: timings of the baseline against itself (A/A), for the noise floor.
+    claim: None if nothing was timed, and in older records. speedups, decision, reasons: conclusions, in no file.
     quoted: the cached timings of PERFORMANCE, if this run could not time. Such a record has no timings of its own.
     Raises ValueError for timings of an incorrect kernel, and for a record with both its own and cached timings.
     """
@@ -434,8 +485,9 @@ class Record(Run, frozen=True, kw_only=True, tag_field="kind", tag="comparison")
     parity: list[ParityRow] = []
     speedups: list[SpeedupRow] = []
     baseline_again: list[TimingRow] = []
-    decision: Decision
-    reasons: list[str]
+    claim: Claim | None = None
+    decision: Decision = "PENDING"
+    reasons: list[str] = []
     exam: PlanCoverage | None = None
     quoted: CachedTiming | None = None
 

@@ -10,8 +10,9 @@ import msgspec
 
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases, reuse_cached_timing
-from greenfast.judge.decision import decide
+from greenfast.judge.conclusions import decide
 from greenfast.judge.digest import sealed_json
+from greenfast.judge.gates.performance import find_claim
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
@@ -82,6 +83,7 @@ def validate(
         candidate=run.side(CANDIDATE),
         parity=run.correctness.parity,
         speedups=run.timed.speedups,
+        claim=find_claim(run.timed.speedups),
         baseline_again=run.timed.rows.get(AGAIN, []),
         decision=decision,
         reasons=reasons,

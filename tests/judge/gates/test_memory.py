@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from greenfast.device import memory_check
-from greenfast.judge.decision import decide
+from greenfast.judge.conclusions import decide
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.record_schema import PlanCoverage, Record
 from greenfast.judge.request import add_check_plan

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,18 +40,19 @@ from greenfast.judge.gates.sensitivity import (
 )
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.pending_operations import check_awaited
-from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, pending
+from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, conclude_checks, make_limits, pending
 from greenfast.judge.record_schema import (
     NOT_RUN,
+    OBSERVED_GATES,
+    BenchRecord,
     CorrectnessRow,
     ErrorStats,
     GateResult,
-    Histogram,
+    Limits,
     ParityRow,
     Record,
     Run,
     Status,
-    WorstElement,
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
@@ -370,8 +372,10 @@ class _Checked:
                 if is_far(answer, references, references.bound_of(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
                 format_error = format_error or error_stats(references.exact, references.full, gate.bad_abs_err)
-                values = _measure(case_plan, references, gate, kernel_gate, format_error, answer)
-                if all(values.gates.values()):
+                measured = _measure(references, gate, kernel_gate, answer) | {"elements": answer.size}
+                row = _make_row(case_plan, case, format_error, gates={"repeat_pass": True}, **measured)
+                gates = judge_row(row, make_limits(gate, kernel_gate))
+                if all(gates.get(gate_name, True) for gate_name in _VALUE_GATES):
                     passing.append(name)
                     break
         return list(dict.fromkeys(passing))
@@ -450,36 +454,36 @@ def _row(
     A kernel that did not run or wrote NaN fails and has no error statistics. If the device cannot run the case, the row
     has no gates.
     """
-    bad = gate.bad_abs_err
-    format_error = error_stats(references.exact, references.full, bad)
-    error = kernel_error = bound_ratio = None
-    histograms: dict[str, Histogram] = {}
-    worst: WorstElement | None = None
-    held = {"format_error_pass": _is_within(format_error, gate)} if case_plan.format_is_judged else {}
+    format_error = error_stats(references.exact, references.full, gate.bad_abs_err)
+    measured: dict[str, Any] = {}
+    held: dict[str, bool] = {}
     notes = [str(result)] if isinstance(result, WorkerError) else [*result.violations, *result.notes]
     if isinstance(result, UnsupportedByDeviceError):
-        held = {}
+        pass
     elif isinstance(result, WorkerError) or decoded is None:
         held["ran_pass"] = False
     else:
-        held["memory_pass"] = not result.violations
-        held["repeat_pass"] = result.repeatable
+        held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
         if not result.repeatable:
             notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
         bound = references.bound_of(kernel_gate.rounding)
         worst = worst_element(decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
+        measured |= {"worst": worst, "elements": decoded.size}
         bad_elements = int((~np.isfinite(decoded)).sum())
-        held["finite_pass"] = bad_elements == 0
         if bad_elements:
             notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")
         else:
-            values = _measure(case_plan, references, gate, kernel_gate, format_error, decoded)
-            error, kernel_error, bound_ratio = values.error, values.kernel_error, values.bound_ratio
-            histograms["error_histogram"] = error_histogram(decoded, references.exact)
-            histograms["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
-            held |= values.gates
-        if not all(held.get(name, True) for name in _VALUE_GATES):
-            notes.append(str(worst))
+            measured |= _measure(references, gate, kernel_gate, decoded)
+            measured["error_histogram"] = error_histogram(decoded, references.exact)
+            measured["bound_histogram"] = bound_histogram(decoded, references.exact, bound)
+    row = _make_row(case_plan, case, format_error, gates=held, **measured)
+    gates = judge_row(row, make_limits(gate, kernel_gate))
+    if not all(gates.get(name, True) for name in _VALUE_GATES):
+        notes.append(str(row.worst))
+    return msgspec.structs.replace(row, gates=gates, notes=notes)
+
+
+def _make_row(case_plan: CasePlan, case: Case, format_error: ErrorStats, **measured: Any) -> CorrectnessRow:
     return CorrectnessRow(
         shape=case_plan.shape.name,
         dims=dict(case_plan.shape.dims),
@@ -488,37 +492,16 @@ def _row(
         drawn=case_plan.randomized,
         own_shape=case_plan.randomized and not case_plan.new_shape,
         inputs_digest=case.digest,
-        error=error,
         format_error=format_error,
-        kernel_error=kernel_error,
-        bound_ratio=bound_ratio,
-        gates=held,
-        notes=notes,
         case_bytes=case.nbytes,
-        worst=worst,
-        **histograms,
+        **{"error": None, "kernel_error": None, "bound_ratio": None} | measured,
     )
 
 
-@dataclass(frozen=True)
-class _Values:
-    """Errors of decoded values, and the gates that judge them."""
-
-    error: ErrorStats
-    kernel_error: ErrorStats
-    bound_ratio: float
-    gates: dict[str, bool]
-
-
 def _measure(
-    case_plan: CasePlan,
-    references: References,
-    gate: ErrorGate,
-    kernel_gate: KernelErrorGate,
-    format_error: ErrorStats,
-    decoded: NDArray[np.float64],
-) -> _Values:
-    """Measure and judge decoded values. All values must be finite."""
+    references: References, gate: ErrorGate, kernel_gate: KernelErrorGate, decoded: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Return the errors of decoded values by their names in a row. All values must be finite."""
     error = error_stats(decoded, references.full, gate.bad_abs_err)
     same = references.exact is references.full
     kernel_error = error if same else error_stats(decoded, references.exact, gate.bad_abs_err)
@@ -529,37 +512,39 @@ def _measure(
             *(split_outputs(references, array) for array in (decoded, references.exact, bound)), strict=True
         )
     )
-    bound_ratio = float(np.max(list(ratios), initial=0.0))
-    held = {}
-    for name in _judged_errors(case_plan, format_error, gate):
-        held[f"{name}_pass"] = getattr(error, name) <= getattr(gate, name)
-    allowed = kernel_gate.relative_error
-    if case_plan.variant != NORMAL or case_plan.new_shape:
-        allowed *= relative_error_factor(decoded.size, case_plan.variant)
-    held["kernel_relative_error_pass"] = kernel_error.relative_error <= allowed
-    held["kernel_bound_pass"] = bound_ratio <= kernel_gate.bound_factor
-    return _Values(error, kernel_error, bound_ratio, held)
+    return {"error": error, "kernel_error": kernel_error, "bound_ratio": float(np.max(list(ratios), initial=0.0))}
 
 
-def _judged_errors(case_plan: CasePlan, format_error: ErrorStats, gate: ErrorGate) -> list[str]:
-    """Return the names of the limits on the error against the unquantized reference that apply to a case.
+def judge_row(row: CorrectnessRow, limits: Limits) -> dict[str, bool]:
+    """Return the gates of a row: the observed ones, and those that follow from its numbers and the limits.
 
-    All limits apply to the task's own shapes and seeds. With a secret seed, the format's own error may be near a limit
-    or above it. Then this limit does not apply, because a correct kernel could not meet it.
+    All limits on the error against the unquantized reference apply to the task's own shapes and seeds. With a secret
+    seed, the format's own error may be near a limit or above it. Then this limit does not apply, because a correct
+    kernel could not meet it. A row without observed gates could not be run and has no gates.
     """
-    if case_plan.format_is_judged:
-        return list(_ERRORS)
-    if case_plan.new_shape or case_plan.variant != NORMAL:
-        return []
-    return [name for name in _ERRORS if getattr(format_error, name) <= _MAX_FORMAT_SHARE * getattr(gate, name)]
-
-
-def _is_within(error: ErrorStats, gate: ErrorGate) -> bool:
-    return (
-        error.max_abs_err <= gate.max_abs_err
-        and error.mean_abs_err <= gate.mean_abs_err
-        and error.pct_bad <= gate.pct_bad
-    )
+    observed = {name: held for name, held in row.gates.items() if name in OBSERVED_GATES}
+    if not observed:
+        return {}
+    gates = {}
+    if row.format_is_judged:
+        gates["format_error_pass"] = all(getattr(row.format_error, n) <= getattr(limits, n) for n in _ERRORS)
+    gates |= observed
+    if not observed.get("ran_pass", True):
+        return gates
+    if row.error is None or row.kernel_error is None or row.bound_ratio is None:
+        return gates | {"finite_pass": False}
+    gates["finite_pass"] = True
+    for name in () if row.scatters else _ERRORS:
+        limit = getattr(limits, name)
+        if row.format_is_judged or getattr(row.format_error, name) <= _MAX_FORMAT_SHARE * limit:
+            gates[f"{name}_pass"] = getattr(row.error, name) <= limit
+    allowed = limits.relative_error
+    elements = row.elements or (sum(row.error_histogram.counts) if row.error_histogram else 0)
+    if row.scatters and elements:
+        allowed *= relative_error_factor(elements, row.variant)
+    gates["kernel_relative_error_pass"] = row.kernel_error.relative_error <= allowed
+    gates["kernel_bound_pass"] = row.bound_ratio <= limits.bound_factor
+    return gates
 
 
 def _parity(shape: Shape, seed: int, same_bits: bool, a: NDArray[np.float64], b: NDArray[np.float64]) -> ParityRow:
@@ -716,6 +701,25 @@ def _list_failures(row: CorrectnessRow) -> str:
     return failures + (f" ({'; '.join(row.notes)})" if row.notes else "")
 
 
+def _conclude(record: Run, result: GateResult) -> GateResult:
+    """Return FAIL instead of PASS if a row failed, or if an implementation did not run all cases of its shapes."""
+    result = conclude_checks(result)
+    if not isinstance(record, Record | BenchRecord) or result.status != "PASS":
+        return result
+    cases = {(row.shape, row.seed, row.variant) for _, side in record.sides() for row in side.correctness}
+    reasons = []
+    for role, side in record.sides():
+        # A baseline may reject the random shapes, and is then not compiled for them.
+        built = {shape for build in side.builds for shape in build.shapes} or {shape for shape, _, _ in cases}
+        wrong = [f"{row.shape} seed {row.seed}" for row in side.correctness if not row.passed]
+        ran = {(row.shape, row.seed, row.variant) for row in side.correctness}
+        if wrong:
+            reasons.append(f"{role}: {', '.join(wrong)}")
+        elif not ran or ran != {case for case in cases if case[0] in built}:
+            reasons.append(f"{role} did not run all cases")
+    return msgspec.structs.replace(result, reasons=reasons, status="FAIL" if reasons else "PASS")
+
+
 def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
     sections = [("Correctness", _correctness(record))]
     return [*sections, ("Parity of the two sides", _parity_table(record))] if isinstance(record, Record) else sections
@@ -772,4 +776,12 @@ def _parity_table(record: Record) -> str:
     return f"{lead}\n\n" + formatting.table(("shape", "seed", "bit-exact", *numbers), rows, right=numbers)
 
 
-GATE = Gate("CORRECTNESS", exit_code=13, after="RESOURCES", check=_check, sections=_list_sections, runs_kernels=True)
+GATE = Gate(
+    "CORRECTNESS",
+    exit_code=13,
+    after="RESOURCES",
+    check=_check,
+    conclude=_conclude,
+    sections=_list_sections,
+    runs_kernels=True,
+)

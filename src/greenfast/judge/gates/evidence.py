@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
+
 from greenfast.device import assembler
 from greenfast.device.machine_code import disassemble
 from greenfast.device.pdl import early_launch_faults
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side, count_side_instructions
-from greenfast.judge.pipeline import Gate, GateRun
+from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import GateResult, Record, Run, Status, largest_named_shape
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import counts_section
@@ -135,6 +137,21 @@ def format_emulated_counts(
     return f"emulated {shape}: " + ", ".join(parts)
 
 
+def _conclude(record: Run, result: GateResult) -> GateResult:
+    """Take the counts of the rows from the builds of the record's last implementation."""
+
+    def count(check: str, stored: str) -> str:
+        shape, _, counter = check.partition(": ")
+        launched = [b for b in builds for launch in b.launches if launch.partition(" launch ")[0] == shape]
+        if not launched or not all(counter in build.machine_code for build in launched):
+            return stored
+        return str(sum(build.machine_code[counter] for build in launched))
+
+    builds = record.sides()[-1][1].builds
+    checks = [(check, target, count(check, actual), status) for check, target, actual, status in result.checks]
+    return conclude_checks(msgspec.structs.replace(result, checks=checks))
+
+
 def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
     counted = counts_section(record.sides(), record.least_work)
     if not isinstance(record, Record):
@@ -157,4 +174,4 @@ def _evidence(record: Record, counted: str) -> str:
     return f"{lead}\n\nInstructions in the machine code:\n\n{table}"
 
 
-GATE = Gate("EVIDENCE", exit_code=15, after="PERFORMANCE", check=_check, sections=_list_sections)
+GATE = Gate("EVIDENCE", exit_code=15, after="PERFORMANCE", check=_check, conclude=_conclude, sections=_list_sections)

@@ -10,12 +10,12 @@ import msgspec
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, pending
-from greenfast.judge.record_schema import CachedTiming, GateResult, Record, Run, SpeedupRow, Status, TimingRow
+from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, conclude_checks, pending
+from greenfast.judge.record_schema import CachedTiming, Claim, GateResult, Record, Run, SpeedupRow, Status, TimingRow
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.task import Shape, Timing
-from greenfast.judge.timing.estimators import resolution_us, summary
+from greenfast.judge.timing.estimators import Interval, resolution_us, summary, verdict
 from greenfast.judge.timing.floor import Floor, floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
 from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
@@ -243,10 +243,12 @@ def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
         summaries.append(f"{row.shape} {text}")
         if not is_fast:
             reasons.append(f"{row.shape}: {text}; required {target}, noise floor {100 * row.noise_floor:.2f} %")
+    if not summaries:
+        reasons.append("no shape decides: none is gated")
     return GateResult(
         gate="PERFORMANCE",
         status="FAIL" if reasons else "PASS",
-        summary="; ".join(summaries),
+        summary="; ".join(summaries or reasons),
         reasons=reasons,
         checks=checks,
         unchecked=[f"{row.shape}: {row.slow_replay}" for row in speedups if row.gated and row.slow_replay],
@@ -263,6 +265,56 @@ def build_cached_performance(quoted: CachedTiming, required: float | None) -> Ga
         reasons=[f"{reason} ({source})" for reason in result.reasons],
         checks=[(f"{check}, quoted", required, actual, status) for check, required, actual, status in result.checks],
     )
+
+
+def find_claim(speedups: Sequence[SpeedupRow]) -> Claim | None:
+    """Return the claim that speedups test; None if there are none."""
+    if not speedups:
+        return None
+    gated = [row.shape for row in speedups if row.gated]
+    return Claim(confidence=speedups[0].confidence, required=speedups[0].required, gated=gated)
+
+
+def compute_speedups(record: Record) -> list[SpeedupRow]:
+    """Return the speedups that follow from a record's timings and its claim. Raises ValueError as ``speedup_row``."""
+    claim = record.claim or find_claim(record.speedups)
+    if claim is None:
+        return []
+    return [
+        speedup_row(
+            record.baseline.timing,
+            record.candidate.timing,
+            record.baseline_again,
+            shape,
+            cache,
+            confidence=claim.confidence,
+            required=claim.required or None,
+            gated=shape in claim.gated and cache == WARM,
+        )
+        for shape in dict.fromkeys(row.shape for row in record.baseline.timing)
+        for cache in (WARM, COLD)
+    ]
+
+
+def judge_again(row: SpeedupRow, required: float, gated: bool) -> SpeedupRow:
+    """Return the row with a requirement, and the verdict that follows from its interval."""
+    interval = Interval(row.speedup, row.ci_low, row.ci_high)
+    new_verdict = verdict(interval, noise_floor=row.noise_floor, required=required)
+    return msgspec.structs.replace(row, required=required, verdict=new_verdict, gated=gated and row.cache == WARM)
+
+
+def _conclude(record: Run, result: GateResult) -> GateResult:
+    """Judge the record's speedups, or its cached ones. Without any, the gate did not pass."""
+    if not isinstance(record, Record):
+        return conclude_checks(result)
+    if record.speedups:
+        return judge(record.speedups, record.speedups[0].required or None)
+    if record.quoted is not None:
+        rows = record.quoted.speedups
+        return build_cached_performance(record.quoted, rows[0].required or None if rows else None)
+    if result.status == "PASS":
+        return pending("PERFORMANCE", "there are no speedups")
+    return conclude_checks(result)
 
 
 def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
@@ -304,4 +356,12 @@ def _timings(record: Run) -> Iterator[str]:
         yield formatting.table(header, rows, right=numbers)
 
 
-GATE = Gate("PERFORMANCE", exit_code=14, after="CORRECTNESS", check=_check, sections=_list_sections, runs_kernels=True)
+GATE = Gate(
+    "PERFORMANCE",
+    exit_code=14,
+    after="CORRECTNESS",
+    check=_check,
+    conclude=_conclude,
+    sections=_list_sections,
+    runs_kernels=True,
+)

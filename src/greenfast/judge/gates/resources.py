@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
 from greenfast.judge.gates.sides import BuiltSide, watched_variables
-from greenfast.judge.pipeline import Gate, GateRun
-from greenfast.judge.record_schema import GateResult, Run, Status
+from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
+from greenfast.judge.record_schema import BenchRecord, GateResult, Record, Run, Status
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.task import Budget, Rung, Shape
 
@@ -91,6 +93,29 @@ def _count_state_bytes(kernel: CompiledKernel) -> tuple[int, int]:
     return min(global_bytes, sum(state_variables(kernel).values()) - compared), compared
 
 
+def _conclude(record: Run, result: GateResult) -> GateResult:
+    """Take the amounts of the rows from the record's builds. Variables are not there: some are compared after launches.
+
+    The row of a kernel has the name of its first shape. A shape with several launches has the kernel's entry too.
+    """
+    if result.status != "PASS" or not isinstance(record, Record | BenchRecord):
+        return conclude_checks(result)
+    actual = {}
+    for role, side in record.sides():
+        for build in (build for build in side.builds if build.resources is not None and build.shapes):
+            used, shape = build.resources, build.shapes[0]
+            kernel = shape if not build.launches or shape in build.launches else f"{shape}, {build.entry}"
+            prefix = f"{role if isinstance(record, Record) else 'candidate'} {side.variant} ({kernel})"
+            assert used is not None
+            actual[f"{prefix}: registers"] = str(used.registers)
+            actual[f"{prefix}: shared memory, bytes"] = str(used.smem_bytes)
+            actual[f"{prefix}: stack, bytes"] = str(used.stack_bytes)
+            actual[f"{prefix}: spills, bytes"] = str(used.spill_bytes)
+    checks = [(check, target, actual.pop(check, amount), status) for check, target, amount, status in result.checks]
+    checks += [(check, "a limit", amount, "FAIL") for check, amount in actual.items()]
+    return conclude_checks(msgspec.structs.replace(result, checks=checks))
+
+
 def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
     return [("Compiler resources", resource_table(record))]
 
@@ -118,4 +143,4 @@ def resource_table(record: Run) -> str:
     return formatting.table(("side", "variant", "dims", *numbers), rows, right=numbers)
 
 
-GATE = Gate("RESOURCES", exit_code=12, after="BUILD", check=_check, sections=_list_sections)
+GATE = Gate("RESOURCES", exit_code=12, after="BUILD", check=_check, conclude=_conclude, sections=_list_sections)

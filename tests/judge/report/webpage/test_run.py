@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from greenfast.judge.error_metrics import bound_histogram, error_histogram
+from greenfast.judge.error_metrics import bound_histogram, error_histogram, error_stats
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
@@ -51,7 +51,8 @@ def with_clocks(one: Record) -> Record:
             "error_histogram": error_histogram(actual, exact),
             "bound_histogram": bound_histogram(actual, exact, bound),
         }
-        rows = [msgspec.structs.replace(row, **histograms) for row in old.correctness]
+        error = error_stats(actual, exact, bad_abs_err=1.0)
+        rows = [msgspec.structs.replace(row, kernel_error=error, **histograms) for row in old.correctness]
         return msgspec.structs.replace(old, timing=timing, correctness=rows)
 
     return msgspec.structs.replace(one, baseline=more(one.baseline, 512.0), candidate=more(one.candidate, 634.0))
