@@ -18,10 +18,11 @@ from benchmarks.records import BackendFacts, Benchmark, Row, SpeedupPair
 from benchmarks.report import clocks_line, headline, rate, ratios, reasons, sections, short_name, title
 from benchmarks.report import panels as serving_panels
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.plots import clean
 from greenfast.judge.report.webpage.charts import drawing
 from greenfast.judge.report.webpage.limits import limits
-from greenfast.judge.report.webpage.page import Section, bullets, figure, markdown, page
+from greenfast.judge.report.webpage.page import bullets, figure, page
 from greenfast.judge.report.webpage.run import details, gates, identity, repeat
 
 # Okabe and Ito's colours: distinct ones for greenfast, similar ones for other libraries of one precision.
@@ -146,7 +147,7 @@ def _name(row: Row) -> str:
 
 def benchmark_page(record: Benchmark, sha256: str = "") -> str:
     """Render the page of a record. sha256: of its file."""
-    (_, summary), *others = sections(record)
+    summary, *others = sections(record)
     picture = drawing(
         "throughput and times of all backends",
         plot_height(record),
@@ -157,7 +158,7 @@ def benchmark_page(record: Benchmark, sha256: str = "") -> str:
     return page(
         title(record),
         [
-            Section("Times", [figure(picture, clocks_line(record)), markdown(summary)]),
+            Section("Times", [figure(picture, clocks_line(record)), *summary.parts]),
             *([Section("Gates", gates(record))] if record.gates else []),
             Section("Repeat it", repeat(record)),
             Section("Limits", [bullets([*missing, *limits(record)])]),

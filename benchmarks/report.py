@@ -11,6 +11,7 @@ from benchmarks.records import AccuracyRow, BackendFacts, Benchmark, Row, Speedu
 from benchmarks.serving_cases import append_bytes, kv_bytes
 from greenfast.judge.gates.resources import resource_table
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.markdown import document, gates, provenance
 from greenfast.spec.freshness import STALE, Freshness
 
@@ -302,9 +303,9 @@ def section(record: Benchmark, path: str, answer: Freshness | None = None) -> st
 
 def benchmark_report(record: Benchmark, *, plot: str | None = None) -> str:
     """Format the whole report. plot: path of a figure of this record, relative to the report."""
-    (name, text), *others = sections(record)
-    picture = f"![throughput and times of all backends]({plot})\n\n" if plot else ""
-    return document(title(record), [(name, picture + text), *others])
+    first, *others = sections(record)
+    picture = [f"![throughput and times of all backends]({plot})"] if plot else []
+    return document(title(record), [Section(first.title, [*picture, *first.parts]), *others])
 
 
 def title(record: Benchmark) -> str:
@@ -312,13 +313,13 @@ def title(record: Benchmark) -> str:
     return f"{record.what}, compared with other libraries"
 
 
-def sections(record: Benchmark) -> list[tuple[str, str]]:
-    """Return the sections of the report with their names, the summary first."""
+def sections(record: Benchmark) -> list[Section]:
+    """Return the sections of the report, the summary first."""
     return [
-        ("Summary", summary(record)),
-        ("Gates", gates(record)),
-        ("Times", _samples_table(record)),
-        *([("Compiler resources", resource_table(record))] if record.side else []),
+        Section("Summary", [summary(record)]),
+        Section("Gates", [gates(record)]),
+        Section("Times", [_samples_table(record)]),
+        *([Section("Compiler resources", [resource_table(record)])] if record.side else []),
         *provenance(record),
     ]
 

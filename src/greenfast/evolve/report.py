@@ -15,9 +15,10 @@ from greenfast.evolve import t4
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Descriptor, Evaluation, build_archive, describe, select_best
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.plots import BASELINE, CANDIDATE
 from greenfast.judge.report.webpage.charts import drawing
-from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
+from greenfast.judge.report.webpage.page import bullets, figure, page, paragraph, table
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
 

@@ -30,6 +30,7 @@ from greenfast.judge.record_schema import (
     TimingRow,
     read_status,
 )
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.task import ErrorGate, KernelErrorGate
 from greenfast.judge.variant import Variant
@@ -45,7 +46,7 @@ class Gate:
         gate gets a new number, independent of its position.
     after: the name of the gate before it; empty for the first.
     check: runs the gate, and stores its measurements in the run.
-    sections: returns the name and Markdown text of each section of a record's report. Its second argument is the path
+    sections: returns the sections of a record's report. Its second argument is the path
         of the figure of the record, if there is one.
     conclude: returns the result that follows from a record's measurements and from the rows of its result.
     runs_kernels: True if the gate launches kernels. The report shows the sections of these gates first.
@@ -55,7 +56,7 @@ class Gate:
     exit_code: int
     after: str
     check: Callable[[GateRun], GateResult]
-    sections: Callable[[Run, str | None], list[tuple[str, str]]] = lambda record, plot: []
+    sections: Callable[[Run, str | None], list[Section]] = lambda record, plot: []
     conclude: Callable[[Run, GateResult], GateResult] = lambda record, result: conclude_checks(result)
     runs_kernels: bool = False
 

@@ -55,6 +55,7 @@ from greenfast.judge.record_schema import (
     Status,
 )
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER
@@ -720,9 +721,11 @@ def _conclude(record: Run, result: GateResult) -> GateResult:
     return msgspec.structs.replace(result, reasons=reasons, status="FAIL" if reasons else "PASS")
 
 
-def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
-    sections = [("Correctness", _correctness(record))]
-    return [*sections, ("Parity of the two sides", _parity_table(record))] if isinstance(record, Record) else sections
+def _list_sections(record: Run, plot: str | None) -> list[Section]:
+    sections = [Section("Correctness", [_correctness(record)])]
+    if isinstance(record, Record):
+        sections.append(Section("Parity of the two sides", [_parity_table(record)]))
+    return sections
 
 
 def _correctness(record: Run) -> str:

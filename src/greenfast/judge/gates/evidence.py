@@ -15,6 +15,7 @@ from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import GateResult, Record, Run, Status, largest_named_shape
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import counts_section
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Rung
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import KernelCounts
@@ -152,11 +153,11 @@ def _conclude(record: Run, result: GateResult) -> GateResult:
     return conclude_checks(msgspec.structs.replace(result, checks=checks))
 
 
-def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+def _list_sections(record: Run, plot: str | None) -> list[Section]:
     counted = counts_section(record.sides(), record.least_work)
     if not isinstance(record, Record):
-        return [("Counts", counted)] if counted else []
-    return [("Evidence", _evidence(record, counted))]
+        return [Section("Counts", [counted])] if counted else []
+    return [Section("Evidence", [_evidence(record, counted)])]
 
 
 def _evidence(record: Record, counted: str) -> str:

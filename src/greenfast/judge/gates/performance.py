@@ -13,6 +13,7 @@ from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, conclude_checks, pending
 from greenfast.judge.record_schema import CachedTiming, Claim, GateResult, Record, Run, SpeedupRow, Status, TimingRow
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.task import Shape, Timing
 from greenfast.judge.timing.estimators import Interval, resolution_us, summary, verdict
@@ -317,14 +318,14 @@ def _conclude(record: Run, result: GateResult) -> GateResult:
     return conclude_checks(result)
 
 
-def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
+def _list_sections(record: Run, plot: str | None) -> list[Section]:
     outcome = formatting.without_html(facts.gate_line(record, "PERFORMANCE"))
     if not isinstance(record, Record):
-        return [("Timing", "\n\n".join(_timings(record)) or outcome)]
+        return [Section("Timing", list(_timings(record)) or [outcome])]
     if record.quoted is not None:
-        return [("Performance", f"{outcome}\n\n{cached_section(record.quoted)}")]
+        return [Section("Performance", [outcome, cached_section(record.quoted)])]
     figure = [f"![block medians and speedups]({plot})"] if plot else []
-    return [("Performance", "\n\n".join([*figure, *_speedups(record), *_timings(record)]) or outcome)]
+    return [Section("Performance", [*figure, *_speedups(record), *_timings(record)] or [outcome])]
 
 
 def _speedups(record: Record) -> Iterator[str]:

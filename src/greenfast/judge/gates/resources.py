@@ -13,6 +13,7 @@ from greenfast.judge.gates.sides import BuiltSide, watched_variables
 from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import BenchRecord, GateResult, Record, Run, Status
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Budget, Rung, Shape
 
 
@@ -116,8 +117,8 @@ def _conclude(record: Run, result: GateResult) -> GateResult:
     return conclude_checks(msgspec.structs.replace(result, checks=checks))
 
 
-def _list_sections(record: Run, plot: str | None) -> list[tuple[str, str]]:
-    return [("Compiler resources", resource_table(record))]
+def _list_sections(record: Run, plot: str | None) -> list[Section]:
+    return [Section("Compiler resources", [resource_table(record)])]
 
 
 def resource_table(record: Run) -> str:

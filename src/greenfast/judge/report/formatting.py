@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from greenfast.spec.printable import printable
 
@@ -13,6 +14,19 @@ _BACKTICKS = re.compile("`+")
 # The start of a tag, or of a link target that is not a path, unless an odd number of backslashes escapes it.
 _HTML = re.compile(r"(?<!\\)(?:\\\\)*(?=<[A-Za-z/!?])|(?<=\])(?=\((?![\w./#-]+\)))")
 _FOLDERS = re.compile(r"(?<![\w<])/\S*/")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a report. parts: paragraphs of Markdown; in a web page also HTML, as ``markupsafe.Markup``."""
+
+    title: str
+    parts: Sequence[str]
+
+    @property
+    def anchor(self) -> str:
+        """The target of links to this section."""
+        return "-".join(self.title.lower().split())
 
 
 def micros(us: float) -> str:

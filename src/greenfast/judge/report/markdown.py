@@ -8,6 +8,7 @@ from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record, Run
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.speedups import describe_source, speedup_line
 from greenfast.spec.facts import Resources
 from greenfast.spec.printable import printable
@@ -30,20 +31,20 @@ def title(record: AnyRecord) -> str:
     return f"{record.task}: {phases}{record.side.variant}"
 
 
-def list_sections(record: AnyRecord, plot: str | None = None) -> list[tuple[str, str]]:
-    """Return the names and texts of the report's sections. Each gate gives its own."""
+def list_sections(record: AnyRecord, plot: str | None = None) -> list[Section]:
+    """Return the report's sections. Each gate gives its own."""
     if isinstance(record, PhaseRecord):
-        return [("Phases", _phases(record)), *provenance(record)]
+        return [Section("Phases", _phases(record)), *provenance(record)]
     ordered = sorted(GATES.values(), key=lambda gate: not gate.runs_kernels)
     return [
-        ("Gates", gates(record)),
+        Section("Gates", [gates(record)]),
         *(section for gate in ordered for section in gate.sections(record, plot)),
-        *([("Decision", _decision(record))] if isinstance(record, Record) else []),
+        *([Section("Decision", [_decision(record)])] if isinstance(record, Record) else []),
         *provenance(record),
     ]
 
 
-def _phases(record: PhaseRecord) -> str:
+def _phases(record: PhaseRecord) -> list[str]:
     rows = [
         (shape, phase, f"{count:.0f}", formatting.percent(count / sum(cycles.values())))
         for shape, cycles in record.phase_cycles.items()
@@ -57,12 +58,12 @@ def _phases(record: PhaseRecord) -> str:
     if rows:
         header = ("shape", "phase", "cycles per block", "share")
         tables.append(formatting.table(header, rows, right=("cycles per block", "share")))
-    return "\n\n".join(tables)
+    return tables
 
 
-def document(title: str, sections: Sequence[tuple[str, str]], lead: Sequence[str] = ()) -> str:
-    """Return a document with a title, leading paragraphs and named sections."""
-    body = [f"## {name}\n\n{text}" for name, text in sections]
+def document(title: str, sections: Sequence[Section], lead: Sequence[str] = ()) -> str:
+    """Return a document with a title, leading paragraphs and sections."""
+    body = ["\n\n".join([f"## {section.title}", *section.parts]) for section in sections]
     return printable("\n\n".join([formatting.without_html(f"# {title}"), *lead, *body]) + "\n")
 
 
@@ -156,9 +157,9 @@ def _exam(record: Record) -> Iterator[str]:
     yield formatting.without_html(f"Asked: {asked}{drawn}.")
 
 
-def provenance(record: Run) -> list[tuple[str, str]]:
+def provenance(record: Run) -> list[Section]:
     """Return the sections on how to reproduce a run and on its environment."""
-    return [("How to reproduce", _reproduce(record)), ("Build metadata", _metadata(record))]
+    return [Section("How to reproduce", [_reproduce(record)]), Section("Build metadata", [_metadata(record)])]
 
 
 def _reproduce(record: Run) -> str:

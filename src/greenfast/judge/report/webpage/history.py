@@ -9,10 +9,11 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.history import HEADER, NUMBERS, History, Point
 from greenfast.judge.report.plots import BASELINE, CANDIDATE, NOISE, REQUIRED, clean
 from greenfast.judge.report.webpage.charts import drawing
-from greenfast.judge.report.webpage.page import Section, bullets, figure, page, paragraph, table
+from greenfast.judge.report.webpage.page import bullets, figure, page, paragraph, table
 
 _MAX_LABELS = 12
 

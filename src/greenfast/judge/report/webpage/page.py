@@ -7,7 +7,7 @@ HTML nor links nor pictures, and by matplotlib in its SVG. The page's own policy
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from greenfast.judge.report.formatting import Section
 from greenfast.spec.printable import printable
 
 _JINJA = Environment(
@@ -38,19 +39,6 @@ _TONES = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
-    """A heading with its content."""
-
-    title: str
-    parts: Sequence[Markup]
-
-    @property
-    def anchor(self) -> str:
-        """The target of links to this section."""
-        return "-".join(self.title.lower().split())
-
-
 def page(
     title: str,
     sections: Sequence[Section],
@@ -63,8 +51,9 @@ def page(
 
     Control characters become visible escapes, since HTML allows few of them.
     """
+    rendered = [replace(section, parts=list(map(_render, section.parts))) for section in sections]
     text = _JINJA.get_template("page.html.jinja").render(
-        title=title, word=word, tone=tone(word), claims=claims, facts=facts, sections=sections
+        title=title, word=word, tone=tone(word), claims=claims, facts=facts, sections=rendered
     )
     return printable(text)
 
@@ -108,6 +97,10 @@ def fold(summary: str, parts: Iterable[Markup]) -> Markup:
 def markdown(text: str) -> Markup:
     """Render a section of a Markdown report: tables, headings, lists, emphasis and code. The rest is plain text."""
     return Markup(_MARKDOWN.render(text))
+
+
+def _render(part: str) -> Markup:
+    return part if isinstance(part, Markup) else markdown(part)
 
 
 def part(name: str, **values: Any) -> Markup:

@@ -20,6 +20,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import SHOWN
+from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.markdown import list_sections
 from greenfast.judge.report.plots import MAX_PANELS
 from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
@@ -27,7 +28,6 @@ from greenfast.judge.report.webpage import charts, listing, roofline
 from greenfast.judge.report.webpage.limits import limits
 from greenfast.judge.report.webpage.listing import HotCode
 from greenfast.judge.report.webpage.page import (
-    Section,
     bullets,
     code,
     figure,
@@ -157,9 +157,9 @@ def gates(record: Run) -> list[Markup]:
     return parts
 
 
-def details(parts: Sequence[tuple[str, str]]) -> list[Markup]:
+def details(sections: Sequence[Section]) -> list[Markup]:
     """Return the sections of a Markdown report, each in a fold."""
-    return [fold(name, [markdown(text)]) for name, text in parts]
+    return [fold(section.title, map(markdown, section.parts)) for section in sections]
 
 
 def _speedups(record: Record) -> list[Markup]:
