@@ -12,7 +12,7 @@ from rich.text import Text
 from greenfast.cli.console import GateConsole, show, status
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
 from greenfast.judge.digest import sealed_json
-from greenfast.judge.formats.importers import check_traces, write_traces
+from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
 from greenfast.judge.record_schema import Record

@@ -10,18 +10,18 @@ from pathlib import Path
 from rich.text import Text
 
 from greenfast.cli.console import show, table
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.compare import compare
+from greenfast.judge.artifacts import PERFORMANCE, RECORD, PerformanceFile
 from greenfast.judge.history import records_below
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema
+from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema, resolve_aliases
 from greenfast.judge.record_schema import AnyRecord, Record
+from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.history import HEADER, histories
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.report.webpage.history import history_page
-from greenfast.judge.store import check_output_file, write_whole
+from greenfast.judge.store import check_output_file, read_json, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 
 _REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if kind == _COMPARISON:
         if len(runs) != 2:
             raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")
-        print(compare(*runs, required=args.speedup, out=args.out or Path("results/COMPARE.md")), end="")
+        _compare(runs[0], runs[1], args.speedup, args.out or Path("results/COMPARE.md"))
     elif kind == _TABLE:
         pairs = [(str(path), _read_comparison(path)) for path in runs]
         print(ladder_table(pairs, aged=find_outdated(pairs)))
@@ -64,6 +64,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show_reports(runs, args)
     return 0
+
+
+def _compare(baseline: Path, candidate: Path, required: float | None, out: Path) -> None:
+    """Write and print the comparison of two runs (folders, or their perf_baseline.json).
+
+    Raises UsageError for files without timings, of different tasks or formats, or timed by different methods.
+    """
+    files = [path / PERFORMANCE if path.is_dir() else path for path in (baseline, candidate)]
+    a, b = (read_json(path, PerformanceFile, "perf_baseline.json") for path in files)
+    for field, x, y in (("task", a.task, b.task), ("format", a.format, b.format)):
+        if x and y and x != y:
+            raise UsageError(f"the runs differ in {field}: {x} ({files[0]}) and {y} ({files[1]})")
+    task = a.task or b.task
+    a, b = resolve_aliases(a, task), resolve_aliases(b, task)
+    text = compare_markdown(a.require_results(str(files[0])), b.require_results(str(files[1])), required=required)
+    write_whole(out, text)
+    print(text, end="")
 
 
 def _read_comparison(path: Path) -> Record:

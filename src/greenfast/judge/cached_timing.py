@@ -114,14 +114,22 @@ def load_kept_records(
 
 
 def use_recorded_target(request: Request, kept: Sequence[StoredRecord], baseline: str, candidate: str) -> Request:
-    """Return the request for the target of a stored record, so that every gate can decide without a GPU.
+    """Return the request for the target of the newest record that compares the two, as its timings can be reused.
 
     Return the unchanged request if no record compares the two, or if kernels cannot run.
     """
     if not kept or request.cannot_run() is not None:
         return request
-    name = find_target(kept, request.task.config.name, request.format, baseline, candidate)
-    return request if name is None else replace(request, target=Target.parse(name))
+    wanted = (request.task.config.name, request.format, baseline, candidate)
+    records = [
+        k.record
+        for k in kept
+        if (k.record.task, k.record.format, k.record.baseline.variant, k.record.candidate.variant) == wanted
+    ]
+    if not records:
+        return request
+    newest = max(records, key=lambda record: record.created)
+    return replace(request, target=Target.parse(newest.arch))
 
 
 def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecord]:
@@ -134,17 +142,6 @@ def _load_comparison(file: Path, shown: str, task: str = "") -> list[StoredRecor
     if not isinstance(record, Record) or record.device is None or record.device.kind != "gpu" or not record.speedups:
         return []
     return [StoredRecord(shown, hashlib.sha256(file.read_bytes()).hexdigest(), record)]
-
-
-def find_target(kept: Sequence[StoredRecord], task: str, fmt: str, baseline: str, candidate: str) -> str | None:
-    """Return the target of the newest record that compares these two variants, or None if there is none."""
-    matching = [
-        k.record
-        for k in kept
-        if (k.record.task, k.record.format) == (task, fmt)
-        and (k.record.baseline.variant, k.record.candidate.variant) == (baseline, candidate)
-    ]
-    return max(matching, key=lambda record: record.created).arch if matching else None
 
 
 def reuse_cached_timing(run: GateRun, kept: Sequence[StoredRecord], reason: str) -> GateResult:

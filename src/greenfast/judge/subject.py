@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from greenfast.judge.formats.importers import import_problem, import_solution
+from greenfast.judge.formats.convert import (
+    convert_definition,
+    convert_solution,
+    find_workloads,
+    is_definition,
+    is_foreign_solution,
+)
+from greenfast.judge.formats.kernelbench import NEW_MODEL, ORIGINAL, convert_model, convert_problem, is_kernelbench
+from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
@@ -14,6 +22,10 @@ from greenfast.judge.task import CONFIG_NAME
 from greenfast.judge.tasks import LoadedTask, find_task, is_task, load, task_names
 from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError, unknown
+
+#: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
+#: writes into a problem.
+CONVERTED, SOLUTIONS = "converted", "converted_solutions"
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,34 @@ def find_subject(
     task = load(find_task(import_problem(problem or _name_problem(find_solution(path)), out, workloads)))
     solution = find_solution(import_solution(path, task.folder, out))
     return _with_baseline(task, solution, baseline, out)
+
+
+def import_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
+    """A task's name or folder: ``asked`` itself, or the folder that a foreign problem is converted to, below ``out``.
+
+    Raises UsageError for a problem that cannot be judged, and for workloads of a problem that takes none.
+    """
+    path = Path(asked)
+    if is_definition(path):
+        return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
+    if workloads is not None:
+        raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
+    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else asked
+
+
+def import_solution(path: Path, problem: Path, out: Path) -> Path:
+    """A solution's path: ``path`` itself, or the folder that a foreign one is converted to.
+
+    problem: the folder of the task that it is judged by. Raises UsageError where the two do not belong together.
+    """
+    if is_foreign_solution(path):
+        if not (problem / DEFINITION).is_file():
+            raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
+        definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
+        return convert_solution(path, definition, workloads, out / SOLUTIONS)
+    if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
+        return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
+    return path
 
 
 def _name_problem(solution: ResolvedSolution) -> str:

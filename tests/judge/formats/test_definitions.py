@@ -20,9 +20,9 @@ from greenfast.judge.formats.convert import (
     is_foreign_solution,
 )
 from greenfast.judge.formats.defined import DefinedProblem
-from greenfast.judge.formats.importers import import_problem, import_solution
 from greenfast.judge.formats.schema import evaluate_dims, read_definition, read_workloads
 from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.subject import import_problem, import_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from greenfast.judge.formats.schema import Definition, Workload
+from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, Definition, Workload, read_definition, read_workloads
 from greenfast.judge.record_schema import CorrectnessRow, Record, TimingRow
+from greenfast.judge.store import write_whole
 from greenfast.judge.timing.interleaved import COLD
+from greenfast.spec.errors import UsageError
+
+
+def check_traces(file: Path, problem: Path) -> None:
+    """Raise UsageError, before anything is run, where traces can be written of no problem but a definition."""
+    if not (problem / DEFINITION).is_file():
+        raise UsageError(f"--traces {file}: the problem is no definition of FlashInfer-Trace")
+
+
+def write_traces(file: Path, record: Record, problem: Path) -> int:
+    """Write a record as FlashInfer-Trace's JSONL; returns the number of traces."""
+    definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
+    traces = build_traces(record, definition, workloads)
+    write_whole(file, "".join(json.dumps(trace) + "\n" for trace in traces))
+    return len(traces)
 
 
 def build_traces(record: Record, definition: Definition, workloads: Sequence[Workload]) -> list[dict[str, Any]]:
