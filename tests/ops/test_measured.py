@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.flop_counter import FlopCounterMode
 
 import greenfast
 from greenfast.ops import routing, routing_rules
@@ -172,6 +173,9 @@ def test_auto_aligns_masks_and_casts_as_asked(rules: None) -> None:
     result = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto")
     wanted = functional.scaled_dot_product_attention(q, k, v, causal_lower_right(8, 40))
     assert torch.equal(result, wanted)
+    with FlopCounterMode(display=False):  # a dispatch mode: no CausalBias can be made
+        counted = greenfast.sdpa(q, k, v, is_causal=True, causal_alignment="lower_right", precision="auto")
+    assert torch.allclose(counted, wanted, atol=1e-2)
     wide = [x.float() for x in (q, k, v)]
     result = greenfast.sdpa(*wide, precision="auto", float32_as=torch.bfloat16)  # type: ignore[call-overload]
     assert result.dtype == torch.float32

@@ -234,9 +234,12 @@ def _build_dynamic_lower_right_mask(query: Tensor, key: Tensor) -> tuple[Tensor,
 
 
 def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
-    """Build the causal mask aligned at the last key: a bias that PyTorch has kernels for, or booleans in a graph."""
+    """Build the causal mask aligned at the last key: a bias that PyTorch has kernels for, or booleans.
+
+    torch.compile cannot trace the import, and a dispatch mode cannot make the bias.
+    """
     rows, keys = query.shape[-2], key.shape[-2]
-    if torch.compiler.is_compiling():  # torch.compile cannot trace an import
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
     return importlib.import_module(BIAS).causal_lower_right(rows, keys)
 
