@@ -249,3 +249,11 @@ def test_a_mask_at_the_last_key_of_lengths_that_only_the_run_decides() -> None:
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         exact = attend(q, k, v, mask).nan_to_num(0.0)
         assert (compiled(*example).double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["plain", "auto", "use", "float32_as", "narrower value"])
+def test_sizes_that_are_tensors(form: str) -> None:
+    """torch.jit.trace makes tensors of sizes."""
+    traced = torch.jit.trace(FORMS[form], qkv(20, 33), check_trace=False)  # type: ignore[no-untyped-call]
+    for example in (qkv(20, 33), qkv(50, 7)):
+        assert same(traced(*example), FORMS[form](*example), form)

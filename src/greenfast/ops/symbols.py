@@ -1,7 +1,7 @@
 """Comparisons of sizes that may be symbols of a traced graph.
 
 A size that depends on data (``x[mask]``, ``nonzero``, ``item()``) is an unbacked symbol. A Python ``if`` on it raises
-an error. A NumPy number gives a NumPy comparison.
+an error. A NumPy number gives a comparison of NumPy, and torch.jit.trace, where sizes are tensors, a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_known(condition: Any) -> bool:
     """Return whether a comparison of sizes is true; False also if only the run can decide it."""
     if type(condition) is bool and not _is_compiling():  # while compiling, the type of a symbol is bool
         return condition
-    if isinstance(condition, np.bool_):
+    if isinstance(condition, np.bool_ | torch.Tensor):
         return bool(condition)
     return bool(_TORCH_FX.experimental.symbolic_shapes.guard_or_false(condition))
 
@@ -35,7 +35,7 @@ def is_certain(condition: Any) -> bool:
     """
     if type(condition) is bool and not _is_compiling():
         return condition
-    if isinstance(condition, np.bool_):
+    if isinstance(condition, np.bool_ | torch.Tensor):
         return bool(condition)
     shapes = _TORCH_FX.experimental.symbolic_shapes
     if torch.compiler.is_exporting() or _are_ranges_declared():
@@ -64,7 +64,7 @@ def require(condition: Any) -> bool:
     """Return False if a comparison of sizes is false. If only the run can decide it, the graph asserts it."""
     if type(condition) is bool and not _is_compiling():
         return condition
-    if isinstance(condition, np.bool_):
+    if isinstance(condition, np.bool_ | torch.Tensor):
         return bool(condition)
     if not _TORCH_FX.experimental.symbolic_shapes.guard_or_true(condition):
         return False
