@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -267,6 +269,59 @@ def test_one_thread_releases_a_stage_after_the_reads_of_its_warp(sync: str, righ
     else:
         with pytest.raises(KernelFaultError, match=r"data race .* this write and the read .*ld\.shared"):
             launch()
+
+
+# Thread 0 copies two tiles, each with an mbarrier.
+TWO_TILES = """
+__shared__ __align__(128) int s[2][32]; __shared__ u64 full[2];
+if (threadIdx.x == 0) { init(full, 1); init(full + 1, 1); init_fence(); }
+__syncthreads();
+if (threadIdx.x == 0) for (int i = 0; i < 2; ++i) { expect(full + i, 128); bulk_load(s[i], x, 128, full + i); }
+WAIT
+y[threadIdx.x] = s[0][threadIdx.x % 32] + s[1][threadIdx.x % 32];"""
+
+
+@pytest.mark.parametrize("tile", [0, 1])
+def test_a_wait_for_another_tile_is_none_in_the_first_order(tile: int) -> None:
+    how: dict[str, Any] = {"parameters": "const int* x, int* y", "args": ("x", "y"), "threads": 64}
+    x, y = np.arange(32, dtype=np.int32), {"y": ((64,), "int32")}
+    both = TWO_TILES.replace("WAIT", "wait(full, 0); wait(full + 1, 0);")
+    assert run(both, {"x": x}, y, **how).outputs["y"].tolist() == [*range(0, 64, 2)] * 2
+    for seed in range(0, 8, 2):
+        with pytest.raises(KernelFaultError, match="that an asynchronous copy has not delivered"):
+            run(TWO_TILES.replace("WAIT", f"wait(full + {tile}, 0);"), {"x": x}, y, seed=seed, **how)
+
+
+# A warp copies each tile over the one before.
+OVERWRITTEN = """
+__shared__ __align__(128) int s[128]; __shared__ u64 full;
+if (threadIdx.x == 0) { init(&full, 1); init_fence(); }
+__syncwarp();
+int sum = 0;
+for (int i = 0; i < 2; ++i) {
+  COPY
+  for (int k = 0; k < 4; ++k) sum += s[127 - 4 * threadIdx.x - k];
+  proxy_fence();
+  SYNC
+}
+y[threadIdx.x] = sum;"""
+OVERWRITES = {
+    "cp.async": 'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\\ncp.async.wait_all;" '
+    ':: "r"(at(s + 4 * threadIdx.x)), "l"(x + 128 * i + 4 * threadIdx.x) : "memory"); __syncwarp();',
+    "bulk copy": "if (threadIdx.x == 0) { expect(&full, 512); bulk_load(s, x + 128 * i, 512, &full); } wait(&full, i);",
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("copy", OVERWRITES.values(), ids=OVERWRITES)
+def test_a_copy_over_a_tile_that_other_threads_of_the_warp_read_needs_a_syncwarp(copy: str, seed: int) -> None:
+    x = np.arange(256, dtype=np.int32)
+    body, y = OVERWRITTEN.replace("COPY", copy), {"y": ((32,), "int32")}
+    how: dict[str, Any] = {"parameters": "const int* x, int* y", "args": ("x", "y"), "threads": 32, "seed": seed}
+    expected = x.reshape(2, 32, 4).sum(axis=(0, 2))[::-1]
+    assert (run(body.replace("SYNC", "__syncwarp();"), {"x": x}, y, **how).outputs["y"] == expected).all()
+    with pytest.raises(KernelFaultError, match=r"data race .* this write and the read"):
+        run(body.replace("SYNC", ""), {"x": x}, y, **how)
 
 
 # The threads of warp 1 leave values for warp 0, and one of them arrives; the others end.

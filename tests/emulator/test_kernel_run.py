@@ -101,6 +101,27 @@ def test_results_that_depend_on_an_unset_register_differ_between_orders() -> Non
             emulator.run(ptx.replace("SET", unset), grid=1, block=1, args=[y])
 
 
+@pytest.mark.parametrize("threads", [32, 40])
+def test_results_that_depend_on_an_absent_thread_of_a_shuffle_differ_between_orders(threads: int) -> None:
+    body = """extern "C" __global__ void k(const int* x, int* y) {
+        int v = x[threadIdx.x];
+        if (threadIdx.x < 24) {
+            for (int d = 16; d; d /= 2) v += __shfl_down_sync(MASK, v, d, WIDTH);
+        } else if (threadIdx.x >= 32) {
+            for (int d = 16; d; d /= 2) v += __shfl_down_sync(0xff, v, d, WIDTH);
+        }
+        if (threadIdx.x % 32 == 0) atomicAdd(y, v);
+    }"""
+    x, y = np.arange(64, dtype=np.int32), np.zeros(1, np.int32)
+    for width, right in ((32, False), (8, True)):
+        source = body.replace("MASK", "0xffffff").replace("WIDTH", str(width))
+        if right:
+            emulator.run(source, grid=1, block=threads, args=[x, y])
+        else:
+            with pytest.raises(emulator.KernelFaultError, match="differs between 3 orders"):
+                emulator.run(source, grid=1, block=threads, args=[x, y])
+
+
 def test_one_array_twice_is_one_buffer_and_none_is_a_null_pointer() -> None:
     z = np.arange(32, dtype=np.float32)
     emulator.run(SAXPY, grid=1, block=32, args=[32, 1.0, z, z])

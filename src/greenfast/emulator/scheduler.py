@@ -209,8 +209,21 @@ class Scheduler:
             blocked.clear()
 
     def _deliver(self) -> None:
-        """Deliver one of the bulk copies in flight."""
-        load = self.m.arriving.pop(self.random.randrange(len(self.m.arriving)))
+        """Deliver one of the bulk copies in flight; if they arrive late, first those that a thread waits for.
+
+        A read of data without a wait for their own mbarrier then comes too early.
+        """
+        candidates = list(range(len(self.m.arriving)))
+        if not self._early:
+            rows = {
+                row
+                for fragments in self.blocked
+                for lanes in fragments.values()
+                for row in self.m.waiting_mbarrier[lanes].tolist()
+            }
+            awaited = [n for n in candidates if not rows.isdisjoint(self.m.arriving[n].mbarriers.tolist())]
+            candidates = awaited or candidates
+        load = self.m.arriving.pop(self.random.choice(candidates))
         self.m.current = load.instruction
         load.land()
 

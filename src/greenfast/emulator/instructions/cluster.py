@@ -136,7 +136,7 @@ def store(i: Instruction) -> Operation:
             m.mbarriers.expect(rows, np.full(len(rows), -size))
             m.mbarriers.changes += 1
 
-        m.arriving.append(BulkLoad(indices, m.current, land))
+        m.arriving.append(BulkLoad(indices, rows, m.current, land))
 
     return run
 

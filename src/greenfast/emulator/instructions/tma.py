@@ -74,7 +74,7 @@ def _arrive_when_landed(i: Instruction) -> Operation:
             m.races.arrive_at(rows, indices)
             m.mbarriers.arrive(rows, np.ones(len(rows), np.int64))
 
-        m.arriving.append(BulkLoad(indices, m.current, deliver))
+        m.arriving.append(BulkLoad(indices, rows, m.current, deliver))
 
     return run
 
@@ -131,7 +131,7 @@ def _load(i: Instruction, tensor: bool) -> Operation:
             m.mbarriers.expect(rows, np.full(len(rows), -total))
             m.mbarriers.changes += 1
 
-        m.arriving.append(BulkLoad(indices, m.current, land))
+        m.arriving.append(BulkLoad(indices, rows, m.current, land))
 
     return run
 

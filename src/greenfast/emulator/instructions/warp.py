@@ -23,8 +23,9 @@ _LANE = np.arange(WARP)
 _BIT = np.uint32(1) << _LANE.astype(np.uint32)
 _FULL = np.uint32(0xFFFFFFFF)
 
-#: Result of a shuffle from a thread that takes no part, which the PTX ISA leaves open; as a float this is NaN.
-_NOBODY = np.uint32(0xFFFFFFFF)
+#: Result of a shuffle from a thread that takes no part, which the PTX ISA leaves open, with even and odd seeds. The
+#: first is NaN as a float.
+_NOBODY = (np.uint32(0xFFFFFFFF), np.uint32(0))
 
 
 def whole_warps(m: ResidentBlocks, lanes: ThreadSet, operation: str) -> NDArray[np.intp]:
@@ -140,7 +141,7 @@ def shuffle(i: Instruction) -> Operation:
         result = np.take_along_axis(values, source, axis=1)
         if members.masks is not None:
             theirs = np.take_along_axis(members.masks, source, axis=1)
-            result = np.where(theirs == members.masks, result, _NOBODY)
+            result = np.where(theirs == members.masks, result, _NOBODY[m.seed % 2])
         write(m, lanes, members.flat(result))
         for w in write_inside:
             w(m, lanes, members.flat(inside))

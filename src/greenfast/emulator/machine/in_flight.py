@@ -21,9 +21,13 @@ _KEPT = 512
 
 @dataclass
 class BulkLoad:
-    """Copies to shared memory that one instruction began; ``land`` delivers them."""
+    """Copies to shared memory that one instruction began; ``land`` delivers them.
+
+    mbarriers: where they arrive, as rows of shared memory.
+    """
 
     lanes: NDArray[np.intp]
+    mbarriers: NDArray[np.int64]
     instruction: Instruction
     land: Callable[[], None]
 

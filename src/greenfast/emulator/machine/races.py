@@ -313,13 +313,12 @@ class Races:
             for table in tables.values() if warp != self.warp else ():
                 if table.latest[warp] > floor:
                     self.check_shared(table, rows, size, "write", "read", values)
+        if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.warp_sync.min_clock(self.warp):
+            self._record_reads(self.warp)
+        for table in self._shared_reads[self.warp].values():
+            self.check_warp(table, rows, size, mine, "write", "read", values)
         if values is None:
             mine = np.full((len(rows), 1), -1)
-        else:
-            if self._new_reads[self.warp] and self._new_reads[self.warp][-1][2] > self.warp_sync.min_clock(self.warp):
-                self._record_reads(self.warp)
-            for table in self._shared_reads[self.warp].values():
-                self.check_warp(table, rows, size, mine, "write", "read", values)
         if self.warp_sync.collective and values is not None:
             mine = self.warp_sync.mark_collective(mine)
         table = self.shared_writes[unit]
@@ -399,6 +398,8 @@ class Races:
         mine = np.repeat(mine, -(-numbers.shape[1] // mine.shape[1]), axis=1)[:, : numbers.shape[1]]
         others = table.get_threads(rows, size)
         bad = late & self.warp_sync.unordered(numbers, mine, others)
+        if values is None and access == "write":  # an asynchronous copy
+            bad &= numbers > self.warp_sync.converged[others % self.m.lanes]
         if not bad.any():
             return _NONE
         silent = _NONE
