@@ -242,6 +242,18 @@ def test_printf() -> None:
     assert result.printed == "7  3.00 text|9%\n"
 
 
+def test_printf_takes_widths_and_returns_the_number_of_its_arguments() -> None:
+    body = (
+        'y[threadIdx.x] = printf("%*d|%-*d|%.*f|%hhd %hu\\n", 5, 42, 3, 7, 2, 1.23456, 300, 65541);'
+        'y[2 + threadIdx.x] = printf("none\\n");'
+    )
+    result = run(f"if (threadIdx.x < 2) {{ {body} }}", {"x": X}, {"y": (4, "float32")}, **SIGNATURE)
+    assert result.printed == "   42|7  |1.23|44 5\n" * 2 + "none\n" * 2
+    assert result.outputs["y"].tolist() == [5, 5, 0, 0]
+    with pytest.raises(UnsupportedError, match=r"printf of '%a': a specifier unknown to the emulator.* at k\.cu:1"):
+        run('if (threadIdx.x == 0) printf("%a", x[0]); y[0] = 0;', {"x": X}, {"y": (1, "float32")}, **SIGNATURE)
+
+
 def test_what_no_check_foresaw_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("shapes do not match")

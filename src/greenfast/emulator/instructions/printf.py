@@ -13,7 +13,8 @@ from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Symbol, Vector
 from greenfast.emulator.ptx.unsupported import unsupported
 
-_SPECIFIER = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(hh|h|ll|l|z)?([diouxXeEfFgGcsp%])")
+#: One specifier, or a % that begins none that is known.
+_SPECIFIER = re.compile(r"%([-+ #0]*)(\*|\d*)((?:\.(?:\*|\d*))?)(hh|h|ll|l|z)?([diouxXeEfFgGcsp%])|%")
 
 
 def call(i: Instruction) -> Operation:
@@ -36,12 +37,15 @@ def call(i: Instruction) -> Operation:
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> None:
         formats, buffers = (_argument(m, n, np.uint64, lanes) for n in (text, values))
+        counts = []
         for n, lane in enumerate(lane_indices(lanes)):
-            m.output.append(_formatted(m, int(formats[n]), int(buffers[n]), int(lane)))
+            output, count = _format(m, int(formats[n]), int(buffers[n]), int(lane))
+            m.output.append(output)
+            counts.append([count])
         for result in results[:1]:
             for name in result:
                 location = m.local_layout[name] + m.local_start[lanes]
-                m.local.write(location, np.zeros((len(location), 4), np.uint8), "result of a call")
+                m.local.write(location, np.array(counts, np.uint32).view(np.uint8), "result of a call")
 
     return run
 
@@ -63,26 +67,43 @@ def _bytes(m: ResidentBlocks, address: int, size: int, lane: int) -> bytes:
     return arena.data[int(offsets[0]) : int(offsets[0]) + size].tobytes()
 
 
-def _formatted(m: ResidentBlocks, text_at: int, buffer: int, lane: int) -> str:
-    """Format the output of one thread. The buffer holds the arguments, each aligned to its size."""
+def _format(m: ResidentBlocks, text_at: int, buffer: int, lane: int) -> tuple[str, int]:
+    """Return the output of one thread and its number of arguments.
+
+    The buffer holds the arguments, each aligned to its size.
+    """
     text = _text(m, text_at, lane)
-    position = 0
+    position = count = 0
+
+    def take(size: int) -> bytes:
+        nonlocal position
+        position = -(-position // size) * size + size
+        return _bytes(m, buffer + position - size, size, lane)
+
+    def take_int() -> str:
+        return str(int.from_bytes(take(4), "little", signed=True))
 
     def one(match: re.Match[str]) -> str:
-        nonlocal position
-        length, kind = match.groups()
+        nonlocal count
+        flags, width, precision, length, kind = match.groups()
+        if kind is None:
+            raise m.limit(f"printf of {text[match.start() :][:20]!r}: a specifier unknown to the emulator", lane)
         if kind == "%":
             return "%"
-        size = 8 if kind in "eEfFgGps" or length in ("l", "ll", "z") else 4
-        position = -(-position // size) * size
-        raw = _bytes(m, buffer + position, size, lane)
-        position += size
-        specifier = match[0].replace(length or "\0", "")
+        count += 1
+        width = take_int() if width == "*" else width
+        precision = "." + take_int() if precision == ".*" else precision
+        raw = take(8 if kind in "eEfFgGps" or length in ("l", "ll", "z") else 4)
         if kind in "eEfFgG":
-            return specifier % float(np.frombuffer(raw, np.float64)[0])
-        if kind == "s":
-            return specifier % _text(m, int.from_bytes(raw, "little"), lane)
-        value = int.from_bytes(raw, "little", signed=kind in "di")
-        return f"{value:#x}" if kind == "p" else specifier.replace("u", "d") % value
+            value: Any = float(np.frombuffer(raw, np.float64)[0])
+        elif kind == "s":
+            value = _text(m, int.from_bytes(raw, "little"), lane)
+        else:
+            raw = raw[: {"hh": 1, "h": 2}.get(length, 8)]
+            value = int.from_bytes(raw, "little", signed=kind in "di")
+        if kind == "p":
+            kind, value = "s", f"{value:#x}"
+        result: str = f"%{flags}{width}{precision}{'d' if kind == 'u' else kind}" % value
+        return result
 
-    return _SPECIFIER.sub(one, text)
+    return _SPECIFIER.sub(one, text), count
