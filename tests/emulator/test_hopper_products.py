@@ -181,6 +181,34 @@ RIGHT = (
     + "float d[N / 2];"
     + MULTIPLY.format(a="descriptor(sa, 128, 256, 0)", b="descriptor(sb, 128, 256, 0)", scale="0")
 )
+# Each warp writes its own 16 rows of A, as FlashAttention-3 does with the weights of V.
+OWN_ROWS = """
+u8 *sa = s, *sb = s + 64 * 32;
+for (int i = threadIdx.x; i < N * 32; i += 128) {
+  int row = i / 32, k = i % 32;
+  sb[row / 8 * 256 + k / 16 * 128 + row % 8 * 16 + k % 16] = b[i];
+}
+proxy_fence();
+__syncthreads();
+for (int i = threadIdx.x % 32; i < 16 * 32; i += 32) {
+  int row = i / 32 + WARP * 16, k = i % 32;
+  sa[row / 8 * 256 + k / 16 * 128 + row % 8 * 16 + k % 16] = a[row * 32 + k];
+}
+proxy_fence();
+__syncwarp();
+float d[N / 2];
+""" + MULTIPLY.format(a="descriptor(sa, 128, 256, 0)", b="descriptor(sb, 128, 256, 0)", scale="0")
+
+
+def test_a_warp_reads_its_own_rows_of_a() -> None:
+    a, b = codes(64, 32), codes(8, 32)
+    before = wgmma("mma", 8, "k32", "f32.e4m3.e4m3")
+    result = direct(OWN_ROWS.replace("WARP", "threadIdx.x / 32"), 8, a, b, before)
+    assert np.allclose(result, E4M3_VALUES[a] @ E4M3_VALUES[b].T, rtol=1e-5, atol=1e-3)
+    with pytest.raises(KernelFaultError, match=r"a data race on .* this read and the write .*\(in: wgmma\.mma_async"):
+        direct(OWN_ROWS.replace("WARP", "(threadIdx.x / 32 + 1) % 4"), 8, a, b, before)
+
+
 ADD = 'd[0] = 1; asm volatile("add.f32 %0, %0, %0;" : "+f"(d[0]));'
 
 

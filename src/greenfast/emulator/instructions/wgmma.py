@@ -204,9 +204,9 @@ def multiply(i: Instruction) -> Operation:
         if form.a_registers:
             left = decode(_register_rows([r(m, lanes) for r in form.read_a], len(blocks)), form.a)
         else:
-            left, chunks = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.transpose_a)
+            left, chunks = _operand(m, i, form.read_a[0], blocks, lanes, _M, form.a, form.transpose_a, True)
             used.append(chunks)
-        right, chunks = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.transpose_b)
+        right, chunks = _operand(m, i, form.read_b, blocks, lanes, form.n, form.b, form.transpose_b, False)
         used.append(chunks)
         product = left @ right.swapaxes(1, 2)
         _accumulate(m, form, lanes, product if form.sign == 1 else -product, adds, len(blocks))
@@ -276,6 +276,7 @@ def _operand(
     rows: int,
     kind: str,
     transposed: bool,
+    is_a: bool,
 ) -> tuple[Values, NDArray[np.int64]]:
     """Return (blocks, rows, K) values of an operand in shared memory, and its (blocks, chunks) of memory."""
     bits = _read_uniform(m, i, np.asarray(read(m, lanes)), blocks, lanes, "a matrix descriptor")
@@ -303,10 +304,13 @@ def _operand(
         # Not recorded as a read: it is held until a wait covers it.
         data = m.shared.read(flat, CHUNK, "wgmma operand read", atomic=True, asynchronous=True)
         group = int(owner[0]) // (m.threads_per_warp_slot * _WARPS) * _WARPS + np.arange(_WARPS)
-        if m.races.warp_sync.is_single_block:
-            m.races.read_product(flat, group.tolist())
-        if m.proxies is not None:
-            m.proxies.require_fenced(flat, group, "wgmma operand read", False)
+        # Each warp reads its own 16 rows of A and the whole of B.
+        each = np.split(location, _WARPS, axis=2 if transposed else 1) if is_a else [location]
+        for warps, part in zip(np.split(group, len(each)), each, strict=True):
+            if m.races.warp_sync.is_single_block:
+                m.races.read_product(part.ravel(), warps.tolist())
+            if m.proxies is not None:
+                m.proxies.require_fenced(part.ravel(), warps, "wgmma operand read", False)
     values = decode(data.reshape(*location.shape[:2], -1), kind)
     return values.swapaxes(1, 2) if transposed else values, chunk_indices(location.reshape(len(blocks), -1))
 
