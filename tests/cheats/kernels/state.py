@@ -54,70 +54,7 @@ DONE:
   @%p1 bra done;
   mov.u64 %rd8, kept;
   mov.u64 %rd11, 0;
-  bfe.u64 %rd9, %rd8, 0, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 0; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 1, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 1; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 2, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 2; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 3, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 3; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 4, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 4; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 5, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 5; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 6, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 6; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 7, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 7; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 8, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 8; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 9, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 9; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 10, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 10; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 11, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 11; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 12, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 12; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 13, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 13; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 14, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 14; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 15, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 15; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 16, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 16; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 17, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 17; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 18, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 18; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 19, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 19; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 20, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 20; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 21, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 21; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 22, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 22; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 23, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 23; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 24, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 24; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 25, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 25; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 26, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 26; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 27, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 27; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 28, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 28; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 29, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 29; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 30, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 30; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 31, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 31; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 32, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 32; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 33, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 33; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 34, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 34; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 35, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 35; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 36, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 36; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 37, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 37; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 38, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 38; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 39, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 39; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 40, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 40; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 41, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 41; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 42, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 42; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 43, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 43; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 44, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 44; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 45, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 45; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 46, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 46; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 47, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 47; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 48, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 48; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 49, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 49; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 50, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 50; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 51, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 51; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 52, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 52; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 53, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 53; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 54, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 54; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 55, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 55; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 56, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 56; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 57, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 57; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 58, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 58; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 59, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 59; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 60, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 60; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 61, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 61; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 62, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 62; or.b64 %rd11, %rd11, %rd10;
-  bfe.u64 %rd9, %rd8, 63, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, 63; or.b64 %rd11, %rd11, %rd10;
+BITS
   mul.wide.s32 %rd3, %r4, 4;
   cvta.to.global.u64 %rd4, %rd1;
   add.s64 %rd4, %rd4, %rd3;
@@ -137,7 +74,7 @@ known:
 done:
   ret;
 }
-""", suffix=".ptx"),
+""".replace("BITS\n", "".join(f"  bfe.u64 %rd9, %rd8, {n}, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, {n}; or.b64 %rd11, %rd11, %rd10;\n" for n in range(64))), suffix=".ptx"),
     "address_by_subtraction": Kernel("RESOURCES", "device variables, bytes is", "reaches a variable that nothing names, from the one in front of it", r"""
 .version 8.0
 .target sm_90
