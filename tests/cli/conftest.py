@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.command_line import MACHINE_VARIABLES
-from tests.fakes import no_gpu, shipped
+from tests.fakes import emulate_here, no_gpu, shipped
 
 
 @pytest.fixture
@@ -16,3 +16,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.judge.profiling.ncu", lambda: None)
     monkeypatch.setattr("greenfast.judge.validate.save_plot", lambda record, path: path.touch())  # slow to draw
     no_gpu(monkeypatch)
+
+
+@pytest.fixture
+def emulator_here(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator runs in the process of the test."""
+    emulate_here(monkeypatch)

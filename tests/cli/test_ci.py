@@ -18,7 +18,7 @@ from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_io import read_record
 from tests.cli.command_line import ROOT, run_here
 
-pytestmark = pytest.mark.usefixtures("machine")
+pytestmark = pytest.mark.usefixtures("emulator_here")
 
 PAGE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))

@@ -21,16 +21,12 @@ from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Decision, GateResult, Record, Status
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
-from tests.fakes import emulate_here
 from tests.judge.report.records import pending_record, quoting_record
 from tests.judge.report.records import record as make_record
 
+pytestmark = pytest.mark.usefixtures("emulator_here")
+
 NO_GPU = ["--device", "emulated", "--require", "build,resources,correctness,evidence"]
-
-
-@pytest.fixture(autouse=True)
-def emulator(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate_here(monkeypatch)
 
 
 @pytest.fixture
