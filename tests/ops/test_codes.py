@@ -93,6 +93,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key_length": -1}, ValueError, "key_length: -1"),
     ({"key_length": "300"}, TypeError, "key_length: '300'; a whole number"),
     ({"dtype": torch.float32}, TypeError, r"dtype: torch\.float32; allowed are"),
+    *(
+        ({name: torch.zeros(9, 9)}, TypeError, rf"{name}: a tensor of torch\.float32 with 2 dimensions; ")
+        for name in ("dtype", "key_length")
+    ),
 ]
 
 

@@ -294,6 +294,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({name: x}, NotImplementedError, f"{name}: nested or sparse")
         for name, x in product(("query", "key", "value"), (SPARSE, NESTED, JAGGED, MKLDNN))
     ),
+    ({"precision": Q}, ValueError, "precision: .* with 4 dimensions; allowed are"),
     *(({"scale": x}, ValueError, "scale: .*query") for x in (1e300, 1e39, np.float64(1e200), torch.tensor(math.inf))),
     *(({"scale": x}, ValueError, "scale: ") for x in (0, -1.0, math.nan, 10**400)),
     *(

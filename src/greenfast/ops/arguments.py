@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.quantized import DTYPES, check_choice
+from greenfast.ops.quantized import DTYPES, check_choice, format_tensor, format_value
 from greenfast.ops.symbols import is_certain, require
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -21,7 +21,7 @@ def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool | torch.SymBool):  # torch.compile sees a comparison of sizes as a SymBool
         kind = type(value)
         type_name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise TypeError(f"{name}: {_format_value(value)}; True or False is needed, not a {type_name}")
+        raise TypeError(f"{name}: {format_value(value)}; True or False is needed, not a {type_name}")
 
 
 def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
@@ -30,7 +30,7 @@ def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
     Raises TypeError for anything else, ValueError for a negative number and one above ``max_value``.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
-        raise TypeError(f"{name}: {_format_value(value)}; a whole number is needed, not a {type(value).__name__}")
+        raise TypeError(f"{name}: {format_value(value)}; a whole number is needed, not a {type(value).__name__}")
     size: Any = value if isinstance(value, int | torch.SymInt) else int(value)
     if not require(size >= 0):
         raise ValueError(f"{name}: {size}; 0 or more is needed")
@@ -73,16 +73,7 @@ def parse_number(name: str, value: Any) -> float:
 
 
 def _format_argument(value: object) -> str:
-    return _describe_tensor(value) if isinstance(value, Tensor) else f"{value!r}, a {type(value).__name__}"
-
-
-def _format_value(value: object) -> str:
-    """Format a value as Python prints it. A tensor with dimensions is described, because it would fill a page."""
-    return _describe_tensor(value) if isinstance(value, Tensor) and value.dim() else repr(value)
-
-
-def _describe_tensor(x: Tensor) -> str:
-    return f"a tensor of {x.dtype} with {x.dim()} dimensions"
+    return format_tensor(value) if isinstance(value, Tensor) else f"{value!r}, a {type(value).__name__}"
 
 
 def parse_scale(scale: Any, head_dim: int) -> float:

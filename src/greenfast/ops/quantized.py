@@ -240,8 +240,8 @@ def check_codes(
     Kernels read them by address, so every dtype, device, shape and stride is checked.
     """
     check_choice("precision", precision, PRECISIONS)
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype: {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise TypeError(f"dtype: {format_value(dtype)}; allowed are {', '.join(map(str, DTYPES))}")
     for name, x in tensors.items():
         dtype_needed = torch.uint8 if name in ("query", "key", "value") else torch.float32
         if not isinstance(x, Tensor):
@@ -252,7 +252,7 @@ def check_codes(
             raise ValueError(f"{name}: it is on {x.device}, query on {tensors['query'].device}; they must agree")
     for name, number in (("head_dim", head_dim), ("key_length", key_length)):
         if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
-            raise TypeError(f"{name}: {number!r}; a whole number is needed")
+            raise TypeError(f"{name}: {format_value(number)}; a whole number is needed")
     if is_known(key_length < 0):
         raise ValueError(f"key_length: {key_length}; 0 or more is needed")
     if not has_kernel(head_dim):
@@ -365,4 +365,14 @@ def format_head_dim_error(name: str, head_dim: int, allowed: str = "multiples of
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}: {value!r}; allowed are {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name}: {format_value(value)}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def format_value(value: object) -> str:
+    """Format a value as Python prints it. A tensor with dimensions is described, because it would fill a page."""
+    return format_tensor(value) if isinstance(value, Tensor) and value.dim() else repr(value)
+
+
+def format_tensor(x: Tensor) -> str:
+    """Format a tensor that is in the place of another argument."""
+    return f"a tensor of {x.dtype} with {x.dim()} dimensions"
