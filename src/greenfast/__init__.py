@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from greenfast.ops.sdpa import attention as attention
     from greenfast.ops.sdpa import quantize as quantize
     from greenfast.ops.sdpa import sdpa as sdpa
+    from greenfast.ops.varlen import varlen_attn as varlen_attn
     from greenfast.parallel.context import context_parallel as context_parallel
     from greenfast.serving.explain import explain_call as explain_call
     from greenfast.serving.paged_cache import PagedKVCache as PagedKVCache
@@ -44,6 +45,7 @@ _PUBLIC = {
     "register_with_transformers": "greenfast.integrations.transformers",
     "sdpa": "greenfast.ops.sdpa",
     "use": "greenfast.integrations.switch",
+    "varlen_attn": "greenfast.ops.varlen",
 }
 
 

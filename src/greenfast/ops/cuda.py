@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention import ada, choice, hopper
+from greenfast.kernels.attention import ada, choice, hopper, packed
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
     QUERY_BLOCK,
@@ -26,6 +26,7 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
+from greenfast.ops import varlen as seqs
 from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.quantized import FINE, build_config, check_tensors
@@ -300,6 +301,111 @@ def _sdpa_unfused(
         row_strides(query, query.shape[3]),
     )  # fmt: skip
     return out, (sums, codes.tensors()[-1]) if lse else ()
+
+
+def varlen(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    sinks: Tensor | None, max_q: int, max_k: int, precision: str, left: int, right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.varlen`` and ``varlen_lse`` of CUDA tensors."""
+    device, out = query.get_device(), query.new_empty(query.shape)
+    lengths = [x for x in (cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
+    sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32) if lse else out
+    plan_key = (
+        "varlen", lse, precision, left, right, softcap, scale, seqused_k is None, sinks is None, max_q, max_k, device,
+        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in (query, key, value, *lengths)],
+    )  # fmt: skip
+    plan = _PLANS.get(plan_key)
+    centered = seqs.has_key_mean(softcap, sinks)
+    if plan is None:
+        seqs.check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
+        if query.numel() == 0 or key.numel() == 0 or cu_seq_q.shape[0] == 1:
+            if lse:
+                sums.fill_(-float("inf")) if sinks is None else sums.copy_(sinks.unsqueeze(1))
+            return out.zero_(), sums
+        tensors = [_make_packed_tma_compatible(x) for x in (query, key, value)]
+        starts = [x if x is None else x.contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k, sinks)]
+        given = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
+        if any(x is not y for x, y in zip(given, (*tensors, *starts), strict=True)):
+            return varlen(lse, *tensors, *starts, max_q, max_k, precision, left, right, softcap, scale)  # type: ignore
+        seen = max_k if left < 0 else min(max_k, left + max_q if right < 0 else left + right + 1)
+        sizes = packed.PackedSizes(
+            cu_seq_q.shape[0] - 1, query.shape[1], key.shape[1], query.shape[0], key.shape[0], max_q, seen
+        )
+        target = get_target(device)
+        if target.name != hopper.TARGET.name:
+            raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
+        mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
+        config = replace(
+            build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
+            packed=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, key_mean=centered,
+        )  # fmt: skip
+        window = max(0, left), max(0, right)
+        built = _build_varlen_plan(query, key, value, config, sizes, scale, target, window, used=seqused_k is not None)
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    addresses = [x.data_ptr() for x in (query, key, value)]
+    if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
+        copies = (query.clone(), key.clone(), value.clone())
+        return varlen(
+            lse, *copies, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, softcap, scale
+        )
+    extras: tuple[Tensor, ...] = ()
+    if lse:
+        mean = query.new_empty((cu_seq_q.shape[0] - 1, key.shape[1], plan.head_dim), dtype=torch.float32)
+        extras = (sums, mean)
+    plan.launch([*addresses, *[x.data_ptr() for x in (*lengths, out, *extras)]])
+    if lse and centered:
+        sums = reference.add_packed_mean_scores(sums, query, mean, cu_seq_q, scale)
+    return out, sums
+
+
+def _make_packed_tma_compatible(x: Tensor) -> Tensor:
+    """Return x, (tokens, heads, head_dim), or a copy if kernels cannot read its rows."""
+    batched = x.transpose(0, 1).unsqueeze(0)
+    compatible = make_tma_compatible(batched, unique_rows=True)
+    return x if compatible is batched else compatible.squeeze(0).transpose(0, 1)
+
+
+def _build_varlen_plan(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, sizes: packed.PackedSizes, scale: float,
+    target: Target, window: tuple[int, int], *, used: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Build the plan of the schedule, quantization and attention of tensors (tokens, heads, head_dim)."""
+    tiles = sizes.tiling(config, target.multiprocessors)
+    columns = config.columns
+    out_strides = (0, columns, sizes.heads * columns)
+    scheduling = LaunchStep(
+        packed.schedule_kernel(), packed.schedule_launch(config, sizes, tiles, used=used, window=window)
+    )
+    quantizing = LaunchStep(
+        packed.quantize_kernel(config, sizes),
+        packed.quantize_launch(sizes, (key.stride(0), key.stride(1)), (value.stride(0), value.stride(1))),
+    )
+    attending = LaunchStep(
+        hopper.kernel(config, sizes.as_sizes(), target.multiprocessors, tiles=tiles),
+        packed.attention_launch(
+            config, sizes, tiles, scale, (0, *query.stride()[1::-1]), out_strides, target.multiprocessors, window
+        ),
+        {"k": "k_codes", "v_t": "v_codes"},
+    )
+    work, size = {}, 0
+    for name, (dtype, shape) in packed.buffer_shapes(config, sizes, tiles).items():
+        if config.log_sum_exp and name == "k_mean":
+            continue  # the caller allocates it
+        work[name] = size
+        size += -(-torch.Size(shape).numel() * getattr(torch, dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    given = [name for name, has in (("seqused_k", used), ("sinks", config.sinks)) if has]
+    names = (
+        "q",
+        "k",
+        "v",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        *given,
+        "out",
+        *(("lse", "k_mean") if config.log_sum_exp else ()),
+    )
+    return LaunchPlan(query.get_device(), (scheduling, quantizing, attending), names, work, size, config.head_dim)
 
 
 def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> LaunchPlan:

@@ -25,6 +25,9 @@ from greenfast.ops.quantized import FINE, QuantizedQKV, get_precision
 #: The largest weight of a row in ROW_BLOCK keys is scaled to E4M3's largest number, unless it is below the largest
 #: weight so far by more than this. It is twice the largest drop of the Hopper kernel's base between two tiles.
 _LARGEST, _MAX_BASE_DROP = 448.0, 16 * math.log(2.0)
+#: (left, right): the keys that a query attends to before and after its own place, -1 for all. Places are counted from
+#: the last query and key.
+Window = tuple[int, int]
 _ROWS = 1024  # query rows at a time, so that their scores stay small
 
 
@@ -164,11 +167,17 @@ def _decode(codes: Tensor, fmt: str) -> Tensor:
     return codes.view(torch.float8_e4m3fn if fmt == "e4m3" else torch.int8).float()
 
 
-def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    quantized: QuantizedQKV, causal: int, scale: float, window: Window = (-1, -1), softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
-    causal: a Mask of ``kernels.attention.config``. Returns (B, H, S, head_dim) of the caller's dtype and the natural
-    log-sum-exp of each row's scores, float32 (B, H, S), without the contribution of the keys' mean.
+    causal: a Mask of ``kernels.attention.config``. window: see Window. softcap: scores s become softcap * tanh(s /
+    softcap); 0: they do not. sinks: (H,), the logit of one more key of each row, without a value.
+
+    Returns (B, H, S, head_dim) of the caller's dtype and the natural log-sum-exp of each row's scores, float32 (B, H,
+    S), without the contribution of the keys' mean.
     """
     q, k, v = dequantize_queries(quantized), dequantize_keys(quantized), dequantize_values(quantized)
     share = q.shape[1] // k.shape[1]
@@ -178,8 +187,11 @@ def attention(quantized: QuantizedQKV, causal: int, scale: float) -> tuple[Tenso
     out = torch.empty(q.shape, dtype=quantized.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for rows in _split_rows(q.shape[2]):
-        scores = _mask_scores(q[:, :, rows] @ k.transpose(-1, -2) * scale, rows, q.shape[2], causal)
-        out[:, :, rows], lse[:, :, rows] = _apply_softmax(scores, v)
+        scores = q[:, :, rows] @ k.transpose(-1, -2) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = _mask_scores(scores, rows, q.shape[2], causal, window)
+        out[:, :, rows], lse[:, :, rows] = _apply_softmax(scores, v, sinks)
         if unknown.any():
             seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
             out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
@@ -190,22 +202,26 @@ def _split_rows(count: int) -> list[slice]:
     return [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
 
 
-def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int) -> Tensor:
+def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int, window: Window = (-1, -1)) -> Tensor:
     """Set scores (..., rows, KV) to -inf for keys that a query does not attend to."""
-    if not causal:
+    left, right = window
+    if not causal and left < 0 and right < 0:
         return scores
     keys = torch.arange(scores.shape[-1], device=scores.device)
-    last = torch.arange(rows.start, rows.stop, device=scores.device)
-    if causal == 2:
-        last = last + scores.shape[-1] - q_len
-    return scores.masked_fill(keys > last.unsqueeze(1), -math.inf)
+    own = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)
+    if causal != 1:
+        own = own + scores.shape[-1] - q_len
+    if causal or right >= 0:
+        scores = scores.masked_fill(keys > own + max(0, right), -math.inf)
+    return scores if left < 0 else scores.masked_fill(keys < own - left, -math.inf)
 
 
-def _apply_softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_softmax(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the rows of O and their log-sum-exp, from scores (B, H, rows, KV)."""
     if scores.shape[-1] == 0:
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
-        return zeros, scores.new_full(scores.shape[:-1], -math.inf)
+        lse = scores.new_full(scores.shape[:-1], -math.inf)
+        return zeros, lse if sinks is None else lse.maximum(sinks.unsqueeze(-1))
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
     tiles = padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
     tops = tiles.amax(dim=-1, keepdim=True)
@@ -216,9 +232,12 @@ def _apply_softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     base = so_far[..., -1:, :].masked_fill(so_far[..., -1:, :] == -math.inf, 0.0)
     weights = (rounded * torch.exp(bases - base)).flatten(-2)[..., : scores.shape[-1]]
     total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.view(-1, 1, 1) - base.squeeze(-1)) * _LARGEST  # may be infinite: then O is 0
     out = weights / total.clamp(min=torch.finfo(torch.float32).tiny) @ v  # sums of weights times v could overflow
     base = base.squeeze(-1)
-    return out, (torch.log(torch.exp(scores - base).sum(dim=-1, keepdim=True)) + base).squeeze(-1)
+    lse = (torch.log(torch.exp(scores - base).sum(dim=-1, keepdim=True)) + base).squeeze(-1)
+    return out, lse if sinks is None else torch.logaddexp(lse, sinks.unsqueeze(-1))
 
 
 @cache
@@ -250,8 +269,21 @@ def add_mean_scores(lse: Tensor, scores: Tensor, causal: int, scale: float) -> T
     return lse + (scores * scale).masked_fill(lse == -math.inf, 0.0)
 
 
+def add_packed_mean_scores(lse: Tensor, query: Tensor, key_mean: Tensor, cu_seq_q: Tensor, scale: float) -> Tensor:
+    """Add the contribution of the keys' means to the log-sum-exp (H, total_q) of packed sequences.
+
+    query: (total_q, H, D). key_mean: float32 (N, HK, D or more), rotated. Rows without keys stay -inf.
+    """
+    size, share = key_mean.shape[-1], query.shape[1] // key_mean.shape[1]
+    mean = (key_mean.double() @ _build_inverse_rotation(size, key_mean.device))[..., : query.shape[-1]].float()
+    rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    sequence = torch.bucketize(rows, cu_seq_q[1:], right=True).clamp_(max=key_mean.shape[0] - 1)
+    scores = (query * mean.repeat_interleave(share, 1)[sequence]).sum(-1).transpose(0, 1)
+    return lse + (scores * scale).masked_fill(lse == -math.inf, 0.0)
+
+
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, window: Window = (-1, -1)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of attention in float32, from its inputs and the gradient ``grad`` of its output.
 
@@ -264,7 +296,7 @@ def compute_gradients(
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
     for rows in _split_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
-        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal)
+        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal, window)
         top = scores.amax(dim=-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
         weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -59,6 +59,8 @@ class AttentionConfig:
     fuse_q_quant: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
     key_mean: K is quantized minus an estimate of its mean over the keys, which does not change the softmax.
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
+    window: row i attends to no key before i + a shift. sinks: each head has the logit of one more key, without a value.
+    packed: Q, K and V hold sequences of several lengths, one after another (kernels/attention/packed.py).
 
     Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
     """
@@ -77,12 +79,17 @@ class AttentionConfig:
     fuse_q_quant: bool = False
     key_mean: bool = False
     rotate: bool = False
+    packed: bool = False
+    window: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", self.columns or self.head_dim)
         for name, allowed in (("format", FORMATS), *_ALLOWED.items()):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}: {getattr(self, name)!r}; allowed are {', '.join(map(repr, allowed))}")
+        if not 0.0 <= self.softcap < math.inf:
+            raise UsageError(f"softcap: {self.softcap}; 0 or a positive number is needed")
         if self.columns % 8 or not 8 <= self.columns <= self.head_dim:
             raise UsageError(f"columns: {self.columns}; a multiple of 8 up to head_dim {self.head_dim} is needed")
         if self.key_scales == "head" and "block" in (self.query_scales, self.value_scales):
@@ -174,7 +181,7 @@ _DIMENSIONS = {key: (0, *numbers) for spelled in _SPELLED.values() for key, numb
 _ALLOWED = {
     f.name: (f.default, *(value for of in f.metadata.values() for value in of.values()))
     for f in fields(AttentionConfig)
-    if f.metadata
+    if f.metadata and f.name != "softcap"
 }
 
 

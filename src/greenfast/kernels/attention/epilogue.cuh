@@ -48,8 +48,8 @@ struct NonFiniteRows {
 template <class Traits>
 struct NonFiniteRowsFinder {
   const FlashParams& p;
-  const Sequence& sequence;
-  const KeyRows& keys;
+  const typename Traits::Sequence& sequence;
+  const typename Traits::Keys& keys;
   const int first_row;
 
   // The first of the thread's two rows.
@@ -59,6 +59,7 @@ struct NonFiniteRowsFinder {
   // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
   // them. If one group of a block has a NaN scale, all have.
   __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
+    if constexpr (Traits::kWindow) return find_in_window(scales);
     const typename Traits::Mask mask{sequence};
     const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
     const int col_end = limit(first_row + Traits::kRows - 1);
@@ -83,19 +84,56 @@ struct NonFiniteRowsFinder {
     }
     return nonfinite;
   }
+
+ private:
+  // The same with a first key of each row: looks at each block that holds a non-finite number.
+  __device__ __forceinline__ NonFiniteRows find_in_window(const ScoreScales<Traits>& scales) const {
+    static_assert(Traits::kKeyBlockScales && Traits::kValueBlockScales, "a window has block scales");
+    const typename Traits::Mask mask{sequence};
+    NonFiniteRows nonfinite;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float row_factor = scales.row_factor(r);
+      nonfinite.scores[r] = row_factor != row_factor && mask.col_limit(row() + 8 * r) > mask.col_begin(row() + 8 * r);
+      nonfinite.values[r] = false;
+    }
+    const int col_end = mask.col_limit(first_row + Traits::kRows - 1);
+    const size_t first = sequence.first_kv_block(keys);
+    for (int group = mask.col_begin(first_row) / kRowBlock; group * kRowBlock < col_end; group += 32) {
+      const int block = group + threadIdx.x % 32;
+      const bool any = block * kRowBlock < col_end;
+      const float k_scale =
+          any ? ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
+      const float v_scale = any ? ptx::load_written(p.v_scale + first + block) : 0.0f;
+      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
+      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
+      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
+        const int lane = __ffs(bad) - 1, key = (group + lane) * kRowBlock;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool attends = key < mask.col_limit(row() + 8 * r) && key + kRowBlock > mask.col_begin(row() + 8 * r) &&
+                               mask.col_begin(row() + 8 * r) < mask.col_limit(row() + 8 * r);
+          nonfinite.scores[r] |= attends && (bad_keys >> lane & 1);
+          nonfinite.values[r] |= attends && (bad_values >> lane & 1);
+        }
+      }
+    }
+    return nonfinite;
+  }
 };
 
 // The epilogue of a consumer warpgroup after its last tile. A thread has columns 8 j + 2 (t % 4) and the next one, for
 // all j, of each of its two rows. The compiler orders the stores by the way head and rows are passed: pass numbers, not
-// a Sequence. Varlen offsets would be added here too.
+// a Sequence.
 template <class Traits>
 struct Epilogue {
   static constexpr int kOut = Traits::kHeadDim / 2;  // values of O; row sums follow with kRowSumByMma
 
-  // Writes O / sum and LSE of the rows below q_len; rows that attend to non-finite keys become NaN. mainloop: provides
-  // p, o (overwritten), the V scale of o, and the softmax state. head, kv_head: counted over the batch.
+  // Writes O / sum and LSE of the rows below stop_row, which are counted in the output; rows that attend to non-finite
+  // keys become NaN. mainloop: provides p, o (overwritten), the V scale of o, and the softmax state. head, kv_head:
+  // counted over the batch.
   template <class Mainloop>
-  __device__ __forceinline__ static void store(Mainloop& mainloop, int head, int first_row, int kv_head,
+  __device__ __forceinline__ static void store(Mainloop& mainloop, int head, int first_row, int stop_row, int kv_head,
                                                const NonFiniteRows& nonfinite) {
     const FlashParams& p = mainloop.p;
     auto& o = mainloop.o;
@@ -118,7 +156,21 @@ struct Epilogue {
         total += __shfl_xor_sync(0xffffffffu, total, 2);
       }
       const bool any = total >= 1.0f;  // a row with a key has a P of 448
-      const float factor = nonfinite.scores[r] || nonfinite.values[r] ? CUDART_NAN_F : any ? acc_scale / total : 0.0f;
+      [[maybe_unused]] float sink_shift = 0.0f;
+      float numerator = acc_scale;
+      if constexpr (Traits::kSinks) {
+        // The sink's weight, in the units of P. A large one makes P small instead of becoming infinite.
+        constexpr float kMaxWeight = 64.0f;  // as an exponent
+        const float exponent =
+            p.sinks[head] * 1.4426950408889634f - softmax.base[r] + OnlineSoftmax<Traits>::kMaxOffset;
+        sink_shift = fmaxf(0.0f, exponent - kMaxWeight);
+        const float smaller = ptx::ex2(-sink_shift);
+        if (any) {
+          total = total * smaller + ptx::ex2(exponent - sink_shift);
+          numerator *= smaller;
+        }
+      }
+      const float factor = nonfinite.scores[r] || nonfinite.values[r] ? CUDART_NAN_F : any ? numerator / total : 0.0f;
       const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       Out* const out = begin + row * p.rows.row;
 #pragma unroll
@@ -136,14 +188,14 @@ struct Epilogue {
         }
         transpose_quad(x);
         const int column = 8 * (j + quad);
-        if (row < p.q_len && (!Traits::kFewerColumns || column < p.rows.columns)) {
+        if (row < stop_row && (!Traits::kFewerColumns || column < p.rows.columns)) {
           ptx::store_16(out + column, x);
         }
       }
-      if (Traits::kLse && quad == 0 && row < p.q_len) {
+      if (Traits::kLse && quad == 0 && row < stop_row) {
         const float ln2 = 0.6931471805599453f;
-        const float lse =
-            any ? (log2f(total) - OnlineSoftmax<Traits>::kMaxOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
+        float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kMaxOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
+        if constexpr (Traits::kSinks) lse = any ? lse + sink_shift * ln2 : p.sinks[head];
         p.lse[static_cast<size_t>(head) * p.q_len + row] = nonfinite.scores[r] ? CUDART_NAN_F : lse;
       }
     }

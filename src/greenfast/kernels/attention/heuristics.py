@@ -16,6 +16,7 @@ from greenfast.spec.errors import UsageError
 
 HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # query rows of a warpgroup
+_L2_BYTES = 32 * 2**20  # of an H100's 50 MiB, for the codes of K and V that are read at one time
 _WIDEST = 256  # columns of the widest wgmma
 
 
@@ -54,6 +55,7 @@ class Tiling:
         ones = 0 if config.sum_unrounded_p or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         size = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
+        size += 1024 if config.packed else 0  # the queue of work tiles
         own_rows = config.fuse_q_quant and not stages_queries(head_dim)
         return size + (self.block_m * head_dim * 2 if own_rows else 0)
 
@@ -197,6 +199,12 @@ def head_swizzle(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiproc
     evenness = [_evenness(tiles, heads, width, multiprocessors) for width in candidates]
     chosen: int = next(width for width, even in zip(candidates, evenness, strict=True) if even >= 0.95 * max(evenness))
     return chosen
+
+
+def packed_head_swizzle(config: AttentionConfig, sizes: Sizes) -> int:
+    """Return the heads of packed sequences that are scheduled together: as many as keep their K and V in L2."""
+    in_l2 = _L2_BYTES // max(1, 2 * sizes.kv_len * config.head_dim)
+    return min(sizes.heads, sizes.heads // sizes.kv_heads * max(1, in_l2))
 
 
 def _evenness(tiles: np.ndarray, heads: int, width: int, multiprocessors: int) -> float:

@@ -15,7 +15,14 @@ from greenfast.kernels.attention.config import (
     softmax_scale,
     strides_of,
 )
-from greenfast.kernels.attention.heuristics import ROWS, Tiling, head_swizzle, stages_queries, tiling
+from greenfast.kernels.attention.heuristics import (
+    ROWS,
+    Tiling,
+    head_swizzle,
+    packed_head_swizzle,
+    stages_queries,
+    tiling,
+)
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
@@ -45,6 +52,9 @@ def kernel(
         "Overlap": tiles.overlap,
         "PromoteAccum": tiles.two_levels,
         "Causal": config.causal,
+        "Packed": config.packed,
+        "Window": config.window,
+        "Sinks": config.sinks,
         "Lse": config.log_sum_exp,
         "SumUnroundedP": config.sum_unrounded_p,
         "Int8": config.format == "int8",
@@ -67,6 +77,14 @@ def kernel(
         constants += f"\n  static constexpr int kQColumns = {config.columns};"
         constants += f"\n  using In = {CUDA_TYPES[config.dtype]};"
     includes = "\n".join(f'#include "attention/sm90/{header}.cuh"' for header in headers)
+    more_parameters, more_arguments = "", ""
+    if config.packed:
+        if not config.fuse_q_quant:
+            raise UsageError("packed: the Hopper kernel quantizes a packed Q itself (fuse_q_quant)")
+        more_parameters = ", const greenfast::PackedTile* tiles, int* tile_count, int window_shift, const float* sinks"
+        more_arguments = ", tiles, tile_count, window_shift, sinks"
+    elif config.window or config.sinks:
+        raise UsageError("window, sinks: the Hopper kernel has them for packed sequences (packed)")
     source = f"""{includes}
 
 struct Cfg {{
@@ -90,10 +108,11 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
 {ENTRY}({q_parameters}, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const float* q_scale, const float* k_scale, const float* v_scale, void* out, float* lse, int heads,
         int heads_per_kv, int q_len, int kv_len, int causal_shift, int head_swizzle, float softmax_scale,
-        long long out_gap, long long out_head, long long out_row, unsigned out_heads, int out_columns) {{
+        long long out_gap, long long out_head, long long out_row, unsigned out_heads,
+        int out_columns{more_parameters}) {{
   greenfast::attention_sm90<Cfg{loaders}>(
       {{q_scale, k_scale, v_scale, out, lse, heads, heads_per_kv, q_len, kv_len, causal_shift, head_swizzle,
-        softmax_scale, {{out_gap, out_head, out_row, out_heads, out_columns}}}},
+        softmax_scale, {{out_gap, out_head, out_row, out_heads, out_columns}}{more_arguments}}},
       {q_argument}, k, v);
 }}
 """
@@ -118,6 +137,8 @@ def launch(
     kv_len_allocated: int = 0,
     ctas_per_sm: int = 1,
     tiles: Tiling | None = None,
+    num_sequences: int = 0,
+    window: tuple[int, int] = (0, 0),
 ) -> Launch:
     """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
 
@@ -125,13 +146,22 @@ def launch(
     tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len, of which
     the first are read; the scales are of kv_len keys. ctas_per_sm: blocks per multiprocessor in the grid, of which one
     is resident at a time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
-    that the kernel was rendered with, if not the default.
+    that the kernel was rendered with, if not the default. num_sequences: of packed tensors; their ``sizes`` have batch
+    1, q_len rows of Q and kv_len rows of codes. window: the keys that a row attends to before its own place, with
+    ``config.window``, and after it, with a mask. Places are counted from the last row and key.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
     padded, allocated = padded_keys(sizes.kv_len), kv_len_allocated or sizes.kv_len
-    work_tiles = -(-sizes.q_len // tiles.block_m) * heads
+    work_tiles = (-(-sizes.q_len // tiles.block_m) + num_sequences) * heads
+
+    packed_arguments: tuple[Argument, ...] = ()
+    if config.packed:
+        swizzle = packed_head_swizzle(config, sizes)
+        packed_arguments = ("tiles", "tile_count", np.int32(-window[0]), "sinks" if config.sinks else np.int64(0))
+    else:
+        swizzle = head_swizzle(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)
 
     def rows(name: str, count: int, length: int, box_rows: int, allocated: int) -> TensorMap:
         of_rows = (allocated * head_dim, head_dim, 1)
@@ -154,10 +184,11 @@ def launch(
             np.int32(sizes.heads // sizes.kv_heads),
             np.int32(sizes.q_len),
             np.int32(sizes.kv_len),
-            np.int32(sizes.shift(config.mask)),
-            np.int32(head_swizzle(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)),
+            np.int32(window[1] if config.packed else sizes.shift(config.mask)),
+            np.int32(swizzle),
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
+            *(packed_arguments if config.packed else ()),
         ),
         early=config.fuse_q_quant,
     )

@@ -16,6 +16,14 @@ struct OutputRows {
   }
 };
 
+// A work tile of packed sequences of several lengths, for all heads (schedule.cuh).
+struct alignas(16) PackedTile {
+  int first_q_row, q_len;  // the sequence: its first row in the packed Q, and its rows
+  int first_key, kv_len;   // its first row in the codes of K and V, a multiple of kRowBlock, and its keys
+  int first_row;           // of the tile, in the sequence
+  int padding[3];
+};
+
 // Scales multiply the quantized values. A block scale is NaN if the block holds a non-finite number.
 struct FlashParams {
   const float* q_scale;  // (batch x heads), or (batch x heads, blocks of kQueryBlock rows) with kQueryBlockScales
@@ -32,6 +40,12 @@ struct FlashParams {
   int head_swizzle;      // heads that are scheduled together, so that their K and V stay in L2
   float softmax_scale;   // of the scores, > 0; usually 1 / sqrt(head_dim)
   OutputRows rows;
+  // With kPacked q_len counts the rows of all sequences, and kv_len the rows of the codes, with their gaps. A sequence's
+  // kv_len - q_len is added to the shifts.
+  const PackedTile* tiles;  // by descending work
+  int* tile_count;          // their number, and the number of tiles that blocks have taken in addition to their first
+  int window_shift;         // with kWindow, row i attends to no key before i + window_shift
+  const float* sinks;       // (heads), with kSinks: the logit of a key without a value, which takes a share of each row
 };
 
 }  // namespace greenfast

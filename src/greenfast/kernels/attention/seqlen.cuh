@@ -1,8 +1,7 @@
 // Axis: the sequence. Lengths and row offsets of a head.
 //
-// Here every head has q_len rows of Q and kv_len keys. Packed sequences of several lengths (varlen) need another
-// Sequence that reads cumulative lengths, and changes in three places that read q_len from FlashParams: the number of
-// work tiles (scheduler.cuh), consume() (sm90/kernel.cuh) and the epilogue.
+// Sequence: every head has q_len rows of Q and kv_len keys. PackedSequence: sequences of several lengths (varlen) follow
+// one another in Q, and with gaps in the codes of K and V.
 #pragma once
 
 #include "attention/params.cuh"
@@ -23,6 +22,8 @@ struct Sequence {
   __device__ __forceinline__ KeyRows key_rows() const { return {head / p.heads_per_kv}; }
   __device__ __forceinline__ int q_len() const { return p.q_len; }
   __device__ __forceinline__ int kv_len() const { return p.kv_len; }
+  __device__ __forceinline__ int causal_shift() const { return p.causal_shift; }
+  __device__ __forceinline__ int window_shift() const { return p.window_shift; }
 
   // The row in the head's plane of Q's tensor map (batch x heads).
   __device__ __forceinline__ int q_row(int row) const { return row; }
@@ -34,6 +35,44 @@ struct Sequence {
     return static_cast<size_t>(keys.kv_head) * kv_blocks();
   }
   __device__ __forceinline__ size_t first_q_block() const { return static_cast<size_t>(head) * q_blocks(); }
+};
+
+struct PackedKeyRows {
+  int kv_head;
+  int first_key;
+  __device__ __forceinline__ int row(int key) const { return first_key + key; }
+};
+
+// Masks are aligned at the last row and key of each sequence.
+struct PackedSequence {
+  // A head of a work tile's sequence.
+  struct Head {
+    int head;
+    PackedTile tile;
+  };
+
+  const FlashParams& p;
+  int head;
+  int first_q_row, rows, first_key, keys;
+
+  __device__ __forceinline__ PackedSequence(const FlashParams& p, const Head& of)
+      : p(p),
+        head(of.head),
+        first_q_row(of.tile.first_q_row),
+        rows(of.tile.q_len),
+        first_key(of.tile.first_key),
+        keys(of.tile.kv_len) {}
+
+  __device__ __forceinline__ PackedKeyRows key_rows() const { return {head / p.heads_per_kv, first_key}; }
+  __device__ __forceinline__ int q_len() const { return rows; }
+  __device__ __forceinline__ int kv_len() const { return keys; }
+  __device__ __forceinline__ int causal_shift() const { return keys - rows + p.causal_shift; }
+  __device__ __forceinline__ int window_shift() const { return keys - rows + p.window_shift; }
+  __device__ __forceinline__ int q_row(int row) const { return first_q_row + row; }
+  __device__ __forceinline__ int kv_blocks() const { return (keys + kRowBlock - 1) / kRowBlock; }
+  __device__ __forceinline__ size_t first_kv_block(const PackedKeyRows& key_rows) const {
+    return static_cast<size_t>(key_rows.kv_head) * (p.kv_len / kRowBlock) + first_key / kRowBlock;
+  }
 };
 
 }  // namespace greenfast

@@ -41,8 +41,8 @@ struct ScoreScales {
 
   // Starts a work tile. q_scale: of this thread's rows. Without block scales the factor is NaN if q_scale or k_scale
   // is.
-  __device__ __forceinline__ void start(const FlashParams& p, const Sequence& sequence, const KeyRows& keys,
-                                        const float (&q_scale)[kRowScales]) {
+  __device__ __forceinline__ void start(const FlashParams& p, const typename Traits::Sequence& sequence,
+                                        const typename Traits::Keys& keys, const float (&q_scale)[kRowScales]) {
     const float log2_e = 1.4426950408889634f;
     float row_scale[kRowScales];
 #pragma unroll
@@ -86,10 +86,9 @@ struct ScoreVariant {
   static constexpr float kShift = RawScore<Traits::kInt8>::kShift;  // offset that raw scores contain
 
   template <int kCount, class Score>
-  __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>&))[kCount] {
-    return reinterpret_cast<float (&)[kCount]>(s);
-  }
-  __device__ __forceinline__ static const ScoreScales<Traits>& scales(const ScoreScales<Traits>& tile_scales) {
+  __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>&))
+      [kCount] { return reinterpret_cast<float (&)[kCount]>(s); } __device__ __forceinline__
+      static const ScoreScales<Traits>& scales(const ScoreScales<Traits>& tile_scales) {
     return tile_scales;
   }
 };
@@ -100,18 +99,17 @@ struct ScoreVariant<Traits, true> {
   static constexpr float kLog2E = 1.4426950408889634f, kShift = 0.0f;
 
   template <int kCount, class Score>
-  __device__ __forceinline__ static float (&scores(Score (&s)[kCount],
-                                                   const ScoreScales<Traits>& tile_scales))[kCount] {
-    float (&capped)[kCount] = reinterpret_cast<float (&)[kCount]>(s);
-    constexpr int kOfScale = kCount / ScoreScales<Traits>::kScales;
+  __device__ __forceinline__ static float (&scores(Score (&s)[kCount], const ScoreScales<Traits>& tile_scales))
+      [kCount] {
+        float (&capped)[kCount] = reinterpret_cast<float (&)[kCount]>(s);
+        constexpr int kOfScale = kCount / ScoreScales<Traits>::kScales;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float scale = tile_scales.factor(i / kOfScale, i / 2 % 2) * (1.0f / (Traits::kSoftcap * kLog2E));
-      capped[i] = ptx::tanh((capped[i] - RawScore<Traits::kInt8>::kShift) * scale);
-    }
-    return capped;
-  }
-  __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> tile_scales) {
+        for (int i = 0; i < kCount; ++i) {
+          const float scale = tile_scales.factor(i / kOfScale, i / 2 % 2) * (1.0f / (Traits::kSoftcap * kLog2E));
+          capped[i] = ptx::tanh((capped[i] - RawScore<Traits::kInt8>::kShift) * scale);
+        }
+        return capped;
+      } __device__ __forceinline__ static ScoreScales<Traits> scales(ScoreScales<Traits> tile_scales) {
     for (auto& part_factors : tile_scales.factors) {
       for (float& factor : part_factors) factor = Traits::kSoftcap * kLog2E;
     }

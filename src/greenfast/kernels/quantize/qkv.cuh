@@ -49,7 +49,7 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
     const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
     const HeadRows<Cfg> head(p.v, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
     VQuantizer<Cfg>::run(shared.values, head, item % kv_tiles,
-                         p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded,
+                         p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
                          p.v_scale + head_index * kv_tiles);
     return;
   }

@@ -19,6 +19,11 @@ _BLOCKS = {64: 3, 128: 2, 256: 1}
 _MANY_TILES = 1024
 
 
+def block_threads(head_dim: int) -> tuple[int, int]:
+    """Return the threads of a block, and the blocks per multiprocessor for ``__launch_bounds__``."""
+    return _THREADS[head_dim], _BLOCKS[head_dim]
+
+
 def key_tiles(sizes: Sizes) -> int:
     """Return the tiles of K per block: several if there are many tiles, because each block computes the mean first."""
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)

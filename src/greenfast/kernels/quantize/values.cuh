@@ -28,7 +28,7 @@ struct VQuantizer {
 
   // codes: (kHeadDim, padded) of the head; scales: of its tiles.
   __device__ __forceinline__ static void run(VStorage<Cfg>& shared, const HeadRows<Cfg>& head, int tile,
-                                             unsigned char* codes, float* scales) {
+                                             unsigned char* codes, int padded, float* scales) {
     const int row = threadIdx.x / kRowThreads, column = threadIdx.x % kRowThreads * kVector;
     typename HeadRows<Cfg>::Loaded x[kSteps];
 #pragma unroll
@@ -57,7 +57,7 @@ struct VQuantizer {
       *reinterpret_cast<uint2*>(shared.tile + word_index(i * kRows + row, column / 4)) = make_uint2(out[0], out[1]);
     }
     __syncthreads();
-    const int padded = (head.length + 15) / 16 * 16, first = tile * kRowBlock;
+    const int first = tile * kRowBlock;
     constexpr int kChunks = kRowBlock / 16;
 #pragma unroll
     for (int i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {

@@ -16,10 +16,36 @@
 
 namespace greenfast {
 
+// With kWindow: the key tiles of a warpgroup's rows, first .. stop - 1, among those of the work tile: `begun` tiles in
+// which some row's keys begin, `both` in which some begin and some end, `unmasked` ones, and `masked` ones in which some
+// row's keys end.
+template <class Traits>
+struct WindowTiles {
+  int first, stop, begun, both, unmasked, masked;
+
+  __device__ __forceinline__ WindowTiles(const FlashParams& p, const WorkTile<Traits>& work,
+                                         const typename Traits::Mask& mask, int first_row, int q_len, int n_block_max,
+                                         int n_block_unmasked) {
+    if constexpr (Traits::kWindow) {
+      constexpr int kBlockN = Traits::kBlockN;
+      const int lowest = work.n_block_min(p);
+      stop = max(lowest, n_block_max);
+      first = min(stop, max(lowest, mask.template n_block_min<kBlockN>(first_row)));
+      const int stop_row = min(first_row + Traits::kRows, q_len);
+      const int begun_stop = min(stop, max(first, mask.template n_block_begun<kBlockN>(stop_row)));
+      const int unmasked_stop = min(stop, max(begun_stop, n_block_unmasked));
+      begun = min(begun_stop, max(first, n_block_unmasked)) - first;
+      both = begun_stop - first - begun;
+      unmasked = unmasked_stop - begun_stop;
+      masked = stop - unmasked_stop;
+    }
+  }
+};
+
 // Processes all work tiles of a block. Called by each consumer warpgroup.
-template <class Traits, class Storage, class QLoad>
-__device__ __forceinline__ void consume(const FlashParams& p, const StaticScheduler& scheduler, Storage& shared,
-                                        QLoad& q_load, int warpgroup) {
+template <class Traits, class Scheduler, class Storage, class QLoad>
+__device__ __forceinline__ void consume(const FlashParams& p, Scheduler& scheduler, Storage& shared, QLoad& q_load,
+                                        int warpgroup) {
   constexpr int kBlockN = Traits::kBlockN;
   Mainloop<Traits> mainloop(p, shared, warpgroup);
   if (warpgroup == Traits::kConsumers - 1)
@@ -28,30 +54,41 @@ __device__ __forceinline__ void consume(const FlashParams& p, const StaticSchedu
     const int index = scheduler.tile(round);
     if (index >= scheduler.tiles) continue;
     const WorkTile<Traits> work(p, index);
-    const Sequence sequence{p, work.head};
+    const typename Traits::Sequence sequence{p, work.head};
     const typename Traits::Mask mask{sequence};
     const int first_row = work.first_row + warpgroup * Traits::kRows;
-    const KeyRows keys = sequence.key_rows();
+    const typename Traits::Keys keys = sequence.key_rows();
     // Key tiles of this warpgroup's rows, and the unmasked ones among them. Lengths are read from p and not from the
     // sequence: otherwise the compiler reorders the epilogue.
-    const int n_block_max = first_row < p.q_len
-                                ? mask.template n_block_max<kBlockN>(min(first_row + Traits::kRows, p.q_len))
-                                : Traits::Mask::n_block_min;
+    const int q_len = Traits::kPacked ? sequence.q_len() : p.q_len;
+    int n_block_max = first_row < q_len ? mask.template n_block_max<kBlockN>(min(first_row + Traits::kRows, q_len)) : 0;
     const int n_block_unmasked = min(n_block_max, mask.template n_block_unmasked<kBlockN>(first_row));
-    const bool has_rows = first_row < p.q_len;
+    const bool has_rows = first_row < q_len;
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    int col_limit[2];  // of this thread's rows, relative to the first masked tile
-    for (int r = 0; r < 2; ++r) col_limit[r] = mask.col_limit(row + 8 * r) - n_block_unmasked * kBlockN;
+    const WindowTiles<Traits> window(p, work, mask, first_row, q_len, n_block_max, n_block_unmasked);
+    typename Traits::Mask::Limits limits;
+    mask.start_limits(limits, row, (Traits::kWindow ? window.first : n_block_unmasked) * kBlockN);
 
     float q_scale[ScoreScales<Traits>::kRowScales];
     q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
     mainloop.start(sequence, keys, q_scale);
     q_load.wait(shared, warpgroup);
-    mainloop.run(n_block_unmasked, n_block_max - n_block_unmasked, col_limit);
+    if constexpr (Traits::kWindow) {
+      mainloop.skip(work.n_block_min(p), window.first);
+      mainloop.scales.next_block += window.first * (kBlockN / kRowBlock);
+      mainloop.run(window.begun, window.both, window.unmasked, window.masked, limits);
+      n_block_max = window.stop;
+    } else {
+      mainloop.run(0, 0, n_block_unmasked, n_block_max - n_block_unmasked, limits);
+    }
     q_load.release(shared, warpgroup);
     const NonFiniteRows nonfinite = NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
     mainloop.skip(n_block_max, work.n_block_max);
-    if (has_rows) Epilogue<Traits>::store(mainloop, sequence.head, first_row, keys.kv_head, nonfinite);
+    const int rows_before = Traits::kPacked ? sequence.q_row(0) : 0;
+    if (has_rows) {
+      Epilogue<Traits>::store(mainloop, sequence.head, first_row + rows_before, q_len + rows_before, keys.kv_head,
+                              nonfinite);
+    }
   }
   if (warpgroup == 0) mainloop.warp_scheduler_barrier_sync();  // consumes the last arrival
 }
@@ -67,7 +104,8 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
   extern __shared__ __align__(1024) unsigned char smem[];
   Storage& shared = *reinterpret_cast<Storage*>(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
-  const StaticScheduler scheduler(p, Traits::kBlockM);
+  if constexpr (Traits::kPacked) ptx::griddepcontrol_wait();             // for the schedule, an earlier kernel's output
+  const StaticScheduler scheduler{Traits::kPacked ? 0 : WorkTile<Traits>::count(p)};
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   if (Traits::kInt8 && threadIdx.x < 4) shared.score_start[threadIdx.x] = RawScore<true>::kStart;
   if (threadIdx.x == 0) {
@@ -81,6 +119,12 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
       shared.v_full[s].init(1);
       shared.k_empty[s].init(kWarps * Traits::kConsumers);
       shared.v_empty[s].init(kWarps * Traits::kConsumers);
+    }
+    if constexpr (Traits::kPacked) {
+      for (int s = 0; s < 2; ++s) {
+        shared.next_full[s].init(1);
+        shared.next_empty[s].init(kWarps * Traits::kConsumers);
+      }
     }
     ptx::fence_mbarrier_init();
   }
@@ -100,11 +144,21 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
       q_load.begin();
       ptx::prefetch_map(k_map);
       ptx::prefetch_map(v_map);
-      produce<Traits>(p, scheduler, shared, q_load, k_map, v_map);
+      if constexpr (Traits::kPacked) {
+        DynamicScheduler<Traits, Storage, true> taking(p, shared);
+        produce<Traits>(p, taking, shared, q_load, k_map, v_map);
+      } else {
+        produce<Traits>(p, scheduler, shared, q_load, k_map, v_map);
+      }
     }
   } else {
     ptx::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    consume<Traits>(p, scheduler, shared, q_load, warpgroup);
+    if constexpr (Traits::kPacked) {
+      DynamicScheduler<Traits, Storage, false> receiving(p, shared);
+      consume<Traits>(p, receiving, shared, q_load, warpgroup);
+    } else {
+      consume<Traits>(p, scheduler, shared, q_load, warpgroup);
+    }
   }
 }
 

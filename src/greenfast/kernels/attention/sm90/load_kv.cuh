@@ -10,7 +10,7 @@ namespace greenfast {
 
 template <class Traits>
 __device__ __forceinline__ void load_k(FlashStorage<Traits>& shared, const ptx::TensorMap& k_map,
-                                       const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
+                                       const Ring<Traits::kStages>& ring, int key, const typename Traits::Keys& keys) {
   const int s = ring.stage;
   shared.k_empty[s].wait(ring.parity ^ 1);
   shared.k_full[s].arrive_expect(sizeof(shared.k[s]));
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_k(FlashStorage<Traits>& shared, const ptx::
 
 template <class Traits>
 __device__ __forceinline__ void load_v(FlashStorage<Traits>& shared, const ptx::TensorMap& v_map,
-                                       const Ring<Traits::kStages>& ring, int key, const KeyRows& keys) {
+                                       const Ring<Traits::kStages>& ring, int key, const typename Traits::Keys& keys) {
   const int s = ring.stage;
   shared.v_empty[s].wait(ring.parity ^ 1);
   shared.v_full[s].arrive_expect(Traits::kHeadDim * Traits::kBlockN);
@@ -31,18 +31,18 @@ __device__ __forceinline__ void load_v(FlashStorage<Traits>& shared, const ptx::
 }
 
 // The load loop over all work tiles of a block. Called by the producer thread.
-template <class Traits, class Storage, class QLoad>
-__device__ __forceinline__ void produce(const FlashParams& p, const StaticScheduler& scheduler, Storage& shared,
-                                        QLoad& q_load, const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
+template <class Traits, class Scheduler, class Storage, class QLoad>
+__device__ __forceinline__ void produce(const FlashParams& p, Scheduler& scheduler, Storage& shared, QLoad& q_load,
+                                        const ptx::TensorMap& k_map, const ptx::TensorMap& v_map) {
   Ring<Traits::kStages> ring;
   for (int round = 0; scheduler.has(round); ++round) {
     const int index = scheduler.tile(round);
     if (index >= scheduler.tiles) continue;
     const WorkTile<Traits> work(p, index);
-    const Sequence sequence{p, work.head};
-    const KeyRows keys = sequence.key_rows();
+    const typename Traits::Sequence sequence{p, work.head};
+    const typename Traits::Keys keys = sequence.key_rows();
     q_load.fetch(shared, sequence, work.first_row, ring);
-    for (int tile = Traits::Mask::n_block_min; tile < work.n_block_max; ++tile, ring.advance()) {
+    for (int tile = Traits::kWindow ? work.n_block_min(p) : 0; tile < work.n_block_max; ++tile, ring.advance()) {
       const int key = tile * Traits::kBlockN;
       load_k<Traits>(shared, k_map, ring, key, keys);
       load_v<Traits>(shared, v_map, ring, key, keys);

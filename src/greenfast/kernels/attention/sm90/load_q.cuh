@@ -32,8 +32,8 @@ struct QLoadQuantized {
 
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(map); }
 
-  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row,
-                                        Ring<Traits::kStages>&) {
+  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const typename Traits::Sequence& sequence,
+                                        int first_row, Ring<Traits::kStages>&) {
     for (int w = 0; w < Traits::kConsumers; ++w) {
       shared.q_empty[w].wait(parity ^ 1);
       shared.q_full[w].arrive_expect(sizeof(shared.q[w]));
@@ -47,8 +47,9 @@ struct QLoadQuantized {
 
   // Without fine scales all rows of a warp have the same scale.
   template <class Loop, int kCount>
-  __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int, const Sequence& sequence,
-                                          int first_row, Loop&, float (&q_scale)[kCount]) {
+  __device__ __forceinline__ void prepare(const FlashParams& p, FlashStorage<Traits>&, int,
+                                          const typename Traits::Sequence& sequence, int first_row, Loop&,
+                                          float (&q_scale)[kCount]) {
     if constexpr (Traits::kFineScales) {
       const int row = first_row + threadIdx.x / 32 % 4 * kQueryBlock + threadIdx.x % 32 / 4;
       const float* const head_scales = p.q_scale + static_cast<size_t>(sequence.head) * sequence.q_len();

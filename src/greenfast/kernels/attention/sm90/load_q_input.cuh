@@ -45,7 +45,7 @@ struct QLoadFuseQuant {
   __device__ __forceinline__ void begin() const { ptx::prefetch_map(source.map); }
 
   template <class Shared>
-  __device__ __forceinline__ void fetch(Shared& shared, const Sequence& sequence, int first_row,
+  __device__ __forceinline__ void fetch(Shared& shared, const typename Traits::Sequence& sequence, int first_row,
                                         Ring<Traits::kStages>&) {
     for (int w = 0; w < Traits::kConsumers; ++w) {
       shared.q_empty[w].wait(parity ^ 1);
@@ -62,14 +62,15 @@ struct QLoadFuseQuant {
     ptx::barrier_sync(Sm90Barrier::kWarpgroup + warpgroup, 128);
   }
 
-  // Loads this thread's part of the warpgroup's 64 rows, and rotates it.
-  __device__ __forceinline__ static void read(const typename Traits::In* input, typename Rows::Values& x) {
+  // Loads this thread's part of the warpgroup's 64 rows, and rotates it. rows: of these before the sequence's end.
+  __device__ __forceinline__ static void read(const typename Traits::In* input, int rows, typename Rows::Values& x) {
     const int row_in_tile = threadIdx.x / 32 % 4 * kQueryBlock + Rows::row_of_warp(),
               row[2] = {row_in_tile, row_in_tile + 8};
     const auto load = [&](int r, int column) {
       return *reinterpret_cast<const typename Rows::Loaded*>(input + row[r] * Traits::kHeadDim + column);
     };
     Rows().transform(load, x);
+    if constexpr (Traits::kPacked) Rows::zero_rows_from(x, row, rows);  // they are another sequence's
   }
 
   // Quantizes it to Storage::q and returns the scales. rows: of the warpgroup before the end of the sequence.
@@ -103,12 +104,13 @@ struct QLoadFuseQuant {
   }
 
   template <class Shared, class Loop, int kCount>
-  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup, const Sequence& sequence,
-                                          int first_row, Loop&, float (&q_scale)[kCount]) {
+  __device__ __forceinline__ void prepare(const FlashParams&, Shared& shared, int warpgroup,
+                                          const typename Traits::Sequence& sequence, int first_row, Loop&,
+                                          float (&q_scale)[kCount]) {
     typename Rows::Values x;
     shared.q_full[warpgroup].wait(parity);
     parity ^= 1;
-    read(shared.input[warpgroup], x);
+    read(shared.input[warpgroup], sequence.q_len() - first_row, x);
     ptx::fence_proxy_async();  // order these reads before the TMA write that reuses the buffer
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.q_empty[warpgroup].arrive();

@@ -29,8 +29,8 @@ struct QLoadFuseQuantStaged {
     return reinterpret_cast<typename Traits::In*>(warpgroup == 0 ? shared.k[stage][0] : shared.v[stage][0]);
   }
 
-  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const Sequence& sequence, int first_row,
-                                        Ring<Traits::kStages>& ring) {
+  __device__ __forceinline__ void fetch(FlashStorage<Traits>& shared, const typename Traits::Sequence& sequence,
+                                        int first_row, Ring<Traits::kStages>& ring) {
     const int s = ring.stage;
     shared.k_empty[s].wait(ring.parity ^ 1);
     shared.v_empty[s].wait(ring.parity ^ 1);
@@ -50,13 +50,13 @@ struct QLoadFuseQuantStaged {
 
   template <class Loop, int kCount>
   __device__ __forceinline__ void prepare(const FlashParams&, FlashStorage<Traits>& shared, int warpgroup,
-                                          const Sequence& sequence, int first_row, Loop& mainloop,
+                                          const typename Traits::Sequence& sequence, int first_row, Loop& mainloop,
                                           float (&q_scale)[kCount]) {
     Ring<Traits::kStages>& ring = mainloop.k_ring;  // the V ring is at the same stage
     shared.k_full[ring.stage].wait(ring.parity);
     shared.v_full[ring.stage].wait(ring.parity);
     typename Rows::Values x;
-    Input::read(q_stage(shared, ring.stage, warpgroup), x);
+    Input::read(q_stage(shared, ring.stage, warpgroup), sequence.q_len() - first_row, x);
     ptx::fence_proxy_async();  // as in load_q_input.cuh
     __syncwarp();
     if (threadIdx.x % 32 == 0) {

@@ -19,6 +19,7 @@ template <class Traits>
 struct Mainloop {
   using Score = typename RawScore<Traits::kInt8>::Type;
   using Softmax = OnlineSoftmax<Traits>;
+  using Limits = typename Traits::Mask::Limits;
   static constexpr int kScores = Softmax::kScores;  // per thread
   static constexpr int kSteps = Softmax::kSteps;    // k-steps of P V
   static constexpr int kOut = Traits::kHeadDim / 2;
@@ -46,7 +47,7 @@ struct Mainloop {
         v_operands(shared.v) {}
 
   // Starts a work tile. q_scale: of this thread's rows.
-  __device__ __forceinline__ void start(const Sequence& sequence, const KeyRows& keys,
+  __device__ __forceinline__ void start(const typename Traits::Sequence& sequence, const typename Traits::Keys& keys,
                                         const float (&q_scale)[ScoreScales<Traits>::kRowScales]) {
     scales.start(p, sequence, keys, q_scale);
     v_scale.start();
@@ -55,29 +56,54 @@ struct Mainloop {
     softmax.start();
   }
 
-  // Processes the key tiles of a work tile: first `unmasked` ones, then `masked` ones. col_limit: of this thread's two
-  // rows, relative to the first masked tile.
-  __device__ __forceinline__ void run(int unmasked, int masked, int (&col_limit)[2]) {
+  // Processes the key tiles of a work tile: `begun` ones in which keys of some rows begin, `both` in which some begin
+  // and some end, `unmasked` ones, and `masked` ones in which some end. limits: of this thread's two rows, relative to
+  // the first of these tiles, but without kWindow to the first masked one.
+  __device__ __forceinline__ void run(int begun, int both, int unmasked, int masked, Limits& limits) {
     const auto next_masked = [&] {
-      for (int r = 0; r < 2; ++r) col_limit[r] -= Traits::kBlockN;
+      for (int r = 0; r < Traits::Mask::kLimits; ++r) limits[r] -= Traits::kBlockN;
+    };
+    const int unmasked_keys = unmasked * Traits::kBlockN;
+    const auto skip_unmasked = [&] {
+      for (int r = 0; r < Traits::Mask::kLimits; ++r) limits[r] -= unmasked_keys;
     };
     warp_scheduler_barrier_sync();
     if constexpr (!Traits::kOverlap) {
-      for (; unmasked > 0; --unmasked) step<false>(col_limit);
-      for (; masked > 0; --masked, next_masked()) step<true>(col_limit);
-    } else if (unmasked + masked > 0) {
+      if constexpr (Traits::kWindow) {
+        for (; begun > 0; --begun, next_masked()) step<MaskedEnds::kBegin>(limits);
+        for (; both > 0; --both, next_masked()) step<MaskedEnds::kBoth>(limits);
+        skip_unmasked();
+      }
+      for (; unmasked > 0; --unmasked) step<MaskedEnds::kNone>(limits);
+      for (; masked > 0; --masked, next_masked()) step<MaskedEnds::kEnd>(limits);
+    } else if ((Traits::kWindow ? begun + both : 0) + unmasked + masked > 0) {
       unsigned p_frag[kSteps][4];
       float rescale[2], partial[kOut + kSums];
-      if (unmasked > 0) {
-        overlapped_step<false, true>(p_frag, rescale, col_limit);
+      if (Traits::kWindow && begun > 0) {
+        overlapped_step<MaskedEnds::kBegin, true>(p_frag, rescale, limits);
+        --begun;
+        next_masked();
+      } else if (Traits::kWindow && both > 0) {
+        overlapped_step<MaskedEnds::kBoth, true>(p_frag, rescale, limits);
+        --both;
+        next_masked();
+      } else if (unmasked > 0) {
+        overlapped_step<MaskedEnds::kNone, true>(p_frag, rescale, limits);
         --unmasked;
       } else {
-        overlapped_step<true, true>(p_frag, rescale, col_limit);
+        overlapped_step<MaskedEnds::kEnd, true>(p_frag, rescale, limits);
         --masked;
         next_masked();
       }
-      for (; unmasked > 0; --unmasked) overlapped_step<false, false>(p_frag, rescale, col_limit);
-      for (; masked > 0; --masked, next_masked()) overlapped_step<true, false>(p_frag, rescale, col_limit);
+      if constexpr (Traits::kWindow) {
+        for (; begun > 0; --begun, next_masked()) {
+          overlapped_step<MaskedEnds::kBegin, false>(p_frag, rescale, limits);
+        }
+        for (; both > 0; --both, next_masked()) overlapped_step<MaskedEnds::kBoth, false>(p_frag, rescale, limits);
+        skip_unmasked();
+      }
+      for (; unmasked > 0; --unmasked) overlapped_step<MaskedEnds::kNone, false>(p_frag, rescale, limits);
+      for (; masked > 0; --masked, next_masked()) overlapped_step<MaskedEnds::kEnd, false>(p_frag, rescale, limits);
       warp_scheduler_barrier_sync();
       start_last_pv(partial, p_frag);
       const float one[2] = {1.0f, 1.0f};
@@ -116,8 +142,8 @@ struct Mainloop {
   }
 
   // One key tile without kOverlap, from one ping-pong turn to the next.
-  template <bool kMasked>
-  __device__ __forceinline__ void step(const int (&col_limit)[2]) {
+  template <MaskedEnds kMasked>
+  __device__ __forceinline__ void step(const Limits& limits) {
     Score s[kScores];
     unsigned p_frag[kSteps][4];
     float p_fp32[kScores], rescale[2];
@@ -126,7 +152,7 @@ struct Mainloop {
     start_qk(s);
     warp_scheduler_barrier_arrive();
     end_qk<0>(s);
-    mask_and_softmax<kMasked>(s, col_limit, p_fp32, rescale);
+    mask_and_softmax<kMasked>(s, limits, p_fp32, rescale);
     Softmax::pack(p_fp32, p_frag);
     v_scale.acc_rescale = next_acc_rescale();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
@@ -149,9 +175,9 @@ struct Mainloop {
 
   // One key tile with kOverlap: returns its P and rescale factors; its P V is issued in the next tile's turn and runs
   // during that tile's softmax.
-  template <bool kMasked, bool kFirst>
+  template <MaskedEnds kMasked, bool kFirst>
   __device__ __forceinline__ void overlapped_step(unsigned (&p_frag)[kSteps][4], float (&rescale)[2],
-                                                  const int (&col_limit)[2]) {
+                                                  const Limits& limits) {
     Score s[kScores];
     float p_fp32[kScores], partial[kOut + kSums], next[2];
     init_scores(s);
@@ -161,7 +187,7 @@ struct Mainloop {
     if constexpr (!kFirst) start_last_pv(partial, p_frag);
     warp_scheduler_barrier_arrive();
     end_qk<kFirst ? 0 : 1>(s);
-    mask_and_softmax<kMasked>(s, col_limit, p_fp32, next);
+    mask_and_softmax<kMasked>(s, limits, p_fp32, next);
     const float acc_rescale = next_acc_rescale();
     if constexpr (!kFirst) end_last_pv(partial, rescale, {next[0] * acc_rescale, next[1] * acc_rescale});
     v_scale.acc_rescale = acc_rescale;
@@ -205,13 +231,13 @@ struct Mainloop {
     k_ring.advance();
   }
 
-  template <bool kMasked>
-  __device__ __forceinline__ void mask_and_softmax(Score (&s)[kScores], const int (&col_limit)[2],
-                                                   float (&p_fp32)[kScores], float (&rescale)[2]) {
+  template <MaskedEnds kMasked>
+  __device__ __forceinline__ void mask_and_softmax(Score (&s)[kScores], const Limits& limits, float (&p_fp32)[kScores],
+                                                   float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
     float (&scores)[kScores] = Variant::scores(s, scales);
     const float before[2] = {sum(0), sum(1)};
-    if constexpr (kMasked) Traits::Mask::apply(scores, col_limit);
+    if constexpr (kMasked != MaskedEnds::kNone) Traits::Mask::template apply<kMasked>(scores, limits);
     softmax.template online_softmax<Variant>(scores, Variant::scales(scales), before, p_fp32, rescale);
   }
 

@@ -13,7 +13,10 @@
 //   bool kPingPong          consumer warpgroups issue their products in turn (see Mainloop)
 //   bool kOverlap           P V of a tile overlaps with the softmax of the next
 //   bool kPromoteAccum      O is summed over tiles in fp32; else by the tensor cores, with about 14 bits
-//   bool kCausal            row i attends to keys 0 .. i + causal_shift
+//   bool kPacked            Q, K and V hold sequences of several lengths (PackedSequence)
+//   bool kCausal            row i attends to no key after i + causal_shift
+//   bool kWindow            row i attends to no key before i + window_shift
+//   bool kSinks             each head has a sink
 //   bool kLse               writes the log-sum-exp (LSE) of each row
 //   bool kSumUnroundedP     row sums of P before its rounding to E4M3, else after
 //   float kSoftcap          scores s become kSoftcap * tanh(s / kSoftcap); 0: no softcap
@@ -39,9 +42,20 @@
 
 namespace greenfast {
 
+template <bool kPacked>
+struct SelectSequence {
+  using Type = Sequence;
+};
+template <>
+struct SelectSequence<true> {
+  using Type = PackedSequence;
+};
+
 template <class Cfg>
 struct FlashTraits : Cfg {
-  using Mask = KeyMask<Cfg::kCausal>;
+  using Sequence = typename SelectSequence<Cfg::kPacked>::Type;
+  using Keys = decltype(static_cast<Sequence*>(nullptr)->key_rows());
+  using Mask = KeyMask<Sequence, Cfg::kCausal, Cfg::kWindow>;
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kBlockM = kRows * Cfg::kConsumers;
   static constexpr int kThreads = 128 * (Cfg::kConsumers + 1);
@@ -73,13 +87,22 @@ struct FlashTraits : Cfg {
 
 // The shared-memory map: tiles, and the mbarriers between producer and consumers. Loaders of Q may add to it.
 template <class Traits>
-struct FlashStorage {
+struct FlashTiles {
   alignas(1024) unsigned char q[Traits::kConsumers][Traits::kDimPanels][Traits::kRows * Traits::kDimPanel];
   alignas(1024) unsigned char k[Traits::kStages][Traits::kDimPanels][Traits::kBlockN * Traits::kDimPanel];
   alignas(1024) unsigned char v[Traits::kStages][Traits::kKeyPanels][Traits::kValueRows * Traits::kKeyPanel];
   ptx::Mbarrier q_full[Traits::kConsumers], q_empty[Traits::kConsumers];
   ptx::Mbarrier k_full[Traits::kStages], k_empty[Traits::kStages], v_full[Traits::kStages], v_empty[Traits::kStages];
   alignas(16) int score_start[4];  // RawScore::kStart, four times; unused without kInt8
+};
+
+// With kPacked also the numbers of the block's next work tiles, from the producer to the consumers.
+template <class Traits, bool kPacked = Traits::kPacked>
+struct FlashStorage : FlashTiles<Traits> {};
+template <class Traits>
+struct FlashStorage<Traits, true> : FlashTiles<Traits> {
+  ptx::Mbarrier next_full[2], next_empty[2];
+  int next_tile[2];
 };
 
 // The state of a pipeline of kStages stages: the next stage and its mbarrier parity.

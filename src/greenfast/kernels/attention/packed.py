@@ -1,0 +1,209 @@
+"""Attention of packed sequences of several lengths: sizes, buffers, and the launches before the attention kernel.
+
+The lengths are on the device. The schedule kernel (``schedule.cuh``) makes the list of work tiles from them, and places
+the codes of K and V. The quantizer and the attention kernel read what it wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention.config import KEY_GROUPS, ROW_BLOCK, AttentionConfig, Sizes, Stride3, Strides
+from greenfast.kernels.attention.heuristics import Tiling, tiling
+from greenfast.kernels.quantize import qkv
+from greenfast.spec.kernel import KernelSource, Launch
+
+_SCHEDULE_THREADS = 1024
+_TILE_WORDS = 8  # of a PackedTile
+_KEYS_WORDS = 4  # of a PackedKeys
+
+
+@dataclass(frozen=True)
+class PackedSizes:
+    """The sizes of packed tensors: Q is (q_rows, heads, columns), K and V are (k_rows, kv_heads, columns).
+
+    batch: sequences. max_q, max_k: about the longest sequence's lengths. They choose the tiles, and limit nothing.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_rows: int
+    k_rows: int
+    max_q: int
+    max_k: int
+
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of ROW_BLOCK keys in the codes of each head, including gaps between sequences."""
+        return (self.k_rows + self.batch * ROW_BLOCK) // ROW_BLOCK
+
+    @property
+    def code_rows(self) -> int:
+        """Rows of the codes of each head."""
+        return self.key_blocks * ROW_BLOCK
+
+    def max_tiles(self, tiles: Tiling) -> int:
+        """Return the largest number of work tiles per head."""
+        return self.q_rows // tiles.block_m + self.batch
+
+    def tiling(self, config: AttentionConfig, multiprocessors: int) -> Tiling:
+        """Return the tiles of the attention kernel: those for as many sequences of the mean length."""
+        length = max(1, -(-self.q_rows // max(1, self.batch)))
+        count = max(1, self.q_rows // length)
+        return tiling(config, Sizes(count, self.heads, self.kv_heads, length, max(1, self.max_k)), multiprocessors)[0]
+
+    def as_sizes(self) -> Sizes:
+        """Return the sizes that the attention kernel sees: one batch of all rows."""
+        return Sizes(1, self.heads, self.kv_heads, self.q_rows, self.code_rows)
+
+
+def buffer_shapes(config: AttentionConfig, sizes: PackedSizes, tiles: Tiling) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each buffer between the launches."""
+    fine = (KEY_GROUPS,) if config.key_scales == "fine" else ()
+    return {
+        "k_codes": ("uint8", (sizes.kv_heads, sizes.code_rows, config.head_dim)),
+        "v_codes": ("uint8", (sizes.kv_heads, config.head_dim, sizes.code_rows)),
+        "k_scale": ("float32", (sizes.kv_heads, sizes.key_blocks, *fine)),
+        "v_scale": ("float32", (sizes.kv_heads, sizes.key_blocks)),
+        "k_mean": ("float32", (sizes.batch, sizes.kv_heads, config.head_dim)),
+        "tiles": ("int32", (sizes.max_tiles(tiles), _TILE_WORDS)),
+        "tile_count": ("int32", (2,)),
+        "sequences": ("int32", (sizes.batch, _KEYS_WORDS)),
+        "block_sequence": ("int32", (sizes.key_blocks,)),
+    }
+
+
+def schedule_kernel() -> KernelSource:
+    """Render the kernel that makes the schedule."""
+    source = f"""#include "attention/schedule.cuh"
+
+extern "C" __global__ void __launch_bounds__({_SCHEDULE_THREADS}, 1)
+make_schedule(const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, int batch, int q_rows, int k_rows,
+              int block_m, int block_n, int causal, int causal_shift, int window, int window_shift,
+              greenfast::PackedTile* tiles, int max_tiles, int* tile_count, greenfast::PackedKeys* sequences,
+              int* block_sequence, int key_blocks) {{
+  greenfast::make_schedule({{cu_seqlens_q, cu_seqlens_k, seqused_k, batch, q_rows, k_rows, block_m, block_n, causal,
+                             causal_shift, window, window_shift, tiles, max_tiles, tile_count, sequences,
+                             block_sequence, key_blocks}});
+}}
+"""
+    return KernelSource(
+        entry="make_schedule",
+        source=source,
+        name="make_schedule.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(_SCHEDULE_THREADS, 1, 1),
+    )
+
+
+def schedule_launch(
+    config: AttentionConfig, sizes: PackedSizes, tiles: Tiling, *, used: bool, window: tuple[int, int] = (0, 0)
+) -> Launch:
+    """Return the launch of the schedule kernel.
+
+    used: whether there is a buffer ``seqused_k``. window: as for ``hopper.launch``.
+    """
+    return Launch(
+        grid=(1, 1, 1),
+        args=(
+            *("cu_seqlens_q", "cu_seqlens_k"),
+            "seqused_k" if used else np.int64(0),
+            *(np.int32(n) for n in (sizes.batch, sizes.q_rows, sizes.k_rows, tiles.block_m, tiles.block_n)),
+            *(np.int32(n) for n in (config.causal, window[1], config.window, -window[0])),
+            "tiles",
+            np.int32(sizes.max_tiles(tiles)),
+            *("tile_count", "sequences", "block_sequence"),
+            np.int32(sizes.key_blocks),
+        ),
+    )
+
+
+def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource:
+    """Render the kernel that quantizes packed K and V."""
+    threads, blocks = qkv.block_threads(config.head_dim)
+    flags = {
+        "Int8": config.format == "int8",
+        "KeyMean": config.key_mean,
+        "Rotate": config.rotate,
+        "FineScales": config.key_scales == "fine",
+    }
+    constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
+    source = f"""#include "quantize/packed_kv.cuh"
+
+struct Cfg {{
+  static constexpr int kHeadDim = {config.head_dim};
+  static constexpr int kColumns = {config.columns};
+  static constexpr int kKeyTiles = {_key_tiles(sizes)};
+  static constexpr int kThreads = {threads};
+{constants}
+  using In = {CUDA_TYPES[config.dtype]};
+}};
+
+extern "C" __global__ void __launch_bounds__({threads}, {blocks})
+quantize_packed_kv(const void* k, const void* v, long long k_head, long long k_row, long long v_head, long long v_row,
+                   unsigned char* k_codes, unsigned char* v_codes, float* k_scale, float* v_scale, float* k_mean,
+                   const greenfast::PackedKeys* sequences, const int* block_sequence, int kv_heads, int key_blocks) {{
+  greenfast::quantize_packed_kv<Cfg>({{{{k, k_row, k_head, k_row}}, {{v, v_row, v_head, v_row}}, k_codes, v_codes,
+                                      k_scale, v_scale, k_mean, sequences, block_sequence, kv_heads, key_blocks}});
+}}
+"""
+    return KernelSource(
+        entry="quantize_packed_kv",
+        source=source,
+        name="quantize_packed_kv.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(threads, 1, 1),
+    )
+
+
+def quantize_launch(sizes: PackedSizes, k_strides: tuple[int, int], v_strides: tuple[int, int]) -> Launch:
+    """Return the launch of the quantizer. k_strides, v_strides: of rows and heads, in elements."""
+    runs = -(-sizes.key_blocks // _key_tiles(sizes))
+    strides = (k_strides[1], k_strides[0], v_strides[1], v_strides[0])
+    return Launch(
+        grid=(sizes.kv_heads * (runs + sizes.key_blocks), 1, 1),
+        args=(
+            *("k", "v"),
+            *(np.int64(stride) for stride in strides),
+            *("k_codes", "v_codes", "k_scale", "v_scale", "k_mean", "sequences", "block_sequence"),
+            np.int32(sizes.kv_heads),
+            np.int32(sizes.key_blocks),
+        ),
+        early=True,
+    )
+
+
+def attention_launch(
+    config: AttentionConfig,
+    sizes: PackedSizes,
+    tiles: Tiling,
+    scale: float,
+    query: Stride3,
+    out: Stride3,
+    multiprocessors: int,
+    window: tuple[int, int] = (0, 0),
+) -> Launch:
+    """Return the launch of the attention kernel.
+
+    query, out: strides of batch (any), head and row. window: as for ``hopper.launch``.
+    """
+    return hopper.launch(
+        config,
+        sizes.as_sizes(),
+        scale,
+        Strides(query=query, out=out),
+        multiprocessors,
+        tiles=tiles,
+        num_sequences=sizes.batch,
+        window=window,
+    )
+
+
+def _key_tiles(sizes: PackedSizes) -> int:
+    """Return the blocks of K per block of threads, as ``qkv.key_tiles`` does."""
+    return qkv.key_tiles(Sizes(1, sizes.heads, sizes.kv_heads, sizes.q_rows, sizes.code_rows))

@@ -1,0 +1,317 @@
+"""Attention of packed sequences of several lengths, with the arithmetic of ``sdpa`` for each sequence.
+
+The lengths stay on the device: no call waits for the GPU. A kernel makes the list of work tiles from them
+(``kernels.attention.packed``), then K and V are quantized, then the dense attention kernel runs over the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention.config import Mask
+from greenfast.ops import autograd, reference, torch_ops
+from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale
+from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
+from greenfast.ops.symbols import require, require_same_shape
+
+if TYPE_CHECKING:
+    from torch.nn.attention.varlen import AuxRequest
+
+MAX_LENGTH = 2**31 - 1
+_MAX_HEAD_DIM = 256
+MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
+_ATEN = torch.ops.aten
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? sinks, "
+    "SymInt max_q, SymInt max_k, str precision, int window_left, int window_right, float softcap, float scale"
+)
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest | None = None,
+    scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    precision: Precision = "fp8",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FP8 attention of packed sequences, with the signature of ``torch.nn.attention.varlen.varlen_attn``.
+
+    query: (total_q, H, D); key and value: (total_k, HK, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype
+    is float16 or bfloat16, D is a multiple of 8 up to 256. Sequence i has the rows cu_seq_q[i] .. cu_seq_q[i + 1] - 1
+    of query and those of cu_seq_k of key and value; both are int32 (N + 1,) on the same device. Any length may be 0.
+    seqused_k: int32 (N,), only the first keys of each sequence are attended to. max_q, max_k: the longest lengths.
+    window_size: (left, right), the keys before and after a query's own place, -1 for all of them; (-1, 0) is a causal
+    mask. Places are counted from the last query and key of a sequence. softcap: scores s become softcap * tanh(s /
+    softcap). sinks: float32 (H,), the logit of one more key of each row, without a value. precision: as in ``sdpa``;
+    scales and the mean of K belong to one sequence, so that the result of a sequence does not depend on the others.
+    num_splits is ignored: rows are never split.
+
+    Returns (total_q, H, D) of the inputs' dtype; with ``return_aux.lse`` also the natural log-sum-exp, float32
+    (H, total_q), of which the sink is a part. Rows without keys are 0, and -inf or the sink. Rows of query outside of
+    all sequences are 0 on the CPU, and not written on a GPU. The gradients are those of attention on the unquantized
+    tensors; with seqused_k, softcap or sinks there are none.
+
+    Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for block_table, head dims
+    and GPUs without a kernel, and gradients that do not exist.
+    """
+    check_choice("precision", precision, PRECISIONS)
+    check_flag("enable_gqa", enable_gqa)
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table: keys in pages are of a PagedKVCache; greenfast.flash_attn_varlen_func reads it"
+        )
+    left, right = parse_window(window_size)
+    if cu_seq_k is None:
+        raise ValueError("cu_seq_k: None; int32 (N + 1,) is needed, as cu_seq_q")
+    max_q, max_k = parse_length("max_q", max_q, MAX_LENGTH), parse_length("max_k", max_k, MAX_LENGTH)
+    if not (isinstance(query, Tensor) and query.is_cuda and query.dim() == 3):  # else the operator checks a new call
+        check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
+    if not enable_gqa and isinstance(key, Tensor) and key.dim() == 3 and not require(query.shape[1] == key.shape[1]):
+        raise ValueError(
+            f"query: it has {query.shape[1]} heads, key {key.shape[1]}; with enable_gqa=True query heads share them"
+        )
+    cap = parse_number("softcap", softcap)
+    if not 0.0 <= cap < math.inf:
+        raise ValueError(f"softcap: {softcap}; 0 or a positive number is needed")
+    factor = parse_scale(scale, query.shape[2])
+    arguments = (
+        query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, cap, factor
+    )  # fmt: skip
+    if return_aux is not None and return_aux.lse:
+        both: tuple[Tensor, Tensor] = VARLEN_LSE(*arguments)
+        return both
+    out: Tensor = VARLEN(*arguments)
+    return out
+
+
+def parse_window(window_size: Any) -> tuple[int, int]:
+    """Return (left, right), with -1 for no limit and others below MAX_WINDOW. Raises TypeError and ValueError."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
+    for n in window_size:
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
+        if not -1 <= n < 2**63:
+            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
+    left, right = (min(n, MAX_WINDOW) for n in window_size)
+    return left, right
+
+
+def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any, sinks: Any) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for tensors that do not fit."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: a {type(x).__name__}; a strided tensor is needed, not a nested or sparse one")
+        if x.dim() != 3:
+            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; (tokens, heads, head_dim) is needed")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: its dtype is {x.dtype}, that of query {query.dtype}; they must agree")
+        if x.device != query.device:
+            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+    heads, head_dim = query.shape[1:]
+    if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
+        raise NotImplementedError(f"query: head_dim {head_dim}; a multiple of 8 up to {_MAX_HEAD_DIM} is needed")
+    if not require_same_shape(value.shape, key.shape) or not require(key.shape[2] == head_dim):
+        raise ValueError(
+            f"key, value: their shapes are {tuple(key.shape)} and {tuple(value.shape)}; both (tokens, kv_heads, "
+            f"{head_dim}) are needed"
+        )
+    if heads < 1 or key.shape[1] < 1 or heads % key.shape[1]:
+        raise ValueError(f"query: it has {heads} heads, key {key.shape[1]}; a multiple is needed")
+    sequences = cu_seq_q.shape[0] - 1 if isinstance(cu_seq_q, Tensor) and cu_seq_q.dim() == 1 else -1
+    for name, x, count in (
+        ("cu_seq_q", cu_seq_q, sequences + 1),
+        ("cu_seq_k", cu_seq_k, sequences + 1),
+        ("seqused_k", seqused_k, sequences),
+    ):
+        if x is None and name == "seqused_k":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: a {type(x).__name__}; an int32 tensor is needed")
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: torch.int32")
+        if sequences < 0 or x.dim() != 1 or not require(x.shape[0] == count):
+            raise ValueError(
+                f"{name}: its shape is {tuple(x.shape)}; ({'N' if name == 'seqused_k' else 'N + 1'},) is needed"
+            )
+        if x.device != query.device:
+            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+    if sinks is not None:
+        if not isinstance(sinks, Tensor) or sinks.dtype != torch.float32:
+            kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise TypeError(f"sinks: {kind}; a float32 tensor is needed")
+        if sinks.dim() != 1 or not require(sinks.shape[0] == heads) or sinks.device != query.device:
+            raise ValueError(f"sinks: {tuple(sinks.shape)} on {sinks.device}; ({heads},) on {query.device} is needed")
+
+
+def _read_lengths(
+    query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None
+) -> list[tuple[slice, slice]]:
+    """Return the rows of query and of key of each sequence. Raises ValueError for lengths that do not fit."""
+    ends_q, ends_k = cu_seq_q.tolist(), cu_seq_k.tolist()
+    for name, ends, rows in (("cu_seq_q", ends_q, query.shape[0]), ("cu_seq_k", ends_k, key.shape[0])):
+        if ends and (ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > rows):
+            raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {rows} tokens")
+    sequences = len(ends_q) - 1
+    used = [ends_k[b + 1] - ends_k[b] for b in range(sequences)] if seqused_k is None else seqused_k.tolist()
+    for b, count in enumerate(used):
+        if not 0 <= count <= ends_k[b + 1] - ends_k[b]:
+            raise ValueError(f"seqused_k: {count} of sequence {b}; it has {ends_k[b + 1] - ends_k[b]} keys")
+    return [(slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b] + used[b])) for b in range(sequences)]
+
+
+def _as_batch(x: Tensor, rows: slice) -> Tensor:
+    """Return the rows of a packed tensor as a batch of one, (1, heads, rows, head_dim)."""
+    return x[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _varlen_lse_cpu(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int, window_right: int, softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
+    centered = has_key_mean(softcap, sinks)
+    config = build_config(query.shape[2], query.dtype, precision, key_mean=centered)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_full((query.shape[1], query.shape[0]), -math.inf, dtype=torch.float32)
+    for rows, keys in _read_lengths(query, key, cu_seq_q, cu_seq_k, seqused_k):
+        if rows.start == rows.stop:
+            continue
+        if keys.start == keys.stop:
+            if sinks is not None:
+                lse[:, rows] = sinks.unsqueeze(1)
+            continue
+        q = _as_batch(query, rows)
+        codes = reference.quantize(q, _as_batch(key, keys), _as_batch(value, keys), config)
+        part, sums = reference.attention(codes, 0, scale, (window_left, window_right), softcap, sinks)
+        if centered:
+            scores = reference.compute_mean_scores(q, codes.tensors()[-1], rotated=True)
+            sums = reference.add_mean_scores(sums, scores, Mask.LOWER_RIGHT, scale)
+        out[rows], lse[:, rows] = part[0].transpose(0, 1), sums[0]
+    return out, lse
+
+
+def has_key_mean(softcap: float, sinks: Tensor | None) -> bool:
+    """Return whether K may be quantized minus a mean: not if a score's own value matters, as with softcap and sinks."""
+    return softcap == 0.0 and sinks is None
+
+
+def _varlen_cpu(*args: Any) -> Tensor:
+    return _varlen_lse_cpu(*args)[0]
+
+
+def _varlen_lse_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().varlen(True, *args)
+
+
+def _varlen_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().varlen(False, *args)[0]
+
+
+def _varlen_fake(query: Tensor, *args: Any) -> Tensor:
+    check_varlen(query, *args[:6])
+    return query.new_empty(query.shape)
+
+
+def _varlen_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _varlen_fake(query, *args), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+def _backward_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+    seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
+    window_right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _refuse_gradients(seqused_k, softcap, sinks)
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for rows, keys in _read_lengths(query, key, cu_seq_q, cu_seq_k, None):
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        parts = reference.compute_gradients(
+            _as_batch(grad, rows), _as_batch(query, rows), _as_batch(key, keys), _as_batch(value, keys), 0, scale,
+            (window_left, window_right),
+        )  # fmt: skip
+        for whole, part, tokens in zip(grads, parts, (rows, keys, keys), strict=True):
+            whole[tokens] = part[0].transpose(0, 1)
+    return grads
+
+
+def _backward_cuda(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+    seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
+    window_right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``)."""
+    _refuse_gradients(seqused_k, softcap, sinks)
+    inputs = [x.contiguous() for x in (query, key, value)]
+    if not query.numel() or not key.numel():
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    lengths, causal = (cu_seq_q, cu_seq_k, max_q, max_k), (window_left, window_right) == (-1, 0)
+    options: dict[str, Any] = {"scale": scale}
+    if not causal and (window_left, window_right) != (-1, -1):
+        options |= {"window_size_left": window_left, "window_size_right": window_right}
+    out, lse, seed, unused, _ = _ATEN._flash_attention_forward(*inputs, *lengths, 0.0, causal, False, **options)
+    grads = _ATEN._flash_attention_backward(
+        grad.contiguous(), *inputs, out, lse, *lengths, 0.0, causal, seed, unused, **options
+    )
+    by_query, by_key, by_value = grads
+    return by_query, by_key, by_value
+
+
+def _refuse_gradients(seqused_k: Tensor | None, softcap: float, sinks: Tensor | None) -> None:
+    for name, given in (
+        ("seqused_k", seqused_k is not None),
+        ("softcap", softcap != 0.0),
+        ("sinks", sinks is not None),
+    ):
+        if given:
+            raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
+
+
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+for _name, _results, _cpu, _cuda, _fake in (
+    ("varlen", "Tensor", _varlen_cpu, _varlen_cuda, _varlen_fake),
+    ("varlen_lse", "(Tensor, Tensor)", _varlen_lse_cpu, _varlen_lse_cuda, _varlen_lse_fake),
+):
+    torch_ops.LIBRARY.define(f"{_name}({_ARGUMENTS}) -> {_results}")
+    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
+    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    autograd.register(torch_ops.LIBRARY, _name, None, backward="varlen_backward", first=3)
+torch_ops.LIBRARY.define(f"varlen_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+torch_ops.LIBRARY.impl("varlen_backward", _backward_cpu, "CPU")
+torch_ops.LIBRARY.impl("varlen_backward", _backward_cuda, "CUDA")
+torch.library.register_fake("greenfast::varlen_backward", _backward_fake, lib=torch_ops.LIBRARY)
+autograd.register(
+    torch_ops.LIBRARY,
+    "varlen_backward",
+    "greenfast.varlen_attn: its gradients are not differentiable",
+)
+
+VARLEN = torch.ops.greenfast.varlen.default
+VARLEN_LSE = torch.ops.greenfast.varlen_lse.default
