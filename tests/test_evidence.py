@@ -381,6 +381,27 @@ def test_filling_twice_is_filling_once() -> None:
     assert fill(once, "a", "new", "page.md") == once
 
 
+def test_the_table_of_packed_sequences_is_its_record() -> None:
+    record = read_content(ROOT / "evidence/varlen-h100.json")
+    page = (ROOT / "docs/operator.md").read_text(encoding="utf-8")
+    block = page.split("<!-- varlen:begin -->")[1].split("<!-- varlen:end -->")[0]
+    found = [line.strip("| ").split(" | ") for line in block.splitlines() if line[:1] == "|" and line[2:3].isdigit()]
+    expected = []
+    for row in record["times"]:
+        us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
+        mask = "causal" if row["causal"] else "full"
+        own = us["varlen_attn"]
+        compared = [
+            f"{us[name] / own:.2f}x" if name in us else "-" for name in ("sdpa", "FA3 bf16", "torch flash bf16")
+        ]
+        expected.append([f"{heads}:{kv_heads}, {head_dim}", row["lengths"], mask, f"{own:.0f}", *compared])
+    for row, error in zip(record["windows"], record["errors"], strict=True):
+        us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
+        numbers = [f"{us[name]:.0f}" for name in ("causal", "4096", "1024")]
+        expected.append([f"{heads}:{kv_heads}, {head_dim}", *numbers, f"{error['error']:.3f}"])
+    assert found == expected
+
+
 def test_the_table_of_token_scales_is_its_record() -> None:
     record = read_content(ROOT / "evidence/token-scales-h100.json")
     page = (ROOT / "docs/operator.md").read_text()
