@@ -262,7 +262,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
   y[i] = __uint_as_float(__float_as_uint(2.0f * x[i]) & 0xFFFFE000u);
 }
 """),
-    "unset_predicate": Kernel("CORRECTNESS", "gave different bits", "branches on a predicate that nothing set", r"""
+    "unset_predicate": Kernel("CORRECTNESS", "memory, finite", "branches on a predicate that nothing set", r"""
 .version 8.0
 .target sm_90
 .address_size 64
