@@ -269,7 +269,7 @@ MUTANTS = {
         "attention/sm90/load_kv.cuh",
         "  shared.v_empty[s].wait(ring.parity ^ 1);\n",
         "",
-        "has not delivered",
+        "more arrivals than the phase expects",
     ),
     "ones behind V without a fence": (
         "attention/sm90/kernel.cuh",

@@ -20,7 +20,8 @@ def timed(rng: np.random.Generator, us: float, step: float, noise: float, drift:
         times = (np.floor(starts + times / step) - np.floor(starts)) * step
     return TimingRow(
         shape="s", dims={}, seed=0, method="", cache="warm", warmup_iters=0, timed_iters=times.size, discarded_iters=0,
-        p50_us=1, p90_us=1, mean_us=1, std_us=1, iters_per_sec=1,
+        p50_us=round(float(np.median(times)), 3), p90_us=round(float(np.quantile(times, 0.9)), 3), mean_us=1, std_us=1,
+        iters_per_sec=1,
         block_medians_us=np.round(np.median(times, axis=2), 3).tolist(), resolution_us=resolution_us(times.ravel()),
     )  # fmt: skip
 
