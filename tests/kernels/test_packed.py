@@ -121,12 +121,12 @@ CASES: dict[str, tuple[int, int, str, Tiling, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+#: The other cases are slow; tests/gpu/test_varlen.py has their like.
+QUICK = ("causal", "ping-pong", "window on both sides", "right limit, softcap and sinks")
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("fine", "window, head dim 256") else name
-        for name in CASES
-    ],
+    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_sequences_of_several_lengths_agree_with_the_cpu(case: str) -> None:
     """Some sequences hold numbers that are not finite: their neighbours must not see them."""
