@@ -105,7 +105,9 @@ def _main(argv: Sequence[str] | None) -> int:
     if moved:
         old, today = moved
         print(f"greenfast: {old!r} is now: {today}", file=sys.stderr)
-        return EXIT_USAGE
+        if not old.startswith("--"):
+            return EXIT_USAGE
+        arguments = shlex.split(today)[1:]  # a renamed option has one meaning, so that earlier scripts run
     args = parser().parse_args(arguments)
     args.command = shlex.join(["greenfast", *arguments])
     try:
