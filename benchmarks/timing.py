@@ -122,6 +122,15 @@ def time_graphs(
     return {name: [1e3 * a.elapsed_time(b) / captured[name].calls for a, b in pairs] for name, pairs in marks.items()}
 
 
+def time_calls(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Capture each call after a first one, and return its median microseconds in interleaved rounds."""
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    samples = time_graphs({name: capture(call) for name, call in calls.items()})
+    return {name: round(median(each), 2) for name, each in samples.items()}
+
+
 def _mark_replay(graph: Any) -> tuple[Any, Any]:
     start, end = event(), event()
     start.record()

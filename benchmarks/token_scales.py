@@ -8,7 +8,6 @@ attention in float64 on a sample of rows of the unquantized inputs.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.sdpa_inputs import INPUTS, make_inputs, reference
-from benchmarks.timing import capture, time_graphs
+from benchmarks.timing import time_calls
 
 #: Batch, query heads, KV heads, length, head dim.
 SHAPES = (
@@ -55,11 +54,7 @@ def time_shape(shape: tuple[int, ...]) -> dict[str, float]:
         return call
 
     calls |= {"torch cuDNN bf16": by(SDPBackend.CUDNN_ATTENTION), "torch flash bf16": by(SDPBackend.FLASH_ATTENTION)}
-    for call in calls.values():
-        call()
-    torch.cuda.synchronize()
-    captured = {name: capture(call) for name, call in calls.items()}
-    return {name: round(statistics.median(samples), 2) for name, samples in time_graphs(captured).items()}
+    return time_calls(calls)
 
 
 def errors(kind: str, head_dim: int) -> dict[str, float]:

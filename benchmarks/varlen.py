@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
-from benchmarks.timing import capture, time_graphs
+from benchmarks.timing import time_calls
 
 #: Query heads, KV heads, head dim.
 HEADS = ((32, 8, 128), (64, 8, 64), (16, 8, 256))
@@ -68,15 +67,6 @@ def contenders(tensors: Sequence[Tensor], lengths: Sequence[int], causal: bool) 
         fa3 = importlib.import_module(_FA3)
         calls["FA3 bf16"] = lambda: fa3.flash_attn_varlen_func(q, k, v, *at, causal=causal)
     return calls
-
-
-def time_calls(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the median microseconds of each call."""
-    for call in calls.values():
-        call()
-    torch.cuda.synchronize()
-    captured = {name: capture(call) for name, call in calls.items()}
-    return {name: round(statistics.median(samples), 2) for name, samples in time_graphs(captured).items()}
 
 
 def measure_error(tensors: Sequence[Tensor], lengths: Sequence[int]) -> float:

@@ -45,7 +45,7 @@ def make_schedule(
     return found
 
 
-def sizes_of(lengths: tuple[list[int], list[int]], heads: int, kv_heads: int) -> packed.PackedSizes:
+def make_sizes(lengths: tuple[list[int], list[int]], heads: int, kv_heads: int) -> packed.PackedSizes:
     q, k = lengths
     return packed.PackedSizes(len(q), heads, kv_heads, sum(q), sum(k), max(q), max(k))
 
@@ -54,7 +54,7 @@ def sizes_of(lengths: tuple[list[int], list[int]], heads: int, kv_heads: int) ->
 def test_the_schedule_has_each_tile_once_by_descending_work(causal: bool) -> None:
     lengths = ([300, 0, 1, 5000, 129, 128, 64], [300, 10, 9000, 5000, 0, 1, 64])
     config = replace(build_config(64, torch.bfloat16, "fp8"), mask=Mask(2 * causal))
-    sizes, tiles = sizes_of(lengths, 4, 2), Tiling(128, 2, 4, 64)
+    sizes, tiles = make_sizes(lengths, 4, 2), Tiling(128, 2, 4, 64)
     inputs = {"cu_seqlens_q": starts(lengths[0]), "cu_seqlens_k": starts(lengths[1])}
     found = make_schedule(config, sizes, tiles, inputs)
     count = int(found["tile_count"][0])
@@ -135,7 +135,7 @@ def test_sequences_of_several_lengths_agree_with_the_cpu(case: str) -> None:
     lengths = options.get("lengths", LENGTHS)
     left, right = window = options.get("window", (-1, -1))
     softcap, sinks, lse = options.get("softcap", 0.0), options.get("sinks"), options.get("lse", False)
-    sizes = sizes_of(lengths, heads, kv_heads)
+    sizes = make_sizes(lengths, heads, kv_heads)
     config = replace(
         build_config(columns, torch.bfloat16, precision, key_mean=softcap == 0.0 and sinks is None),
         mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=lse, fuse_q_quant=True, packed=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,25 @@ def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
     if max_value is not None and is_certain(size > max_value):  # the operators check at run time
         raise ValueError(f"{name}: {size}; at most {max_value} is allowed")
     return size
+
+
+def parse_window(window_size: Any) -> tuple[Any, Any]:
+    """Return a window (left, right), -1 for no limit. Raises TypeError and ValueError."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise TypeError(f"window_size: {_format_window(window_size)}; (left, right) is needed, -1 for no limit")
+    sides: list[Any] = []
+    for n in window_size:
+        if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
+            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
+        side: Any = n if isinstance(n, int | torch.SymInt) else int(n)
+        if not (require(side >= -1) and require(side < 2**63)):
+            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _format_window(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
 def parse_causal(is_causal: bool, alignment: str) -> int:

@@ -26,10 +26,10 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
-from greenfast.ops import varlen as seqs
-from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
+from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.quantized import FINE, build_config, check_tensors
+from greenfast.ops.varlen import check_varlen, has_key_mean
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice
@@ -316,9 +316,9 @@ def varlen(
         *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in (query, key, value, *lengths)],
     )  # fmt: skip
     plan = _PLANS.get(plan_key)
-    centered = seqs.has_key_mean(softcap, sinks)
+    centered = has_key_mean(softcap, sinks)
     if plan is None:
-        seqs.check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
+        check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
         if query.numel() == 0 or key.numel() == 0 or cu_seq_q.shape[0] == 1:
             if lse:
                 sums.fill_(-float("inf")) if sinks is None else sums.copy_(sinks.unsqueeze(1))
@@ -388,23 +388,14 @@ def _build_varlen_plan(
         ),
         {"k": "k_codes", "v_t": "v_codes"},
     )
-    work, size = {}, 0
-    for name, (dtype, shape) in packed.buffer_shapes(config, sizes, tiles).items():
-        if config.log_sum_exp and name == "k_mean":
-            continue  # the caller allocates it
-        work[name] = size
-        size += -(-torch.Size(shape).numel() * getattr(torch, dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    work, size = lay_out_workspace({
+        name: torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for name, (dtype, shape) in packed.buffer_shapes(config, sizes, tiles).items()
+        if not (config.log_sum_exp and name == "k_mean")  # the caller allocates it
+    })  # fmt: skip
     given = [name for name, has in (("seqused_k", used), ("sinks", config.sinks)) if has]
-    names = (
-        "q",
-        "k",
-        "v",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        *given,
-        "out",
-        *(("lse", "k_mean") if config.log_sum_exp else ()),
-    )
+    results = ("out", "lse", "k_mean") if config.log_sum_exp else ("out",)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *given, *results)
     return LaunchPlan(query.get_device(), (scheduling, quantizing, attending), names, work, size, config.head_dim)
 
 
@@ -413,12 +404,12 @@ def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: Attentio
     device = query.get_device()
     steps = build_sdpa_steps(query, key, value, config, scale, get_target(device))
     used = set().union(*(step.buffers() for step in steps))
-    work, size = {}, 0
-    for name, shape in get_quantized_shapes(query.shape, key.shape, config).items():
-        if name not in used or (config.log_sum_exp and name == "k_mean"):
-            continue  # attention quantizes Q itself, or the caller allocates the mean
-        work[name] = size
-        size += -(-torch.Size(shape).numel() * get_buffer_dtype(name).itemsize // ALIGNMENT) * ALIGNMENT
+    work, size = lay_out_workspace({
+        name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
+        for name, shape in get_quantized_shapes(query.shape, key.shape, config).items()
+        # Attention may quantize Q itself, and the caller allocates the mean.
+        if name in used and not (config.log_sum_exp and name == "k_mean")
+    })  # fmt: skip
     strides = row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
     return LaunchPlan(device, steps, names, work, size, config.head_dim, strides)

@@ -175,6 +175,15 @@ class LaunchPlan:
         return BoundLaunches(each, [(self.names.index(n), slot) for n, slot in placed if n not in self.work], work)
 
 
+def lay_out_workspace(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return the offsets of buffers with these sizes, and the size of the workspace, in bytes."""
+    offsets, size = {}, 0
+    for name, nbytes in sizes.items():
+        offsets[name] = size
+        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, size
+
+
 def concat_plans(
     parts: Sequence[tuple[LaunchPlan, Mapping[str, str]]], names: tuple[str, ...], temporary: Mapping[str, int]
 ) -> LaunchPlan:
@@ -184,10 +193,7 @@ def concat_plans(
     workspace, with their sizes in bytes.
     """
     steps: list[LaunchStep] = []
-    work, size = {}, 0
-    for name, nbytes in temporary.items():
-        work[name] = size
-        size += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    work, size = lay_out_workspace(temporary)
     for plan, renamed in parts:
         if plan.work:
             work |= {name: size + offset for name, offset in plan.work.items()}

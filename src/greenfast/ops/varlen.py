@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale
+from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
 from greenfast.ops.symbols import require, require_same_shape
+from greenfast.serving.checks import MAX_LENGTH, check_once, check_starts, check_used
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
 
-MAX_LENGTH = 2**31 - 1
 _MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
 _ATEN = torch.ops.aten
@@ -67,7 +67,7 @@ def varlen_attn(
 
     Returns (total_q, H, D) of the inputs' dtype; with ``return_aux.lse`` also the natural log-sum-exp, float32
     (H, total_q), of which the sink is a part. Rows without keys are 0, and -inf or the sink. Rows of query outside of
-    all sequences are 0 on the CPU, and not written on a GPU. The gradients are those of attention on the unquantized
+    all sequences are 0 on the CPU, and not written on a GPU. Gradients are computed for attention on the unquantized
     tensors; with seqused_k, softcap or sinks there are none.
 
     Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for block_table, head dims
@@ -79,13 +79,12 @@ def varlen_attn(
         raise NotImplementedError(
             "block_table: keys in pages are of a PagedKVCache; greenfast.flash_attn_varlen_func reads it"
         )
-    left, right = parse_window(window_size)
+    left, right = (min(n, MAX_WINDOW) for n in parse_window(window_size))
     if cu_seq_k is None:
         raise ValueError("cu_seq_k: None; int32 (N + 1,) is needed, as cu_seq_q")
     max_q, max_k = parse_length("max_q", max_q, MAX_LENGTH), parse_length("max_k", max_k, MAX_LENGTH)
-    if not (isinstance(query, Tensor) and query.is_cuda and query.dim() == 3):  # else the operator checks a new call
-        check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
-    if not enable_gqa and isinstance(key, Tensor) and key.dim() == 3 and not require(query.shape[1] == key.shape[1]):
+    check_once(check_varlen, (query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks), ())
+    if not enable_gqa and not require(query.shape[1] == key.shape[1]):
         raise ValueError(
             f"query: it has {query.shape[1]} heads, key {key.shape[1]}; with enable_gqa=True query heads share them"
         )
@@ -101,19 +100,6 @@ def varlen_attn(
         return both
     out: Tensor = VARLEN(*arguments)
     return out
-
-
-def parse_window(window_size: Any) -> tuple[int, int]:
-    """Return (left, right), with -1 for no limit and others below MAX_WINDOW. Raises TypeError and ValueError."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise TypeError(f"window_size: {window_size!r}; (left, right) is needed, -1 for no limit")
-    for n in window_size:
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
-        if not -1 <= n < 2**63:
-            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
-    left, right = (min(n, MAX_WINDOW) for n in window_size)
-    return left, right
 
 
 def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any, sinks: Any) -> None:
@@ -169,16 +155,11 @@ def _read_lengths(
     query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None
 ) -> list[tuple[slice, slice]]:
     """Return the rows of query and of key of each sequence. Raises ValueError for lengths that do not fit."""
-    ends_q, ends_k = cu_seq_q.tolist(), cu_seq_k.tolist()
-    for name, ends, rows in (("cu_seq_q", ends_q, query.shape[0]), ("cu_seq_k", ends_k, key.shape[0])):
-        if ends and (ends[0] != 0 or any(a > b for a, b in pairwise(ends)) or ends[-1] > rows):
-            raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {rows} tokens")
-    sequences = len(ends_q) - 1
-    used = [ends_k[b + 1] - ends_k[b] for b in range(sequences)] if seqused_k is None else seqused_k.tolist()
-    for b, count in enumerate(used):
-        if not 0 <= count <= ends_k[b + 1] - ends_k[b]:
-            raise ValueError(f"seqused_k: {count} of sequence {b}; it has {ends_k[b + 1] - ends_k[b]} keys")
-    return [(slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b] + used[b])) for b in range(sequences)]
+    queries = check_starts("cu_seq_q", cu_seq_q, query.shape[0], "query")
+    keys = check_starts("cu_seq_k", cu_seq_k, key.shape[0], "key")
+    used = keys if seqused_k is None else check_used(seqused_k, keys)
+    rows = zip(accumulate(queries, initial=0), queries, accumulate(keys, initial=0), used, strict=False)
+    return [(slice(q, q + q_len), slice(k, k + k_len)) for q, q_len, k, k_len in rows]
 
 
 def _as_batch(x: Tensor, rows: slice) -> Tensor:

@@ -46,8 +46,11 @@ _CHECKED: set[tuple[Any, ...]] = set()
 _MAX_CHECKED = 4096
 
 
-def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Call ``check`` once per combination of tensor properties and other arguments."""
+def check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+    """Call ``check`` once per combination of tensor properties and other arguments, while tracing in every call."""
+    if torch.compiler.is_compiling():
+        check(*tensors, *others)
+        return
     try:
         kind = (
             check,
@@ -67,12 +70,12 @@ def _check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -
 
 def check_attention_once(*args: Any) -> None:
     """Call ``check_attention`` with these arguments, once per combination."""
-    _check_once(check_attention, args[:NUM_ATTENTION_TENSORS], args[NUM_ATTENTION_TENSORS:])
+    check_once(check_attention, args[:NUM_ATTENTION_TENSORS], args[NUM_ATTENTION_TENSORS:])
 
 
 def check_append_once(*args: Any) -> None:
     """Call ``check_append`` with these arguments, once per combination."""
-    _check_once(check_append, args[:NUM_APPEND_TENSORS], args[NUM_APPEND_TENSORS:])
+    check_once(check_append, args[:NUM_APPEND_TENSORS], args[NUM_APPEND_TENSORS:])
 
 
 def check_strided(name: str, x: Any) -> None:
@@ -381,9 +384,16 @@ def check_keys(cu_seqlens_k: Tensor, total_k: int, max_seqlen_k: int, seqused_k:
     if max(lengths, default=0) > max_seqlen_k:
         raise ValueError(f"max_seqlen_k: {max_seqlen_k}; a sequence has {max(lengths)} keys")
     if seqused_k is not None and seqused_k.shape == (len(lengths),):
-        for b, (n, length) in enumerate(zip(seqused_k.tolist(), lengths, strict=True)):
-            if not 0 <= n <= length:
-                raise ValueError(f"seqused_k: {n} of sequence {b}; it has {length} keys")
+        check_used(seqused_k, lengths)
+
+
+def check_used(seqused_k: Tensor, lengths: list[int]) -> list[int]:
+    """Return the numbers of keys that are used. Raises ValueError if a sequence has fewer; lengths: its keys."""
+    used: list[int] = seqused_k.tolist()
+    for b, (n, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= n <= length:
+            raise ValueError(f"seqused_k: {n} of sequence {b}; it has {length} keys")
+    return used
 
 
 def check_values(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from greenfast.ops import arguments
 from greenfast.ops.arguments import check_flag, parse_length, parse_number
 from greenfast.ops.quantized import HEAD_DIMS
 from greenfast.ops.symbols import require
@@ -156,18 +156,8 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
     """
     if window_size is None or (isinstance(window_size, tuple) and window_size == (-1, -1)):
         return -1, 0 if causal else -1
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        shown = describe_tensor(window_size) if isinstance(window_size, Tensor) else repr(window_size)
-        raise TypeError(f"window_size: {shown}; (left, right) is needed, -1 for no limit")
-    sides: list[Any] = []
-    for n in window_size:
-        if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
-            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
-        side: Any = n if isinstance(n, int | torch.SymInt) else int(n)
-        if not (require(side >= -1) and require(side < 2**63)):
-            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
-        sides.append(side)
-    return sides[0], 0 if causal else sides[1]
+    left, right = arguments.parse_window(window_size)
+    return left, 0 if causal else right
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
