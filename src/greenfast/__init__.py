@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from greenfast.integrations.continuous_batching import register_continuous_batching as register_continuous_batching
     from greenfast.integrations.switch import use as use
     from greenfast.integrations.transformers import register_with_transformers as register_with_transformers
+    from greenfast.ops.block_mask import BlockMask as BlockMask
     from greenfast.ops.quantized import QuantizedQKV as QuantizedQKV
     from greenfast.ops.routing import Explanation as Explanation
     from greenfast.ops.routing import explain as explain
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 #: Public names -> their modules, imported on first use: the command line prints its version without PyTorch.
 _PUBLIC = {
+    "BlockMask": "greenfast.ops.block_mask",
     "Explanation": "greenfast.ops.routing",
     "PagedKVCache": "greenfast.serving.paged_cache",
     "QuantizedQKV": "greenfast.ops.quantized",

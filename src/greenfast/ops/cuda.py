@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import ada, choice, hopper, packed
+from greenfast.kernels.attention import block_mask as mask_kernels
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
     QUERY_BLOCK,
@@ -26,6 +28,7 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
+from greenfast.ops.block_mask import allocate_mask, check_mask
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.quantized import FINE, build_config, check_tensors
@@ -413,3 +416,40 @@ def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: Attentio
     strides = row_strides(query, config.columns)
     names = ("q", "k", "v", "out", *(("lse", "k_mean") if config.log_sum_exp else ()))
     return LaunchPlan(device, steps, names, work, size, config.head_dim, strides)
+
+
+def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.block_mask`` of a CUDA tensor."""
+    plan_key = ("block_mask", mask.shape, mask.stride(), mask.dtype, mask.get_device())
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        check_mask(mask)
+    sizes = mask_kernels.MaskSizes(*mask.shape)
+    blocks = (sizes.batch, sizes.heads, sizes.row_blocks)
+    counts, entries, bits = allocate_mask(mask, blocks, sizes.key_tiles, max(1, sizes.tiles))
+    if plan is None:
+        if not sizes.tiles:
+            return counts.zero_(), entries, bits.zero_()
+        packing = LaunchStep(mask_kernels.pack_kernel(), mask_kernels.pack_launch(sizes, mask.stride()))
+        listing = LaunchStep(mask_kernels.list_kernel(), mask_kernels.list_launch(prod(blocks), sizes.key_tiles))
+        work, size = lay_out_workspace({"tiles": 4 * sizes.tiles})
+        names = ("mask", "counts", "entries", "bits")
+        built = LaunchPlan(mask.get_device(), (packing, listing), names, work, size)
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    plan.launch([x.data_ptr() for x in (mask, counts, entries, bits)])
+    return counts, entries, bits
+
+
+def list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the counts and entries of a table of tiles, int32 (MB, MH, RB, KB), contiguous, of a CUDA mask."""
+    counts, entries = (tiles.new_empty(shape) for shape in ((*tiles.shape[:3], 2), (*tiles.shape, 2)))
+    if not tiles.numel():
+        return counts.zero_(), entries
+    plan_key = ("list_tiles", tiles.shape, tiles.get_device())
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        step = LaunchStep(mask_kernels.list_kernel(), mask_kernels.list_launch(prod(tiles.shape[:3]), tiles.shape[3]))
+        built = LaunchPlan(tiles.get_device(), (step,), ("tiles", "counts", "entries"))
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    plan.launch([x.data_ptr() for x in (tiles, counts, entries)])
+    return counts, entries

@@ -1,0 +1,87 @@
+"""Render and launch the kernels that make a ``BlockMask`` on the device, ``block_mask.cuh``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.kernel import KernelSource, Launch
+
+#: Queries and keys of a tile.
+TILE = 128
+#: Words of 32 bits for each row of a tile.
+ROW_WORDS = 4
+#: In a table of tiles; other numbers are an index of bits.
+FULL_TILE, EMPTY_TILE = -1, -2
+_PACK_THREADS, _LIST_THREADS = 256, 128
+
+
+@dataclass(frozen=True)
+class MaskSizes:
+    """The sizes of a mask, (batch, heads, q_len, kv_len)."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of TILE rows of each head."""
+        return -(-self.q_len // TILE)
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of each block of rows."""
+        return -(-self.kv_len // TILE)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all heads."""
+        return self.batch * self.heads * self.row_blocks * self.key_tiles
+
+
+def pack_kernel() -> KernelSource:
+    """Render the kernel that packs the bits of each tile, and classifies the tile."""
+    source = f"""#include "attention/block_mask.cuh"
+
+extern "C" __global__ void __launch_bounds__({_PACK_THREADS})
+pack_mask(const unsigned char* mask, long long batch_stride, long long head_stride, long long row_stride,
+          long long column_stride, int heads, int q_len, int kv_len, int* tiles, unsigned* bits) {{
+  greenfast::pack_mask({{mask, batch_stride, head_stride, row_stride, column_stride, heads, q_len, kv_len, tiles,
+                         bits}});
+}}
+"""
+    return _render("pack_mask", source, _PACK_THREADS)
+
+
+def pack_launch(sizes: MaskSizes, strides: tuple[int, ...]) -> Launch:
+    """Return the launch of ``pack_kernel``. strides: the four of the mask, in elements."""
+    lengths = (np.int32(n) for n in (sizes.heads, sizes.q_len, sizes.kv_len))
+    return Launch((sizes.tiles, 1, 1), ("mask", *(np.int64(n) for n in strides), *lengths, "tiles", "bits"))
+
+
+def list_kernel() -> KernelSource:
+    """Render the kernel that lists the partial and the full tiles of each block of rows."""
+    source = f"""#include "attention/block_mask.cuh"
+
+extern "C" __global__ void __launch_bounds__({_LIST_THREADS})
+list_tiles(const int* tiles, int blocks, int key_tiles, int* counts, int2* entries) {{
+  greenfast::list_tiles({{tiles, blocks, key_tiles, counts, entries}});
+}}
+"""
+    return _render("list_tiles", source, _LIST_THREADS)
+
+
+def list_launch(blocks: int, key_tiles: int) -> Launch:
+    """Return the launch of ``list_kernel``. blocks: blocks of rows of all heads."""
+    warps = _LIST_THREADS // 32
+    return Launch((-(-blocks // warps), 1, 1), ("tiles", np.int32(blocks), np.int32(key_tiles), "counts", "entries"))
+
+
+def _render(entry: str, source: str, threads: int) -> KernelSource:
+    return KernelSource(
+        entry=entry, source=source, name=f"{entry}.cu", include_dirs=(KERNEL_DIR,), block=(threads, 1, 1)
+    )
