@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from greenfast.ops.arguments import check_flag, parse_length
+from greenfast.ops.call_cache import replay
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
 from greenfast.ops.symbols import is_known, require, require_same_shape
 from greenfast.serving.call import AttentionCall, Result, get_constant
 from greenfast.serving.checks import MAX_LENGTH, check_strided
-from greenfast.serving.launch_cache import ATTENTION_CACHE, replay
+from greenfast.serving.launch_cache import ATTENTION_CACHE
 from greenfast.serving.pages import view_rows_as_pages
 from greenfast.serving.plan import ServingPlan, describe_tensor
 

@@ -1,16 +1,22 @@
-"""Attention of packed sequences on the CPU: its values, gradients, traces and refusals."""
+"""Attention of packed sequences on the CPU: its values, gradients, traces, refusals and repeated launches."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn.attention.varlen import AuxRequest
 
 import greenfast
+from greenfast.ops import call_cache, varlen
+from tests.ops.launched import PretendedGpu, pretend_cuda
+from tests.ops.test_host_caches import assert_launches_repeat
 
 varlen_attn: Any = greenfast.varlen_attn
 LENGTHS = ([40, 0, 1, 130, 7], [130, 12, 0, 200, 7])
@@ -188,3 +194,162 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
     arguments = dict(zip(names, inputs(), strict=True)) | {"enable_gqa": True}
     with pytest.raises(error, match=message):
         varlen_attn(**(arguments | changes))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    pretend_cuda(monkeypatch)
+    return PretendedGpu(monkeypatch)
+
+
+def repeated() -> list[partial[Any]]:
+    """Return calls that differ in one argument."""
+    names = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+    base = dict(zip(names, inputs(), strict=True)) | {"enable_gqa": True}
+    wide = torch.zeros(349, 6, 64).bfloat16()
+    changes: list[dict[str, Any]] = [
+        {},
+        {"cu_seq_k": base["cu_seq_q"]},
+        {"max_q": 131},
+        {"max_k": 500},
+        {"scale": 0.5},
+        {"scale": 1.0},
+        {"window_size": (-1, 0)},
+        {"window_size": [-1, 0]},
+        {"window_size": (20, 0)},
+        {"window_size": (20, 5)},
+        {"softcap": 5.0},
+        {"softcap": 6.0},
+        {"softcap": 5.0, "return_aux": LSE},
+        {"return_aux": LSE},
+        {"return_aux": AuxRequest()},
+        {"sinks": torch.zeros(4)},
+        {"sinks": torch.zeros(4), "return_aux": LSE},
+        {"seqused_k": torch.tensor([1, 0, 0, 1, 1]).int()},
+        {"seqused_k": torch.tensor([1, 0, 0, 1, 1]).int(), "sinks": torch.zeros(4)},
+        {"precision": "int8"},
+        {"precision": "int8_fine"},
+        {"key": wide[:, ::3], "value": wide[:, 1::3]},
+        {"key": base["value"]},
+        {name: base[name].half() for name in ("query", "key", "value")},
+        {"query": base["query"].transpose(0, 1).contiguous().transpose(0, 1)},
+        {"cu_seq_q": torch.zeros(12).int()[::2]},
+        {"query": base["query"][:0]},
+    ]
+    return [partial(varlen_attn, **(base | change)) for change in changes]
+
+
+def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = repeated()
+    for call in every:
+        gpu.keep(x for x in call.keywords.values() if isinstance(x, Tensor))
+    assert_launches_repeat(gpu, every[:-1], 3, seed=3)
+    assert (every[-1]().shape, gpu.launched()) == ((0, 4, 64), [])  # no rows, no launch
+    monkeypatch.setattr(call_cache, "_MAX_GUARDS", 1000)
+    # A list may change, a copy has its own memory, and the mean of the keys is added to a log-sum-exp in PyTorch.
+    slow = [7, 13, 25, 26]
+    fast = [call for i, call in enumerate(every) if i not in slow]
+    for call in fast:
+        call()
+    monkeypatch.setattr(varlen, "check_once", None)  # only a first call checks
+    for call in fast:
+        result = call()
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        assert (out.shape, out.dtype, out.is_contiguous()) == ((178, 4, 64), call.keywords["query"].dtype, True)
+        assert (lse is not None) == (call.keywords.get("return_aux") == LSE)
+        assert lse is None or (lse.shape, lse.dtype) == ((4, 178), torch.float32)
+    for i in slow:
+        with pytest.raises(TypeError, match="NoneType"):
+            every[i]()
+
+
+def test_every_refusal_stays(gpu: PretendedGpu) -> None:
+    every = repeated()
+    for call in every:
+        call()
+    gpu.launched()
+    for wrong in (
+        {"enable_gqa": 1},
+        {"enable_gqa": False},
+        {"max_q": True},
+        {"max_k": 200.0},
+        {"window_size": (True, 0)},
+        {"window_size": (-1.0, 0)},
+        {"softcap": True},
+        {"softcap": -5.0},
+        {"scale": True},
+        {"precision": "fp4"},
+        {"block_table": torch.zeros(5, 1).int()},
+        {"sinks": torch.zeros(8)[::2].half()},
+        {"seqused_k": torch.zeros(5)},
+        {"value": torch.zeros(349, 2, 64)},
+    ):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=next(iter(wrong)) + ": |query: it has"):
+            every[0](**wrong)
+    assert not gpu.launched()
+
+
+def test_rows_at_an_odd_address_are_copied(gpu: PretendedGpu) -> None:
+    call = repeated()[0]
+    gpu.keep(x for x in call.keywords.values() if isinstance(x, Tensor))
+    for name, launch in (("query", 2), ("key", 1), ("value", 1)):
+        memory = torch.zeros(call.keywords[name].numel() + 4).bfloat16()
+        gpu.keep([memory])
+        odd = memory[4:].view(call.keywords[name].shape)
+        call()
+        gpu.launched()
+        call(**{name: odd})
+        launches = gpu.launched()
+        assert len(launches) == 3
+        assert odd.data_ptr().to_bytes(8, "little") not in b"".join(launches[launch].arguments)
+        call()
+        gpu.launched()
+        call()
+        address = call.keywords[name].data_ptr().to_bytes(8, "little")
+        assert address in b"".join(gpu.launched()[launch].arguments)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_an_observed_call_goes_through_the_dispatcher(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = repeated()[0]
+    for _ in range(2):
+        call()
+    gpu.launched()
+    seen: list[Any] = []
+
+    def dispatched(query: Tensor, *args: Any) -> Tensor:
+        seen.append(args)
+        return query
+
+    monkeypatch.setattr(varlen, "VARLEN", dispatched)
+    for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
+        with observer:
+            call()
+        assert seen.pop()
+    for name in ("query", "key", "value", "cu_seq_q", "cu_seq_k"):
+        call(**{name: call.keywords[name].as_subclass(Subclass)})
+        assert seen.pop()
+    for name in ("query", "key", "value"):
+        call(**{name: call.keywords[name].clone().requires_grad_()})
+        assert seen.pop()
+        call(**{name: torch._neg_view(call.keywords[name])})
+        assert seen.pop()
+
+    def transformed(x: Tensor) -> Tensor:
+        call()
+        return x
+
+    torch.vmap(transformed)(torch.zeros(2))
+    assert seen.pop()
+    assert not gpu.launched()
+    with torch.no_grad():
+        call(query=call.keywords["query"].clone().requires_grad_())
+    call()
+    assert not seen
+    assert len(gpu.launched()) == 6
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call()
+    assert seen

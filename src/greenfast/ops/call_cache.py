@@ -1,13 +1,23 @@
-"""Cache of values by the arguments of a call. Tensors are compared by guards, at a fraction of a Python key's cost."""
+"""Cache of values by the arguments of a call, and the replay of launches that were cached.
+
+Tensors are compared by guards, at a fraction of a Python key's cost. A replayed call skips the argument checks, and
+launches its plan with new addresses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+
+from greenfast.ops import torch_ops
+from greenfast.ops.layout import ROW_ALIGNMENT
 
 _MAX_KEYS = 4096  # keys of non-tensor arguments, for each combination of argument types
 _MAX_GUARDS = 4  # guards for each key; the newest ones stay
@@ -95,3 +105,61 @@ def _build_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     guard_unique = _build_guard(select_unique(tuple(tensors)))
     guard_repeated = _build_guard(select_repeated(tuple(tensors)))
     return lambda *args: guard_unique(*select_unique(args)) and guard_repeated(*select_repeated(args))
+
+
+@dataclass(slots=True)
+class CachedLaunch:
+    """The launches of an earlier call.
+
+    plan: its addresses are those of the call's tensors, of the log-sum-exp (with ``lse``), of the constants, and of the
+    output. allocate_out: allocates an output like Q. aligned_count: the first ``aligned_count`` tensors of the call
+    must begin at multiples of 16 bytes. constants: tensors of the launches that the call does not pass. addresses:
+    those of the constants. stream: the stream of constants that are not synchronized. Calls on other streams must not
+    use them.
+    """
+
+    plan: Any
+    allocate_out: Callable[[Tensor], Tensor] | None
+    aligned_count: int
+    lse: bool = False
+    constants: Sequence[Tensor] = ()
+    addresses: Sequence[int] = ()
+    stream: int | None = None
+
+
+def replay(cache: CallCache, request: Arguments, q: Any, out: Any = None) -> tuple[Any, Tensor | None] | None:
+    """Launch the cached plan of a request. Return the output, and the log-sum-exp or None.
+
+    Return None if the call is not in the cache, if a dispatch mode is active, or if an address is not aligned.
+    """
+    launch, tensors = cache.get(request)
+    if launch is None or torch_ops.dispatch_mode_active():
+        return None
+    if launch.stream is not None and launch.stream != torch._C._cuda_getCurrentRawStream(launch.plan.device):
+        return None
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    for address in addresses[: launch.aligned_count]:
+        if address % ROW_ALIGNMENT:
+            return None
+    if out is None and launch.allocate_out is not None:
+        out = launch.allocate_out(q)
+    lse = None
+    if launch.lse:
+        lse = q.new_empty((q.shape[-2], q.shape[:-2].numel()), dtype=torch.float32)
+        addresses.append(lse.data_ptr())
+    addresses += launch.addresses
+    if out is not None:
+        addresses.append(out.data_ptr())
+    launch.plan.launch(addresses)
+    return out, lse
+
+
+def build_allocator(q: Tensor, dtype: torch.dtype, strides: Sequence[int] | None = None) -> Callable[[Tensor], Tensor]:
+    """Build a function that allocates outputs of a dtype, like these queries. strides: contiguous by default."""
+    if strides is not None and q.stride() != strides:
+        return partial(Tensor.new_empty_strided, size=q.shape, stride=strides)
+    if q.dtype != dtype:
+        return partial(torch.empty_like, dtype=dtype, memory_format=torch.contiguous_format)
+    if strides is None and not q.is_contiguous():
+        return partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return torch.empty_like

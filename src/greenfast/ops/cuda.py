@@ -228,19 +228,6 @@ def get_sdpa_plan(
     return _PLANS.get(_plan_key(False, query, key, value, precision, causal, scale))
 
 
-def replay_sdpa(plan: LaunchPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Launch ``sdpa`` by a cached plan. Return None if an address is not aligned, since the tensor must be copied."""
-    q, k, v = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not is_aligned(q | k | v):
-        return None
-    if query.stride() == plan.out_strides:
-        out = torch.empty_like(query)  # half the cost of new_empty_strided
-    else:
-        out = query.new_empty_strided(query.shape, plan.out_strides)
-    plan.launch((q, k, v, out.data_ptr()))
-    return out
-
-
 def _plan_key(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Any, ...]:
@@ -309,15 +296,14 @@ def _sdpa_unfused(
 def varlen(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     sinks: Tensor | None, max_q: int, max_k: int, precision: str, left: int, right: int, softcap: float, scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``torch.ops.greenfast.varlen`` and ``varlen_lse`` of CUDA tensors."""
-    device, out = query.get_device(), query.new_empty(query.shape)
+    """``torch.ops.greenfast.varlen`` and ``varlen_lse`` of CUDA tensors. out: contiguous, for the output."""
+    out = query.new_empty(query.shape) if out is None else out
     lengths = [x for x in (cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32) if lse else out
-    plan_key = (
-        "varlen", lse, precision, left, right, softcap, scale, seqused_k is None, sinks is None, max_q, max_k, device,
-        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in (query, key, value, *lengths)],
-    )  # fmt: skip
+    options: tuple[Any, ...] = (max_q, max_k, precision, left, right, softcap, scale)
+    plan_key = _varlen_plan_key(lse, query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
@@ -330,36 +316,35 @@ def varlen(
         starts = [x if x is None else x.contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k, sinks)]
         given = (query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
         if any(x is not y for x, y in zip(given, (*tensors, *starts), strict=True)):
-            return varlen(lse, *tensors, *starts, max_q, max_k, precision, left, right, softcap, scale)  # type: ignore
-        seen = max_k if left < 0 else min(max_k, left + max_q if right < 0 else left + right + 1)
-        sizes = packed.PackedSizes(
-            cu_seq_q.shape[0] - 1, query.shape[1], key.shape[1], query.shape[0], key.shape[0], max_q, seen
-        )
-        target = get_target(device)
-        if target.name != hopper.TARGET.name:
-            raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
-        mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
-        config = replace(
-            build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
-            packed=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, key_mean=centered,
-        )  # fmt: skip
-        window = max(0, left), max(0, right)
-        built = _build_varlen_plan(query, key, value, config, sizes, scale, target, window, used=seqused_k is not None)
-        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+            copied: tuple[Any, ...] = (*tensors, *starts, *options, out)
+            return varlen(lse, *copied)
+        plan = put_bounded(_PLANS, plan_key, _build_varlen_plan(lse, *given, *options), _MAX_PLANS)
     addresses = [x.data_ptr() for x in (query, key, value)]
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
-        copies = (query.clone(), key.clone(), value.clone())
-        return varlen(
-            lse, *copies, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, softcap, scale
-        )
-    extras: tuple[Tensor, ...] = ()
-    if lse:
+        copied = (query.clone(), key.clone(), value.clone(), cu_seq_q, cu_seq_k, seqused_k, sinks, *options, out)
+        return varlen(lse, *copied)
+    extras: tuple[Tensor, ...] = (sums,) if lse else ()
+    if lse and centered:
         mean = query.new_empty((cu_seq_q.shape[0] - 1, key.shape[1], plan.head_dim), dtype=torch.float32)
         extras = (sums, mean)
     plan.launch([*addresses, *[x.data_ptr() for x in (*lengths, out, *extras)]])
     if lse and centered:
         sums = reference.add_packed_mean_scores(sums, query, mean, cu_seq_q, scale)
     return out, sums
+
+
+def get_varlen_plan(lse: bool, *args: Any) -> LaunchPlan | None:
+    """Return the plan of ``varlen`` for such arguments, or None if their launch needed copies."""
+    return _PLANS.get(_varlen_plan_key(lse, *args))
+
+
+def _varlen_plan_key(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    sinks: Tensor | None, *options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    tensors = [x for x in (query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
+    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+    return ("varlen", lse, seqused_k is None, sinks is None, *options, *kinds)
 
 
 def _make_packed_tma_compatible(x: Tensor) -> Tensor:
@@ -370,10 +355,23 @@ def _make_packed_tma_compatible(x: Tensor) -> Tensor:
 
 
 def _build_varlen_plan(
-    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, sizes: packed.PackedSizes, scale: float,
-    target: Target, window: tuple[int, int], *, used: bool,
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
+    sinks: Tensor | None, max_q: int, max_k: int, precision: str, left: int, right: int, softcap: float, scale: float,
 ) -> LaunchPlan:  # fmt: skip
-    """Build the plan of the schedule, quantization and attention of tensors (tokens, heads, head_dim)."""
+    """Build the plan of the schedule, quantization and attention of packed sequences."""
+    seen = max_k if left < 0 else min(max_k, left + max_q if right < 0 else left + right + 1)
+    sizes = packed.PackedSizes(
+        cu_seq_q.shape[0] - 1, query.shape[1], key.shape[1], query.shape[0], key.shape[0], max_q, seen
+    )
+    target = get_target(query.get_device())
+    if target.name != hopper.TARGET.name:
+        raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
+    mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
+    config = replace(
+        build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
+        packed=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, key_mean=has_key_mean(softcap, sinks),
+    )  # fmt: skip
+    window, used = (max(0, left), max(0, right)), seqused_k is not None
     tiles = sizes.tiling(config, target.multiprocessors)
     columns = config.columns
     out_strides = (0, columns, sizes.heads * columns)
@@ -394,10 +392,10 @@ def _build_varlen_plan(
     work, size = lay_out_workspace({
         name: torch.Size(shape).numel() * getattr(torch, dtype).itemsize
         for name, (dtype, shape) in packed.buffer_shapes(config, sizes, tiles).items()
-        if not (config.log_sum_exp and name == "k_mean")  # the caller allocates it
+        if not (lse and config.key_mean and name == "k_mean")  # the caller allocates it
     })  # fmt: skip
     given = [name for name, has in (("seqused_k", used), ("sinks", config.sinks)) if has]
-    results = ("out", "lse", "k_mean") if config.log_sum_exp else ("out",)
+    results = ("out", *(["lse"] if lse else []), *(["k_mean"] if lse and config.key_mean else []))
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *given, *results)
     return LaunchPlan(query.get_device(), (scheduling, quantizing, attending), names, work, size, config.head_dim)
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
 from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
-from greenfast.ops.call_cache import CallCache
+from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import (
     BIAS,
     CanonicalCall,
@@ -140,11 +140,9 @@ def sdpa(
     plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
     repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
     if repeats:
-        plan, _ = SDPA_CACHE.get((query, key, value, precision, causal, scale, enable_gqa))
-        if plan is not None and not torch_ops.dispatch_mode_active():
-            replayed: Tensor | None = torch_ops.load_cuda().replay_sdpa(plan, query, key, value)
-            if replayed is not None:
-                return replayed
+        replayed = replay(SDPA_CACHE, (query, key, value, precision, causal, scale, enable_gqa), query)
+        if replayed is not None:
+            return replayed[0]  # type: ignore[no-any-return]
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
         query, key, value = (
             x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
@@ -165,7 +163,8 @@ def sdpa(
     out: Tensor = torch_ops.load_cuda().sdpa(*args)
     plan = torch_ops.load_cuda().get_sdpa_plan(*args)
     if repeats and plan is not None:
-        SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), plan)
+        launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
+        SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), launch)
     return out
 
 

@@ -17,9 +17,11 @@ from torch import Tensor
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
+from greenfast.ops.call_cache import replay
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
 from greenfast.ops.symbols import require, require_same_shape
 from greenfast.serving.checks import MAX_LENGTH, check_once, check_starts, check_used
+from greenfast.serving.launch_cache import ATTENTION_CACHE, record_packed
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
@@ -73,6 +75,18 @@ def varlen_attn(
     Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for block_table, head dims
     and GPUs without a kernel, and gradients that do not exist.
     """
+    wants_lse = return_aux is not None and return_aux.lse
+    request = None
+    if block_table is None and not torch.compiler.is_compiling():
+        # A pair or one argument, so that requests with other arguments differ in length.
+        window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
+        request = (
+            query, None, None, None, key, value, None, None, cu_seq_k, None, None, cu_seq_q, seqused_k, None, None,
+            None, sinks, max_q, max_k, precision, *window, softcap, scale, enable_gqa, wants_lse,
+        )  # fmt: skip
+        replayed = replay(ATTENTION_CACHE, request, query)
+        if replayed is not None:
+            return replayed if wants_lse else replayed[0]  # type: ignore[return-value]
     check_choice("precision", precision, PRECISIONS)
     check_flag("enable_gqa", enable_gqa)
     if block_table is not None:
@@ -95,11 +109,31 @@ def varlen_attn(
     arguments = (
         query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, cap, factor
     )  # fmt: skip
-    if return_aux is not None and return_aux.lse:
-        both: tuple[Tensor, Tensor] = VARLEN_LSE(*arguments)
-        return both
-    out: Tensor = VARLEN(*arguments)
-    return out
+    out, lse = attend_packed(arguments, None, wants_lse, request)
+    return out if lse is None else (out, lse)
+
+
+def attend_packed(
+    args: tuple[Any, ...], out: Tensor | None, wants_lse: bool, request: tuple[Any, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed sequences, and record its launches for ``request``.
+
+    args: the operator's arguments. out: a tensor for the output, without gradients. Returns the output, and the
+    log-sum-exp or None.
+    """
+    query, *tensors = (x for x in (*args[:7], out) if x is not None)
+    # Rows of query may be overwritten by their output, but the log-sum-exp is completed after the launches.
+    if (
+        not torch_ops.can_skip_dispatcher(query, *tensors)
+        or (out is not None and not out.is_contiguous())
+        or (out is not None and wants_lse and out.data_ptr() == query.data_ptr())
+    ):
+        result, lse = VARLEN_LSE(*args) if wants_lse else (VARLEN(*args), None)
+        return (result, lse) if out is None else (out.copy_(result), lse)
+    result, lse = torch_ops.load_cuda().varlen(wants_lse, *args, out)
+    if request is not None:
+        record_packed(request, args, lse=wants_lse)
+    return result, lse if wants_lse else None
 
 
 def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any, sinks: Any) -> None:

@@ -1,18 +1,16 @@
-"""Cache of launches, so that a repeated call skips the argument checks and launches its plan with new addresses."""
+"""Cached launches of serving calls: one plan for all launches of a request, with the addresses that it passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from greenfast.ops import torch_ops
-from greenfast.ops.call_cache import CallCache
-from greenfast.ops.layout import ROW_ALIGNMENT, is_aligned, is_capturing
+from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator
+from greenfast.ops.layout import is_aligned, is_capturing
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import should_check_values
 
@@ -22,6 +20,11 @@ _ALIGNED_TENSORS = ("q", "k_cache", "v_cache", "out", "new_k", "new_v", "cos", "
 _OTHER_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale", "sinks", "plan")
 _REQUEST_TENSORS = (*_ALIGNED_TENSORS, "starts", "counted_from", *_OTHER_TENSORS)
 _ATTENTION_TENSORS = (*_ALIGNED_TENSORS[:3], *_OTHER_TENSORS)  # in the order of the operator's arguments
+#: Of packed sequences, in the order of the operator's arguments; and the names in its plan.
+_PACKED_TENSORS = {
+    "q": "q", "new_k": "k", "new_v": "v", "cu_seqlens_q": "cu_seqlens_q", "starts": "cu_seqlens_k",
+    "seqused_k": "seqused_k", "sinks": "sinks",
+}  # fmt: skip
 #: The same for a request of append_kv.
 _ALIGNED_APPEND_TENSORS = ("q", "k", "v", "k_cache", "v_cache", "q_weight", "k_weight", "cos", "sin")
 _APPEND_TENSORS = (*_ALIGNED_APPEND_TENSORS, "slot_mapping", "k_scale", "v_scale", "positions")
@@ -32,59 +35,6 @@ ATTENTION_CACHE, APPEND_CACHE = (
 )  # calls that skipped the dispatcher
 CONCATENATED_PLANS: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 _MAX_CONCATENATED = 1024
-
-
-@dataclass(slots=True)
-class CachedLaunch:
-    """The launches of an earlier call.
-
-    plan: its addresses are those of the call's tensors, of the log-sum-exp (with ``lse``), of the constants, and of the
-    output. allocate_out: allocates an output like Q. aligned_count: the first ``aligned_count`` tensors of the call
-    must begin at multiples of 16 bytes. constants: tensors of the launches that the call does not pass. stream: the
-    stream of constants that are not synchronized. Calls on other streams must not use them.
-    """
-
-    plan: Any
-    allocate_out: Callable[[Tensor], Tensor] | None
-    lse: bool
-    aligned_count: int
-    constants: Sequence[Tensor]
-    addresses: Sequence[int]  # of the constants
-    stream: int | None = None
-
-
-def replay(cache: CallCache, request: tuple[Any, ...], q: Any, out: Any = None) -> tuple[Any, Tensor | None] | None:
-    """Launch the cached plan of a request. Return the output, and the log-sum-exp or None.
-
-    Return None if the call is not in the cache, if a dispatch mode is active, or if an address is not aligned.
-    """
-    launch, tensors = cache.get(request)
-    if launch is None or torch_ops.dispatch_mode_active():
-        return None
-    if launch.stream is not None and launch.stream != torch._C._cuda_getCurrentRawStream(launch.plan.device):
-        return None
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    for address in addresses[: launch.aligned_count]:
-        if address % ROW_ALIGNMENT:
-            return None
-    if out is None and launch.allocate_out is not None:
-        out = launch.allocate_out(q)
-    lse = None
-    if launch.lse:
-        lse = q.new_empty((q.shape[-2], q.shape[:-2].numel()), dtype=torch.float32)
-        addresses.append(lse.data_ptr())
-    addresses += launch.addresses
-    if out is not None:
-        addresses.append(out.data_ptr())
-    launch.plan.launch(addresses)
-    return out, lse
-
-
-def _build_allocator(q: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Build a function that allocates contiguous outputs of a dtype, like these queries."""
-    if q.dtype != dtype:
-        return partial(torch.empty_like, dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty_like if q.is_contiguous() else partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def _is_replayable(cache: CallCache, request: tuple[Any, ...], others: Sequence[Tensor], aligned_count: int) -> bool:
@@ -131,10 +81,28 @@ def record_attention(request: tuple[Any, ...], args: tuple[Any, ...], out: Tenso
     addresses = [x.data_ptr() for x in constants.values()]
     # Lengths made from a number belong to a stream; all other constants are synchronized.
     stream = torch._C._cuda_getCurrentRawStream(plan.device) if "seqused_k" in constants else None
-    allocate_out = _build_allocator(request[0], out.dtype)
+    allocate_out = build_allocator(request[0], out.dtype)
     ATTENTION_CACHE.put(
-        request, CachedLaunch(plan, allocate_out, lse, aligned_count, [*constants.values()], addresses, stream)
+        request, CachedLaunch(plan, allocate_out, aligned_count, lse, [*constants.values()], addresses, stream)
     )
+
+
+def record_packed(request: tuple[Any, ...], args: tuple[Any, ...], *, lse: bool) -> None:
+    """Record the launches of a request of packed sequences. args: the arguments of ``varlen``.
+
+    Not if the log-sum-exp lacks the mean of the keys, which is added after the launches.
+    """
+    inputs = {name: x for name, x in zip(_REQUEST_TENSORS, request, strict=False) if isinstance(x, Tensor)}
+    used = {name: x for name, x in zip(_PACKED_TENSORS, args, strict=False) if x is not None}
+    if not _is_replayable(ATTENTION_CACHE, request, [*used.values()], len(_ALIGNED_TENSORS)):
+        return
+    plan = torch_ops.load_cuda().get_varlen_plan(lse, *args)
+    if plan is None or "k_mean" in plan.names or any(x is not used.get(n, x) for n, x in inputs.items()):
+        return
+    names = (*[_PACKED_TENSORS.get(n, n) for n in inputs], *(["lse"] if lse else []), "out")
+    aligned_count = sum(x in _ALIGNED_TENSORS for x in inputs)
+    launch = CachedLaunch(plan.with_argument_order(names), build_allocator(args[0], args[0].dtype), aligned_count, lse)
+    ATTENTION_CACHE.put(request, launch)
 
 
 def record_append(request: tuple[Any, ...], args: tuple[Any, ...]) -> None:
@@ -144,9 +112,9 @@ def record_append(request: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     if k.shape[0] and _is_replayable(APPEND_CACHE, request, [], len(_ALIGNED_APPEND_TENSORS)):
         plan = serving_ops.load_cuda().get_append_plan(*args)
         plan = plan.with_argument_order((*inputs, *([] if q is None else ["q_out"])))
-        allocate_out = None if q is None else _build_allocator(q, q.dtype)
+        allocate_out = None if q is None else build_allocator(q, q.dtype)
         aligned_count = sum(x in _ALIGNED_APPEND_TENSORS for x in inputs)
-        APPEND_CACHE.put(request, CachedLaunch(plan, allocate_out, False, aligned_count, [], []))
+        APPEND_CACHE.put(request, CachedLaunch(plan, allocate_out, aligned_count))
 
 
 def _map_buffers(

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from greenfast.ops import arguments
 from greenfast.ops.arguments import check_flag, parse_length, parse_number
+from greenfast.ops.call_cache import replay
 from greenfast.ops.quantized import HEAD_DIMS
 from greenfast.ops.symbols import require
-from greenfast.serving import launch_cache as serving_request
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import MAX_GROUP_SIZE, MAX_LENGTH, check_strided, is_valid_grouping
+from greenfast.serving.launch_cache import APPEND_CACHE, record_append
 
 #: The error for tensors that require a gradient if no result carries it.
 GRADIENT_MESSAGE = "{}: a gradient is required, but none is computed; use torch.no_grad()"
@@ -61,7 +62,7 @@ def append_kv(
     )  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        known = serving_request.replay(serving_request.APPEND_CACHE, request, q)
+        known = replay(APPEND_CACHE, request, q)
         if known is not None:
             return known[0]  # type: ignore[no-any-return]
     check_flag("interleaved", interleaved)
@@ -75,7 +76,7 @@ def append_kv(
     )  # fmt: skip
     result = serving_ops.append_kv(*args)
     if not compiling:
-        serving_request.record_append(request, args)
+        record_append(request, args)
     return None if q is None else result
 
 
