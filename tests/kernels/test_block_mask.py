@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import block_mask
-from greenfast.ops.block_mask import BLOCK_MASK
+from greenfast.ops.block_mask import BLOCK_LISTS, BLOCK_MASK
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
@@ -84,3 +84,42 @@ def test_lists_of_any_length(key_tiles: int) -> None:
         full = [[k, -1] for k, n in enumerate(row) if n == -1]
         assert count == [len(partial), len(full)]
         assert listed == partial + full + [[0, 0]] * (key_tiles - len(partial) - len(full))
+
+
+def list_blocks(counts: Tensor, indices: Tensor, kv_len: int) -> list[Tensor]:
+    tiles = -(-kv_len // block_mask.TILE)
+    shapes = {"counts": (*counts.shape, 2), "entries": (*counts.shape, tiles, 2), "bits": (1, 128, 4)}
+    kernel = block_mask.blocks_kernel(str(indices.dtype).removeprefix("torch."))
+    launch = block_mask.blocks_launch(counts.numel(), indices.shape[3], kv_len)
+    found = run(kernel, launch, {"list_counts": counts.numpy(), "indices": indices.numpy()}, shapes)
+    return [torch.from_numpy(found[name]) for name in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("tiles", "width"), [(1, 1), (5, 9), (33, 40), (100, 0), pytest.param(2100, 70, marks=pytest.mark.slow)]
+)
+def test_lists_of_blocks_agree_with_the_cpu(tiles: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(tiles)
+    indices = torch.randint(0, tiles, (1, 2, 3, width), generator=generator, dtype=dtype)
+    counts = torch.randint(0, width + 1, (1, 2, 3), generator=generator, dtype=dtype)
+    counts[0, 0], indices[0, 1, 2, : width // 2] = torch.tensor([0, width, width]), tiles - 1
+    for columns in (128, 127, 1, 8, 66):
+        kv_len = (tiles - 1) * 128 + columns
+        for found, wanted in zip(
+            list_blocks(counts, indices, kv_len), BLOCK_LISTS(counts, indices, kv_len), strict=True
+        ):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lists_of_blocks_may_hold_any_numbers(dtype: torch.dtype) -> None:
+    """A GPU's lists are not read by the host."""
+    limits = torch.iinfo(dtype)
+    counts = torch.tensor([[[-3, 99, limits.max, limits.min]]], dtype=dtype)
+    indices = torch.tensor([[[[0, 1, 2], [-1, 1, limits.max], [5, 0, limits.min], [0, 1, 2]]]], dtype=dtype)
+    indices[0, 0, 1, 0] = -(2**31) if dtype == torch.int32 else 2**32 + 1
+    found, entries, _ = list_blocks(counts, indices, 300)
+    assert found.tolist() == [[[[0, 0], [0, 1], [0, 1], [0, 0]]]]
+    assert entries[0, 0, :, 0].tolist() == [[0, 0], [1, -1], [0, -1], [0, 0]]
+    assert not entries[0, 0, :, 1:].any()

@@ -88,7 +88,7 @@ class BlockMask:
         indices and counts out of range.
         """
         q_len, kv_len = parse_length("q_len", q_len, MAX_LENGTH), parse_length("kv_len", kv_len, MAX_LENGTH)
-        _check_lists(counts, indices)
+        check_lists(counts, indices)
         rows = -(-q_len // TILE)
         if not require(counts.shape[2] == rows):
             raise ValueError(
@@ -162,11 +162,11 @@ class BlockMask:
             )
         if queries.dim() == 1:
             queries, keys = queries.unsqueeze(0), keys.unsqueeze(0)
+        queries, keys = torch.where(queries < 0, -1, queries), torch.where(keys < 0, -2, keys)  # never equal
         places = torch.arange(keys.shape[1], device=keys.device)
 
         def compute(first: int, last: int) -> Tensor:
-            own = queries[:, first:last].unsqueeze(2)
-            mask = (own == keys.unsqueeze(1)) & (own >= 0)
+            mask = queries[:, first:last].unsqueeze(2) == keys.unsqueeze(1)
             if causal:
                 mask = mask & (places <= places[first:last].unsqueeze(1))
             return mask.unsqueeze(1)
@@ -298,7 +298,7 @@ def check_mask(mask: Any) -> None:
         parse_length("mask", n, MAX_LENGTH)
 
 
-def _check_lists(counts: Any, indices: Any) -> None:
+def check_lists(counts: Any, indices: Any) -> None:
     """Raise TypeError or ValueError unless the two are lists of blocks."""
     _check_integers("counts", counts, _INTEGERS, (3,), "(MB, MH, RB)")
     _check_integers("indices", indices, _INTEGERS, (4,), "(MB, MH, RB, K)")
@@ -340,19 +340,6 @@ def _mark_blocks(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     place = torch.where(valid, indices, blocks).long()
     table = torch.zeros((*counts.shape, blocks + 1), dtype=torch.bool, device=indices.device)
     return table.scatter(-1, place, True)[..., :blocks]
-
-
-def mark_tiles(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Return the table of tiles, int32 (MB, MH, RB, KB), of lists of full tiles, and its bits, int32 (1, 128, 4).
-
-    A last tile that reaches beyond ``kv_len`` is partial. Its bits are the same in all rows.
-    """
-    device = counts.device
-    table = torch.where(_mark_blocks(counts, indices, -(-kv_len // TILE)), FULL_TILE, EMPTY_TILE).int()
-    if kv_len % TILE:
-        table[..., -1] = torch.where(table[..., -1] == FULL_TILE, 0, EMPTY_TILE)
-    columns = torch.arange(TILE, device=device) < kv_len % TILE
-    return table, _pack_bits(columns.expand(1, TILE, TILE))
 
 
 def _list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -422,7 +409,7 @@ def allocate_mask(like: Tensor, blocks: Any, tiles: Any, bits: Any) -> tuple[Ten
 
 
 def _block_lists_cpu(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check_lists(counts, indices)
+    check_lists(counts, indices)
     blocks, width = -(-kv_len // TILE), indices.shape[3]
     if bool(((counts < 0) | (counts > width)).any()):
         raise ValueError(
@@ -432,18 +419,18 @@ def _block_lists_cpu(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tens
     if bool((listed & ((indices < 0) | (indices >= blocks))).any()):
         wrong = indices[listed & ((indices < 0) | (indices >= blocks))]
         raise ValueError(f"indices: {wrong[0]}; {blocks} tiles of {TILE} keys have indices from 0 to {blocks - 1}")
-    tiles, bits = mark_tiles(counts, indices, kv_len)
-    return *_list_tiles(tiles), bits
+    tiles = torch.where(_mark_blocks(counts, indices, blocks), FULL_TILE, EMPTY_TILE).int()
+    if kv_len % TILE:
+        tiles[..., -1] = torch.where(tiles[..., -1] == FULL_TILE, 0, EMPTY_TILE)
+    return *_list_tiles(tiles), _pack_bits((torch.arange(TILE) < kv_len % TILE).expand(1, TILE, TILE))
 
 
 def _block_lists_cuda(counts: Tensor, indices: Tensor, kv_len: int) -> Any:
-    _check_lists(counts, indices)
-    tiles, bits = mark_tiles(counts, indices, kv_len)
-    return *torch_ops.load_cuda().list_tiles(tiles), bits
+    return torch_ops.load_cuda().block_lists(counts, indices, kv_len)
 
 
 def _block_lists_fake(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check_lists(counts, indices)
+    check_lists(counts, indices)
     return allocate_mask(counts, counts.shape, -(-kv_len // TILE), 1)
 
 

@@ -28,7 +28,7 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
-from greenfast.ops.block_mask import allocate_mask, check_mask
+from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.quantized import FINE, build_config, check_tensors
@@ -438,16 +438,20 @@ def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return counts, entries, bits
 
 
-def list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the counts and entries of a table of tiles, int32 (MB, MH, RB, KB), contiguous, of a CUDA mask."""
-    counts, entries = (tiles.new_empty(shape) for shape in ((*tiles.shape[:3], 2), (*tiles.shape, 2)))
-    if not tiles.numel():
-        return counts.zero_(), entries
-    plan_key = ("list_tiles", tiles.shape, tiles.get_device())
+def block_lists(list_counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.block_lists`` of CUDA tensors."""
+    check_lists(list_counts, indices)
+    if list_counts.dtype != indices.dtype:
+        list_counts = list_counts.to(torch.int64)
+        indices = indices.to(torch.int64)
+    list_counts, indices = list_counts.contiguous(), indices.contiguous()
+    counts, entries, bits = allocate_mask(list_counts, list_counts.shape, -(-kv_len // mask_kernels.TILE), 1)
+    plan_key = ("block_lists", indices.shape, kv_len, indices.dtype, indices.get_device())
     plan = _PLANS.get(plan_key)
     if plan is None:
-        step = LaunchStep(mask_kernels.list_kernel(), mask_kernels.list_launch(prod(tiles.shape[:3]), tiles.shape[3]))
-        built = LaunchPlan(tiles.get_device(), (step,), ("tiles", "counts", "entries"))
-        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
-    plan.launch([x.data_ptr() for x in (tiles, counts, entries)])
-    return counts, entries
+        kernel = mask_kernels.blocks_kernel(str(indices.dtype).removeprefix("torch."))
+        step = LaunchStep(kernel, mask_kernels.blocks_launch(list_counts.numel(), indices.shape[3], kv_len))
+        names = ("list_counts", "indices", "counts", "entries", "bits")
+        plan = put_bounded(_PLANS, plan_key, LaunchPlan(indices.get_device(), (step,), names), _MAX_PLANS)
+    plan.launch([x.data_ptr() for x in (list_counts, indices, counts, entries, bits)])
+    return counts, entries, bits

@@ -100,38 +100,108 @@ struct MaskPacker {
 
 __device__ __forceinline__ void pack_mask(const MaskParams& p) { MaskPacker{p}.run(); }
 
+// The lists of a block of rows, made by a warp: partial tiles, then full ones, each in the order of their addition.
+struct TileLists {
+  int2* const entries;  // (key_tiles): {key tile, index of bits}
+  const int lane;
+  int partial_end, full_end;
+
+  // partial: the number of partial tiles.
+  __device__ __forceinline__ TileLists(int2* entries, int lane, int partial)
+      : entries(entries), lane(lane), partial_end(0), full_end(partial) {}
+
+  // Adds the tiles of all lanes, each with a number as in a table of tiles.
+  __device__ __forceinline__ void add(int key_tile, int tile) {
+    const unsigned partials = __ballot_sync(0xffffffffu, tile >= 0);
+    const unsigned fulls = __ballot_sync(0xffffffffu, tile == kFullTile);
+    const unsigned before = (1u << lane) - 1;
+    if (tile >= 0) entries[partial_end + __popc(partials & before)] = {key_tile, tile};
+    if (tile == kFullTile) entries[full_end + __popc(fulls & before)] = {key_tile, kFullTile};
+    partial_end += __popc(partials);
+    full_end += __popc(fulls);
+  }
+
+  // Writes zeros after the lists, and the numbers of tiles.
+  __device__ __forceinline__ void finish(int key_tiles, int* counts) const {
+    for (int k = full_end + lane; k < key_tiles; k += 32) entries[k] = {0, 0};
+    if (lane == 0) counts[0] = partial_end;
+    if (lane == 0) counts[1] = full_end - partial_end;
+  }
+};
+
 struct ListParams {
   const int* tiles;  // (blocks, key_tiles)
   int blocks, key_tiles;
   int* counts;    // (blocks, 2): partial and full tiles
-  int2* entries;  // (blocks, key_tiles): {key tile, index of bits}
+  int2* entries;  // (blocks, key_tiles)
 };
 
-// A warp makes the lists of a block of rows. Grid: blocks of kListThreads / 32 of them.
+// Makes the lists of a table of tiles. Grid: blocks of kListThreads / 32 of them.
 __device__ __forceinline__ void list_tiles(const ListParams& p) {
   const int block = blockIdx.x * (kListThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (block >= p.blocks) return;
   const int* const tiles = p.tiles + static_cast<long long>(block) * p.key_tiles;
-  int2* const entries = p.entries + static_cast<long long>(block) * p.key_tiles;
   int partial = 0;
   for (int first = 0; first < p.key_tiles; first += 32) {
     const int k = first + lane;
     partial += __popc(__ballot_sync(0xffffffffu, k < p.key_tiles && tiles[k] >= 0));
   }
-  int partial_end = 0, full_end = partial;
-  const unsigned before = (1u << lane) - 1;
+  TileLists lists(p.entries + static_cast<long long>(block) * p.key_tiles, lane, partial);
   for (int first = 0; first < p.key_tiles; first += 32) {
-    const int k = first + lane, tile = k < p.key_tiles ? tiles[k] : kEmptyTile;
-    const unsigned partials = __ballot_sync(0xffffffffu, tile >= 0);
-    const unsigned fulls = __ballot_sync(0xffffffffu, tile == kFullTile);
-    if (tile >= 0) entries[partial_end + __popc(partials & before)] = {k, tile};
-    if (tile == kFullTile) entries[full_end + __popc(fulls & before)] = {k, kFullTile};
-    partial_end += __popc(partials);
-    full_end += __popc(fulls);
+    const int k = first + lane;
+    lists.add(k, k < p.key_tiles ? tiles[k] : kEmptyTile);
   }
-  for (int k = full_end + lane; k < p.key_tiles; k += 32) entries[k] = {0, 0};
-  if (lane == 0) p.counts[2 * block] = partial;
-  if (lane == 0) p.counts[2 * block + 1] = full_end - partial;
+  lists.finish(p.key_tiles, p.counts + 2 * block);
+}
+
+template <class Index>
+struct BlockListParams {
+  const Index* list_counts;  // (blocks)
+  const Index* indices;      // (blocks, width)
+  int blocks, width, kv_len;
+  int* counts;     // as in ListParams
+  int2* entries;   // as in ListParams
+  unsigned* bits;  // (1, kMaskTile, 4): of a last tile that reaches beyond kv_len
+};
+
+// Makes the lists of unordered lists of full tiles, in which any number may stand. Grid: as for list_tiles.
+template <class Index>
+__device__ __forceinline__ void list_blocks(const BlockListParams<Index>& p) {
+  constexpr int kWindow = 1024;  // key tiles of a bitmap
+  __shared__ unsigned bitmaps[kListThreads / 32][kWindow / 32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int last_columns = p.kv_len % kMaskTile;
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < kMaskTile * 4; i += kListThreads) {
+      const int whole = last_columns / 8, more = max(0, min(last_columns % 8 - i % 4 * 2, 2));
+      p.bits[i] = (1u << 2 * whole) - 1 | ((1u << more) - 1) << 2 * whole;
+    }
+  }
+  const int block = blockIdx.x * (kListThreads / 32) + warp;
+  if (block >= p.blocks) return;
+  const int key_tiles = (p.kv_len + kMaskTile - 1) / kMaskTile;
+  const Index count = min(p.list_counts[block], static_cast<Index>(p.width));
+  const Index* const indices = p.indices + static_cast<long long>(block) * p.width;
+  bool last = false;  // whether the last tile is listed
+  for (int i = lane; i < count; i += 32) last |= indices[i] == key_tiles - 1;
+  const bool partial = __any_sync(0xffffffffu, last) && last_columns > 0;
+  TileLists lists(p.entries + static_cast<long long>(block) * key_tiles, lane, partial);
+  for (int first = 0; first < key_tiles; first += kWindow) {
+    bitmaps[warp][lane] = 0;
+    __syncwarp();
+    for (int i = lane; i < count; i += 32) {
+      const Index k = indices[i];
+      if (k >= first && k < min(first + kWindow, key_tiles)) atomicOr(&bitmaps[warp][(k - first) / 32], 1u << k % 32);
+    }
+    __syncwarp();
+    for (int word = 0; word < kWindow / 32 && first + word * 32 < key_tiles; ++word) {
+      const int k = first + word * 32 + lane;
+      const bool listed = bitmaps[warp][word] >> lane & 1;
+      lists.add(k, !listed ? kEmptyTile : partial && k == key_tiles - 1 ? 0 : kFullTile);
+    }
+    __syncwarp();
+  }
+  lists.finish(key_tiles, p.counts + 2 * block);
 }
 
 }  // namespace greenfast

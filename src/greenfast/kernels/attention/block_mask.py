@@ -16,6 +16,7 @@ ROW_WORDS = 4
 #: In a table of tiles; other numbers are an index of bits.
 FULL_TILE, EMPTY_TILE = -1, -2
 _PACK_THREADS, _LIST_THREADS = 256, 128
+_LIST_WARPS = _LIST_THREADS // 32
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,30 @@ list_tiles(const int* tiles, int blocks, int key_tiles, int* counts, int2* entri
 
 def list_launch(blocks: int, key_tiles: int) -> Launch:
     """Return the launch of ``list_kernel``. blocks: blocks of rows of all heads."""
-    warps = _LIST_THREADS // 32
-    return Launch((-(-blocks // warps), 1, 1), ("tiles", np.int32(blocks), np.int32(key_tiles), "counts", "entries"))
+    return Launch(
+        (-(-blocks // _LIST_WARPS), 1, 1), ("tiles", np.int32(blocks), np.int32(key_tiles), "counts", "entries")
+    )
+
+
+def blocks_kernel(dtype: str) -> KernelSource:
+    """Render the kernel that sorts lists of full tiles. dtype: of the lists, "int32" or "int64"."""
+    index = {"int32": "int", "int64": "long long"}[dtype]
+    source = f"""#include "attention/block_mask.cuh"
+
+extern "C" __global__ void __launch_bounds__({_LIST_THREADS})
+list_blocks(const {index}* list_counts, const {index}* indices, int blocks, int width, int kv_len, int* counts,
+            int2* entries, unsigned* bits) {{
+  greenfast::list_blocks<{index}>({{list_counts, indices, blocks, width, kv_len, counts, entries, bits}});
+}}
+"""
+    return _render("list_blocks", source, _LIST_THREADS)
+
+
+def blocks_launch(blocks: int, width: int, kv_len: int) -> Launch:
+    """Return the launch of ``blocks_kernel``. width: the size of each list."""
+    sizes = (np.int32(n) for n in (blocks, width, kv_len))
+    grid = (max(1, -(-blocks // _LIST_WARPS)), 1, 1)
+    return Launch(grid, ("list_counts", "indices", *sizes, "counts", "entries", "bits"))
 
 
 def _render(entry: str, source: str, threads: int) -> KernelSource:
