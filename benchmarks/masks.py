@@ -1,0 +1,321 @@
+"""Masks by tiles: attention that skips tiles beside dense attention, ``varlen_attn``, cuDNN and FlexAttention.
+
+python -m benchmarks masks [--cases CASE ...] [--json FILE]     on a Hopper GPU
+
+Each case is timed interleaved in one process, as graphs of calls from bfloat16 tensors. The mask is made before the
+calls, except by the backends that make it. Errors are relative (Frobenius), against attention in float64 of a sample of
+rows of two heads. ``efficiency`` is the speedup over ``dense`` divided by the ideal one, the ratio of the tiles that
+both visit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import greenfast
+from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
+from benchmarks.registry import GREENFAST, TORCH, BoundCall, Suite, first_line
+from benchmarks.timing import capture, time_graphs
+from greenfast import BlockMask
+
+TILE, HEAD_DIM = 128, 128
+#: Query heads, KV heads.
+HEADS = ((32, 8), (24, 24))
+TOKENS = 16384
+DENSITIES = (0.5, 0.25, 0.125)
+DOCUMENTS = (4000, 120, 2500, 3100, 33, 1700, 2048, 2883)
+WINDOW_TOKENS, WINDOW = 32768, 1024
+#: Keys of each sequence, half of them padding.
+PADDED = (4096, 2048, 1500, 548)
+_SAMPLED_ROWS, _MAX_ERROR = 256, 0.15
+_sdpa: Any = greenfast.sdpa
+_varlen_attn: Any = greenfast.varlen_attn
+
+
+@dataclass(frozen=True)
+class MaskInputs:
+    """The inputs of one case.
+
+    q: bfloat16 (B, H, S, D); k, v: (B, HK, S, D). allows: whether a query attends to a key, as a ``mask_mod`` of
+    FlexAttention: (batch, head, query, key) -> bool. mask: the same by tiles. lists: the counts and the indices of full
+    tiles, if the mask consists of these. documents: the lengths of documents. options: of ``sdpa``, in place of a mask.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    allows: Callable[[Any, Any, Any, Any], Any]
+    mask: BlockMask
+    lists: tuple[Tensor, Tensor] | None = None
+    documents: Tensor | None = None
+    lengths: Sequence[int] = ()
+    causal: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether query heads share KV heads."""
+        return self.q.shape[1] != self.k.shape[1]
+
+    def attend(self, **options: Any) -> Callable[[], Tensor]:
+        """Return the call of ``greenfast.sdpa`` with these options."""
+        return lambda: _sdpa(self.q, self.k, self.v, enable_gqa=self.grouped, **options)
+
+
+BACKENDS = Suite()
+_register = BACKENDS.register
+
+
+@_register("dense", "greenfast.sdpa without the mask", "fp8", GREENFAST, attention=False)
+def _dense(inputs: MaskInputs) -> BoundCall:
+    return BoundCall(inputs.attend(is_causal=inputs.causal))
+
+
+@_register("mask", "greenfast.sdpa with a BlockMask", "fp8", GREENFAST)
+def _mask(inputs: MaskInputs) -> BoundCall:
+    return BoundCall(inputs.attend(attn_mask=inputs.mask))
+
+
+@_register("options", "greenfast.sdpa with a window or lengths", "fp8", GREENFAST)
+def _options(inputs: MaskInputs) -> BoundCall:
+    return BoundCall(inputs.attend(**inputs.options))
+
+
+@_register("bool", "greenfast.sdpa with a boolean mask", "fp8", GREENFAST)
+def _bool(inputs: MaskInputs) -> BoundCall:
+    return BoundCall(inputs.attend(attn_mask=inputs.mask.to_bool().contiguous()))
+
+
+@_register("from_bool", "BlockMask.from_bool", "none", GREENFAST, attention=False)
+def _from_bool(inputs: MaskInputs) -> BoundCall:
+    dense = inputs.mask.to_bool().contiguous()
+    return BoundCall(lambda: BlockMask.from_bool(dense).counts)
+
+
+@_register("from_segments", "BlockMask.from_segments", "none", GREENFAST, attention=False)
+def _from_segments(inputs: MaskInputs) -> BoundCall:
+    assert inputs.documents is not None
+    documents = inputs.documents
+    return BoundCall(lambda: BlockMask.from_segments(documents, causal=inputs.causal).counts)
+
+
+@_register("from_blocks", "BlockMask.from_blocks", "none", GREENFAST, attention=False)
+def _from_blocks(inputs: MaskInputs) -> BoundCall:
+    assert inputs.lists is not None
+    counts, indices = inputs.lists
+    return BoundCall(lambda: BlockMask.from_blocks(counts, indices, inputs.q.shape[2], inputs.k.shape[2]).counts)
+
+
+@_register("varlen", "greenfast.varlen_attn", "fp8", GREENFAST)
+def _varlen(inputs: MaskInputs) -> BoundCall:
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+    starts = torch.tensor([0, *inputs.lengths], device=q.device).cumsum(0).int()
+    window = inputs.options.get("window", (-1, 0 if inputs.causal else -1))
+
+    def call() -> Tensor:
+        longest = max(inputs.lengths)
+        out: Tensor = _varlen_attn(q, k, v, starts, starts, longest, longest, enable_gqa=True, window_size=window)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    return BoundCall(call)
+
+
+@_register("cudnn", "cuDNN FP8 block-sparse (Sage)", "fp8", ("cudnn", "nvidia-cudnn-frontend"))
+def _cudnn(inputs: MaskInputs) -> BoundCall:
+    """Bind cuDNN's block-sparse attention, which quantizes in each call. Every block of rows has the same count."""
+    forward: Any = importlib.import_module("cudnn").BSA.block_sparse_attention_fp8_forward
+    if inputs.grouped or inputs.lists is None:
+        raise ValueError(
+            "cuDNN's FP8 block-sparse attention needs lists of blocks, and as many KV heads as query heads"
+        )
+    indices = inputs.lists[1].contiguous()
+    return BoundCall(
+        lambda: forward(inputs.q, inputs.k, inputs.v, indices, indices.shape[3], sparse_block_size=TILE)["o_tensor"]
+    )
+
+
+@_register("flex", "FlexAttention bf16, compiled", "bf16", TORCH)
+def _flex(inputs: MaskInputs) -> BoundCall:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    lengths, device = (inputs.q.shape[2], inputs.k.shape[2]), inputs.q.device
+    if inputs.lists is None:
+        mask = flex.create_block_mask(inputs.allows, inputs.q.shape[0], None, *lengths, device)
+    else:
+        counts, indices = inputs.lists
+        mask = flex.BlockMask.from_kv_blocks(
+            torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=TILE, seq_lengths=lengths
+        )
+    compile_function: Any = torch.compile
+    compiled = compile_function(flex.flex_attention, dynamic=False)
+    return BoundCall(lambda: compiled(inputs.q, inputs.k, inputs.v, block_mask=mask, enable_gqa=inputs.grouped))
+
+
+def make_tensors(batch: int, heads: tuple[int, int], tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K and V, (batch, heads, tokens, HEAD_DIM) of bfloat16."""
+    torch.manual_seed(0)
+    sizes = [(batch, n, tokens, HEAD_DIM) for n in (heads[0], heads[1], heads[1])]
+    q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
+    return q, k, v
+
+
+def make_blocks(heads: tuple[int, int], density: float, tokens: int = TOKENS, device: str = "cuda") -> MaskInputs:
+    """Return inputs with random lists of full tiles for each head, as many in every block of rows."""
+    q, k, v = make_tensors(1, heads, tokens, device)
+    tiles = -(-tokens // TILE)
+    count = max(1, round(density * tiles))
+    indices = torch.rand(1, heads[0], tiles, tiles, device=device).argsort(-1)[..., :count].sort(-1).values.int()
+    counts = torch.full(indices.shape[:3], count, dtype=torch.int32, device=device)
+    table = torch.zeros((heads[0], tiles, tiles), dtype=torch.bool, device=device)
+    table = table.scatter(-1, indices[0].long(), True)
+
+    def allows(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return table[h, row // TILE, key // TILE]
+
+    return MaskInputs(q, k, v, allows, BlockMask.from_blocks(counts, indices, tokens, tokens), lists=(counts, indices))
+
+
+def make_documents(
+    heads: tuple[int, int], causal: bool, lengths: Sequence[int] = DOCUMENTS, device: str = "cuda"
+) -> MaskInputs:
+    """Return inputs of one sequence that consists of documents."""
+    q, k, v = make_tensors(1, heads, sum(lengths), device)
+    documents = torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device)).int()
+
+    def allows(b: Any, h: Any, row: Any, key: Any) -> Any:
+        same = documents[row] == documents[key]
+        return same & (key <= row) if causal else same
+
+    mask = BlockMask.from_segments(documents, causal=causal)
+    return MaskInputs(q, k, v, allows, mask, documents=documents, lengths=lengths, causal=causal)
+
+
+def make_window(
+    heads: tuple[int, int], tokens: int = WINDOW_TOKENS, width: int = WINDOW, device: str = "cuda"
+) -> MaskInputs:
+    """Return inputs with a causal window of ``width`` keys."""
+
+    def allows(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return (key <= row) & (key > row - width)
+
+    q, k, v = make_tensors(1, heads, tokens, device)
+    return MaskInputs(
+        q, k, v, allows, _make_mask(allows, 1, tokens, device), lengths=(tokens,),
+        causal=True, options={"window": (width - 1, 0)},
+    )  # fmt: skip
+
+
+def make_padding(heads: tuple[int, int], lengths: Sequence[int] = PADDED, device: str = "cuda") -> MaskInputs:
+    """Return inputs of a batch with padded keys."""
+    used, tokens = torch.tensor(lengths, device=device).int(), max(lengths)
+
+    def allows(b: Any, h: Any, row: Any, key: Any) -> Any:
+        return (key < used[b]) & (row >= 0)
+
+    q, k, v = make_tensors(len(lengths), heads, tokens, device)
+    return MaskInputs(q, k, v, allows, _make_mask(allows, len(lengths), tokens, device), options={"kv_lengths": used})
+
+
+def _make_mask(allows: Callable[..., Any], batch: int, tokens: int, device: str) -> BlockMask:
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    return BlockMask.from_flex(flex.create_block_mask(allows, batch, None, tokens, tokens, device))
+
+
+_MAKERS = ("from_bool", "bool")
+#: Case -> how its inputs are made for heads, and its backends.
+CASES: dict[str, tuple[Callable[[tuple[int, int]], MaskInputs], tuple[str, ...]]] = {
+    **{
+        f"blocks {density:.1%}": (
+            lambda heads, density=density: make_blocks(heads, density),  # type: ignore[misc]
+            ("dense", "mask", "from_blocks", "cudnn", "flex"),
+        )
+        for density in DENSITIES
+    },
+    "documents": (
+        lambda heads: make_documents(heads, False), ("dense", "mask", *_MAKERS, "from_segments", "varlen", "flex"),
+    ),
+    "causal documents": (
+        lambda heads: make_documents(heads, True), ("dense", "mask", *_MAKERS, "from_segments", "varlen", "flex"),
+    ),
+    "window": (make_window, ("dense", "mask", "options", "varlen", "flex")),
+    "padding": (make_padding, ("dense", "mask", "options", "flex")),
+}  # fmt: skip
+
+
+def measure_error(inputs: MaskInputs, out: Tensor) -> float:
+    """Return the relative error of a sample of rows of the first and the last head of the last sequence."""
+    batch, heads, length, _ = inputs.q.shape
+    rows = torch.arange(0, length, -(-length // _SAMPLED_ROWS), device=inputs.q.device)
+    keys = torch.arange(inputs.k.shape[2], device=inputs.q.device)
+    group, b = heads // inputs.k.shape[1], batch - 1
+    difference = norm = 0.0
+    for head in (0, heads - 1):
+        q, k, v = inputs.q[b, head, rows], inputs.k[b, head // group], inputs.v[b, head // group]
+        scores = q.double() @ k.double().T / math.sqrt(q.shape[1])
+        allowed = inputs.allows(b, head, rows.unsqueeze(1), keys.unsqueeze(0))
+        expected = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1).nan_to_num(0.0) @ v.double()
+        difference += float((out[b, head, rows].double() - expected).square().sum())
+        norm += float(expected.square().sum())
+    return math.sqrt(difference / norm)
+
+
+def time_case(inputs: MaskInputs, names: Sequence[str]) -> dict[str, Any]:
+    """Return the median microseconds of each backend, the errors, and the reasons why others have no time."""
+    captured, errors, reasons = {}, {}, {}
+    for name in names:
+        backend = BACKENDS[name]
+        try:
+            call = backend.bind(inputs).call
+            out = call()
+            if backend.attention:
+                errors[name] = round(measure_error(inputs, out), 4)
+                if not errors[name] < _MAX_ERROR:
+                    reasons[name] = f"its output is wrong: an error of {errors[name]}"
+                    continue
+            captured[name] = capture(call)
+        except Exception as e:  # whatever a library raises
+            reasons[name] = first_line(e)
+    us = {name: round(median(each), 2) for name, each in time_graphs(captured).items()}
+    return {"us": us, "error": errors, "missing": reasons}
+
+
+def compare_with_dense(us: Mapping[str, float], density: float, dense_density: float) -> dict[str, float]:
+    """Return the efficiency of each attention of greenfast: its speedup over ``dense`` / the ideal one."""
+    if "dense" not in us:
+        return {}
+    ideal = us["dense"] * density / dense_density
+    return {name: round(ideal / us[name], 3) for name in ("mask", "options", "bool", "varlen") if name in us}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the times, and write the record if asked to."""
+    parser = make_parser("masks", __doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    args = parser.parse_args(argv)
+    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    rows = []
+    for heads in HEADS:
+        for case in args.cases:
+            make, names = CASES[case]
+            inputs = make(heads)
+            tiles = -(-inputs.q.shape[2] // TILE)
+            density, dense_density = float(inputs.mask.density), (tiles + 1) / (2 * tiles) if inputs.causal else 1.0
+            measured = time_case(inputs, names)
+            efficiency = compare_with_dense(measured["us"], density, dense_density)
+            row = {"heads": (*heads, HEAD_DIM), "case": case, "density": round(density, 4), "efficiency": efficiency}
+            rows.append(row | measured)
+            print(rows[-1], flush=True)
+            del inputs
+            torch.cuda.empty_cache()
+    backends = [backend.describe() for backend in BACKENDS.values()]
+    write_measurements(args.json, "masks", torch.cuda.get_device_name(), backends=backends, times=rows)
