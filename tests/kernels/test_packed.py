@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention import hopper, packed
+from greenfast.kernels.attention import hopper, packed, schedule
 from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Mask
 from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.ops.quantized import build_config
@@ -41,7 +41,7 @@ def make_schedule(
     shapes = packed.buffer_shapes(config, sizes, tiles)
     names = ("tiles", "tile_count", "sequences", "block_sequence")
     launch = packed.schedule_launch(config, sizes, tiles, used="seqused_k" in inputs, window=window)
-    found: dict[str, Any] = run(packed.schedule_kernel(), launch, inputs, {name: shapes[name] for name in names})
+    found: dict[str, Any] = run(schedule.packed_kernel(), launch, inputs, {name: shapes[name] for name in names})
     return found
 
 
@@ -138,7 +138,7 @@ def test_sequences_of_several_lengths_agree_with_the_cpu(case: str) -> None:
     sizes = make_sizes(lengths, heads, kv_heads)
     config = replace(
         build_config(columns, torch.bfloat16, precision, key_mean=softcap == 0.0 and sinks is None),
-        mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=lse, fuse_q_quant=True, packed=True,
+        mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=lse, fuse_q_quant=True, scheduled=True,
         window=left >= 0, sinks=sinks is not None, softcap=softcap,
     )  # fmt: skip
     if config.sum_unrounded_p:

@@ -24,7 +24,7 @@ Case = tuple[tuple[Shape, Shape, Shape], dict[str, Any]]
 
 #: The documented refusals of calls that PyTorch computes.
 DOCUMENTED = (
-    "attn_mask: the kernels take causal masks only",
+    "attn_mask: numbers to add to the scores; the kernels take booleans",
     "dropout_p: the kernels have no dropout",
     "query: head_dim",
     "value: head_dim",
@@ -74,7 +74,8 @@ def masks() -> Iterator[Case]:
     shapes: tuple[Shape, ...] = ((6, 8), (1, 8), (6, 1), (2, 1, 1, 8), (2, 3, 6, 8), (3, 1, 1), (1, 1, 1, 1))
     for shape in (*shapes, (8,), (), (5, 8), (4, 1, 6, 8), (1, 1, 1, 6, 8)):
         ones = torch.ones(shape, dtype=torch.bool)
-        for mask in (ones, ones.bfloat16() - 1, ones.bfloat16(), ones.float() - 1):
+        some = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape))) > 0.4
+        for mask in (ones, some, ones.bfloat16() - 1, ones.bfloat16(), ones.float() - 1):
             yield plain, {"attn_mask": mask}
             if shape in ((6, 8), (2, 3, 6, 8)):  # PyTorch cannot combine others with a causal mask
                 yield plain, {"attn_mask": mask, "is_causal": True}
@@ -285,7 +286,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"precision": x}, ValueError, "precision: ") for x in NO_NAMES),
     *(({"causal_alignment": x}, ValueError, "causal_alignment: ") for x in NO_NAMES),
     *(({"float32_as": x}, TypeError, "float32_as: ") for x in (torch.float32, "bfloat16", True, 1)),
-    *(({"attn_mask": x}, TypeError, "attn_mask: a torch.Tensor is needed") for x in ("causal", [1], np.ones((40, 40)))),
+    *(
+        ({"attn_mask": x}, TypeError, "attn_mask: a torch.Tensor or a BlockMask is")
+        for x in ("causal", [1], np.ones((40, 40)))
+    ),
     *(
         ({name: x}, TypeError, f"{name}: a torch.Tensor is needed, got")
         for name, x in product(("query", "key", "value"), (None, 1, "q", Q.tolist(), Q.float().numpy()))

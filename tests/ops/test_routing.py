@@ -18,7 +18,7 @@ import greenfast
 from greenfast.ops import cuda, routing
 from greenfast.spec.arch import Target
 
-MASK = "attn_mask: the kernels take causal masks only"
+MASK = "attn_mask: numbers to add to the scores; the kernels take booleans"
 
 
 def tensors(
@@ -43,7 +43,7 @@ Q, K, V = tensors()
 LONG = (torch.zeros(2, 4, 40, 264).half(),) * 3
 #: Calls that greenfast.sdpa refuses: the change from (Q, K, V), and the reason.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attn_mask": torch.zeros(40, 40).bool()}, MASK),
+    ({"attn_mask": torch.ones(40, 40).bfloat16()}, MASK),
     ({"dropout_p": 0.1}, "dropout_p: the kernels have no dropout"),
     ({"scale": 0.0}, "scale: the kernels take positive"),
     ({"scale": -1.0}, "scale: the kernels take positive"),
@@ -85,6 +85,8 @@ TAKEN: list[dict[str, Any]] = [
     {"value": V[..., :32]},
     {"key": K[:1], "value": V[:, :1]},
     {"attn_mask": torch.ones(40, 40).bool()},
+    {"attn_mask": torch.ones(40, 40).bool().triu(-9)},
+    {"attn_mask": torch.arange(40).expand(2, 1, 1, 40) < 23},
     {"attn_mask": torch.zeros(2, 1, 1, 40).bfloat16()},
     {"attn_mask": causal_lower_right(40, 30), "key": K[:, :, :30], "value": V[:, :, :30]},
     {"query": nn.Parameter(Q), "min_length": 40},

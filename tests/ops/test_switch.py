@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import greenfast
 
-MASK = "attn_mask: the kernels take causal masks only"
+MASK = "attn_mask: numbers to add to the scores; the kernels take booleans"
 Q, K, V = torch.randn(3, 2, 4, 40, 64, generator=torch.Generator().manual_seed(40)).bfloat16()
 
 

@@ -40,17 +40,17 @@ def parse_length(name: str, value: object, max_value: int | None = None) -> Any:
     return size
 
 
-def parse_window(window_size: Any) -> tuple[Any, Any]:
+def parse_window(window: Any, name: str = "window_size") -> tuple[Any, Any]:
     """Return a window (left, right), -1 for no limit. Raises TypeError and ValueError."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise TypeError(f"window_size: {_format_window(window_size)}; (left, right) is needed, -1 for no limit")
+    if not isinstance(window, Sequence) or len(window) != 2:
+        raise TypeError(f"{name}: {_format_window(window)}; (left, right) is needed, -1 for no limit")
     sides: list[Any] = []
-    for n in window_size:
+    for n in window:
         if not isinstance(n, numbers.Integral | torch.SymInt) or isinstance(n, bool):
-            raise TypeError(f"window_size: {window_size!r}; whole numbers are needed")
+            raise TypeError(f"{name}: {window!r}; whole numbers are needed")
         side: Any = n if isinstance(n, int | torch.SymInt) else int(n)
         if not (require(side >= -1) and require(side < 2**63)):
-            raise ValueError(f"window_size: {window_size!r}; numbers of at least -1 and below 2**63 are needed")
+            raise ValueError(f"{name}: {window!r}; numbers of at least -1 and below 2**63 are needed")
         sides.append(side)
     return sides[0], sides[1]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import torch_ops
+from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.layout import pad_head_dim
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS, format_head_dim_error
 from greenfast.ops.symbols import is_known, require
@@ -33,13 +34,14 @@ class CanonicalCall(NamedTuple):
 
     query: (B, H, S, D); key: (B, HK, KV, D), also for value. If key and value have different head dims, D is the larger
     one; zero padding changes no score. out: the shape of the caller's output. causal: a Mask of
-    ``kernels.attention.config``.
+    ``kernels.attention.config``. mask: a BlockMask, or booleans of 4 dimensions that broadcast to (B, H, S, KV).
     """
 
     query: Shape
     key: Shape
     out: Shape
     causal: int
+    mask: Any = None
 
     @property
     def empty(self) -> bool:
@@ -195,11 +197,19 @@ def _broadcast_shapes(shapes: list[Shape]) -> Shape | None:
 
 def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> CanonicalCall | Refusal:
     """Add ``attn_mask`` to the canonical form, if its values can be known without reading a GPU's memory."""
+    if isinstance(mask, BlockMask):
+        if causal:
+            return Refusal(
+                ValueError, "attn_mask: a BlockMask holds the whole mask; it cannot be combined with is_causal"
+            )
+        return form._replace(mask=mask)
     if not isinstance(mask, Tensor):
-        return Refusal(TypeError, f"attn_mask: a torch.Tensor is needed, got {type(mask).__name__}")
+        return Refusal(TypeError, f"attn_mask: a torch.Tensor or a BlockMask is needed, got {type(mask).__name__}")
     if type(mask).__name__ == "CausalBias" and type(mask).__module__ == BIAS:
         return _apply_causal_bias(form, mask, causal)
-    refused = Refusal(NotImplementedError, "attn_mask: the kernels take causal masks only")
+    if mask.dtype == torch.bool:
+        return _apply_bool_mask(form, mask, query, causal)
+    refused = Refusal(NotImplementedError, "attn_mask: numbers to add to the scores; the kernels take booleans")
     if not _can_read_mask(mask):
         return refused
     # Autocast casts a mask too. ``sdpa`` has already cast its query, ``explain`` has not.
@@ -213,8 +223,24 @@ def _apply_mask(form: CanonicalCall, mask: Any, query: Tensor, causal: int) -> C
     scores = (*form.out[:-1], form.key[2])
     if mask.dim() < 2 or _broadcast_shapes([scores, tuple(mask.shape)]) != scores:
         return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
-    changes_nothing = mask.all() if mask.dtype == torch.bool else (mask == 0).all()
-    return form._replace(causal=causal) if changes_nothing else refused
+    return form._replace(causal=causal) if (mask == 0).all() else refused
+
+
+def _apply_bool_mask(form: CanonicalCall, mask: Tensor, query: Tensor, causal: int) -> CanonicalCall | Refusal:
+    """Add booleans, True for keys that a query attends to. Those on the CPU that are all True are left out."""
+    if mask.is_nested or mask.layout is not torch.strided:
+        return Refusal(NotImplementedError, "attn_mask: nested or sparse; the kernels take strided tensors")
+    if mask.device != query.device:
+        return Refusal(ValueError, f"attn_mask: on {mask.device}; query's device is needed")
+    scores = (*form.out[:-1], form.key[2])
+    if mask.dim() < 2 or _broadcast_shapes([scores, tuple(mask.shape)]) != scores:
+        return Refusal(ValueError, "attn_mask: its shape cannot be broadcast to the scores, (..., queries, keys)")
+    if _can_read_mask(mask) and mask.all():
+        return form._replace(causal=causal)
+    if mask.dim() <= 4 and len(form.out) <= 4:
+        return form._replace(mask=mask[(None,) * (4 - mask.dim())], causal=causal)
+    heads = mask.shape[-3:]
+    return form._replace(mask=mask.expand(*form.out[:-3], *heads).reshape(form.query[0], *heads), causal=causal)
 
 
 def _apply_causal_bias(form: CanonicalCall, bias: Any, causal: int) -> CanonicalCall | Refusal:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention import ada, choice, hopper, packed
+from greenfast.kernels.attention import ada, choice, hopper, packed, schedule
 from greenfast.kernels.attention import block_mask as mask_kernels
 from greenfast.kernels.attention.config import (
     KEY_GROUPS,
@@ -22,15 +22,18 @@ from greenfast.kernels.attention.config import (
     ROW_BLOCK,
     AttentionConfig,
     Mask,
+    MaskLists,
     Sizes,
     Strides,
     padded_keys,
 )
+from greenfast.kernels.attention.heuristics import tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
 from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
+from greenfast.ops.masked import MASKED_ON_HOPPER, check_masked
 from greenfast.ops.quantized import FINE, build_config, check_tensors
 from greenfast.ops.varlen import check_varlen, has_key_mean
 from greenfast.spec.arch import Target
@@ -369,14 +372,15 @@ def _build_varlen_plan(
     mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
     config = replace(
         build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
-        packed=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, key_mean=has_key_mean(softcap, sinks),
+        scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap,
+        key_mean=has_key_mean(softcap, sinks),
     )  # fmt: skip
     window, used = (max(0, left), max(0, right)), seqused_k is not None
     tiles = sizes.tiling(config, target.multiprocessors)
     columns = config.columns
     out_strides = (0, columns, sizes.heads * columns)
     scheduling = LaunchStep(
-        packed.schedule_kernel(), packed.schedule_launch(config, sizes, tiles, used=used, window=window)
+        schedule.packed_kernel(), packed.schedule_launch(config, sizes, tiles, used=used, window=window)
     )
     quantizing = LaunchStep(
         packed.quantize_kernel(config, sizes),
@@ -398,6 +402,119 @@ def _build_varlen_plan(
     results = ("out", *(["lse"] if lse else []), *(["k_mean"] if lse and config.key_mean else []))
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *given, *results)
     return LaunchPlan(query.get_device(), (scheduling, quantizing, attending), names, work, size, config.head_dim)
+
+
+def masked(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
+    alignment: int, left: int, right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
+    device, shape = query.get_device(), query.shape
+    extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
+    given = [x for x in extras if x is not None]
+    plan_key = (
+        "masked", lse, precision, alignment, left, right, softcap, scale, *[x is None for x in extras], device,
+        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in (query, key, value, *given)],
+    )  # fmt: skip
+    plan = _PLANS.get(plan_key)
+    centered = has_key_mean(softcap, sinks)
+    if plan is None:
+        check_masked(query, key, value, *extras)
+        if query.numel() == 0 or key.numel() == 0:
+            sums = query.new_full(shape[:3], -float("inf"), dtype=torch.float32)
+            out = empty_rows(query, shape[3]).zero_()
+            return out, sums if sinks is None else torch.maximum(sums, sinks.view(-1, 1))
+        compatible: list[Any] = [make_tma_compatible(query, unique_rows=True)]
+        compatible += [make_tma_compatible(x) for x in (key, value)]
+        compatible += [x if x is None else x.contiguous() for x in extras]
+        if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
+            return masked(lse, *compatible, precision, alignment, left, right, softcap, scale)  # type: ignore[call-arg]
+        target = get_target(device)
+        if target.name != hopper.TARGET.name:
+            raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
+        mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
+        config = replace(
+            build_sdpa_config(target, shape[3], query.dtype, precision, mask, lse=lse), key_mean=centered,
+            scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, listed=counts is not None,
+        )  # fmt: skip
+        lists = None
+        if counts is not None and bits is not None:
+            lists = MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
+        built = _build_masked_plan(
+            query, key, value, config, (left, right), key.shape[2] - shape[2] if alignment == 2 else 0, lists, scale,
+            lengths=kv_lengths is not None, gathered=kv_rows is not None,
+        )  # fmt: skip
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    addresses = [x.data_ptr() for x in (query, key, value)]
+    if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
+        copies = [make_tma_compatible(x) for x in (query, key, value)]
+        return masked(lse, *copies, *extras, precision, alignment, left, right, softcap, scale)  # type: ignore
+    out = query.new_empty_strided(shape, plan.out_strides)
+    results = [out]
+    if lse:
+        sums = query.new_empty(shape[:3], dtype=torch.float32)
+        results += [sums, query.new_empty((*key.shape[:2], plan.head_dim), dtype=torch.float32)]
+    plan.launch([*addresses, *[x.data_ptr() for x in (*given, *results)]])
+    if lse and centered:
+        scores = reference.compute_mean_scores(query, results[2], rotated=True)
+        sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
+    return out, sums if lse else out
+
+
+def _build_masked_plan(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, window: tuple[int, int], shift: int,
+    lists: MaskLists | None, scale: float, *, lengths: bool, gathered: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Build the plan of quantization, the schedule and attention.
+
+    The schedule is made while the quantizer ends, and the attention kernel starts after both.
+    """
+    device, sizes = query.get_device(), get_sizes(query.shape, key.shape)
+    target = get_target(device)
+    left, right = window
+    seen = sizes.kv_len if left < 0 else min(sizes.kv_len, left + (sizes.q_len if right < 0 else right + 1))
+    tiles = tiling(config, replace(sizes, kv_len=max(1, seen)), target.multiprocessors)[0]
+    limits, out_strides = (max(0, left), max(0, right)), row_strides(query, config.columns)
+    quantizing = LaunchStep(
+        qkv.kernel(config, sizes, lengths=lengths, gathered=gathered),
+        qkv.launch(
+            config, sizes, Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3]), lengths=lengths,
+            gathered=gathered,
+        ),
+    )  # fmt: skip
+    scheduling = LaunchStep(
+        schedule.batch_kernel(lengths=lengths, listed=lists is not None),
+        schedule.batch_launch(config, sizes, tiles, shift, lengths=lengths, window=limits, lists=lists),
+    )
+    attending = LaunchStep(
+        hopper.kernel(config, sizes, target.multiprocessors, tiles=tiles),
+        hopper.launch(
+            config, sizes, scale, Strides(query=query.stride()[:3], out=out_strides[:3]), target.multiprocessors,
+            tiles=tiles, max_tiles=schedule.max_tiles(sizes, tiles), window=limits, lists=lists,
+        ),
+        {"k": "k_codes", "v_t": "v_codes"},
+    )  # fmt: skip
+    steps = (quantizing, scheduling, attending)
+    used = set().union(*(step.buffers() for step in steps))
+    shapes = get_quantized_shapes(query.shape, key.shape, config)
+    work, size = lay_out_workspace({
+        **{
+            name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
+            for name, shape in shapes.items()
+            if name in used and not (config.log_sum_exp and name == "k_mean")  # the caller allocates it
+        },
+        **schedule.buffer_bytes(schedule.max_tiles(sizes, tiles)),
+    })  # fmt: skip
+    given = {
+        "kv_lengths": lengths, "kv_rows": gathered, "sinks": config.sinks, "counts": config.listed,
+        "entries": config.listed, "bits": config.listed,
+    }  # fmt: skip
+    names = (
+        "q", "k", "v", *(name for name, has in given.items() if has), "out",
+        *(("lse", "k_mean") if config.log_sum_exp else ()),
+    )  # fmt: skip
+    return LaunchPlan(device, steps, names, work, size, config.head_dim, out_strides)
 
 
 def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, scale: float) -> LaunchPlan:

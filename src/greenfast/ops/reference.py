@@ -169,12 +169,13 @@ def _decode(codes: Tensor, fmt: str) -> Tensor:
 
 def attention(
     quantized: QuantizedQKV, causal: int, scale: float, window: Window = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
     causal: a Mask of ``kernels.attention.config``. window: see Window. softcap: scores s become softcap * tanh(s /
-    softcap); 0: they do not. sinks: (H,), the logit of one more key of each row, without a value.
+    softcap); 0: they do not. sinks: (H,), the logit of one more key of each row, without a value. mask: bool,
+    broadcastable to (B, H, S, KV), False for keys that a query does not attend to.
 
     Returns (B, H, S, head_dim) of the caller's dtype and the natural log-sum-exp of each row's scores, float32 (B, H,
     S), without the contribution of the keys' mean.
@@ -190,7 +191,7 @@ def attention(
         scores = q[:, :, rows] @ k.transpose(-1, -2) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = _mask_scores(scores, rows, q.shape[2], causal, window)
+        scores = _mask_scores(scores, rows, q.shape[2], causal, window, mask)
         out[:, :, rows], lse[:, :, rows] = _apply_softmax(scores, v, sinks)
         if unknown.any():
             seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
@@ -202,9 +203,13 @@ def _split_rows(count: int) -> list[slice]:
     return [slice(first, min(first + _ROWS, count)) for first in range(0, count, _ROWS)]
 
 
-def _mask_scores(scores: Tensor, rows: slice, q_len: int, causal: int, window: Window = (-1, -1)) -> Tensor:
+def _mask_scores(
+    scores: Tensor, rows: slice, q_len: int, causal: int, window: Window = (-1, -1), mask: Tensor | None = None
+) -> Tensor:
     """Set scores (..., rows, KV) to -inf for keys that a query does not attend to."""
     left, right = window
+    if mask is not None:
+        scores = scores.masked_fill(mask[..., rows, :].logical_not(), -math.inf)
     if not causal and left < 0 and right < 0:
         return scores
     keys = torch.arange(scores.shape[-1], device=scores.device)
@@ -283,12 +288,13 @@ def add_packed_mean_scores(lse: Tensor, query: Tensor, key_mean: Tensor, cu_seq_
 
 
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, window: Window = (-1, -1)
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float, window: Window = (-1, -1),
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of attention in float32, from its inputs and the gradient ``grad`` of its output.
 
-    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). Returns the gradients of query, key and value, with their
-    dtypes and strides. A row that attends to no key contributes none.
+    query, grad: (B, H, S, D); key, value: (B, HK, KV, D). window, mask: as for ``attention``. Returns the gradients of
+    query, key and value, with their dtypes and strides. A row that attends to no key contributes none.
     """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
@@ -296,7 +302,7 @@ def compute_gradients(
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
     for rows in _split_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
-        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal, window)
+        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal, window, mask)
         top = scores.amax(dim=-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
         weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

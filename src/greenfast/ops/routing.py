@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,8 +23,10 @@ from greenfast.ops.arguments import (
     parse_length,
     parse_number,
 )
+from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.canonicalize import CanonicalCall, Refusal, Shape, canonicalize, get_cast_dtype
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
+from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -74,7 +77,7 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -83,6 +86,10 @@ def explain(
     precision: AutoPrecision = "fp8",
     causal_alignment: Alignment = "upper_left",
     float32_as: torch.dtype | None = None,
+    window: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
     min_length: int | None = 0,
     target: str | None = None,
 ) -> Explanation:
@@ -96,13 +103,16 @@ def explain(
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
       - with shapes that do not broadcast or share heads unevenly, for which PyTorch raises its error;
-      - on devices that have no kernel;
+      - on devices that have no kernel; with a mask that is not causal, those other than Hopper GPUs;
       - if query or key is shorter than ``min_length``, or if only the run of a graph can decide that;
       - with a ``min_length`` of None or ``precision="auto"``, unless the rules of ``greenfast.ops.routing_rules`` show
         that FP8 is faster; the reason quotes their measurement. A call quantizes all of Q, K and V. The gain of FP8
         grows with queries x keys, the cost of quantization with queries + keys, so both must be long: one query over a
         long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the faster
         precision.
+
+    The reason says what a mask costs. PyTorch's attention has no ``window``, ``softcap``, ``sinks`` and ``kv_lengths``:
+    calls with them that no kernel can compute are refused.
 
     target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
     The default is the tensors' own device.
@@ -118,6 +128,7 @@ def explain(
     check_cast_dtype(float32_as)
     gpu = None if target is None else _parse_target(target)
     dropout = parse_dropout(dropout_p)
+    options = parse_options(window, softcap, sinks, kv_lengths, causal_alignment)
     if scale is not None and not is_valid_scale(parse_number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if in_context_parallel():
@@ -138,15 +149,27 @@ def explain(
         if min_length is not None and not is_certain(shape[2] >= min_length):
             return Explanation(TORCH, f"{name}: shorter than min_length={min_length}, where quantization does not pay")
     fixed = "fp8" if precision == "auto" else precision
+    cost = describe_mask(form.mask, options)
+    if cost and (precision == TOKEN or not _has_masks(query, gpu)):
+        return Explanation(TORCH, TOKEN_MASKS if precision == TOKEN else MASKED_ON_HOPPER)
     if form.empty:
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = get_cast_dtype(query, float32_as)
+    if cost and (form.mask is None or isinstance(form.mask, BlockMask)):  # nothing of PyTorch's to compare with
+        kernel = _explain_kernel(query, form, dtype, fixed, gpu)
+        return Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision) if kernel.taken else kernel
     if precision != "auto" and min_length is not None:
-        return _explain_kernel(query, form, dtype, fixed, gpu)
+        kernel = _explain_kernel(query, form, dtype, fixed, gpu)
+        return (
+            Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision)
+            if cost and kernel.taken
+            else kernel
+        )
     faster, quote = _choose_faster(query, form, precision, gpu)
     if not faster:
         return Explanation(TORCH, quote)
     kernel = _explain_kernel(query, form, dtype, faster, gpu)
+    quote = f"{quote}; {cost}" if cost else quote
     return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
 
 
@@ -174,7 +197,8 @@ def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Targ
     elif form.causal == 2 and is_certain(queries > keys):  # lower right: the first queries attend to nothing
         queries, reuse = keys, reuse * keys // queries
     head_dim = next((d for d in routing_rules.HEAD_DIMS if width == d), 0)
-    rules = _get_rules(head_dim, form.causal > 0, precision) if head_dim and _have_rules(query, gpu) else None
+    measured = head_dim and form.mask is None and _have_rules(query, gpu)
+    rules = _get_rules(head_dim, form.causal > 0, precision) if measured else None
     if rules is None:
         least = routing_rules.UNMEASURED_LENGTH
         quote = f"such calls have not been measured; they are taken from {least} queries and keys on"
@@ -208,17 +232,28 @@ def _have_rules(query: Tensor, gpu: Target | None) -> bool:
     return query.is_cuda and _is_measured_device(query.get_device())
 
 
-def _is_measured_device(device: int) -> bool:
+def _has_masks(query: Tensor, gpu: Target | None) -> bool:
+    """Return whether the kernels of the target, or of the query's device, have masks that are not causal."""
+    if gpu is not None:
+        return gpu.name == routing_rules.TARGET
+    return not query.is_cuda or _is_hopper(query.get_device())
+
+
+def _is_hopper(device: int) -> bool:
     try:
-        target: str = torch_ops.load_cuda().get_target(device).name
-        return target == routing_rules.TARGET and bool(routing_rules.load_data()["rules"])
+        return bool(torch_ops.load_cuda().get_target(device).name == routing_rules.TARGET)
     except NotImplementedError:  # too old for any kernel; the refusal comes later
         return False
+
+
+def _is_measured_device(device: int) -> bool:
+    return _is_hopper(device) and bool(routing_rules.load_data()["rules"])
 
 
 # Constants of a graph, as _traced_kernel's; torch.compile would trace into a cached function.
 _get_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_measured_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_fused_allowed() -> bool:

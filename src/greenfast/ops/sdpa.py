@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
 from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
+from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import (
     BIAS,
@@ -25,6 +26,7 @@ from greenfast.ops.canonicalize import (
     to_kernel_layout,
 )
 from greenfast.ops.context_stack import ACTIVE
+from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, ScoreOptions, compute_masked, make_spec, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS,
     SDPA_PRECISIONS,
@@ -50,21 +52,23 @@ _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 @overload
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
+    window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
+    window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -74,6 +78,10 @@ def sdpa(
     causal_alignment: Alignment = "upper_left",
     return_lse: bool = False,
     float32_as: torch.dtype | None = None,
+    window: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -81,10 +89,17 @@ def sdpa(
     float16 or bfloat16, strides are arbitrary, D is a multiple of 8 up to 256. Shapes (..., S, D) with any number of
     leading dimensions are accepted: the last of these are the heads, and all are broadcast. The head dim of value may
     differ, up to 256.
-    attn_mask: a ``torch.nn.attention.bias.CausalBias``, or a tensor on the CPU that masks nothing (all True, or zeros
-    that need no gradient). is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys 0
-    .. i + KV - S. scale: positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16. float32 tensors are cast to
-    this dtype, and the output is float32 again. Without it they are refused.
+    attn_mask: booleans that broadcast to (B, H, S, KV), True for keys that a query attends to; a
+    ``greenfast.BlockMask``; a ``torch.nn.attention.bias.CausalBias``; or zeros on the CPU that need no gradient. The
+    kernels' form of booleans is kept while the tensor lives and is not written to.
+    is_causal: query i attends to keys 0 .. i; with ``causal_alignment="lower_right"`` to keys 0 .. i + KV - S. scale:
+    positive, 1 / sqrt(D) by default. float32_as: float16 or bfloat16. float32 tensors are cast to this dtype, and the
+    output is float32 again. Without it they are refused.
+    window: (left, right), the keys before and after a query's own place, -1 for all; its place is key i, or key i + KV
+    - S with "lower_right". softcap: scores s become softcap * tanh(s / softcap). sinks: (H,), the logit of one more key
+    of each row, without a value. kv_lengths: int32 or int64 (B,) on the same device, the keys of each sequence; those
+    after them are padding. Keys of the padding, and keys that a mask (B, 1, 1, KV) leaves out, change no result,
+    whatever they hold.
     precision: "fp8" computes both products in E4M3. "int8" computes Q K^T in int8 and P V in E4M3. "int8_fine" is
     "int8" with a scale for each row of Q and each 32 of 128 keys; the others have one for 16 rows and one for 128 keys.
     Before quantization Q and K are rotated by a Hadamard matrix, and the mean of K is subtracted; neither changes the
@@ -99,13 +114,18 @@ def sdpa(
     -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row). In a key or value it
     makes all rows NaN that attend to any key of its block of 128. The gradients are of attention on the unquantized
     tensors; the backward pass recomputes it in 16 bits. There is no forward mode and no second derivative, and a
-    gradient that reaches the log-sum-exp raises NotImplementedError.
+    gradient that reaches the log-sum-exp raises NotImplementedError, as do gradients with softcap or sinks.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
-    and NotImplementedError for other masks, ``dropout_p``, nested and sparse tensors, and head dims and GPUs without a
-    kernel. Each error names the argument and the allowed values.
+    and NotImplementedError for masks that are added to scores, ``dropout_p``, nested and sparse tensors, and head dims
+    and GPUs without a kernel. Each error names the argument and the allowed values.
     """
+    options = NO_OPTIONS
+    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None:
+        options = parse_options(window, softcap, sinks, kv_lengths, causal_alignment)
     if ACTIVE:
+        if options is not NO_OPTIONS:
+            raise NotImplementedError("window, softcap, sinks, kv_lengths: not inside a context_parallel")
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
             return_lse, float32_as,
@@ -114,6 +134,7 @@ def sdpa(
         return _call_torch_function(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
+            window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths,
         )  # fmt: skip
     # The common case is checked inline, because function calls would double the host time.
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
@@ -127,9 +148,9 @@ def sdpa(
             check_flag("return_lse", return_lse)
             return _canonicalized_sdpa(
                 query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision,
-                return_lse, float32_as,
+                return_lse, float32_as, options,
             )  # fmt: skip
-        if not return_lse:
+        if not return_lse and options is NO_OPTIONS and not isinstance(attn_mask, BlockMask):
             return _sdpa_auto(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, float32_as
             )
@@ -137,7 +158,13 @@ def sdpa(
     if (enable_gqa is not False and enable_gqa is not True) or (return_lse is not False and return_lse is not True):
         check_flag("enable_gqa", enable_gqa)
         check_flag("return_lse", return_lse)
-    plain = attn_mask is None and float32_as is None and type(dropout_p) is float and dropout_p == 0.0
+    plain = (
+        options is NO_OPTIONS
+        and attn_mask is None
+        and float32_as is None
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+    )
     repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
     if repeats:
         replayed = replay(SDPA_CACHE, (query, key, value, precision, causal, scale, enable_gqa), query)
@@ -150,7 +177,7 @@ def sdpa(
     if not (plain and is_canonical(query, key, value, enable_gqa)):
         return _canonicalized_sdpa(
             query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision, return_lse,
-            float32_as,
+            float32_as, options,
         )  # fmt: skip
     factor = parse_scale(scale, query.shape[3])
     if return_lse:
@@ -185,8 +212,9 @@ def _sdpa_auto(
         )  # fmt: skip
     causal = parse_causal(is_causal, alignment)
     form = canonicalize(query, key, value, attn_mask, parse_dropout(dropout_p), causal, enable_gqa, float32_as)
-    if isinstance(form, CanonicalCall):  # the mask masks nothing, or is a CausalBias
-        attn_mask, causal = None, form.causal
+    if isinstance(form, CanonicalCall):
+        if form.mask is None:  # the mask masks nothing, or is a CausalBias
+            attn_mask, causal = None, form.causal
     elif not all([_can_run_torch(x, causal) for x in (query, key, value)]):
         raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
     elif causal == 2 and attn_mask is not None:
@@ -244,8 +272,9 @@ def _build_lower_right_mask(query: Tensor, key: Tensor) -> Any:
 
 
 def _canonicalized_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, causal: int,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | BlockMask | None, dropout_p: float, causal: int,
     scale: float | None, enable_gqa: bool, precision: SdpaPrecision, return_lse: bool, float32_as: torch.dtype | None,
+    options: ScoreOptions,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``sdpa`` of inputs that must be mapped to the kernels' layout, or raise their refusal."""
     check_cast_dtype(float32_as)
@@ -254,14 +283,21 @@ def _canonicalized_sdpa(
         instead = _ALTERNATIVE if form.error is NotImplementedError else ""
         raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")
     factor = parse_scale(scale, query.shape[-1])
+    spec = make_spec(form.mask, form.causal, options, form.query[2], form.key[2], form.query[0])
+    if precision == TOKEN and spec is not None:
+        raise NotImplementedError(TOKEN_MASKS)
     widened = query.dtype == torch.float32
     query, key, value = (x.to(get_cast_dtype(x, float32_as)) for x in (query, key, value))
     lse: Tensor | None
     if form.empty:
         out, lse = _build_empty_result(form, query, key, value)
+        if options.sinks is not None:
+            lse = lse.maximum(options.sinks.float().unsqueeze(-1))
     else:
         tensors = to_kernel_layout(form, query, key, value)
-        if precision == TOKEN:
+        if spec is not None:
+            result = compute_masked(*tensors, spec, options, precision, factor, return_lse)
+        elif precision == TOKEN:
             result = (SDPA_TOKEN_LSE if return_lse else SDPA_TOKEN)(*tensors, form.causal, factor)
         elif torch.compiler.is_compiling():  # the operator asserts sizes at run time
             result = (torch_ops.SDPA_LSE if return_lse else torch_ops.SDPA)(*tensors, precision, form.causal, factor)

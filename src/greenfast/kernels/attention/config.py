@@ -59,8 +59,9 @@ class AttentionConfig:
     fuse_q_quant: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
     key_mean: K is quantized minus an estimate of its mean over the keys, which does not change the softmax.
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
-    window: row i attends to no key before i + a shift. sinks: each head has the logit of one more key, without a value.
-    packed: Q, K and V hold sequences of several lengths, one after another (kernels/attention/packed.py).
+    scheduled: the work tiles come from a schedule made on the device (kernels/attention/schedule.py), as needed by the
+    options after it. window: row i attends to no key before i + a shift. sinks: each head has the logit of one more
+    key, without a value. listed: each block of ROW_BLOCK rows attends to a list of tiles of ROW_BLOCK keys.
 
     Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
     """
@@ -79,9 +80,10 @@ class AttentionConfig:
     fuse_q_quant: bool = False
     key_mean: bool = False
     rotate: bool = False
-    packed: bool = False
+    scheduled: bool = False
     window: bool = False
     sinks: bool = False
+    listed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", self.columns or self.head_dim)
@@ -151,6 +153,20 @@ class Strides:
     key: Stride3 | None = None
     value: Stride3 | None = None
     out: Stride3 | None = None
+
+
+@dataclass(frozen=True)
+class MaskLists:
+    """The sizes of the tile lists of a mask: for each of ``batch`` and ``heads``, or one for all; ``masks`` in bits."""
+
+    batch: int
+    heads: int
+    masks: int
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the fields of the kernels' TileLists."""
+        step = self.heads if self.batch > 1 else 0
+        return ("counts", "entries", "bits", *(np.int32(n) for n in (self.masks, self.heads, step)))
 
 
 def strides_of(heads: int, length: int, columns: int) -> Stride3:

@@ -85,6 +85,46 @@ struct NonFiniteRowsFinder {
     return nonfinite;
   }
 
+  // The same for the tiles of a list. row: the first of the thread's two rows, in the work tile.
+  __device__ __forceinline__ NonFiniteRows find_in_list(const ScoreScales<Traits>& scales, const TileList& list,
+                                                        int row) const {
+    NonFiniteRows nonfinite;
+    bool any[2] = {list.count > list.masked, list.count > list.masked};  // whether a row attends to any key
+#pragma unroll
+    for (int r = 0; r < 2; ++r) nonfinite.scores[r] = nonfinite.values[r] = false;
+    const size_t first = sequence.first_kv_block(keys);
+    const float row_factors[2] = {scales.row_factor(0), scales.row_factor(1)};
+    const bool bad_rows = __any_sync(0xffffffffu, row_factors[0] != row_factors[0] || row_factors[1] != row_factors[1]);
+    for (int group = 0; group < list.count; group += 32) {
+      const int i = group + threadIdx.x % 32;
+      const int2 entry = i < list.count ? list.entry(i) : int2{0, 0};
+      const float k_scale =
+          i < list.count ? ptx::load_written(p.k_scale + (first + entry.x) * (Traits::kFineScales ? kKeyGroups : 1))
+                         : 0.0f;
+      const float v_scale = i < list.count ? ptx::load_written(p.v_scale + first + entry.x) : 0.0f;
+      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
+      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
+      // With non-finite rows all masks are read, to find out which of these rows attend to any key.
+      unsigned visited = bad_keys | bad_values | (bad_rows ? __ballot_sync(0xffffffffu, i < list.masked) : 0u);
+      for (; visited != 0; visited &= visited - 1) {
+        const int lane = __ffs(visited) - 1, mask = __shfl_sync(0xffffffffu, entry.y, lane);
+        typename Traits::Mask::Limits bits = {~0u, ~0u};
+        if (group + lane < list.masked) Traits::Mask::load(bits, p.lists, mask, row);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 1);
+          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 2);
+          any[r] |= bits[r] != 0;
+          nonfinite.scores[r] |= bits[r] != 0 && (bad_keys >> lane & 1);
+          nonfinite.values[r] |= bits[r] != 0 && (bad_values >> lane & 1);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) nonfinite.scores[r] |= row_factors[r] != row_factors[r] && any[r];
+    return nonfinite;
+  }
+
  private:
   // The same with a first key of each row: looks at each block that holds a non-finite number.
   __device__ __forceinline__ NonFiniteRows find_in_window(const ScoreScales<Traits>& scales) const {
@@ -143,6 +183,7 @@ struct Epilogue {
     Out* const begin = static_cast<Out*>(p.out) + p.rows.first(head);
     const float* channels = p.v_scale + (Traits::kChannelScales ? kv_head * Traits::kHeadDim : 0);
     float acc_scale = mainloop.v_scale.last(p, kv_head);
+    [[maybe_unused]] const float sink = Traits::kSinks ? p.sinks[static_cast<unsigned>(head) % p.rows.heads] : 0.0f;
     if (acc_scale < 1e-20f) {  // acc_scale / total could be subnormal
 #pragma unroll
       for (int i = 0; i < kOut; ++i) o[i] *= acc_scale;
@@ -161,8 +202,7 @@ struct Epilogue {
       if constexpr (Traits::kSinks) {
         // The sink's weight, in the units of P. A large one makes P small instead of becoming infinite.
         constexpr float kMaxWeight = 64.0f;  // as an exponent
-        const float exponent =
-            p.sinks[head] * 1.4426950408889634f - softmax.base[r] + OnlineSoftmax<Traits>::kMaxOffset;
+        const float exponent = sink * 1.4426950408889634f - softmax.base[r] + OnlineSoftmax<Traits>::kMaxOffset;
         sink_shift = fmaxf(0.0f, exponent - kMaxWeight);
         const float smaller = ptx::ex2(-sink_shift);
         if (any) {
@@ -195,7 +235,7 @@ struct Epilogue {
       if (Traits::kLse && quad == 0 && row < stop_row) {
         const float ln2 = 0.6931471805599453f;
         float lse = any ? (log2f(total) - OnlineSoftmax<Traits>::kMaxOffset + softmax.base[r]) * ln2 : -CUDART_INF_F;
-        if constexpr (Traits::kSinks) lse = any ? lse + sink_shift * ln2 : p.sinks[head];
+        if constexpr (Traits::kSinks) lse = any ? lse + sink_shift * ln2 : sink;
         p.lse[static_cast<size_t>(head) * p.q_len + row] = nonfinite.scores[r] ? CUDART_NAN_F : lse;
       }
     }

@@ -55,7 +55,7 @@ class Tiling:
         ones = 0 if config.sum_unrounded_p or self.out_columns == _WIDEST else 8  # rows after V^T
         tiles = self.consumers * ROWS * head_dim + self.stages * self.block_n * (2 * head_dim + ones)
         size = _whole_kilobytes(tiles + 16 + 8 * (2 * self.consumers + 4 * self.stages))
-        size += 1024 if config.packed else 0  # the queue of work tiles
+        size += 1024 if config.scheduled else 0  # the queue of work tiles
         own_rows = config.fuse_q_quant and not stages_queries(head_dim)
         return size + (self.block_m * head_dim * 2 if own_rows else 0)
 
@@ -97,6 +97,8 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
         candidates = tuple(Tiling(128, n, 3, 256, overlap=True, two_levels=False) for n in (1, 2))
     else:
         candidates = (Tiling(128, 1, 2, 128), Tiling(128, 2, 2, 128, True))
+    if config.listed:  # of 128 rows
+        candidates = tuple(t for t in candidates if t.consumers == 2)
     if config.sum_unrounded_p:  # exp2 in half is not accurate enough for exact sums
         candidates = tuple(replace(t, polynomials=0) for t in candidates)
     return candidates
@@ -173,7 +175,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
-    if config.sum_unrounded_p or config.softcap:  # not measured
+    if config.sum_unrounded_p or config.softcap or config.listed:  # not measured
         return None
     key = (config.head_dim, config.causal, config.query_scales, config.key_scales, config.value_scales, config.format)
     for rule in rules():
@@ -201,8 +203,8 @@ def head_swizzle(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiproc
     return chosen
 
 
-def packed_head_swizzle(config: AttentionConfig, sizes: Sizes) -> int:
-    """Return the heads of packed sequences that are scheduled together: as many as keep their K and V in L2."""
+def scheduled_head_swizzle(config: AttentionConfig, sizes: Sizes) -> int:
+    """Return the heads of a schedule's tiles that run together: as many as keep their K and V in L2."""
     in_l2 = _L2_BYTES // max(1, 2 * sizes.kv_len * config.head_dim)
     return min(sizes.heads, sizes.heads // sizes.kv_heads * max(1, in_l2))
 

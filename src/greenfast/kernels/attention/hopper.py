@@ -7,6 +7,7 @@ import numpy as np
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
 from greenfast.kernels.attention.config import (
     AttentionConfig,
+    MaskLists,
     Sizes,
     Stride3,
     Strides,
@@ -19,7 +20,7 @@ from greenfast.kernels.attention.heuristics import (
     ROWS,
     Tiling,
     head_swizzle,
-    packed_head_swizzle,
+    scheduled_head_swizzle,
     stages_queries,
     tiling,
 )
@@ -52,7 +53,8 @@ def kernel(
         "Overlap": tiles.overlap,
         "PromoteAccum": tiles.two_levels,
         "Causal": config.causal,
-        "Packed": config.packed,
+        "Scheduled": config.scheduled,
+        "Listed": config.listed,
         "Window": config.window,
         "Sinks": config.sinks,
         "Lse": config.log_sum_exp,
@@ -78,13 +80,18 @@ def kernel(
         constants += f"\n  using In = {CUDA_TYPES[config.dtype]};"
     includes = "\n".join(f'#include "attention/sm90/{header}.cuh"' for header in headers)
     more_parameters, more_arguments = "", ""
-    if config.packed:
-        if not config.fuse_q_quant:
-            raise UsageError("packed: the Hopper kernel quantizes a packed Q itself (fuse_q_quant)")
-        more_parameters = ", const greenfast::PackedTile* tiles, int* tile_count, int window_shift, const float* sinks"
+    if config.scheduled:
+        more_parameters = (
+            ", const greenfast::ScheduledTile* tiles, int* tile_count, int window_shift, const float* sinks"
+        )
         more_arguments = ", tiles, tile_count, window_shift, sinks"
-    elif config.window or config.sinks:
-        raise UsageError("window, sinks: the Hopper kernel has them for packed sequences (packed)")
+    elif config.window or config.sinks or config.listed:
+        raise UsageError("window, sinks, listed: the Hopper kernel has them with a schedule (scheduled)")
+    if config.listed:
+        more_parameters += (
+            ", const int2* counts, const int2* entries, const unsigned* bits, int masks, int list_heads, int list_step"
+        )
+        more_arguments += ", {counts, entries, bits, masks, list_heads, list_step}"
     source = f"""{includes}
 
 struct Cfg {{
@@ -137,8 +144,9 @@ def launch(
     kv_len_allocated: int = 0,
     ctas_per_sm: int = 1,
     tiles: Tiling | None = None,
-    num_sequences: int = 0,
+    max_tiles: int = 0,
     window: tuple[int, int] = (0, 0),
+    lists: MaskLists | None = None,
 ) -> Launch:
     """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
 
@@ -146,20 +154,24 @@ def launch(
     tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len, of which
     the first are read; the scales are of kv_len keys. ctas_per_sm: blocks per multiprocessor in the grid, of which one
     is resident at a time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
-    that the kernel was rendered with, if not the default. num_sequences: of packed tensors; their ``sizes`` have batch
-    1, q_len rows of Q and kv_len rows of codes. window: the keys that a row attends to before its own place, with
-    ``config.window``, and after it, with a mask. Places are counted from the last row and key.
+    that the kernel was rendered with, if not the default. With ``config.scheduled``: max_tiles: the most work tiles of
+    a head, over all sequences; packed tensors have ``sizes`` of batch 1, q_len rows of Q and kv_len rows of codes.
+    window: the keys that a row attends to before its own place, with ``config.window``, and after it, with a mask.
+    lists: the sizes of the tile lists, with ``config.listed``.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
     panel = min(head_dim, _PANEL)
     padded, allocated = padded_keys(sizes.kv_len), kv_len_allocated or sizes.kv_len
-    work_tiles = (-(-sizes.q_len // tiles.block_m) + num_sequences) * heads
+    work_tiles = (max_tiles * sizes.heads) if config.scheduled else -(-sizes.q_len // tiles.block_m) * heads
 
-    packed_arguments: tuple[Argument, ...] = ()
-    if config.packed:
-        swizzle = packed_head_swizzle(config, sizes)
-        packed_arguments = ("tiles", "tile_count", np.int32(-window[0]), "sinks" if config.sinks else np.int64(0))
+    schedule_arguments: tuple[Argument, ...] = ()
+    if config.scheduled:
+        swizzle = scheduled_head_swizzle(config, sizes)
+        sinks = "sinks" if config.sinks else np.int64(0)
+        schedule_arguments = ("tiles", "tile_count", np.int32(-window[0]), sinks)
+        if lists is not None:
+            schedule_arguments += lists.arguments()
     else:
         swizzle = head_swizzle(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)
 
@@ -180,15 +192,15 @@ def launch(
             np.int64(0) if config.fuse_q_quant else "q_scale",
             *("k_scale", "v_scale", "out"),
             "lse" if config.log_sum_exp else np.int64(0),
-            np.int32(heads),
+            np.int32(sizes.heads if config.scheduled else heads),
             np.int32(sizes.heads // sizes.kv_heads),
             np.int32(sizes.q_len),
             np.int32(sizes.kv_len),
-            np.int32(window[1] if config.packed else sizes.shift(config.mask)),
+            np.int32(window[1] if config.scheduled else sizes.shift(config.mask)),
             np.int32(swizzle),
             softmax_scale(config, scale),
             *output_arguments(config, sizes, strides.out),
-            *(packed_arguments if config.packed else ()),
+            *schedule_arguments,
         ),
         early=config.fuse_q_quant,
     )

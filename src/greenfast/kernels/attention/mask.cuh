@@ -10,8 +10,8 @@
 
 namespace greenfast {
 
-// The ends of the rows' key ranges that lie in a tile.
-enum class MaskedEnds { kNone, kBegin, kEnd, kBoth };
+// The mask of a tile: the ends of the rows' key ranges that lie in it, or a bit for each row and key.
+enum class TileMask { kNone, kBegin, kEnd, kBoth, kBits };
 
 // With kCausal, row i attends to no key after i + causal_shift, and with kWindow to none before i + window_shift.
 template <class Sequence, bool kCausal, bool kWindow>
@@ -67,18 +67,66 @@ struct KeyMask {
   }
 
   // Sets raw scores of masked keys of a tile to -inf. s: the thread's accumulators (layout: ptx/wgmma.cuh).
-  template <MaskedEnds kEnds, int kCount>
+  template <TileMask kTileMask, int kCount>
   __device__ __forceinline__ static void apply(float (&s)[kCount], const Limits& limits) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (kEnds != MaskedEnds::kBegin) {
+      if constexpr (kTileMask != TileMask::kBegin) {
         if (i / 4 * 8 + column + i % 2 >= limits[i / 2 % 2]) s[i] = -CUDART_INF_F;
       }
-      if constexpr (kEnds != MaskedEnds::kEnd) {
+      if constexpr (kTileMask != TileMask::kEnd) {
         if (i / 4 * 8 + column + i % 2 < limits[2 + i / 2 % 2]) s[i] = -CUDART_INF_F;
       }
     }
+  }
+};
+
+// With kListed: the tiles of a list, of which those with a mask come first (TileLists).
+struct ListMask {
+  static constexpr bool kLaterRowsAreLonger = false;
+  // The bits of a thread's two rows for its quad's columns.
+  static constexpr int kLimits = 2;
+  using Limits = unsigned[kLimits];
+
+  // row: the first of the two, in the tile. mask: the tile's index in the bits.
+  __device__ __forceinline__ static void load(Limits& bits, const TileLists& lists, int mask, int row) {
+    const unsigned* const first = lists.bits + static_cast<long long>(mask) * kListedRows * 4 + threadIdx.x % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bits[r] = first[(row + 8 * r) * 4];
+  }
+
+  template <TileMask, int kCount>
+  __device__ __forceinline__ static void apply(float (&s)[kCount], const Limits& bits) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = -CUDART_INF_F;
+    }
+  }
+};
+
+// The list of a work tile's rows. Whatever its numbers, it stays inside K and the bits.
+struct TileList {
+  const int2* entries;
+  int masked, count;  // tiles with a mask, and all tiles
+  int last_tile, last_mask;
+
+  __device__ __forceinline__ TileList(const FlashParams& p, int head, int first_row) {
+    const int row_blocks = (p.q_len + kListedRows - 1) / kListedRows, tiles = (p.kv_len + kRowBlock - 1) / kRowBlock;
+    const int plane = head / p.heads * p.lists.batch_step + (p.lists.heads == 1 ? 0 : head % p.heads);
+    const long long row = static_cast<long long>(plane) * row_blocks + first_row / kListedRows;
+    const int2 counts = p.lists.counts[row];
+    entries = p.lists.entries + row * tiles;
+    masked = max(0, min(counts.x, tiles));
+    count = max(masked, min(masked + counts.y, tiles));
+    last_tile = tiles - 1;
+    last_mask = p.lists.masks - 1;
+  }
+
+  // The number of a tile, and its index in the bits.
+  __device__ __forceinline__ int2 entry(int i) const {
+    const int2 given = entries[i];
+    return {max(0, min(given.x, last_tile)), max(0, min(given.y, last_mask))};
   }
 };
 

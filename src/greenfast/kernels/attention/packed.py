@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
-from greenfast.kernels.attention import hopper
+from greenfast.kernels.attention import hopper, schedule
 from greenfast.kernels.attention.config import KEY_GROUPS, ROW_BLOCK, AttentionConfig, Sizes, Stride3, Strides
 from greenfast.kernels.attention.heuristics import Tiling, tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.spec.kernel import KernelSource, Launch
 
-_SCHEDULE_THREADS = 1024
-_TILE_WORDS = 8  # of a PackedTile
 _KEYS_WORDS = 4  # of a PackedKeys
 
 
@@ -71,56 +69,28 @@ def buffer_shapes(config: AttentionConfig, sizes: PackedSizes, tiles: Tiling) ->
         "k_scale": ("float32", (sizes.kv_heads, sizes.key_blocks, *fine)),
         "v_scale": ("float32", (sizes.kv_heads, sizes.key_blocks)),
         "k_mean": ("float32", (sizes.batch, sizes.kv_heads, config.head_dim)),
-        "tiles": ("int32", (sizes.max_tiles(tiles), _TILE_WORDS)),
+        "tiles": ("int32", (sizes.max_tiles(tiles), schedule.TILE_WORDS)),
         "tile_count": ("int32", (2,)),
         "sequences": ("int32", (sizes.batch, _KEYS_WORDS)),
         "block_sequence": ("int32", (sizes.key_blocks,)),
     }
 
 
-def schedule_kernel() -> KernelSource:
-    """Render the kernel that makes the schedule."""
-    source = f"""#include "attention/schedule.cuh"
-
-extern "C" __global__ void __launch_bounds__({_SCHEDULE_THREADS}, 1)
-make_schedule(const int* cu_seqlens_q, const int* cu_seqlens_k, const int* seqused_k, int batch, int q_rows, int k_rows,
-              int block_m, int block_n, int causal, int causal_shift, int window, int window_shift,
-              greenfast::PackedTile* tiles, int max_tiles, int* tile_count, greenfast::PackedKeys* sequences,
-              int* block_sequence, int key_blocks) {{
-  greenfast::make_schedule({{cu_seqlens_q, cu_seqlens_k, seqused_k, batch, q_rows, k_rows, block_m, block_n, causal,
-                             causal_shift, window, window_shift, tiles, max_tiles, tile_count, sequences,
-                             block_sequence, key_blocks}});
-}}
-"""
-    return KernelSource(
-        entry="make_schedule",
-        source=source,
-        name="make_schedule.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(_SCHEDULE_THREADS, 1, 1),
-    )
-
-
 def schedule_launch(
     config: AttentionConfig, sizes: PackedSizes, tiles: Tiling, *, used: bool, window: tuple[int, int] = (0, 0)
 ) -> Launch:
-    """Return the launch of the schedule kernel.
+    """Return the launch of ``schedule.packed_kernel``.
 
     used: whether there is a buffer ``seqused_k``. window: as for ``hopper.launch``.
     """
-    return Launch(
-        grid=(1, 1, 1),
-        args=(
-            *("cu_seqlens_q", "cu_seqlens_k"),
-            "seqused_k" if used else np.int64(0),
-            *(np.int32(n) for n in (sizes.batch, sizes.q_rows, sizes.k_rows, tiles.block_m, tiles.block_n)),
-            *(np.int32(n) for n in (config.causal, window[1], config.window, -window[0])),
-            "tiles",
-            np.int32(sizes.max_tiles(tiles)),
-            *("tile_count", "sequences", "block_sequence"),
-            np.int32(sizes.key_blocks),
-        ),
+    arguments = (
+        *("cu_seqlens_q", "cu_seqlens_k"),
+        "seqused_k" if used else np.int64(0),
+        *(np.int32(n) for n in (sizes.q_rows, sizes.k_rows)),
+        *("sequences", "block_sequence"),
+        np.int32(sizes.key_blocks),
     )
+    return schedule.launch(arguments, config, tiles, sizes.batch, sizes.max_tiles(tiles), window)
 
 
 def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource:
@@ -131,6 +101,7 @@ def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource
         "KeyMean": config.key_mean,
         "Rotate": config.rotate,
         "FineScales": config.key_scales == "fine",
+        "Gathered": False,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     source = f"""#include "quantize/packed_kv.cuh"
@@ -199,7 +170,7 @@ def attention_launch(
         Strides(query=query, out=out),
         multiprocessors,
         tiles=tiles,
-        num_sequences=sizes.batch,
+        max_tiles=sizes.max_tiles(tiles),
         window=window,
     )
 

@@ -18,7 +18,7 @@ __device__ __forceinline__ int first_key_tile(const FlashParams& p, const Head& 
 }
 
 // Traits: kBlockM, kBlockN and Mask.
-template <class Traits, bool kPacked = Traits::kPacked>
+template <class Traits, bool kScheduled = Traits::kScheduled>
 struct WorkTile {
   int head;  // counted over the batch
   int first_row;
@@ -50,10 +50,10 @@ struct WorkTile {
   }
 };
 
-// The same for packed sequences: the schedule's tiles, again for groups of head_swizzle heads.
+// The same for a schedule's tiles, again for groups of head_swizzle heads.
 template <class Traits>
 struct WorkTile<Traits, true> {
-  PackedSequence::Head head;
+  ScheduledSequence::Head head;
   int first_row;
   int n_block_max;
 
@@ -64,9 +64,13 @@ struct WorkTile<Traits, true> {
     const int width = min(p.head_swizzle, p.heads - group * p.head_swizzle);
     head = {group * p.head_swizzle + in_group % width, p.tiles[in_group / width]};
     first_row = head.tile.first_row;
-    const PackedSequence sequence{p, head};
-    const int stop_row = min(first_row + Traits::kBlockM, sequence.q_len());
-    n_block_max = typename Traits::Mask{sequence}.template n_block_max<Traits::kBlockN>(stop_row);
+    if constexpr (Traits::kListed) {
+      n_block_max = 0;
+    } else {
+      const ScheduledSequence sequence{p, head};
+      const int stop_row = min(first_row + Traits::kBlockM, sequence.q_len());
+      n_block_max = typename Traits::Mask{sequence}.template n_block_max<Traits::kBlockN>(stop_row);
+    }
   }
 
   __device__ __forceinline__ static int count(const FlashParams& p) { return *p.tile_count * p.heads; }
@@ -76,7 +80,7 @@ struct WorkTile<Traits, true> {
   }
 };
 
-// Dynamic persistent scheduler of packed sequences: a block takes its next tile when its producer has loaded the last
+// Dynamic persistent scheduler of a schedule's tiles: a block takes its next tile when its producer has loaded the last
 // one, so that blocks with short tiles take more of them. The producer thread passes the numbers on to the consumers.
 template <class Traits, class Storage, bool kProducer>
 struct DynamicScheduler {

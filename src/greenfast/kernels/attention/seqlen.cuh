@@ -1,7 +1,7 @@
 // Axis: the sequence. Lengths and row offsets of a head.
 //
-// Sequence: every head has q_len rows of Q and kv_len keys. PackedSequence: sequences of several lengths (varlen) follow
-// one another in Q, and with gaps in the codes of K and V.
+// Sequence: every head has q_len rows of Q and kv_len keys. ScheduledSequence: a schedule says where the rows and keys of
+// a sequence are. Packed sequences follow one another in the planes of Q and of the codes; else a head has its own.
 #pragma once
 
 #include "attention/params.cuh"
@@ -37,42 +37,45 @@ struct Sequence {
   __device__ __forceinline__ size_t first_q_block() const { return static_cast<size_t>(head) * q_blocks(); }
 };
 
-struct PackedKeyRows {
+struct ScheduledKeyRows {
   int kv_head;
   int first_key;
   __device__ __forceinline__ int row(int key) const { return first_key + key; }
 };
 
-// Masks are aligned at the last row and key of each sequence.
-struct PackedSequence {
-  // A head of a work tile's sequence.
+struct ScheduledSequence {
+  // A head of a work tile's sequence, counted in the sequence.
   struct Head {
     int head;
-    PackedTile tile;
+    ScheduledTile tile;
   };
 
   const FlashParams& p;
   int head;
-  int first_q_row, rows, first_key, keys;
+  int first_q_row, rows, first_key, keys, shift;
 
-  __device__ __forceinline__ PackedSequence(const FlashParams& p, const Head& of)
+  __device__ __forceinline__ ScheduledSequence(const FlashParams& p, const Head& of)
       : p(p),
-        head(of.head),
+        head(of.tile.first_head + of.head),
         first_q_row(of.tile.first_q_row),
         rows(of.tile.q_len),
         first_key(of.tile.first_key),
-        keys(of.tile.kv_len) {}
+        keys(of.tile.kv_len),
+        shift(of.tile.shift) {}
 
-  __device__ __forceinline__ PackedKeyRows key_rows() const { return {head / p.heads_per_kv, first_key}; }
+  __device__ __forceinline__ ScheduledKeyRows key_rows() const { return {head / p.heads_per_kv, first_key}; }
   __device__ __forceinline__ int q_len() const { return rows; }
   __device__ __forceinline__ int kv_len() const { return keys; }
-  __device__ __forceinline__ int causal_shift() const { return keys - rows + p.causal_shift; }
-  __device__ __forceinline__ int window_shift() const { return keys - rows + p.window_shift; }
+  __device__ __forceinline__ int causal_shift() const { return shift + p.causal_shift; }
+  __device__ __forceinline__ int window_shift() const { return shift + p.window_shift; }
   __device__ __forceinline__ int q_row(int row) const { return first_q_row + row; }
   __device__ __forceinline__ int kv_blocks() const { return (keys + kRowBlock - 1) / kRowBlock; }
-  __device__ __forceinline__ size_t first_kv_block(const PackedKeyRows& key_rows) const {
-    return static_cast<size_t>(key_rows.kv_head) * (p.kv_len / kRowBlock) + first_key / kRowBlock;
+  __device__ __forceinline__ size_t first_kv_block(const ScheduledKeyRows& key_rows) const {
+    return static_cast<size_t>(key_rows.kv_head) * ((p.kv_len + kRowBlock - 1) / kRowBlock) + first_key / kRowBlock;
   }
+  // Of sequences that are not packed: those of Sequence.
+  __device__ __forceinline__ int q_blocks() const { return (rows + kQueryBlock - 1) / kQueryBlock; }
+  __device__ __forceinline__ size_t first_q_block() const { return static_cast<size_t>(head) * q_blocks(); }
 };
 
 }  // namespace greenfast

@@ -27,23 +27,29 @@ struct HeadRows {
   const typename Cfg::In* rows;
   long long row_stride;
   int length;
+  const int* places;  // (length), with kGathered: the rows to take, in order
 
   __device__ __forceinline__ HeadRows(const QuantizeInput& input, int batch, int head, int length)
       : rows(static_cast<const typename Cfg::In*>(input.data) + batch * input.batch_stride + head * input.head_stride),
         row_stride(input.row_stride),
         length(length) {}
 
+  __device__ __forceinline__ const typename Cfg::In* address(int row, int column) const {
+    if constexpr (Cfg::kGathered) row = places[row];
+    return rows + row * row_stride + column;
+  }
+
   // Loads eight columns of a row; zeros outside the tensor.
   __device__ __forceinline__ Loaded load(int row, int column) const {
     Loaded x = {};
-    if (row < length && column < Cfg::kColumns) x = *reinterpret_cast<const Loaded*>(rows + row * row_stride + column);
+    if (row < length && column < Cfg::kColumns) x = *reinterpret_cast<const Loaded*>(address(row, column));
     return x;
   }
 
   // Prefetches the 64 columns from `column` on to L2.
   __device__ __forceinline__ void prefetch(int row, int column) const {
     if (row < length && column < Cfg::kColumns) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + row * row_stride + column));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(address(row, column)));
     }
   }
 };

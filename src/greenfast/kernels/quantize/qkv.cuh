@@ -20,7 +20,23 @@ struct QuantizeParams {
   float* k_mean;   // (batch x kv_heads, kHeadDim), rotated if K is; unused without kKeyMean
   int batch, heads, kv_heads, q_len, kv_len;
   QuantizeInput samples;  // with kSampled: kMeanKeys keys of each head, to take the mean of
+  // Of the keys of a sequence only the first are read with kLengths, and only those listed with kGathered. Codes have
+  // their order, and codes and scales after them are not written.
+  const int* kv_lengths;  // (batch)
+  const int* kv_rows;     // (batch, kv_len)
 };
+
+// The keys of a head that are quantized.
+template <class Cfg>
+__device__ __forceinline__ HeadRows<Cfg> keys_of(const QuantizeParams& p, const QuantizeInput& input, int head_index) {
+  const int b = head_index / p.kv_heads;
+  const int length = Cfg::kLengths ? max(0, min(p.kv_lengths[b], p.kv_len)) : p.kv_len;
+  HeadRows<Cfg> head(input, b, head_index % p.kv_heads, length);
+  if constexpr (Cfg::kGathered) head.places = p.kv_rows + static_cast<long long>(b) * p.kv_len;
+  return head;
+}
+
+__device__ __forceinline__ int tiles_of(int length) { return (length + kRowBlock - 1) / kRowBlock; }
 
 // Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q. Block: Cfg::kThreads.
 template <class Cfg>
@@ -35,10 +51,11 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   int item = blockIdx.x;
   if (item < p.batch * p.kv_heads * k_blocks) {
     const int head_index = item / k_blocks, tile = item % k_blocks * Cfg::kKeyTiles;
-    const RowsQuantizer<Cfg> rows(shared.rows,
-                                  HeadRows<Cfg>(p.k, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len));
+    const RowsQuantizer<Cfg> rows(shared.rows, keys_of<Cfg>(p, p.k, head_index));
+    const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? tiles_of(rows.head.length) : kv_tiles);
+    if (Cfg::kLengths && tile >= stop) return;
     const HeadRows<Cfg> samples(p.samples, head_index / p.kv_heads, head_index % p.kv_heads, kMeanKeys);
-    rows.quantize_k(Cfg::kSampled ? samples : rows.head, tile, min(tile + Cfg::kKeyTiles, kv_tiles),
+    rows.quantize_k(Cfg::kSampled ? samples : rows.head, tile, stop,
                     p.k_codes + static_cast<long long>(head_index) * p.kv_len * Cfg::kHeadDim,
                     p.k_scale + static_cast<long long>(head_index) * kv_tiles * (Cfg::kFineScales ? kKeyGroups : 1),
                     p.k_mean + head_index * Cfg::kHeadDim);
@@ -47,7 +64,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   item -= p.batch * p.kv_heads * k_blocks;
   if (item < p.batch * p.kv_heads * kv_tiles) {
     const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
-    const HeadRows<Cfg> head(p.v, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+    const HeadRows<Cfg> head = keys_of<Cfg>(p, p.v, head_index);
+    if (Cfg::kLengths && item % kv_tiles >= tiles_of(head.length)) return;
     VQuantizer<Cfg>::run(shared.values, head, item % kv_tiles,
                          p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
                          p.v_scale + head_index * kv_tiles);

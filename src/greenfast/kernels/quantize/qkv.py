@@ -39,11 +39,14 @@ def _tiles(length: int) -> int:
     return -(-length // ROW_BLOCK)
 
 
-def kernel(config: AttentionConfig, sizes: Sizes, *, sampled: bool = False) -> KernelSource:
+def kernel(
+    config: AttentionConfig, sizes: Sizes, *, sampled: bool = False, lengths: bool = False, gathered: bool = False
+) -> KernelSource:
     """Render the kernel that quantizes the tensors of an attention, with block scales.
 
     sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
-    all shards must subtract the same mean.
+    all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: and
+    only those keys that a list names.
     """
     threads = _THREADS[config.head_dim]
     flags = {
@@ -52,12 +55,18 @@ def kernel(config: AttentionConfig, sizes: Sizes, *, sampled: bool = False) -> K
         "Rotate": config.rotate,
         "Sampled": sampled,
         "FineScales": config.key_scales == "fine",
+        "Lengths": lengths,
+        "Gathered": gathered,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
-    more, samples = "", ""
+    more, samples, chosen = "", "{}", ""
     if sampled:
         line = MEAN_KEYS * config.columns
-        more, samples = ", const void* samples", f"samples, {line}LL * kv_heads, {line}, {config.columns}"
+        more, samples = ", const void* samples", f"{{samples, {line}LL * kv_heads, {line}, {config.columns}}}"
+    if lengths:
+        more, chosen = f"{more}, const int* kv_lengths", ", kv_lengths"
+    if gathered:
+        more, chosen = f"{more}, const int* kv_rows", f"{chosen}, kv_rows"
     source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
@@ -76,7 +85,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
         float* v_scale, float* k_mean, int batch, int heads, int kv_heads, int q_len, int kv_len{more}) {{
   greenfast::quantize_qkv<Cfg>({{{{q, q_batch, q_head, q_row}}, {{k, k_batch, k_head, k_row}},
                                 {{v, v_batch, v_head, v_row}}, q_codes, k_codes, v_codes, q_scale, k_scale,
-                                v_scale, k_mean, batch, heads, kv_heads, q_len, kv_len, {{{samples}}}}});
+                                v_scale, k_mean, batch, heads, kv_heads, q_len, kv_len, {samples}{chosen}}});
 }}
 """
     return KernelSource(
@@ -90,11 +99,14 @@ def launch(
     strides: Strides = Strides(),  # noqa: B008
     *,
     sampled: bool = False,
+    lengths: bool = False,
+    gathered: bool = False,
 ) -> Launch:
     """Return the launch: one block per work tile. Buffers are named as in ``problems.attention``, and k_mean.
 
     Q is not quantized if ``config.fuse_q_quant``. strides: of query, key and value; contiguous by default.
-    sampled: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns), contiguous.
+    sampled, lengths, gathered: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns),
+    contiguous, ``kv_lengths`` int32 (batch,), ``kv_rows`` int32 (batch, kv_len).
     """
     queries = not config.fuse_q_quant
     q_len = sizes.q_len if queries else 0
@@ -117,6 +129,6 @@ def launch(
             *("k_scale", "v_scale"),
             "k_mean" if config.key_mean else np.int64(0),
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, q_len, sizes.kv_len)),
-            *(("samples",) if sampled else ()),
+            *(name for name, given in (("samples", sampled), ("kv_lengths", lengths), ("kv_rows", gathered)) if given),
         ),
     )

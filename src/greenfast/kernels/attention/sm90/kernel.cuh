@@ -55,39 +55,60 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
     if (index >= scheduler.tiles) continue;
     const WorkTile<Traits> work(p, index);
     const typename Traits::Sequence sequence{p, work.head};
-    const typename Traits::Mask mask{sequence};
     const int first_row = work.first_row + warpgroup * Traits::kRows;
     const typename Traits::Keys keys = sequence.key_rows();
-    // Key tiles of this warpgroup's rows, and the unmasked ones among them. Lengths are read from p and not from the
-    // sequence: otherwise the compiler reorders the epilogue.
-    const int q_len = Traits::kPacked ? sequence.q_len() : p.q_len;
-    int n_block_max = first_row < q_len ? mask.template n_block_max<kBlockN>(min(first_row + Traits::kRows, q_len)) : 0;
-    const int n_block_unmasked = min(n_block_max, mask.template n_block_unmasked<kBlockN>(first_row));
-    const bool has_rows = first_row < q_len;
-    const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const WindowTiles<Traits> window(p, work, mask, first_row, q_len, n_block_max, n_block_unmasked);
-    typename Traits::Mask::Limits limits;
-    mask.start_limits(limits, row, (Traits::kWindow ? window.first : n_block_unmasked) * kBlockN);
-
-    float q_scale[ScoreScales<Traits>::kRowScales];
-    q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
-    mainloop.start(sequence, keys, q_scale);
-    q_load.wait(shared, warpgroup);
-    if constexpr (Traits::kWindow) {
-      mainloop.skip(work.n_block_min(p), window.first);
-      mainloop.scales.next_block += window.first * (kBlockN / kRowBlock);
-      mainloop.run(window.begun, window.both, window.unmasked, window.masked, limits);
-      n_block_max = window.stop;
+    if constexpr (Traits::kListed) {
+      TileList list(p, sequence.head, work.first_row);
+      const int tiles = list.count, first_block = static_cast<int>(sequence.first_kv_block(keys));
+      const bool has_rows = first_row < sequence.q_len();
+      if (!has_rows) list.masked = list.count = 0;
+      const int row = warpgroup * Traits::kRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      float q_scale[ScoreScales<Traits>::kRowScales];
+      q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
+      mainloop.start(sequence, keys, q_scale);
+      q_load.wait(shared, warpgroup);
+      mainloop.run_list(list, first_block, row);
+      q_load.release(shared, warpgroup);
+      const NonFiniteRows nonfinite =
+          NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find_in_list(mainloop.scales, list, row);
+      mainloop.skip(list.count, tiles);
+      if (has_rows) {
+        Epilogue<Traits>::store(mainloop, sequence.head, first_row, sequence.q_len(), keys.kv_head, nonfinite);
+      }
     } else {
-      mainloop.run(0, 0, n_block_unmasked, n_block_max - n_block_unmasked, limits);
-    }
-    q_load.release(shared, warpgroup);
-    const NonFiniteRows nonfinite = NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
-    mainloop.skip(n_block_max, work.n_block_max);
-    const int rows_before = Traits::kPacked ? sequence.q_row(0) : 0;
-    if (has_rows) {
-      Epilogue<Traits>::store(mainloop, sequence.head, first_row + rows_before, q_len + rows_before, keys.kv_head,
-                              nonfinite);
+      const typename Traits::Mask mask{sequence};
+      // Key tiles of this warpgroup's rows, and the unmasked ones among them. Lengths are read from p and not from the
+      // sequence: otherwise the compiler reorders the epilogue.
+      const int q_len = Traits::kScheduled ? sequence.q_len() : p.q_len;
+      int n_block_max =
+          first_row < q_len ? mask.template n_block_max<kBlockN>(min(first_row + Traits::kRows, q_len)) : 0;
+      const int n_block_unmasked = min(n_block_max, mask.template n_block_unmasked<kBlockN>(first_row));
+      const bool has_rows = first_row < q_len;
+      const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+      const WindowTiles<Traits> window(p, work, mask, first_row, q_len, n_block_max, n_block_unmasked);
+      typename Traits::Mask::Limits limits;
+      mask.start_limits(limits, row, (Traits::kWindow ? window.first : n_block_unmasked) * kBlockN);
+
+      float q_scale[ScoreScales<Traits>::kRowScales];
+      q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
+      mainloop.start(sequence, keys, q_scale);
+      q_load.wait(shared, warpgroup);
+      if constexpr (Traits::kWindow) {
+        mainloop.skip(work.n_block_min(p), window.first);
+        mainloop.scales.next_block += window.first * (kBlockN / kRowBlock);
+        mainloop.run(window.begun, window.both, window.unmasked, window.masked, limits);
+        n_block_max = window.stop;
+      } else {
+        mainloop.run(0, 0, n_block_unmasked, n_block_max - n_block_unmasked, limits);
+      }
+      q_load.release(shared, warpgroup);
+      const NonFiniteRows nonfinite = NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
+      mainloop.skip(n_block_max, work.n_block_max);
+      const int rows_before = Traits::kScheduled ? sequence.q_row(0) : 0;
+      if (has_rows) {
+        Epilogue<Traits>::store(mainloop, sequence.head, first_row + rows_before, q_len + rows_before, keys.kv_head,
+                                nonfinite);
+      }
     }
   }
   if (warpgroup == 0) mainloop.warp_scheduler_barrier_sync();  // consumes the last arrival
@@ -104,8 +125,8 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
   extern __shared__ __align__(1024) unsigned char smem[];
   Storage& shared = *reinterpret_cast<Storage*>(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
-  if constexpr (Traits::kPacked) ptx::griddepcontrol_wait();             // for the schedule, an earlier kernel's output
-  const StaticScheduler scheduler{Traits::kPacked ? 0 : WorkTile<Traits>::count(p)};
+  if constexpr (Traits::kScheduled) ptx::griddepcontrol_wait();          // for the schedule, an earlier kernel's output
+  const StaticScheduler scheduler{Traits::kScheduled ? 0 : WorkTile<Traits>::count(p)};
   static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
   if (Traits::kInt8 && threadIdx.x < 4) shared.score_start[threadIdx.x] = RawScore<true>::kStart;
   if (threadIdx.x == 0) {
@@ -120,7 +141,7 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
       shared.k_empty[s].init(kWarps * Traits::kConsumers);
       shared.v_empty[s].init(kWarps * Traits::kConsumers);
     }
-    if constexpr (Traits::kPacked) {
+    if constexpr (Traits::kScheduled) {
       for (int s = 0; s < 2; ++s) {
         shared.next_full[s].init(1);
         shared.next_empty[s].init(kWarps * Traits::kConsumers);
@@ -144,7 +165,7 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
       q_load.begin();
       ptx::prefetch_map(k_map);
       ptx::prefetch_map(v_map);
-      if constexpr (Traits::kPacked) {
+      if constexpr (Traits::kScheduled) {
         DynamicScheduler<Traits, Storage, true> taking(p, shared);
         produce<Traits>(p, taking, shared, q_load, k_map, v_map);
       } else {
@@ -153,7 +174,7 @@ __device__ __forceinline__ void attention_sm90(const FlashParams& p, const typen
     }
   } else {
     ptx::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    if constexpr (Traits::kPacked) {
+    if constexpr (Traits::kScheduled) {
       DynamicScheduler<Traits, Storage, false> receiving(p, shared);
       consume<Traits>(p, receiving, shared, q_load, warpgroup);
     } else {

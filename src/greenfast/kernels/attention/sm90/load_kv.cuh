@@ -42,10 +42,19 @@ __device__ __forceinline__ void produce(const FlashParams& p, Scheduler& schedul
     const typename Traits::Sequence sequence{p, work.head};
     const typename Traits::Keys keys = sequence.key_rows();
     q_load.fetch(shared, sequence, work.first_row, ring);
-    for (int tile = Traits::kWindow ? work.n_block_min(p) : 0; tile < work.n_block_max; ++tile, ring.advance()) {
-      const int key = tile * Traits::kBlockN;
-      load_k<Traits>(shared, k_map, ring, key, keys);
-      load_v<Traits>(shared, v_map, ring, key, keys);
+    if constexpr (Traits::kListed) {
+      const TileList list(p, sequence.head, work.first_row);
+      for (int i = 0; i < list.count; ++i, ring.advance()) {
+        const int key = list.entry(i).x * Traits::kBlockN;
+        load_k<Traits>(shared, k_map, ring, key, keys);
+        load_v<Traits>(shared, v_map, ring, key, keys);
+      }
+    } else {
+      for (int tile = Traits::kWindow ? work.n_block_min(p) : 0; tile < work.n_block_max; ++tile, ring.advance()) {
+        const int key = tile * Traits::kBlockN;
+        load_k<Traits>(shared, k_map, ring, key, keys);
+        load_v<Traits>(shared, v_map, ring, key, keys);
+      }
     }
   }
 }

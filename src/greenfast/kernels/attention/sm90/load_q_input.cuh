@@ -70,7 +70,7 @@ struct QLoadFuseQuant {
       return *reinterpret_cast<const typename Rows::Loaded*>(input + row[r] * Traits::kHeadDim + column);
     };
     Rows().transform(load, x);
-    if constexpr (Traits::kPacked) Rows::zero_rows_from(x, row, rows);  // they are another sequence's
+    if constexpr (Traits::kScheduled) Rows::zero_rows_from(x, row, rows);  // they are another sequence's
   }
 
   // Quantizes it to Storage::q and returns the scales. rows: of the warpgroup before the end of the sequence.

@@ -70,40 +70,87 @@ struct Mainloop {
     warp_scheduler_barrier_sync();
     if constexpr (!Traits::kOverlap) {
       if constexpr (Traits::kWindow) {
-        for (; begun > 0; --begun, next_masked()) step<MaskedEnds::kBegin>(limits);
-        for (; both > 0; --both, next_masked()) step<MaskedEnds::kBoth>(limits);
+        for (; begun > 0; --begun, next_masked()) step<TileMask::kBegin>(limits);
+        for (; both > 0; --both, next_masked()) step<TileMask::kBoth>(limits);
         skip_unmasked();
       }
-      for (; unmasked > 0; --unmasked) step<MaskedEnds::kNone>(limits);
-      for (; masked > 0; --masked, next_masked()) step<MaskedEnds::kEnd>(limits);
+      for (; unmasked > 0; --unmasked) step<TileMask::kNone>(limits);
+      for (; masked > 0; --masked, next_masked()) step<TileMask::kEnd>(limits);
     } else if ((Traits::kWindow ? begun + both : 0) + unmasked + masked > 0) {
       unsigned p_frag[kSteps][4];
       float rescale[2], partial[kOut + kSums];
       if (Traits::kWindow && begun > 0) {
-        overlapped_step<MaskedEnds::kBegin, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kBegin, true>(p_frag, rescale, limits);
         --begun;
         next_masked();
       } else if (Traits::kWindow && both > 0) {
-        overlapped_step<MaskedEnds::kBoth, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kBoth, true>(p_frag, rescale, limits);
         --both;
         next_masked();
       } else if (unmasked > 0) {
-        overlapped_step<MaskedEnds::kNone, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kNone, true>(p_frag, rescale, limits);
         --unmasked;
       } else {
-        overlapped_step<MaskedEnds::kEnd, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kEnd, true>(p_frag, rescale, limits);
         --masked;
         next_masked();
       }
       if constexpr (Traits::kWindow) {
         for (; begun > 0; --begun, next_masked()) {
-          overlapped_step<MaskedEnds::kBegin, false>(p_frag, rescale, limits);
+          overlapped_step<TileMask::kBegin, false>(p_frag, rescale, limits);
         }
-        for (; both > 0; --both, next_masked()) overlapped_step<MaskedEnds::kBoth, false>(p_frag, rescale, limits);
+        for (; both > 0; --both, next_masked()) overlapped_step<TileMask::kBoth, false>(p_frag, rescale, limits);
         skip_unmasked();
       }
-      for (; unmasked > 0; --unmasked) overlapped_step<MaskedEnds::kNone, false>(p_frag, rescale, limits);
-      for (; masked > 0; --masked, next_masked()) overlapped_step<MaskedEnds::kEnd, false>(p_frag, rescale, limits);
+      for (; unmasked > 0; --unmasked) overlapped_step<TileMask::kNone, false>(p_frag, rescale, limits);
+      for (; masked > 0; --masked, next_masked()) overlapped_step<TileMask::kEnd, false>(p_frag, rescale, limits);
+      warp_scheduler_barrier_sync();
+      start_last_pv(partial, p_frag);
+      const float one[2] = {1.0f, 1.0f};
+      end_last_pv(partial, rescale, one);
+    }
+    warp_scheduler_barrier_arrive();
+  }
+
+  // Processes the tiles of a list. first_block: the index of the first block scale of the head's keys. row: the first of
+  // this thread's two rows, in the work tile.
+  __device__ __forceinline__ void run_list(const TileList& list, int first_block, int row) {
+    warp_scheduler_barrier_sync();
+    int2 entry = list.count > 0 ? list.entry(0) : int2{0, 0};
+    int i = 0;
+    Limits bits;
+    const auto start_tile = [&](bool masked) {
+      scales.next_block = first_block + entry.x;
+      if (masked) Traits::Mask::load(bits, p.lists, entry.y, row);
+      if (++i < list.count) entry = list.entry(i);
+    };
+    if constexpr (!Traits::kOverlap) {
+      while (i < list.masked) {
+        start_tile(true);
+        step<TileMask::kBits>(bits);
+      }
+      while (i < list.count) {
+        start_tile(false);
+        step<TileMask::kNone>(bits);
+      }
+    } else if (list.count > 0) {
+      unsigned p_frag[kSteps][4];
+      float rescale[2], partial[kOut + kSums];
+      if (list.masked > 0) {
+        start_tile(true);
+        overlapped_step<TileMask::kBits, true>(p_frag, rescale, bits);
+      } else {
+        start_tile(false);
+        overlapped_step<TileMask::kNone, true>(p_frag, rescale, bits);
+      }
+      while (i < list.masked) {
+        start_tile(true);
+        overlapped_step<TileMask::kBits, false>(p_frag, rescale, bits);
+      }
+      while (i < list.count) {
+        start_tile(false);
+        overlapped_step<TileMask::kNone, false>(p_frag, rescale, bits);
+      }
       warp_scheduler_barrier_sync();
       start_last_pv(partial, p_frag);
       const float one[2] = {1.0f, 1.0f};
@@ -142,7 +189,7 @@ struct Mainloop {
   }
 
   // One key tile without kOverlap, from one ping-pong turn to the next.
-  template <MaskedEnds kMasked>
+  template <TileMask kMasked>
   __device__ __forceinline__ void step(const Limits& limits) {
     Score s[kScores];
     unsigned p_frag[kSteps][4];
@@ -175,7 +222,7 @@ struct Mainloop {
 
   // One key tile with kOverlap: returns its P and rescale factors; its P V is issued in the next tile's turn and runs
   // during that tile's softmax.
-  template <MaskedEnds kMasked, bool kFirst>
+  template <TileMask kMasked, bool kFirst>
   __device__ __forceinline__ void overlapped_step(unsigned (&p_frag)[kSteps][4], float (&rescale)[2],
                                                   const Limits& limits) {
     Score s[kScores];
@@ -231,13 +278,13 @@ struct Mainloop {
     k_ring.advance();
   }
 
-  template <MaskedEnds kMasked>
+  template <TileMask kMasked>
   __device__ __forceinline__ void mask_and_softmax(Score (&s)[kScores], const Limits& limits, float (&p_fp32)[kScores],
                                                    float (&rescale)[2]) {
     using Variant = ScoreVariant<Traits>;
     float (&scores)[kScores] = Variant::scores(s, scales);
     const float before[2] = {sum(0), sum(1)};
-    if constexpr (kMasked != MaskedEnds::kNone) Traits::Mask::template apply<kMasked>(scores, limits);
+    if constexpr (kMasked != TileMask::kNone) Traits::Mask::template apply<kMasked>(scores, limits);
     softmax.template online_softmax<Variant>(scores, Variant::scales(scales), before, p_fp32, rescale);
   }
 

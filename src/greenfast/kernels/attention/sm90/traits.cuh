@@ -13,7 +13,8 @@
 //   bool kPingPong          consumer warpgroups issue their products in turn (see Mainloop)
 //   bool kOverlap           P V of a tile overlaps with the softmax of the next
 //   bool kPromoteAccum      O is summed over tiles in fp32; else by the tensor cores, with about 14 bits
-//   bool kPacked            Q, K and V hold sequences of several lengths (PackedSequence)
+//   bool kScheduled         the work tiles are a schedule's (ScheduledSequence)
+//   bool kListed            the key tiles of a work tile are those of TileLists. Needs kScheduled and kBlockM 128
 //   bool kCausal            row i attends to no key after i + causal_shift
 //   bool kWindow            row i attends to no key before i + window_shift
 //   bool kSinks             each head has a sink
@@ -42,20 +43,29 @@
 
 namespace greenfast {
 
-template <bool kPacked>
+template <bool kScheduled>
 struct SelectSequence {
   using Type = Sequence;
 };
 template <>
 struct SelectSequence<true> {
-  using Type = PackedSequence;
+  using Type = ScheduledSequence;
+};
+
+template <class Cfg, class Sequence, bool kListed>
+struct SelectMask {
+  using Type = KeyMask<Sequence, Cfg::kCausal, Cfg::kWindow>;
+};
+template <class Cfg, class Sequence>
+struct SelectMask<Cfg, Sequence, true> {
+  using Type = ListMask;
 };
 
 template <class Cfg>
 struct FlashTraits : Cfg {
-  using Sequence = typename SelectSequence<Cfg::kPacked>::Type;
+  using Sequence = typename SelectSequence<Cfg::kScheduled>::Type;
   using Keys = decltype(static_cast<Sequence*>(nullptr)->key_rows());
-  using Mask = KeyMask<Sequence, Cfg::kCausal, Cfg::kWindow>;
+  using Mask = typename SelectMask<Cfg, Sequence, Cfg::kListed>::Type;
   static constexpr int kRows = 64;  // of a warpgroup
   static constexpr int kBlockM = kRows * Cfg::kConsumers;
   static constexpr int kThreads = 128 * (Cfg::kConsumers + 1);
@@ -82,6 +92,9 @@ struct FlashTraits : Cfg {
   static_assert(!Cfg::kValueBlockScales || (Cfg::kKeyBlockScales && Cfg::kBlockN == kRowBlock),
                 "a tile has one acc_scale of V");
   static_assert(!Cfg::kValueBlockScales || !Cfg::kChannelScales, "V has scales of one kind");
+  static_assert(!Cfg::kListed || (Cfg::kScheduled && kBlockM == kListedRows && Cfg::kBlockN == kRowBlock &&
+                                  !Cfg::kWindow && !Cfg::kCausal && Cfg::kKeyBlockScales && Cfg::kValueBlockScales),
+                "a list has tiles of 128 rows and 128 keys");
   static_assert(Cfg::kExp2Emulated == 0 || kRowSumByMma, "halves are not summed");
 };
 
@@ -96,8 +109,8 @@ struct FlashTiles {
   alignas(16) int score_start[4];  // RawScore::kStart, four times; unused without kInt8
 };
 
-// With kPacked also the numbers of the block's next work tiles, from the producer to the consumers.
-template <class Traits, bool kPacked = Traits::kPacked>
+// With kScheduled also the numbers of the block's next work tiles, from the producer to the consumers.
+template <class Traits, bool kScheduled = Traits::kScheduled>
 struct FlashStorage : FlashTiles<Traits> {};
 template <class Traits>
 struct FlashStorage<Traits, true> : FlashTiles<Traits> {

@@ -1,0 +1,385 @@
+"""Attention with masks: a window, lengths of keys, lists of tiles; and with softcap and sinks.
+
+The dense attention kernel computes them with a schedule, which a kernel makes on the device (``kernels.attention.
+schedule``): it lists the work tiles, and for each the key tiles follow from its limits or from a ``BlockMask``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.ops import autograd, reference, torch_ops
+from greenfast.ops.arguments import parse_number, parse_window
+from greenfast.ops.block_mask import BlockMask
+from greenfast.ops.layout import is_capturing
+from greenfast.ops.quantized import TOKEN, build_config, check_tensors
+from greenfast.ops.symbols import is_known, require
+from greenfast.ops.varlen import MAX_WINDOW, has_key_mean
+
+#: Of the GPUs with kernels.
+MASKED_ON_HOPPER = "masks other than causal ones, softcap and sinks: their kernels are for Hopper GPUs"
+TOKEN_MASKS = f"precision: {TOKEN!r} has no masks other than causal ones, softcap and sinks; 'fp8' has them"
+_MAX_MASKS = 8  # boolean masks whose form for the kernels is kept
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? kv_lengths, Tensor? kv_rows, Tensor? sinks, Tensor? counts, "
+    "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
+    "float scale"
+)
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """The keys that queries attend to: those that all of its parts allow.
+
+    left, right: query i attends to keys i + shift - left .. i + shift + right, where -1 is no limit. The shift is KV -
+    S if alignment is 2 (lower right), else 0. kv_lengths: int32 (B,), only the first keys of each sequence; or with
+    kv_rows, int32 (B, KV), the keys that its first ``kv_lengths`` numbers name. lists: the tiles that queries attend
+    to, without any of the other parts.
+    """
+
+    alignment: int = 1
+    left: int = -1
+    right: int = -1
+    kv_lengths: Tensor | None = None
+    kv_rows: Tensor | None = None
+    lists: BlockMask | None = None
+
+    def build_bool(self, q_len: int, kv_len: int, device: torch.device) -> Tensor:
+        """Return the mask as booleans (B or 1, H or 1, S, KV)."""
+        if self.lists is not None:
+            return self.lists.to_bool()
+        keys = torch.arange(kv_len, device=device)
+        own = torch.arange(q_len, device=device).unsqueeze(1) + (kv_len - q_len if self.alignment == 2 else 0)
+        mask = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device)
+        if self.right >= 0:
+            mask = mask & (keys <= own + self.right)
+        if self.left >= 0:
+            mask = mask & (keys >= own - self.left)
+        if self.kv_lengths is not None:
+            kept = keys < self.kv_lengths.unsqueeze(1)  # (B, KV)
+            if self.kv_rows is not None:
+                kept = torch.zeros_like(kept).scatter(1, self.kv_rows.long(), kept)
+            mask = mask & kept[:, None, None]
+        return mask
+
+    def keys_of(self, sequence: int, kv_len: int) -> Any:
+        """Return the keys of a sequence to quantize: a slice, or their numbers."""
+        if self.kv_lengths is None:
+            return slice(None)
+        length = min(max(0, int(self.kv_lengths[sequence])), kv_len)
+        return slice(length) if self.kv_rows is None else self.kv_rows[sequence, :length].long()
+
+
+class ScoreOptions(NamedTuple):
+    """What ``sdpa`` does to scores beyond a causal mask.
+
+    window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
+    alignment: of the window, as of MaskSpec.
+    """
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    alignment: int = 1
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+def parse_options(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, alignment: str) -> ScoreOptions:
+    """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
+    left, right = (min(n, MAX_WINDOW) for n in parse_window(window, "window"))
+    cap = parse_number("softcap", softcap)
+    if not 0.0 <= cap < math.inf:
+        raise ValueError(f"softcap: {softcap}; 0 or a positive number is needed")
+    for name, x, allowed in (
+        ("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16)),
+        ("kv_lengths", kv_lengths, (torch.int32, torch.int64)),
+    ):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: a {type(x).__name__}; a strided tensor is needed")
+        if x.dtype not in allowed:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, allowed))}")
+        if x.dim() != 1:
+            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; one dimension is needed")
+    if (left, right) == (-1, -1) and cap == 0.0 and sinks is None and kv_lengths is None:
+        return NO_OPTIONS
+    return ScoreOptions((left, right), cap, sinks, kv_lengths, 2 if alignment == "lower_right" else 1)
+
+
+def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec | None:
+    """Return the mask of a call; None if the dense kernels compute it.
+
+    mask: of a CanonicalCall. Raises ValueError for parts that cannot be combined.
+    """
+    left, right = options.window
+    if mask is not None:
+        if (left, right) != (-1, -1):
+            raise ValueError("window: not with attn_mask; make it a part of the mask")
+        if options.kv_lengths is not None:
+            raise ValueError("kv_lengths: not with attn_mask; make them a part of the mask")
+        if isinstance(mask, BlockMask):
+            if not (require(mask.q_len == q_len) and require(mask.kv_len == kv_len)):
+                raise ValueError(
+                    f"attn_mask: a BlockMask of {mask.q_len} queries and {mask.kv_len} keys; {q_len} and {kv_len} are "
+                    "needed"
+                )
+            return MaskSpec(lists=mask)
+        return _MASKS.get(mask, causal, q_len, kv_len, batch)
+    if causal:
+        right = 0
+    lengths = None if options.kv_lengths is None else options.kv_lengths.to(torch.int32)
+    plain = left < 0 and lengths is None and right == (0 if causal else -1)
+    if plain and options.softcap == 0.0 and options.sinks is None:
+        return None
+    return MaskSpec(causal or options.alignment, left, right, lengths)
+
+
+def describe_mask(mask: Any, options: ScoreOptions) -> str:
+    """Return what a mask and options cost; empty without them. mask: of a CanonicalCall."""
+    if isinstance(mask, BlockMask):
+        return "tiles of 128 queries and 128 keys that the mask leaves out are skipped, partial ones are masked by bits"
+    if mask is not None and is_known(mask.shape[2] == 1) and is_known(mask.shape[1] == 1):
+        return "keys that the mask leaves out are skipped; a new mask tensor is sorted first"
+    if mask is not None:
+        return "tiles of 128 queries and 128 keys without any True are skipped; a new mask tensor is read once first"
+    if options is NO_OPTIONS:
+        return ""
+    parts = ["a schedule of work tiles is made on the device"]
+    if options.window != (-1, -1) or options.kv_lengths is not None:
+        parts.append("key tiles out of reach are skipped")
+    if options.softcap:
+        parts.append("softcap takes a tanh for each score")
+    return ", ".join(parts)
+
+
+class _MaskCache:
+    """The forms of boolean masks for the kernels, while their tensors live and are not written to.
+
+    A view belongs to its base. A mask of another stream is another one: streams do not wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], MaskSpec]] = {}
+
+    def get(self, mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec:
+        """Return the form of a mask of four dimensions that broadcasts to (batch, H, q_len, kv_len)."""
+        if (
+            torch.compiler.is_compiling()
+            or type(mask) is not Tensor
+            or mask.is_inference()
+            or is_capturing(mask.device)
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch_ops.dispatch_mode_active()
+        ):
+            return _read_mask(mask, causal, q_len, kv_len, batch)
+        base = mask if mask._base is None else mask._base
+        stream = torch._C._cuda_getCurrentRawStream(mask.get_device()) if mask.is_cuda else 0
+        key = (
+            id(base),
+            mask.data_ptr(),
+            mask.shape,
+            mask.stride(),
+            mask._version,
+            causal,
+            q_len,
+            kv_len,
+            batch,
+            stream,
+        )
+        found = self._specs.get(key)
+        if found is not None and found[0]() is base:
+            return found[1]
+        spec = _read_mask(mask, causal, q_len, kv_len, batch)
+        specs = {k: x for k, x in [*self._specs.items()][1 - _MAX_MASKS :] if x[0]() is not None}
+        self._specs = {**specs, key: (weakref.ref(base), spec)}
+        return spec
+
+
+_MASKS = _MaskCache()
+
+
+def _read_mask(mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec:
+    """Return the keys to take if a mask is the same for all queries and heads, else its tiles. causal: a Mask."""
+    if causal:
+        mask = mask & MaskSpec(causal, right=0).build_bool(q_len, kv_len, mask.device)
+    elif is_known(mask.shape[2] == 1) and is_known(mask.shape[1] == 1):
+        kept = mask[:, 0, 0].expand(batch, kv_len)
+        rows = torch.argsort(kept.logical_not(), dim=1, stable=True).to(torch.int32)
+        return MaskSpec(kv_lengths=kept.sum(1, dtype=torch.int32), kv_rows=rows)
+    return MaskSpec(lists=BlockMask.from_bool(mask.expand(*mask.shape[:2], q_len, kv_len)))
+
+
+def check_masked(
+    query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
+    counts: Tensor | None, entries: Tensor | None, bits: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise TypeError or ValueError for tensors that the operator does not take."""
+    check_tensors(query, key, value)
+    batch, heads, q_len, _ = query.shape
+    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[Any, ...]]] = [
+        ("kv_lengths", kv_lengths, torch.int32, (batch,)),
+        ("kv_rows", kv_rows, torch.int32, (batch, key.shape[2])),
+        ("sinks", sinks, torch.float32, (heads,)),
+    ]
+    for name, x, dtype, shape in wanted:
+        if x is None:
+            continue
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; {dtype} is needed")
+        if x.dim() != len(shape) or not all([require(n == m) for n, m in zip(x.shape, shape, strict=True)]):
+            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; {shape} is needed")
+        if x.device != query.device:
+            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+    if kv_rows is not None and kv_lengths is None:
+        raise ValueError("kv_rows: kv_lengths are needed too")
+    if counts is None or entries is None or bits is None:
+        return
+    if kv_lengths is not None:
+        raise ValueError("kv_lengths: not with lists of tiles")
+    for name, n, whole in (("batch", counts.shape[0], batch), ("heads", counts.shape[1], heads)):
+        if not (require(n == 1) or require(n == whole)):
+            raise ValueError(f"attn_mask: its {name} is {n}; 1 or {whole} is needed")
+    BlockMask(counts, entries, bits, q_len, key.shape[2])  # checks them
+    if counts.device != query.device:
+        raise ValueError(f"attn_mask: it is on {counts.device}, query on {query.device}; they must agree")
+
+
+def _make_spec(
+    query: Tensor, key: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, counts: Tensor | None,
+    entries: Tensor | None, bits: Tensor | None, alignment: int, left: int, right: int,
+) -> MaskSpec:  # fmt: skip
+    lists = None
+    if counts is not None and entries is not None and bits is not None:
+        lists = BlockMask(counts, entries, bits, query.shape[2], key.shape[2])
+    return MaskSpec(alignment, left, right, kv_lengths, kv_rows, lists)
+
+
+def _masked_lse_cpu(
+    query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
+    counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str, alignment: int,
+    window_left: int, window_right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_masked(query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits)
+    spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
+    batch, _, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    if kv_lengths is not None and ((kv_lengths < 0) | (kv_lengths > kv_len)).any():
+        raise ValueError(f"kv_lengths: {kv_lengths.tolist()}; numbers from 0 to {kv_len} are needed")
+    centered = has_key_mean(softcap, sinks)
+    config = build_config(head_dim, query.dtype, precision, key_mean=centered)
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    mask = spec.build_bool(q_len, kv_len, query.device)
+    for b in range(batch):
+        keys, one = spec.keys_of(b, kv_len), slice(b, b + 1)
+        q, k, v = query[one], key[one, :, keys], value[one, :, keys]
+        seen = mask[b if mask.shape[0] > 1 else 0, :, :, keys].unsqueeze(0)
+        if not k.numel():
+            out[one], lse[one] = 0.0, -math.inf if sinks is None else sinks.view(1, -1, 1)
+            continue
+        codes = reference.quantize(q, k, v, config)
+        part, sums = reference.attention(codes, 0, scale, softcap=softcap, sinks=sinks, mask=seen)
+        if centered:
+            scores = reference.compute_mean_scores(q, codes.tensors()[-1], rotated=True)
+            sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
+        out[one], lse[one] = part, sums
+    return out, lse
+
+
+def _masked_cpu(*args: Any) -> Tensor:
+    return _masked_lse_cpu(*args)[0]
+
+
+def _masked_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().masked(False, *args)[0]
+
+
+def _masked_lse_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().masked(True, *args)
+
+
+def _masked_fake(query: Tensor, *args: Any) -> Tensor:
+    check_masked(query, *args[:8])
+    return torch.empty_like(query)
+
+
+def _masked_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _masked_fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
+    alignment: int, window_left: int, window_right: int, softcap: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch's own."""
+    for name, given in (("softcap", softcap != 0.0), ("sinks", sinks is not None)):
+        if given:
+            raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
+    spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
+    if not query.numel() or not key.numel():
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    mask = spec.build_bool(query.shape[2], key.shape[2], query.device)
+    if not query.is_cuda:
+        return reference.compute_gradients(grad, query, key, value, 0, scale, mask=mask)
+    # Rows without keys attend to all keys instead, and get no gradient: PyTorch's softmax of nothing is NaN.
+    blind = mask.any(-1, keepdim=True).logical_not()
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        q, k, v = inputs
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask | blind, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        grads = torch.autograd.grad(out, inputs, grad.masked_fill(blind, 0.0))
+    by_query, by_key, by_value = (
+        torch.empty_like(x).copy_(part) for x, part in zip((query, key, value), grads, strict=True)
+    )
+    return by_query, by_key, by_value
+
+
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+for _name, _results, _cpu, _cuda, _fake in (
+    ("masked", "Tensor", _masked_cpu, _masked_cuda, _masked_fake),
+    ("masked_lse", "(Tensor, Tensor)", _masked_lse_cpu, _masked_lse_cuda, _masked_lse_fake),
+):
+    torch_ops.LIBRARY.define(f"{_name}({_ARGUMENTS}) -> {_results}")
+    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
+    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3)
+torch_ops.LIBRARY.define(f"masked_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+torch_ops.LIBRARY.impl("masked_backward", _backward, "CPU")
+torch_ops.LIBRARY.impl("masked_backward", _backward, "CUDA")
+torch.library.register_fake("greenfast::masked_backward", _backward_fake, lib=torch_ops.LIBRARY)
+autograd.register(
+    torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
+)
+
+MASKED = torch.ops.greenfast.masked.default
+MASKED_LSE = torch.ops.greenfast.masked_lse.default
+
+
+def compute_masked(
+    query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, options: ScoreOptions, precision: str, scale: float,
+    return_lse: bool,
+) -> Any:  # fmt: skip
+    """Compute attention of tensors in the kernels' layout, (B, H, S, D); with ``return_lse`` also the log-sum-exp."""
+    sinks = None if options.sinks is None else options.sinks.to(torch.float32)
+    lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
+    return (MASKED_LSE if return_lse else MASKED)(
+        query, key, value, spec.kv_lengths, spec.kv_rows, sinks, *lists, precision, spec.alignment, spec.left,
+        spec.right, options.softcap, scale,
+    )  # fmt: skip

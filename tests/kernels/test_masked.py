@@ -1,0 +1,139 @@
+"""The launches of attention with masks on the emulator: the quantizer, the schedule and attention, against the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention import schedule
+from greenfast.kernels.attention.config import Mask, MaskLists
+from greenfast.ops import cuda, masked
+from greenfast.ops.block_mask import BlockMask
+from greenfast.ops.quantized import build_config
+from greenfast.ops.reference import add_mean_scores, compute_mean_scores
+from greenfast.spec.arch import Target
+from greenfast.spec.problem import Case, OutputSpec
+from tests.emulator.kernels import run_source
+
+#: Of the pretended GPU: few, so that a block takes several work tiles.
+MULTIPROCESSORS = 2
+
+
+def run_plan(query: Tensor, key: Tensor, value: Tensor, inputs: dict[str, Tensor], **options: Any) -> dict[str, Any]:
+    """Run the launches of ``masked`` on the emulator, and return all of their buffers."""
+    config = options.pop("config")
+    lists = None
+    if config.listed:
+        lists = MaskLists(inputs["counts"].shape[0], inputs["counts"].shape[1], inputs["bits"].shape[0])
+    plan = cuda._build_masked_plan(
+        query, key, value, config, options["window"], options["shift"], lists, query.shape[3] ** -0.5,
+        lengths="kv_lengths" in inputs, gathered="kv_rows" in inputs,
+    )  # fmt: skip
+    shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
+    specs = {name: (shape, "uint8" if name.endswith("codes") else "float32") for name, shape in shapes.items()}
+    tiles = query.shape[0] * -(-query.shape[2] // 64)
+    specs |= {"tiles": ((tiles, schedule.TILE_WORDS), "int32"), "tile_count": ((2,), "int32")}
+    specs |= {"out": (query.shape, "uint16"), "lse": (query.shape[:3], "float32")}
+    found: dict[str, Any] = {"q": as_numpy(query), "k": as_numpy(key), "v": as_numpy(value)}
+    found |= {name: x.numpy() for name, x in inputs.items()}
+    for step in plan.steps:
+        to_plan = {**{name: name for name in (*specs, *found)}, **step.names}
+        known = {name: found[of] for name, of in to_plan.items() if of in found and of not in step.names}
+        known |= {name: found[of] for name, of in step.names.items() if of in found}
+        missing = {of for of in step.buffers() if of not in found}
+        case = Case(known, {name: OutputSpec(*specs[name]) for name in missing})
+        found |= run_source(step.source, step.launch, case).outputs
+    return found
+
+
+def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def tiles_of(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return booleans with empty, full and partial tiles, and some rows without any key."""
+    mask = torch.rand(*shape, generator=generator) > 0.4
+    mask[..., :128, 128:256] = True
+    mask[..., 128:, :128] = False
+    mask[..., 40:128, 256:] = False
+    mask[..., 5:9, :] = False
+    mask[..., 3, :-1] = False
+    return mask
+
+
+#: Head dim, precision, the shapes (batch, heads, kv_heads, q_len, kv_len), and what else differs.
+CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
+    "lengths, causal": (64, "fp8", (3, 2, 1, 200, 260), {"lengths": [260, 131, 0], "window": (-1, 0), "lse": True}),
+    "chosen keys": (128, "int8", (2, 2, 1, 70, 200), {"chosen": True, "lse": True}),
+    "window, lower right": (64, "fp8", (1, 2, 2, 150, 330), {"window": (90, 10), "alignment": 2, "lengths": [300]}),
+    "softcap and sinks": (64, "int8_fine", (2, 2, 1, 70, 140), {"softcap": 3.0, "sinks": (-1.0, 60.0), "lse": True}),
+    "tiles": (64, "fp8", (2, 2, 1, 200, 420), {"mask": (2, 2), "lse": True}),
+    "tiles for all, head dim 128": (128, "int8_fine", (2, 1, 1, 150, 300), {"mask": (1, 1)}),
+    "tiles of a batch, head dim 256": (256, "fp8", (2, 2, 1, 130, 300), {"mask": (2, 1), "lse": True}),
+    "tiles of heads": (64, "int8", (2, 2, 2, 64, 270), {"mask": (1, 2), "sinks": (0.5, 1.0)}),
+}  # fmt: skip
+QUICK = ("lengths, causal", "chosen keys", "tiles", "tiles for all, head dim 128")
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few numbers are not finite: in padding they must not be seen, elsewhere by the rows that attend to them."""
+    head_dim, precision, (batch, heads, kv_heads, q_len, kv_len), options = CASES[case]
+    monkeypatch.setattr(cuda, "get_target", lambda device: Target("sm_90a", MULTIPROCESSORS))
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (
+        (torch.randn(batch, count, rows, head_dim, generator=generator) * 2 + 0.5).bfloat16()
+        for count, rows in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
+    left, right = window = options.get("window", (-1, -1))
+    alignment, softcap, sinks = options.get("alignment", 1), options.get("softcap", 0.0), options.get("sinks")
+    inputs: dict[str, Tensor] = {}
+    if "lengths" in options:
+        inputs["kv_lengths"] = torch.tensor(options["lengths"], dtype=torch.int32)
+        k[:, :, max(options["lengths"][:2]) :] = float("nan")
+        v[1:, :, options["lengths"][min(1, batch - 1)] :] = float("inf")
+    if options.get("chosen"):
+        kept = torch.rand(batch, kv_len, generator=generator) > 0.5
+        spec = masked._read_mask(kept[:, None, None], 0, q_len, kv_len, batch)
+        assert spec.kv_lengths is not None
+        assert spec.kv_rows is not None
+        inputs |= {"kv_lengths": spec.kv_lengths, "kv_rows": spec.kv_rows}
+        k, v = (x.masked_fill(kept.logical_not()[:, None, :, None], float("nan")) for x in (k, v))
+    if "mask" in options:
+        lists = BlockMask.from_bool(tiles_of((*options["mask"], q_len, kv_len), generator))
+        inputs |= {"counts": lists.counts, "entries": lists.entries, "bits": lists.bits}
+        q[0, 0, 50, 0], k[0, 0, -4, 0], v[-1, 0, -1, 0] = float("nan"), float("inf"), float("nan")
+    if sinks:
+        inputs["sinks"] = torch.tensor(sinks)
+    lse = options.get("lse", False)
+    config = replace(
+        build_config(head_dim, torch.bfloat16, precision, key_mean=softcap == 0.0 and not sinks),
+        mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=lse, fuse_q_quant=True, scheduled=True,
+        window=left >= 0, sinks=bool(sinks), softcap=softcap, listed="mask" in options,
+    )  # fmt: skip
+    shift = kv_len - q_len if alignment == 2 else 0
+    found = run_plan(q, k, v, inputs, config=config, window=window, shift=shift)
+    names = ("kv_lengths", "kv_rows", "sinks", "counts", "entries", "bits")
+    wanted, wanted_lse = masked.MASKED_LSE(
+        q, k, v, *[inputs.get(name) for name in names], precision, alignment, left, right, softcap, head_dim**-0.5
+    )
+    out = torch.from_numpy(found["out"].view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert wanted.isnan().any() == ("mask" in options)
+    finite = ~wanted.isnan()
+    assert (out.double() - wanted.double())[finite].norm() < 0.03 * wanted.double()[finite].norm()
+    if lse:
+        sums = torch.from_numpy(found["lse"])
+        if config.key_mean:
+            scores = compute_mean_scores(q, torch.from_numpy(found["k_mean"]), rotated=True)
+            sums = add_mean_scores(sums, scores, 2, head_dim**-0.5)
+        assert torch.equal(sums.isnan(), wanted_lse.isnan())
+        assert torch.equal(sums == -np.inf, wanted_lse == -np.inf)
+        assert (sums - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.05
