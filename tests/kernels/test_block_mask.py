@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import block_mask
-from greenfast.ops.block_mask import BLOCK_LISTS, BLOCK_MASK
+from greenfast.ops.block_mask import BLOCK_LISTS, BLOCK_MASK, SEGMENT_MASK
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
@@ -72,6 +72,32 @@ def test_any_byte_except_0_is_true() -> None:
     launch = block_mask.pack_launch(sizes, whole.stride())
     found = run(block_mask.pack_kernel(), launch, {"mask": whole.numpy()}, shapes)
     assert torch.equal(torch.from_numpy(found["bits"]), BLOCK_MASK(whole != 0)[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_segments_agree_with_the_cpu(causal: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for batch, q_len, kv_len in ((2, 300, 300), (1, 1, 129)):
+        if causal and q_len != kv_len:
+            continue
+        queries, keys = (
+            torch.randint(-2, 2, (batch, n // 40 + 1), generator=generator, dtype=dtype).repeat_interleave(40, 1)[:, :n]
+            for n in (q_len, kv_len)
+        )
+        if dtype == torch.int64:
+            queries, keys = torch.where(queries == 1, 2**40, queries), torch.where(keys == 1, 2**40, keys)
+        sizes = block_mask.MaskSizes(batch, 1, q_len, kv_len)
+        found = run(
+            block_mask.segments_kernel(str(dtype).removeprefix("torch.")),
+            block_mask.segments_launch(sizes, causal=causal),
+            {"q_segments": queries.contiguous().numpy(), "kv_segments": keys.contiguous().numpy()},
+            {"tiles": (batch, 1, sizes.row_blocks, sizes.key_tiles), "bits": (sizes.tiles, 128, 4)},
+        )
+        counts, entries, bits = SEGMENT_MASK(queries, keys, causal)
+        assert torch.equal(torch.from_numpy(found["bits"]), bits)
+        for x, wanted in zip(list_tiles(found["tiles"]), (counts, entries), strict=True):
+            assert torch.equal(x, wanted)
 
 
 @pytest.mark.parametrize("key_tiles", [1, 31, 32, 33, 100])

@@ -19,11 +19,12 @@ from greenfast.ops import torch_ops
 from greenfast.ops.arguments import check_flag, parse_length
 from greenfast.ops.quantized import format_tensor
 from greenfast.ops.symbols import is_certain, require, require_same_shape
-from greenfast.serving.checks import MAX_LENGTH, check_strided
+from greenfast.serving.checks import check_strided
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+_MAX_LENGTH = 2**30  # so that sums in int32 cannot overflow
 _CHUNK_BYTES = 2**26  # of the booleans that a constructor makes at once
 _INTEGERS = (torch.int32, torch.int64)
 _TENSORS = ("counts", "entries", "bits")
@@ -87,7 +88,7 @@ class BlockMask:
         to K. Raises TypeError and ValueError for tensors and lengths that do not fit, and on the CPU ValueError for
         indices and counts out of range.
         """
-        q_len, kv_len = parse_length("q_len", q_len, MAX_LENGTH), parse_length("kv_len", kv_len, MAX_LENGTH)
+        q_len, kv_len = parse_length("q_len", q_len, _MAX_LENGTH), parse_length("kv_len", kv_len, _MAX_LENGTH)
         check_lists(counts, indices)
         rows = -(-q_len // TILE)
         if not require(counts.shape[2] == rows):
@@ -132,7 +133,8 @@ class BlockMask:
             allowed = allowed & partial[:, :, rows][..., columns]
             return allowed | full[:, :, rows][..., columns]
 
-        return _make_in_chunks(compute, batch, heads, q_len, kv_len, device)
+        counts, entries, bits = _pack_in_chunks(compute, batch, heads, q_len, kv_len)
+        return BlockMask(counts, entries, bits, q_len, kv_len)
 
     @staticmethod
     def from_segments(q_segments: Tensor, kv_segments: Tensor | None = None, *, causal: bool = False) -> BlockMask:
@@ -149,29 +151,20 @@ class BlockMask:
         queries, keys = q_segments, q_segments if kv_segments is None else kv_segments
         for name, x in (("q_segments", queries), ("kv_segments", keys)):
             _check_integers(name, x, _INTEGERS, (1, 2), "(length,) or (B, length)")
-        if keys.device != queries.device:
-            raise ValueError(f"kv_segments: it is on {keys.device}, q_segments on {queries.device}; they must agree")
-        if keys.dim() != queries.dim() or not require_same_shape(keys.shape[:-1], queries.shape[:-1]):
+        if keys.dim() != queries.dim():
             raise ValueError(
                 f"kv_segments: its shape is {tuple(keys.shape)}, that of q_segments {tuple(queries.shape)}; both "
-                "(length,), or (B, length) with the same B, are needed"
-            )
-        if causal and not require(keys.shape[-1] == queries.shape[-1]):
-            raise ValueError(
-                f"causal: with {queries.shape[-1]} queries and {keys.shape[-1]} keys; equal lengths are needed"
+                "(length,) or both (B, length) are needed"
             )
         if queries.dim() == 1:
             queries, keys = queries.unsqueeze(0), keys.unsqueeze(0)
-        queries, keys = torch.where(queries < 0, -1, queries), torch.where(keys < 0, -2, keys)  # never equal
-        places = torch.arange(keys.shape[1], device=keys.device)
-
-        def compute(first: int, last: int) -> Tensor:
-            mask = queries[:, first:last].unsqueeze(2) == keys.unsqueeze(1)
-            if causal:
-                mask = mask & (places <= places[first:last].unsqueeze(1))
-            return mask.unsqueeze(1)
-
-        return _make_in_chunks(compute, queries.shape[0], 1, queries.shape[1], keys.shape[1], queries.device)
+        check_segments(queries, keys)
+        if causal and not require(keys.shape[1] == queries.shape[1]):
+            raise ValueError(
+                f"causal: with {queries.shape[1]} queries and {keys.shape[1]} keys; equal lengths are needed"
+            )
+        counts, entries, bits = SEGMENT_MASK(queries, keys, causal)
+        return BlockMask(counts, entries, bits, queries.shape[1], keys.shape[1])
 
     @property
     def batch(self) -> int:
@@ -218,7 +211,7 @@ class BlockMask:
 
     def check(self) -> None:
         """Raise TypeError or ValueError, naming the field, for fields that do not fit together. No value is read."""
-        q_len, kv_len = (parse_length(name, getattr(self, name), MAX_LENGTH) for name in _LENGTHS)
+        q_len, kv_len = (parse_length(name, getattr(self, name), _MAX_LENGTH) for name in _LENGTHS)
         for name, dims, shape in (
             ("counts", 4, "(MB, MH, RB, 2)"),
             ("entries", 5, "(MB, MH, RB, KB, 2)"),
@@ -295,7 +288,23 @@ def check_mask(mask: Any) -> None:
     """Raise TypeError or ValueError unless it is a mask for the operator."""
     _check_integers("mask", mask, (torch.bool,), (4,), "(MB, MH, S, KV)")
     for n in mask.shape[2:]:
-        parse_length("mask", n, MAX_LENGTH)
+        parse_length("mask", n, _MAX_LENGTH)
+
+
+def check_segments(q_segments: Any, kv_segments: Any) -> None:
+    """Raise TypeError or ValueError unless the two are segments of as many sequences."""
+    for name, x in (("q_segments", q_segments), ("kv_segments", kv_segments)):
+        _check_integers(name, x, _INTEGERS, (2,), "(B, length)")
+        parse_length(name, x.shape[1], _MAX_LENGTH)
+    if kv_segments.device != q_segments.device:
+        raise ValueError(
+            f"kv_segments: it is on {kv_segments.device}, q_segments on {q_segments.device}; they must agree"
+        )
+    if not require(kv_segments.shape[0] == q_segments.shape[0]):
+        raise ValueError(
+            f"kv_segments: its shape is {tuple(kv_segments.shape)}, that of q_segments {tuple(q_segments.shape)}; the "
+            "same B is needed"
+        )
 
 
 def check_lists(counts: Any, indices: Any) -> None:
@@ -352,25 +361,27 @@ def _list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return counts, torch.where(listed.unsqueeze(-1), entries, 0)
 
 
-def _make_in_chunks(
-    compute: Callable[[int, int], Tensor], batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
-) -> BlockMask:
-    """Make a mask from booleans of some rows at a time: ``compute`` returns those of rows first .. last - 1."""
+def _pack_in_chunks(
+    compute: Callable[[int, int], Tensor], batch: int, heads: int, q_len: int, kv_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of a mask, made from booleans of some rows at a time.
+
+    compute: returns those of rows first .. last - 1, bool (batch, heads, last - first, kv_len).
+    """
     rows = max(1, _CHUNK_BYTES // max(1, batch * heads * kv_len * TILE)) * TILE
-    parts: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     base = 0
     for first in range(0, max(1, q_len), rows):  # once without queries
         counts, entries, bits = BLOCK_MASK(compute(first, min(first + rows, q_len)))
         if base:
-            partial = torch.arange(entries.shape[3], device=device) < counts[..., :1]
+            partial = torch.arange(entries.shape[3], device=entries.device) < counts[..., :1]
             entries = torch.stack((entries[..., 0], entries[..., 1] + base * partial.int()), -1)
         parts.append((counts, entries, bits))
         base += bits.shape[0]
-    if len(parts) > 1:
-        columns = [list(column) for column in zip(*parts, strict=True)]
-        parts = [(torch.cat(columns[0], 2), torch.cat(columns[1], 2), torch.cat(columns[2]))]
-    counts, entries, bits = parts[0]
-    return BlockMask(counts, entries, bits, q_len, kv_len)
+    if len(parts) == 1:
+        return parts[0]
+    columns = [list(column) for column in zip(*parts, strict=True)]
+    return torch.cat(columns[0], 2), torch.cat(columns[1], 2), torch.cat(columns[2])
 
 
 def _block_mask_cpu(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -395,10 +406,14 @@ def _block_mask_cuda(mask: Tensor) -> Any:
 
 def _block_mask_fake(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     check_mask(mask)
-    batch, heads, q_len, kv_len = mask.shape
+    return _allocate_for(mask, *mask.shape)
+
+
+def _allocate_for(like: Tensor, batch: Any, heads: Any, q_len: Any, kv_len: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized fields of a mask with room for the bits of every tile."""
     rows, tiles = -(-q_len // TILE), -(-kv_len // TILE)
     bits = torch.sym_max(1, batch * heads * rows * tiles)  # type: ignore[no-untyped-call]
-    return allocate_mask(mask, (batch, heads, rows), tiles, bits)
+    return allocate_mask(like, (batch, heads, rows), tiles, bits)
 
 
 def allocate_mask(like: Tensor, blocks: Any, tiles: Any, bits: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -406,6 +421,30 @@ def allocate_mask(like: Tensor, blocks: Any, tiles: Any, bits: Any) -> tuple[Ten
     shapes = (*blocks, 2), (*blocks, tiles, 2), (bits, TILE, ROW_WORDS)
     counts, entries, words = (like.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return counts, entries, words
+
+
+def _segment_mask_cpu(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    check_segments(q_segments, kv_segments)
+    places = torch.arange(kv_segments.shape[1])
+
+    def compute(first: int, last: int) -> Tensor:
+        own = q_segments[:, first:last].unsqueeze(2)
+        mask = (own == kv_segments.unsqueeze(1)) & (own >= 0)
+        if causal:
+            mask &= places <= torch.arange(first, last).unsqueeze(1)
+        return mask.unsqueeze(1)
+
+    return _pack_in_chunks(compute, q_segments.shape[0], 1, q_segments.shape[1], kv_segments.shape[1])
+
+
+def _segment_mask_cuda(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> Any:
+    return torch_ops.load_cuda().segment_mask(q_segments, kv_segments, causal)
+
+
+def _segment_mask_fake(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    check_segments(q_segments, kv_segments)
+    (batch, q_len), kv_len = q_segments.shape, kv_segments.shape[1]
+    return _allocate_for(q_segments, batch, 1, q_len, kv_len)
 
 
 def _block_lists_cpu(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -437,6 +476,13 @@ def _block_lists_fake(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Ten
 for _name, _arguments, _cpu, _cuda, _fake in (
     ("block_mask", "Tensor mask", _block_mask_cpu, _block_mask_cuda, _block_mask_fake),
     (
+        "segment_mask",
+        "Tensor q_segments, Tensor kv_segments, bool causal",
+        _segment_mask_cpu,
+        _segment_mask_cuda,
+        _segment_mask_fake,
+    ),
+    (
         "block_lists", "Tensor counts, Tensor indices, SymInt kv_len", _block_lists_cpu, _block_lists_cuda,
         _block_lists_fake,
     ),
@@ -447,4 +493,5 @@ for _name, _arguments, _cpu, _cuda, _fake in (
     torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
 
 BLOCK_MASK = torch.ops.greenfast.block_mask.default
+SEGMENT_MASK = torch.ops.greenfast.segment_mask.default
 BLOCK_LISTS = torch.ops.greenfast.block_lists.default

@@ -6,8 +6,9 @@ two allocations and its launches. Calls that skip the dispatcher are found earli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -30,7 +31,7 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.attention.heuristics import tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
-from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask
+from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask, check_segments
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.masked import MASKED_ON_HOPPER, check_masked
@@ -38,7 +39,7 @@ from greenfast.ops.quantized import FINE, build_config, check_tensors
 from greenfast.ops.varlen import check_varlen, has_key_mean
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import Choice
+from greenfast.spec.kernel import Choice, KernelSource, Launch
 
 _MAX_PLANS = 4096
 _PLANS: dict[tuple[Any, ...], LaunchPlan] = {}
@@ -536,22 +537,44 @@ def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: Attentio
 def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.block_mask`` of a CUDA tensor."""
     plan_key = ("block_mask", mask.shape, mask.stride(), mask.dtype, mask.get_device())
-    plan = _PLANS.get(plan_key)
-    if plan is None:
+    if plan_key not in _PLANS:
         check_mask(mask)
     sizes = mask_kernels.MaskSizes(*mask.shape)
+    packing = partial(mask_kernels.pack_launch, sizes, mask.stride())
+    return _pack_mask(plan_key, sizes, mask_kernels.pack_kernel, packing, {"mask": mask})
+
+
+def segment_mask(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.segment_mask`` of CUDA tensors."""
+    check_segments(q_segments, kv_segments)
+    dtype = torch.promote_types(q_segments.dtype, kv_segments.dtype)
+    segments = {"q_segments": q_segments, "kv_segments": kv_segments}
+    segments = {name: x.to(dtype).contiguous() for name, x in segments.items()}
+    plan_key = ("segment_mask", q_segments.shape, kv_segments.shape, dtype, causal, q_segments.get_device())
+    sizes = mask_kernels.MaskSizes(q_segments.shape[0], 1, q_segments.shape[1], kv_segments.shape[1])
+    kernel = partial(mask_kernels.segments_kernel, str(dtype).removeprefix("torch."))
+    return _pack_mask(plan_key, sizes, kernel, partial(mask_kernels.segments_launch, sizes, causal=causal), segments)
+
+
+def _pack_mask(
+    plan_key: tuple[Any, ...], sizes: mask_kernels.MaskSizes, kernel: Callable[[], KernelSource],
+    launch: Callable[[], Launch], inputs: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Pack the bits of a mask by a kernel, and list its tiles. inputs: the buffers that the kernel reads."""
+    like = next(iter(inputs.values()))
     blocks = (sizes.batch, sizes.heads, sizes.row_blocks)
-    counts, entries, bits = allocate_mask(mask, blocks, sizes.key_tiles, max(1, sizes.tiles))
+    counts, entries, bits = allocate_mask(like, blocks, sizes.key_tiles, max(1, sizes.tiles))
+    plan = _PLANS.get(plan_key)
     if plan is None:
         if not sizes.tiles:
             return counts.zero_(), entries, bits.zero_()
-        packing = LaunchStep(mask_kernels.pack_kernel(), mask_kernels.pack_launch(sizes, mask.stride()))
+        packing = LaunchStep(kernel(), launch())
         listing = LaunchStep(mask_kernels.list_kernel(), mask_kernels.list_launch(prod(blocks), sizes.key_tiles))
         work, size = lay_out_workspace({"tiles": 4 * sizes.tiles})
-        names = ("mask", "counts", "entries", "bits")
-        built = LaunchPlan(mask.get_device(), (packing, listing), names, work, size)
+        names = (*inputs, "counts", "entries", "bits")
+        built = LaunchPlan(like.get_device(), (packing, listing), names, work, size)
         plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
-    plan.launch([x.data_ptr() for x in (mask, counts, entries, bits)])
+    plan.launch([x.data_ptr() for x in (*inputs.values(), counts, entries, bits)])
     return counts, entries, bits
 
 

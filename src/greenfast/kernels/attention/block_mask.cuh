@@ -9,96 +9,127 @@ constexpr int kMaskThreads = 256, kListThreads = 128;
 constexpr int kFullTile = -1, kEmptyTile = -2;  // in a table of tiles; other numbers are an index of bits
 
 struct MaskParams {
-  const unsigned char* mask;  // (batch, heads, q_len, kv_len): any byte except 0 is true
-  long long batch_stride, head_stride, row_stride, column_stride;
-  int heads, q_len, kv_len;
-  int* tiles;      // (batch, heads, row blocks, key tiles)
+  int q_len, kv_len;
+  int* tiles;      // (heads of all sequences, row blocks, key tiles)
   unsigned* bits;  // (tiles, kMaskTile, 4)
 };
 
-// Classifies a tile and packs its bits. Eight lanes hold a row, each with 16 columns. Grid: tiles. Block: kMaskThreads.
-struct MaskPacker {
-  static constexpr int kColumns = 16;                   // per lane
-  static constexpr int kRows = kMaskThreads / 8;        // at once
-  static constexpr int kPasses = kMaskTile / kRows;     // loads of a lane, all in flight at once
-  static constexpr unsigned kAllColumns = 0x0f0f0f0fu;  // pack_columns of 16 true columns
-  static constexpr unsigned kOnes = 0x01010101u;        // true in each byte
-  static_assert(kPasses * kRows == kMaskTile && 8 * kColumns == kMaskTile);
+// What a lane packs at once: 16 columns of kPasses rows that are kRows apart. Eight lanes hold a row of a tile.
+constexpr int kColumns = 16, kRows = kMaskThreads / 8, kPasses = kMaskTile / kRows;
+static_assert(kPasses * kRows == kMaskTile && 8 * kColumns == kMaskTile);
 
-  const MaskParams& p;
+// A mask of booleans, (batch, heads, q_len, kv_len): any byte except 0 is true.
+struct BoolSource {
+  const unsigned char* mask;
+  long long batch_stride, head_stride, row_stride, column_stride;
+  int heads;
 
-  // 1 in each byte that is not 0.
-  __device__ __forceinline__ static unsigned normalize(unsigned x) {
-    return ((((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) >> 7) & kOnes;
-  }
-
-  // Packs 16 columns: four bits of each quad, quads 0, 2, 1, 3 in the low halves of bytes 0 to 3.
-  __device__ __forceinline__ static unsigned pack_columns(const uint4& x) {
-    const unsigned low = normalize(x.x) | normalize(x.z) << 2, high = normalize(x.y) | normalize(x.w) << 2;
-    return ((low | low >> 7) & 0x000f000fu) | ((high | high >> 7) & 0x000f000fu) << 8;
-  }
-
-  // Exchanges the columns of a row among its eight lanes: lanes 2 q and 2 q + 1 receive the 32 bits of quad q.
-  __device__ __forceinline__ static unsigned gather_quad(unsigned x, int lane) {
-    const auto exchange = [lane](unsigned mine, int distance, unsigned& low, unsigned& high) {
-      const unsigned other = __shfl_xor_sync(0xffffffffu, mine, distance);
-      low = lane & distance ? other : mine;
-      high = lane & distance ? mine : other;
-    };
-    unsigned low, high;
-    exchange(x, 1, low, high);
-    exchange(low | high << 4, 2, low, high);                                     // bytes: quads 0, 2, 1, 3
-    exchange(__byte_perm(low, high, lane & 2 ? 0x7362 : 0x5140), 4, low, high);  // halves: two quads
-    return __byte_perm(low, high, lane & 4 ? 0x7632 : 0x5410);
-  }
-
-  // Loads 16 columns of any strides and alignment; zeros outside the mask.
-  __device__ __forceinline__ uint4 load_bytes(const unsigned char* row, int column) const {
-    unsigned words[4] = {};
+  // Loads bytes of rows from `row` and columns from `column` on; zeros outside the mask.
+  __device__ __forceinline__ void load(const MaskParams& p, int head, int row, int column, uint4 (&x)[kPasses]) const {
+    const unsigned char* const rows = mask + head / heads * batch_stride + head % heads * head_stride;
+    const unsigned long long alignment = reinterpret_cast<unsigned long long>(rows) | row_stride;
+    if (column_stride == 1 && alignment % 16 == 0 && column + kColumns <= p.kv_len) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (column + i < p.kv_len && row[(column + i) * p.column_stride] != 0) words[i / 4] |= 1u << i % 4 * 8;
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
-  __device__ __forceinline__ void run() const {
-    const int row_blocks = (p.q_len + kMaskTile - 1) / kMaskTile, key_tiles = (p.kv_len + kMaskTile - 1) / kMaskTile;
-    const int tile = blockIdx.x, block = tile / key_tiles, head = block / row_blocks;
-    const unsigned char* const mask = p.mask + head / p.heads * p.batch_stride + head % p.heads * p.head_stride;
-    const int lane = threadIdx.x % 32, column = tile % key_tiles * kMaskTile + lane % 8 * kColumns;
-    const int tile_row = threadIdx.x / 8, first_row = block % row_blocks * kMaskTile + tile_row;
-    const unsigned long long alignment = reinterpret_cast<unsigned long long>(mask) | p.row_stride;
-    uint4 loaded[kPasses] = {};
-    if (p.column_stride == 1 && alignment % 16 == 0 && (tile % key_tiles + 1) * kMaskTile <= p.kv_len) {
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int row = first_row + i * kRows;
-        if (row < p.q_len) loaded[i] = *reinterpret_cast<const uint4*>(mask + row * p.row_stride + column);
+      for (int i = 0; i < kPasses; ++i, row += kRows) {
+        if (row < p.q_len) x[i] = *reinterpret_cast<const uint4*>(rows + row * row_stride + column);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i) {
-        const int row = first_row + i * kRows;
-        if (row < p.q_len) loaded[i] = load_bytes(mask + row * p.row_stride, column);
+      for (int i = 0; i < kPasses; ++i, row += kRows) {
+        if (row < p.q_len) x[i] = load_bytes(rows + row * row_stride, column, p.kv_len);
       }
     }
-    bool any = false, all = true;
-    unsigned* const bits = p.bits + static_cast<long long>(tile) * kMaskTile * 4;
+  }
+
+  // Loads columns of any stride and alignment.
+  __device__ __forceinline__ uint4 load_bytes(const unsigned char* row, int column, int kv_len) const {
+    unsigned words[4] = {};
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const unsigned columns = pack_columns(loaded[i]), quad = gather_quad(columns, lane);
-      any |= columns != 0;
-      all &= columns == kAllColumns || first_row + i * kRows >= p.q_len;
-      if (lane % 2 == 0) bits[(tile_row + i * kRows) * 4 + lane % 8 / 2] = quad;
+    for (int i = 0; i < kColumns; ++i) {
+      if (column + i < kv_len && row[(column + i) * column_stride] != 0) words[i / 4] |= 1u << i % 4 * 8;
     }
-    any = __syncthreads_or(any);
-    all = __syncthreads_and(all);
-    if (threadIdx.x == 0) p.tiles[tile] = all ? kFullTile : any ? tile : kEmptyTile;
+    return {words[0], words[1], words[2], words[3]};
   }
 };
 
-__device__ __forceinline__ void pack_mask(const MaskParams& p) { MaskPacker{p}.run(); }
+// Segments: a query attends to the keys with its own number, unless it is negative.
+template <class Index>
+struct SegmentSource {
+  const Index* q_segments;   // (batch, q_len)
+  const Index* kv_segments;  // (batch, kv_len)
+  int causal;                // whether a query attends to no later key
+
+  // As of BoolSource.
+  __device__ __forceinline__ void load(const MaskParams& p, int head, int row, int column, uint4 (&x)[kPasses]) const {
+    const Index* const queries = q_segments + static_cast<long long>(head) * p.q_len;
+    const Index* const keys = kv_segments + static_cast<long long>(head) * p.kv_len;
+    Index segments[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) segments[i] = column + i < p.kv_len ? keys[column + i] : -1;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass, row += kRows) {
+      if (row >= p.q_len) continue;
+      const Index own = queries[row];
+      const int end = own < 0 ? 0 : causal ? row + 1 - column : kColumns;
+      unsigned words[4] = {};
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (i < end && segments[i] == own) words[i / 4] |= 1u << i % 4 * 8;
+      }
+      x[pass] = {words[0], words[1], words[2], words[3]};
+    }
+  }
+};
+
+// 1 in each byte that is not 0.
+__device__ __forceinline__ unsigned normalize_bytes(unsigned x) {
+  return ((((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) >> 7) & 0x01010101u;
+}
+
+// Packs the bytes of 16 columns: four bits of each quad, quads 0, 2, 1, 3 in the low halves of bytes 0 to 3.
+__device__ __forceinline__ unsigned pack_columns(const uint4& x) {
+  const unsigned low = normalize_bytes(x.x) | normalize_bytes(x.z) << 2;
+  const unsigned high = normalize_bytes(x.y) | normalize_bytes(x.w) << 2;
+  return ((low | low >> 7) & 0x000f000fu) | ((high | high >> 7) & 0x000f000fu) << 8;
+}
+
+// Exchanges the columns of a row among its eight lanes: lanes 2 q and 2 q + 1 receive the 32 bits of quad q.
+__device__ __forceinline__ unsigned gather_quad(unsigned x, int lane) {
+  const auto exchange = [lane](unsigned mine, int distance, unsigned& low, unsigned& high) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, mine, distance);
+    low = lane & distance ? other : mine;
+    high = lane & distance ? mine : other;
+  };
+  unsigned low, high;
+  exchange(x, 1, low, high);
+  exchange(low | high << 4, 2, low, high);                                     // bytes: quads 0, 2, 1, 3
+  exchange(__byte_perm(low, high, lane & 2 ? 0x7362 : 0x5140), 4, low, high);  // halves: two quads
+  return __byte_perm(low, high, lane & 4 ? 0x7632 : 0x5410);
+}
+
+// Classifies a tile and packs its bits. Grid: tiles. Block: kMaskThreads.
+template <class Source>
+__device__ __forceinline__ void pack_mask(const Source& source, const MaskParams& p) {
+  constexpr unsigned kAllColumns = 0x0f0f0f0fu;  // pack_columns of 16 true columns
+  const int row_blocks = (p.q_len + kMaskTile - 1) / kMaskTile, key_tiles = (p.kv_len + kMaskTile - 1) / kMaskTile;
+  const int tile = blockIdx.x, block = tile / key_tiles;
+  const int lane = threadIdx.x % 32, tile_row = threadIdx.x / 8;
+  const int row = block % row_blocks * kMaskTile + tile_row;
+  uint4 loaded[kPasses] = {};
+  source.load(p, block / row_blocks, row, tile % key_tiles * kMaskTile + lane % 8 * kColumns, loaded);
+  bool any = false, all = true;
+  unsigned* const bits = p.bits + static_cast<long long>(tile) * kMaskTile * 4;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const unsigned columns = pack_columns(loaded[i]), quad = gather_quad(columns, lane);
+    any |= columns != 0;
+    all &= columns == kAllColumns || row + i * kRows >= p.q_len;
+    if (lane % 2 == 0) bits[(tile_row + i * kRows) * 4 + lane % 8 / 2] = quad;
+  }
+  any = __syncthreads_or(any);
+  all = __syncthreads_and(all);
+  if (threadIdx.x == 0) p.tiles[tile] = all ? kFullTile : any ? tile : kEmptyTile;
+}
 
 // The lists of a block of rows, made by a warp: partial tiles, then full ones, each in the order of their addition.
 struct TileLists {

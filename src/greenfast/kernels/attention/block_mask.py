@@ -17,6 +17,7 @@ ROW_WORDS = 4
 FULL_TILE, EMPTY_TILE = -1, -2
 _PACK_THREADS, _LIST_THREADS = 256, 128
 _LIST_WARPS = _LIST_THREADS // 32
+_INDEX_TYPES = {"int32": "int", "int64": "long long"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class MaskSizes:
 
 
 def pack_kernel() -> KernelSource:
-    """Render the kernel that packs the bits of each tile, and classifies the tile."""
+    """Render the kernel that packs the bits of each tile of a boolean mask, and classifies the tile."""
     source = f"""#include "attention/block_mask.cuh"
 
 extern "C" __global__ void __launch_bounds__({_PACK_THREADS})
 pack_mask(const unsigned char* mask, long long batch_stride, long long head_stride, long long row_stride,
           long long column_stride, int heads, int q_len, int kv_len, int* tiles, unsigned* bits) {{
-  greenfast::pack_mask({{mask, batch_stride, head_stride, row_stride, column_stride, heads, q_len, kv_len, tiles,
-                         bits}});
+  greenfast::pack_mask(greenfast::BoolSource{{mask, batch_stride, head_stride, row_stride, column_stride, heads}},
+                       {{q_len, kv_len, tiles, bits}});
 }}
 """
     return _render("pack_mask", source, _PACK_THREADS)
@@ -62,6 +63,27 @@ def pack_launch(sizes: MaskSizes, strides: tuple[int, ...]) -> Launch:
     """Return the launch of ``pack_kernel``. strides: the four of the mask, in elements."""
     lengths = (np.int32(n) for n in (sizes.heads, sizes.q_len, sizes.kv_len))
     return Launch((sizes.tiles, 1, 1), ("mask", *(np.int64(n) for n in strides), *lengths, "tiles", "bits"))
+
+
+def segments_kernel(dtype: str) -> KernelSource:
+    """Render the kernel that does the same for the mask of segments. dtype: of these, "int32" or "int64"."""
+    index = _INDEX_TYPES[dtype]
+    source = f"""#include "attention/block_mask.cuh"
+
+extern "C" __global__ void __launch_bounds__({_PACK_THREADS})
+pack_segments(const {index}* q_segments, const {index}* kv_segments, int causal, int q_len, int kv_len, int* tiles,
+              unsigned* bits) {{
+  greenfast::pack_mask(greenfast::SegmentSource<{index}>{{q_segments, kv_segments, causal}},
+                       {{q_len, kv_len, tiles, bits}});
+}}
+"""
+    return _render("pack_segments", source, _PACK_THREADS)
+
+
+def segments_launch(sizes: MaskSizes, *, causal: bool) -> Launch:
+    """Return the launch of ``segments_kernel``; ``sizes`` has one head."""
+    numbers = (np.int32(n) for n in (causal, sizes.q_len, sizes.kv_len))
+    return Launch((sizes.tiles, 1, 1), ("q_segments", "kv_segments", *numbers, "tiles", "bits"))
 
 
 def list_kernel() -> KernelSource:
@@ -85,7 +107,7 @@ def list_launch(blocks: int, key_tiles: int) -> Launch:
 
 def blocks_kernel(dtype: str) -> KernelSource:
     """Render the kernel that sorts lists of full tiles. dtype: of the lists, "int32" or "int64"."""
-    index = {"int32": "int", "int64": "long long"}[dtype]
+    index = _INDEX_TYPES[dtype]
     source = f"""#include "attention/block_mask.cuh"
 
 extern "C" __global__ void __launch_bounds__({_LIST_THREADS})
