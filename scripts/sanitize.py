@@ -59,6 +59,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, partial(_serve, head_dim, rows)
     for head_dim in HEAD_DIMS:
         yield f"parallel, head dim {head_dim}", partial(_parallel, head_dim)
+    yield "masks by tiles", _make_masks
 
 
 def _randn(*shape: int) -> Any:
@@ -124,6 +125,20 @@ def _parallel(head_dim: int) -> None:
     blocks.quantize_keys(k, v, k[:, :, sample_places(400)].contiguous(), "fp8", keys)
     for first, count, causal in ((0, 400, 1), (200, 256, 0)):
         merged.add(*blocks.attend(q[:, :, first:], keys, count, "fp8", causal, 0.1, False), first)
+
+
+def _make_masks() -> None:
+    """Masks of booleans with any strides, of segments, and of lists of blocks with indices out of range."""
+    import torch
+
+    from greenfast import BlockMask
+
+    dense = _randn(1, 2, 300, 416) > 0
+    for mask in (dense, dense[..., 1:], dense.mT):
+        BlockMask.from_bool(mask)
+    BlockMask.from_segments(torch.arange(300, device="cuda") // 70, causal=True)
+    indices = torch.tensor([0, 2, 2, -1, 99], device="cuda").expand(1, 2, 3, 5)
+    BlockMask.from_blocks(torch.full((1, 2, 3), 9, device="cuda"), indices, 300, 300)
 
 
 def run_cases(text: str) -> None:

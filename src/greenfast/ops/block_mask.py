@@ -19,7 +19,7 @@ from greenfast.ops import torch_ops
 from greenfast.ops.arguments import check_flag, parse_length
 from greenfast.ops.quantized import format_tensor
 from greenfast.ops.symbols import is_certain, require, require_same_shape
-from greenfast.serving.checks import check_strided
+from greenfast.serving.checks import check_once, check_strided
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -211,32 +211,8 @@ class BlockMask:
 
     def check(self) -> None:
         """Raise TypeError or ValueError, naming the field, for fields that do not fit together. No value is read."""
-        q_len, kv_len = (parse_length(name, getattr(self, name), _MAX_LENGTH) for name in _LENGTHS)
-        for name, dims, shape in (
-            ("counts", 4, "(MB, MH, RB, 2)"),
-            ("entries", 5, "(MB, MH, RB, KB, 2)"),
-            ("bits", 3, f"(N, {TILE}, {ROW_WORDS})"),
-        ):
-            x = getattr(self, name)
-            _check_integers(name, x, (torch.int32,), (dims,), shape)
-            if x.device != self.counts.device:
-                raise ValueError(f"{name}: it is on {x.device}, counts on {self.counts.device}; they must agree")
-        batch, heads = self.counts.shape[:2]
-        rows, tiles = -(-q_len // TILE), -(-kv_len // TILE)
-        for name, sizes in (
-            ("counts", (batch, heads, rows, 2)),
-            ("entries", (batch, heads, rows, tiles, 2)),
-            ("bits", (self.bits.shape[0], TILE, ROW_WORDS)),
-        ):
-            x = getattr(self, name)
-            if not require_same_shape(x.shape, sizes):
-                raise ValueError(
-                    f"{name}: its shape is {tuple(x.shape)}; {sizes} is needed for q_len {q_len} and kv_len {kv_len}"
-                )
-            if not torch.compiler.is_compiling() and not x.is_contiguous():
-                raise ValueError(f"{name}: it is not contiguous, strides {x.stride()}; call .contiguous() on it")
-        if not require(self.bits.shape[0] >= 1):
-            raise ValueError("bits: it is empty; at least one tile is needed, even if no entry names it")
+        lengths = tuple(parse_length(name, getattr(self, name), _MAX_LENGTH) for name in _LENGTHS)
+        check_once(_check_fields, (self.counts, self.entries, self.bits), lengths)
 
     def __repr__(self) -> str:
         """Describe the sizes; no value is read."""
@@ -282,6 +258,36 @@ def _check_integers(name: str, x: Any, dtypes: tuple[torch.dtype, ...], dims: tu
         raise TypeError(f"{name}: {format_tensor(x)}; allowed: {', '.join(map(str, dtypes))}{hint}")
     if x.dim() not in dims:
         raise ValueError(f"{name}: its shape is {tuple(x.shape)}; {shape} is needed")
+
+
+def _check_fields(counts: Any, entries: Any, bits: Any, q_len: int, kv_len: int) -> None:
+    """Raise the errors of ``BlockMask.check``."""
+    fields = {"counts": counts, "entries": entries, "bits": bits}
+    for name, dims, shape in (
+        ("counts", 4, "(MB, MH, RB, 2)"),
+        ("entries", 5, "(MB, MH, RB, KB, 2)"),
+        ("bits", 3, f"(N, {TILE}, {ROW_WORDS})"),
+    ):
+        x = fields[name]
+        _check_integers(name, x, (torch.int32,), (dims,), shape)
+        if x.device != counts.device:
+            raise ValueError(f"{name}: it is on {x.device}, counts on {counts.device}; they must agree")
+    batch, heads = counts.shape[:2]
+    rows, tiles = -(-q_len // TILE), -(-kv_len // TILE)
+    for name, sizes in (
+        ("counts", (batch, heads, rows, 2)),
+        ("entries", (batch, heads, rows, tiles, 2)),
+        ("bits", (bits.shape[0], TILE, ROW_WORDS)),
+    ):
+        x = fields[name]
+        if not require_same_shape(x.shape, sizes):
+            raise ValueError(
+                f"{name}: its shape is {tuple(x.shape)}; {sizes} is needed for q_len {q_len} and kv_len {kv_len}"
+            )
+        if not torch.compiler.is_compiling() and not x.is_contiguous():
+            raise ValueError(f"{name}: it is not contiguous, strides {x.stride()}; call .contiguous() on it")
+    if not require(bits.shape[0] >= 1):
+        raise ValueError("bits: it is empty; at least one tile is needed, even if no entry names it")
 
 
 def check_mask(mask: Any) -> None:
