@@ -40,6 +40,28 @@ def test_the_mask_by_tiles_and_the_errors_are_those_of_the_case(case: str) -> No
     assert masks.measure_error(inputs, attend(*wide, enable_gqa=True)) > 0.3
 
 
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("blocks", ("mask", "bool")),
+        ("documents", ("mask", "varlen")),
+        ("causal documents", ("mask", "varlen")),
+        ("window", ("mask", "options", "varlen")),
+        ("padding", ("mask", "options")),
+    ],
+)
+def test_the_calls_of_greenfast_attend_to_what_the_mask_allows(case: str, names: tuple[str, ...]) -> None:
+    inputs = MAKERS[case]()
+    for name in names:
+        assert masks.measure_error(inputs, masks.BACKENDS[name].bind(inputs).call()) < 0.1
+
+
+def test_the_calls_that_make_masks_make_those_of_the_case() -> None:
+    for case, name in (("blocks", "from_blocks"), ("causal documents", "from_segments"), ("window", "from_bool")):
+        inputs = MAKERS[case]()
+        assert torch.equal(masks.BACKENDS[name].bind(inputs).call(), inputs.mask.counts)
+
+
 def test_every_block_of_rows_has_as_many_tiles() -> None:
     inputs = masks.make_blocks(HEADS, 0.4, 1280, "cpu")
     assert (inputs.mask.counts.sum(-1) == 4).all()
@@ -51,6 +73,12 @@ def test_the_efficiency_is_1_for_as_much_time_as_tiles() -> None:
     assert masks.compare_with_dense(us, 0.25, 1.0) == {"mask": 1.0, "bool": 0.5}
     assert masks.compare_with_dense(us, 0.125, 0.5) == {"mask": 1.0, "bool": 0.5}
     assert masks.compare_with_dense({"mask": 25.0}, 0.25, 1.0) == {}
+
+
+def test_the_time_to_make_a_mask_is_a_share_of_attention() -> None:
+    us = {"mask": 50.0, "from_bool": 5.0, "from_blocks": 1.0, "dense": 9.0}
+    assert masks.compare_making(us) == {"from_bool": 0.1, "from_blocks": 0.02}
+    assert masks.compare_making({"from_bool": 5.0}) == {}
 
 
 def test_every_case_has_backends_and_its_heads_are_known() -> None:
