@@ -10,10 +10,13 @@ import torch
 from torch.nn.attention.varlen import AuxRequest
 
 import greenfast
+from tests.ops.test_jagged import narrowed, nested, parts
 from tests.ops.test_varlen import starts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 varlen_attn: Any = greenfast.varlen_attn
+SDPA: Any = greenfast.sdpa
+TORCH_SDPA: Any = torch.nn.functional.scaled_dot_product_attention
 LENGTHS = [1000, 77, 3, 700, 0, 513], [900, 177, 3, 1700, 5, 513]
 
 
@@ -99,3 +102,43 @@ def test_strides_and_addresses_that_kernels_cannot_read_are_copied() -> None:
     assert torch.equal(varlen_attn(q, k, v, cu, cu, 60, 60), wanted)
     shifted = torch.empty(100 * 2 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(100, 2, 64)
     assert torch.equal(varlen_attn(shifted.copy_(q), k, v, cu, cu, 60, 60), wanted)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("build", [nested, narrowed], ids=["offsets", "gaps"])
+def test_jagged_tensors_agree_with_the_cpu_and_wait_for_nothing(build: Any, causal: bool) -> None:
+    lengths = [700, 0, 1, 130, 513]
+    given = [build(parts(lengths, h, 128, seed)) for seed, h in enumerate((4, 2, 2))]
+    wanted = SDPA(*given, is_causal=causal, enable_gqa=True)
+    q, k, v = (x.cuda() for x in given)
+    k, v = (torch.nested.nested_tensor_from_jagged(x.values(), q.offsets(), q.lengths(), jagged_dim=2) for x in (k, v))
+    for x in (q, k, v):
+        x.requires_grad_()
+    SDPA(q, k, v, is_causal=causal, enable_gqa=True)  # the first call compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = SDPA(q, k, v, is_causal=causal, enable_gqa=True)
+        torch.autograd.backward(out, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    difference = torch.cat([(x.cpu() - y).flatten() for x, y in zip(out.unbind(), wanted.unbind(), strict=True)])
+    assert float(difference.double().norm()) <= 0.03 * float(wanted.values().double().norm())
+    grads: list[Any] = [x.grad for x in (q, k, v)]
+    assert all(x.values().isfinite().all() for x in grads)
+
+
+def test_jagged_tensors_agree_with_pytorch() -> None:
+    """PyTorch's FlashAttention in bfloat16, on the same offsets."""
+    offsets = torch.tensor([0, 700, 701, 831, 1344], device="cuda")
+    inputs = [nested_of(torch.randn(1344, 4, 64, device="cuda").bfloat16(), offsets) for _ in range(3)]
+    for causal in (False, True):
+        wanted = TORCH_SDPA(*inputs, is_causal=causal)
+        with greenfast.use(min_length=0) as routed:
+            out = TORCH_SDPA(*inputs, is_causal=causal)
+        assert routed.taken == 1
+        assert float((out - wanted).values().double().norm()) <= 0.07 * float(wanted.values().double().norm())
+
+
+def nested_of(rows: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)

@@ -159,13 +159,12 @@ def test_what_is_not_taken_is_as_without_routing(change: dict[str, Any], reason:
         torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_left_to_pytorch(layout: torch.layout) -> None:
+def test_strided_nested_tensors_are_left_to_pytorch() -> None:
     parts = [torch.randn(n, 2, 16).bfloat16() for n in (3, 5)]
-    x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    x = torch.nested.nested_tensor(parts, layout=torch.strided).transpose(1, 2)
     result = greenfast.explain(x, x, x)
     assert result.kernel == "torch"
-    assert "strided tensors" in result.reason or "plain tensors" in result.reason
+    assert "strided tensors" in result.reason
 
 
 def test_autocast_decides_the_dtype() -> None:

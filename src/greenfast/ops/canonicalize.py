@@ -14,7 +14,7 @@ from torch import Tensor
 from greenfast.ops import torch_ops
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.layout import pad_head_dim
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS, format_head_dim_error
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS, TOKEN, format_head_dim_error
 from greenfast.ops.symbols import is_known, require
 
 Shape = tuple[int, ...]
@@ -98,7 +98,7 @@ def canonicalize(
     """
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
-    refused = _check_tensors(query, key, value, float32_as)
+    refused = _check_tensors(query, key, value, float32_as, torch.strided)
     if refused is not None:
         return refused
     form = _canonicalize_shapes(query.shape, key.shape, value.shape, enable_gqa)
@@ -115,12 +115,83 @@ def get_cast_dtype(x: Tensor, float32_as: torch.dtype | None) -> torch.dtype:
     return float32_as if float32_as is not None and dtype == torch.float32 else dtype
 
 
-def _check_tensors(query: Any, key: Any, value: Any, float32_as: torch.dtype | None) -> Refusal | None:
+def is_jagged(*tensors: Any) -> bool:
+    """Return whether all of these are nested tensors with ``layout=torch.jagged``."""
+    for x in tensors:  # noqa: SIM110 - torch.compile would trace a generator
+        if not isinstance(x, Tensor) or x.layout is not torch.jagged:
+            return False
+    return True
+
+
+def canonicalize_jagged(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
+    float32_as: torch.dtype | None, precision: str, has_options: bool,
+) -> CanonicalCall | Refusal:  # fmt: skip
+    """Return the canonical form of a call on jagged tensors (B, H, j, D), or its refusal.
+
+    Its lengths are the mean lengths, rounded up: the lengths themselves are on the device, and are not read there.
+    has_options: the call has a window, softcap, sinks or kv_lengths.
+    """
+    if has_options:
+        return Refusal(
+            NotImplementedError,
+            "window, softcap, sinks, kv_lengths: not with nested tensors; greenfast.varlen_attn has the first three",
+        )
+    if dropout_p:
+        return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
+    if attn_mask is not None:
+        return Refusal(NotImplementedError, "attn_mask: with nested tensors the kernels take is_causal only")
+    if precision == TOKEN:
+        return Refusal(NotImplementedError, f"precision: {TOKEN!r} has no kernel for nested tensors, 'fp8' has")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4 or x._ragged_idx != 2:
+            layout = "(B, H, j, D) is needed, as transpose(1, 2) makes it of (B, j, H, D)"
+            return Refusal(NotImplementedError, f"{name}: lengths differ in dimension {x._ragged_idx}; {layout}")
+    refused = _check_tensors(query, key, value, float32_as, torch.jagged)
+    if refused is not None:
+        return refused
+    if not (require(query.shape[0] == key.shape[0]) and require(key.shape[0] == value.shape[0])):
+        return Refusal(ValueError, "key, value: their batch differs from query's")
+    if not require(key.values().shape[1] == value.values().shape[1]) or _have_same_lengths(key, value) is False:
+        return Refusal(ValueError, "value: other lengths than key")
+    if require(query.shape[3] == key.shape[3]) and not require(value.shape[3] == key.shape[3]):
+        return Refusal(NotImplementedError, "value: another head_dim than key, for which nested tensors have no kernel")
+    batch = max(query.shape[0], 1)
+    shapes = [(x.shape[0], x.shape[1], -(-x.values().shape[1] // batch), x.shape[3]) for x in (query, key, value)]
+    form = _canonicalize_shapes(shapes[0], shapes[1], shapes[2], enable_gqa)
+    if isinstance(form, Refusal):
+        return form
+    if not (form.query == shapes[0] and form.key == shapes[1] == shapes[2]):
+        return Refusal(
+            ValueError, "key, value: their heads cannot be shared; heads of nested tensors are not broadcast"
+        )
+    if causal == 1 and not _have_same_lengths(query, key):
+        return Refusal(
+            NotImplementedError,
+            "is_causal: query and key have offsets of their own, so their lengths may differ; with "
+            "causal_alignment='lower_right' they may",
+        )
+    return form._replace(causal=causal)
+
+
+def _have_same_lengths(x: Any, y: Any) -> bool | None:
+    """Return whether two jagged tensors have the same lengths; None if only the device knows it."""
+    if x.shape[2] == y.shape[2]:  # made from one tensor of offsets
+        return True
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
+        return None
+    mine, other = (z.offsets().diff() if z.lengths() is None else z.lengths() for z in (x, y))
+    return torch.equal(mine, other)
+
+
+def _check_tensors(
+    query: Any, key: Any, value: Any, float32_as: torch.dtype | None, layout: torch.layout
+) -> Refusal | None:
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
         if not isinstance(x, Tensor):
             return Refusal(TypeError, f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
-        if x.is_nested or x.layout is not torch.strided:
+        if x.layout is not layout or x.is_nested != (layout is torch.jagged):
             return Refusal(NotImplementedError, f"{name}: nested or sparse; the kernels take strided tensors")
         if x.dim() < 2:
             return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")

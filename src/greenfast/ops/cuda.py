@@ -351,6 +351,12 @@ def _varlen_plan_key(
     return ("varlen", lse, seqused_k is None, sinks is None, *options, *kinds)
 
 
+def require_packed(target: Target) -> None:
+    """Raise NotImplementedError unless the kernels of packed sequences run on a target."""
+    if target.name != hopper.TARGET.name:
+        raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
+
+
 def _make_packed_tma_compatible(x: Tensor) -> Tensor:
     """Return x, (tokens, heads, head_dim), or a copy if kernels cannot read its rows."""
     batched = x.transpose(0, 1).unsqueeze(0)
@@ -368,8 +374,7 @@ def _build_varlen_plan(
         cu_seq_q.shape[0] - 1, query.shape[1], key.shape[1], query.shape[0], key.shape[0], max_q, seen
     )
     target = get_target(query.get_device())
-    if target.name != hopper.TARGET.name:
-        raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
+    require_packed(target)
     mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
     config = replace(
         build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),

@@ -24,9 +24,17 @@ from greenfast.ops.arguments import (
     parse_number,
 )
 from greenfast.ops.block_mask import BlockMask
-from greenfast.ops.canonicalize import CanonicalCall, Refusal, Shape, canonicalize, get_cast_dtype
+from greenfast.ops.canonicalize import (
+    CanonicalCall,
+    Refusal,
+    Shape,
+    canonicalize,
+    canonicalize_jagged,
+    get_cast_dtype,
+    is_jagged,
+)
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, parse_options
+from greenfast.ops.masked import MASKED_ON_HOPPER, NO_OPTIONS, TOKEN_MASKS, describe_mask, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -99,7 +107,7 @@ def explain(
 
       - with ``dropout_p``, a ``scale`` that is not positive and finite, or an ``attn_mask`` that ``sdpa`` refuses;
       - if ``torch.nn.attention.sdpa_kernel`` or ``torch.backends.cuda`` allow none of PyTorch's fused backends;
-      - on tensors that are nested, sparse or of a subclass;
+      - on tensors that are sparse, of a subclass, or nested, except jagged ones (B, H, j, D), whose mean length counts;
       - of dtypes other than float16 and bfloat16, after autocast and ``float32_as``;
       - with a head dim of Q and K that is not a multiple of 8 up to 256, or a head dim of V above 256;
       - with shapes that do not broadcast or share heads unevenly, for which PyTorch raises its error;
@@ -139,10 +147,17 @@ def explain(
         return explanation
     if not _is_fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
+    jagged = is_jagged(query, key, value)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES:
+        if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES and not jagged:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
-    form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+    if jagged:
+        has_options = options[:4] != NO_OPTIONS[:4]
+        form = canonicalize_jagged(
+            query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision, has_options
+        )
+    else:
+        form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
@@ -156,10 +171,10 @@ def explain(
         return Explanation(NONE, "no rows, or no keys that they attend to: zeros, without a kernel", fixed)
     dtype = get_cast_dtype(query, float32_as)
     if cost and (form.mask is None or isinstance(form.mask, BlockMask)):  # nothing of PyTorch's to compare with
-        kernel = _explain_kernel(query, form, dtype, fixed, gpu)
+        kernel = _explain_kernel(query, form, dtype, fixed, gpu, jagged)
         return Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision) if kernel.taken else kernel
     if precision != "auto" and min_length is not None:
-        kernel = _explain_kernel(query, form, dtype, fixed, gpu)
+        kernel = _explain_kernel(query, form, dtype, fixed, gpu, jagged)
         return (
             Explanation(kernel.kernel, f"{kernel.reason}; {cost}", kernel.precision)
             if cost and kernel.taken
@@ -168,7 +183,7 @@ def explain(
     faster, quote = _choose_faster(query, form, precision, gpu)
     if not faster:
         return Explanation(TORCH, quote)
-    kernel = _explain_kernel(query, form, dtype, faster, gpu)
+    kernel = _explain_kernel(query, form, dtype, faster, gpu, jagged)
     quote = f"{quote}; {cost}" if cost else quote
     return Explanation(kernel.kernel, f"{kernel.reason}; {quote}", kernel.precision) if kernel.taken else kernel
 
@@ -267,11 +282,11 @@ _is_fused_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _explain_kernel(
-    query: Tensor, form: CanonicalCall, dtype: torch.dtype, precision: str, gpu: Target | None
+    query: Tensor, form: CanonicalCall, dtype: torch.dtype, precision: str, gpu: Target | None, packed: bool
 ) -> Explanation:
     device = query.device
     if gpu is not None:
-        return _explain_cuda(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+        return _explain_cuda(gpu, tuple(form.query), tuple(form.key), dtype, precision, form.causal, packed)
     if device.type == "cpu":
         return Explanation("reference", "the kernels' arithmetic in PyTorch, for CPU tensors; slow", precision)
     if device.type == "meta":
@@ -280,16 +295,16 @@ def _explain_kernel(
         return Explanation(TORCH, f"query: on {device.type}, for which there are no kernels")
     if torch.compiler.is_compiling():  # lengths and head_dim may be symbols; the padded head dim is not
         head_dim = pad_head_dim_size(form.query[3])
-        name, reason = _explain_traced(query.get_device(), head_dim, dtype, precision, form.causal)
+        name, reason = _explain_traced(query.get_device(), head_dim, dtype, precision, form.causal, packed)
         return Explanation(name, reason, precision if name != TORCH else "")
-    return _explain_cuda(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal)
+    return _explain_cuda(query.get_device(), tuple(form.query), tuple(form.key), dtype, precision, form.causal, packed)
 
 
 @lru_cache(maxsize=4096)
 def _explain_cuda(
-    device: int | Target, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int
+    device: int | Target, query: Shape, key: Shape, dtype: torch.dtype, precision: str, causal: int, packed: bool
 ) -> Explanation:
-    """Explain a call on a GPU by its number, or on any GPU of a target."""
+    """Explain a call on a GPU by its number, or on any GPU of a target. packed: of sequences of several lengths."""
     try:
         cuda = torch_ops.load_cuda()
         target = device if isinstance(device, Target) else cuda.get_target(device)
@@ -298,6 +313,8 @@ def _explain_cuda(
             return Explanation(
                 "serving", "a scale for each token, by the serving kernels on temporary pages", precision
             )
+        if packed:
+            cuda.require_packed(target)
         config = cuda.build_sdpa_config(target, query[3], dtype, precision, causal)
         choice = cuda.choose_kernel(target, config, cuda.get_sizes(query, key))
     except NotImplementedError as e:
@@ -305,10 +322,12 @@ def _explain_cuda(
     return Explanation(choice.rung, choice.reason, precision)
 
 
-def _explain_traced(device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int) -> tuple[str, str]:
+def _explain_traced(
+    device: int, head_dim: int, dtype: torch.dtype, precision: str, causal: int, packed: bool = False
+) -> tuple[str, str]:
     """Return the kernel's name and the reason. torch.compile evaluates them as constants while it traces."""
     shape = (1, 1, routing_rules.UNMEASURED_LENGTH, head_dim)
-    explanation = _explain_cuda(device, shape, shape, dtype, precision, causal)
+    explanation = _explain_cuda(device, shape, shape, dtype, precision, causal, packed)
     return explanation.kernel, explanation.reason
 
 

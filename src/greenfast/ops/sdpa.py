@@ -20,9 +20,11 @@ from greenfast.ops.canonicalize import (
     CanonicalCall,
     Refusal,
     canonicalize,
+    canonicalize_jagged,
     from_kernel_layout,
     get_cast_dtype,
     is_canonical,
+    is_jagged,
     to_kernel_layout,
 )
 from greenfast.ops.context_stack import ACTIVE
@@ -43,6 +45,7 @@ from greenfast.ops.quantized import (
 from greenfast.ops.routing import explain
 from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
+from greenfast.ops.varlen import attend_jagged
 
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
@@ -88,7 +91,8 @@ def sdpa(
     query: (B, H, S, D); key and value: (B, HK, KV, D). HK is H, or with ``enable_gqa`` a divisor of H. The dtype is
     float16 or bfloat16, strides are arbitrary, D is a multiple of 8 up to 256. Shapes (..., S, D) with any number of
     leading dimensions are accepted: the last of these are the heads, and all are broadcast. The head dim of value may
-    differ, up to 256.
+    differ, up to 256. Three nested tensors (B, H, j, D) with ``layout=torch.jagged`` are accepted. No length is read on
+    the host; ``is_causal`` then needs one tensor of offsets for query and key, or the alignment "lower_right".
     attn_mask: booleans that broadcast to (B, H, S, KV), True for keys that a query attends to; a
     ``greenfast.BlockMask``; a ``torch.nn.attention.bias.CausalBias``; or zeros on the CPU that need no gradient. The
     kernels' form of booleans is kept while the tensor lives and is not written to.
@@ -117,8 +121,8 @@ def sdpa(
     gradient that reaches the log-sum-exp raises NotImplementedError, as do gradients with softcap or sinks.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
-    and NotImplementedError for masks that are added to scores, ``dropout_p``, nested and sparse tensors, and head dims
-    and GPUs without a kernel. Each error names the argument and the allowed values.
+    and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
+    dims and GPUs without a kernel. Each error names the argument and the allowed values.
     """
     options = NO_OPTIONS
     if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None:
@@ -210,6 +214,12 @@ def _sdpa_auto(
             precision="int8" if explanation.precision == "int8" else "fp8", causal_alignment=alignment,
             float32_as=float32_as,
         )  # fmt: skip
+    if is_jagged(query, key, value):
+        with torch._C._EnableTorchFunction():  # nested tensors define PyTorch's attention by it
+            jagged: Tensor = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return jagged
     causal = parse_causal(is_causal, alignment)
     form = canonicalize(query, key, value, attn_mask, parse_dropout(dropout_p), causal, enable_gqa, float32_as)
     if isinstance(form, CanonicalCall):
@@ -278,7 +288,14 @@ def _canonicalized_sdpa(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``sdpa`` of inputs that must be mapped to the kernels' layout, or raise their refusal."""
     check_cast_dtype(float32_as)
-    form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
+    jagged = is_jagged(query, key, value)
+    if jagged:
+        has_options = options is not NO_OPTIONS
+        form = canonicalize_jagged(
+            query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision, has_options
+        )
+    else:
+        form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         instead = _ALTERNATIVE if form.error is NotImplementedError else ""
         raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")
@@ -289,6 +306,10 @@ def _canonicalized_sdpa(
     widened = query.dtype == torch.float32
     query, key, value = (x.to(get_cast_dtype(x, float32_as)) for x in (query, key, value))
     lse: Tensor | None
+    if jagged:
+        out, lse = attend_jagged(query, key, value, form.causal, factor, precision, return_lse)
+        out = out.float() if widened else out
+        return out if lse is None else (out, lse)
     if form.empty:
         out, lse = _build_empty_result(form, query, key, value)
         if options.sinks is not None:

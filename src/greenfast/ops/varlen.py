@@ -136,6 +136,69 @@ def attend_packed(
     return result, lse if wants_lse else None
 
 
+def attend_jagged(
+    query: Any, key: Any, value: Any, causal: int, scale: float, precision: str, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``sdpa`` of jagged tensors (B, H, j, D). Return the output, and the log-sum-exp (B, H, j) or None.
+
+    ``canonicalize_jagged`` has accepted the arguments. No length is read on the host: the number of all rows replaces
+    a maximum that is not cached.
+    """
+    starts_q = _get_starts(query)
+    starts_k = starts_q if key.shape[2] == query.shape[2] else _get_starts(key)
+    max_q, max_k = (x.values().shape[1] if x._maybe_max_seqlen is None else x._maybe_max_seqlen for x in (query, key))
+    q, k, v = (_pack_rows(x, starts) for x, starts in ((query, starts_q), (key, starts_k), (value, starts_k)))
+    options = (max_q, max_k, precision, -1, 0 if causal else -1, 0.0, scale)
+    out, lse = attend_packed((q, k, v, starts_q, starts_k, None, None, *options), None, wants_lse, None)
+    out = _unpack_rows(out, query, starts_q)
+    return out, None if lse is None else _unpack_rows(lse.transpose(0, 1), query, starts_q)
+
+
+def _get_starts(x: Any) -> Tensor:
+    """Return where the sequences of a jagged tensor start if there are no gaps between them, int32 (B + 1,)."""
+    lengths = x.lengths()
+    starts: Tensor = x.offsets() if lengths is None else torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return starts.to(torch.int32)
+
+
+def _pack_rows(x: Any, starts: Tensor) -> Tensor:
+    """Return the rows (tokens, H, D) of a jagged tensor (B, H, j, D), with sequences at ``starts``."""
+    rows: Tensor = x.values().transpose(0, 1)
+    offsets: Tensor = x.offsets()
+    if x.lengths() is None:
+        return rows
+    places = torch.arange(rows.shape[0], dtype=starts.dtype, device=rows.device)
+    sequences = _find_sequences(places, starts)
+    sources = places + offsets[sequences] - starts[sequences]
+    # Rows after the last sequence are 0, so that no gradient flows back from them.
+    packed = rows.index_select(0, sources.clamp(max=rows.shape[0] - 1))
+    return packed.masked_fill((places >= starts[-1]).view(-1, 1, 1), 0.0)
+
+
+def _unpack_rows(packed: Tensor, like: Any, starts: Tensor) -> Tensor:
+    """Return packed rows (tokens, H, ...) as a jagged tensor (B, H, j, ...) that is stored like another one.
+
+    starts: of the sequences in ``packed``. Rows between sequences become 0.
+    """
+    offsets, lengths = like.offsets(), like.lengths()
+    if lengths is not None:
+        places = torch.arange(packed.shape[0], dtype=offsets.dtype, device=packed.device)
+        sequences = _find_sequences(places, offsets)
+        within = places - offsets[sequences]
+        gaps = ((within < 0) | (within >= lengths[sequences])).view(-1, *[1] * (packed.dim() - 1))
+        sources = (within + starts[sequences]).clamp(0, packed.shape[0] - 1)
+        packed = packed.index_select(0, sources).masked_fill(gaps, 0.0)
+    return torch.nested.nested_tensor_from_jagged(
+        packed.transpose(0, 1), offsets, lengths, jagged_dim=2, min_seqlen=like._maybe_min_seqlen,
+        max_seqlen=like._maybe_max_seqlen,
+    )  # fmt: skip
+
+
+def _find_sequences(places: Tensor, starts: Tensor) -> Tensor:
+    """Return the sequence of each row; 0 before the first, and B - 1 after the last. starts: (B + 1,)."""
+    return torch.bucketize(places, starts[1:-1], right=True)
+
+
 def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, seqused_k: Any, sinks: Any) -> None:
     """Raise TypeError, ValueError or NotImplementedError for tensors that do not fit."""
     for name, x in (("query", query), ("key", key), ("value", value)):
