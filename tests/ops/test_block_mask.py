@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +224,19 @@ def test_exported() -> None:
     program = torch.export.export(Module(), arguments)
     for found, wanted in zip(program.module()(*arguments), run_all(*arguments), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_an_exported_program_takes_a_mask(tmp_path: Path) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, mask: BlockMask) -> Any:
+            return greenfast.sdpa(q, q, q, attn_mask=mask)
+
+    q, mask = torch.randn(1, 2, 300, 64).bfloat16(), BlockMask.from_segments(documents(300))
+    program = torch.export.export(Attention(), (q, mask))
+    torch.export.save(program, tmp_path / "program.pt2")
+    other = BlockMask.from_segments(documents(300), causal=True)
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    assert torch.equal(loaded(q, other), greenfast.sdpa(q, q, q, attn_mask=other))
 
 
 def test_exported_for_lengths_of_several_tiles() -> None:
