@@ -153,6 +153,7 @@ def _flex(inputs: MaskInputs) -> BoundCall:
         mask = flex.create_block_mask(inputs.allows, inputs.q.shape[0], None, *lengths, device)
     else:
         counts, indices = inputs.lists
+        indices = torch.nn.functional.pad(indices, (0, -(-lengths[1] // TILE) - indices.shape[3]))  # as Flex needs it
         mask = flex.BlockMask.from_kv_blocks(
             torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=TILE, seq_lengths=lengths
         )

@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 def check(found: BlockMask, wanted: BlockMask) -> None:
     assert found.device.type == "cuda"
-    for name in ("counts", "entries", "bits", "density"):
+    for name in ("counts", "entries", "bits"):
         assert torch.equal(getattr(found, name).cpu(), getattr(wanted, name)), name
+    torch.testing.assert_close(found.density.cpu(), wanted.density)  # the last bit of a quotient may differ
     assert torch.equal(found.to_bool().cpu(), wanted.to_bool())
 
 
@@ -113,4 +114,4 @@ def test_compiled() -> None:
     compile_function: Any = torch.compile
     dense = make_dense(1, 2, 300, 400).cuda()
     for found, wanted in zip(compile_function(run, fullgraph=True)(dense), run(dense), strict=True):
-        assert torch.equal(found, wanted)
+        torch.testing.assert_close(found, wanted)  # integers exactly

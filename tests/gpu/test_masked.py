@@ -72,7 +72,9 @@ def test_agrees_with_the_cpu(name: str, head_dim: int, precision: str, dtype: to
         assert torch.equal(x.isnan(), wanted.isnan())
         assert (x.double() - wanted.double())[finite].norm() <= 0.03 * wanted.double()[finite].norm()
     assert torch.equal(lse == -math.inf, wanted_lse == -math.inf)
-    assert (lse - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.06
+    difference = (lse - wanted_lse)[wanted_lse.isfinite()]
+    assert difference.square().mean().sqrt() < 0.01
+    assert difference.abs().max() < 0.1  # a code that is rounded differently changes a score near 20
 
 
 def test_a_graph_reads_new_lengths_and_masks() -> None:
@@ -111,7 +113,9 @@ def test_a_mask_that_is_written_to_or_replaced_is_read_again() -> None:
         assert not torch.equal(before, sdpa(q, q, q, mask))
 
 
-@pytest.mark.parametrize("name", ["window", "lengths, causal", "padding", "booleans of heads"])
+@pytest.mark.parametrize(
+    "name", ["window", "window, causal, lower right", "lengths, causal", "padding", "booleans of heads"]
+)
 def test_gradients_agree_with_the_cpu(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v, grad = (

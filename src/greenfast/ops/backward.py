@@ -1,6 +1,8 @@
-"""The gradients of ``sdpa`` on a GPU: PyTorch's attention on the unquantized inputs, forward and backward."""
+"""Gradients on a GPU: PyTorch's attention on the unquantized inputs, forward and backward."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,3 +96,50 @@ def _uses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: 
         trained = query.detach().requires_grad_()
         chosen = torch._fused_sdp_choice(trained, key, value, None, 0.0, masked, scale=scale, enable_gqa=shared)
     return int(chosen) == int(SDPBackend.CUDNN_ATTENTION.value)
+
+
+def flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], window: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients by FlashAttention, whose windows are aligned at the last key.
+
+    Tensors: (B, S, H, D) with ``lengths`` (None, None, S, KV), or packed, (tokens, H, D), with the starts of sequences
+    and their longest lengths.
+    """
+    inputs = [x.contiguous() for x in (query, key, value)]
+    causal = window == (-1, 0)
+    options: dict[str, Any] = {"scale": scale}
+    if not causal and window != (-1, -1):
+        options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    out, lse, seed, unused, _ = _ATEN._flash_attention_forward(*inputs, *lengths, 0.0, causal, False, **options)
+    grads = _ATEN._flash_attention_backward(
+        grad.contiguous(), *inputs, out, lse, *lengths, 0.0, causal, seed, unused, **options
+    )
+    by_query, by_key, by_value = grads
+    return by_query, by_key, by_value
+
+
+def masked_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients by PyTorch's memory-efficient attention.
+
+    mask: bool, broadcastable to (B, H, S, KV). The scores' bias takes S x KV numbers of 16 bits for each of its heads.
+    """
+    (batch, heads, q_len, _), kv_len, share = query.shape, key.shape[2], query.shape[1] // key.shape[1]
+    blind = mask.any(-1, keepdim=True).logical_not()  # these rows attend to all keys instead, and get no gradient
+    padded = torch.nn.functional.pad(mask | blind, (0, -kv_len % 8))  # the kernels need aligned rows
+    bias = torch.zeros_like(padded, dtype=query.dtype).masked_fill_(padded.logical_not(), -float("inf"))
+    bias = bias[..., :kv_len].expand(batch, heads, q_len, kv_len)
+    k, v = (x.repeat_interleave(share, 1) for x in (key, value))
+    out, lse, seed, offset = _ATEN._scaled_dot_product_efficient_attention(query, k, v, bias, True, scale=scale)
+    by_query, *by_keys, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
+        grad.masked_fill(blind, 0.0), query, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False],
+        scale=scale,
+    )  # fmt: skip
+    by_key, by_value = (
+        torch.empty_like(like).copy_(x.unflatten(1, (-1, share)).sum(2))
+        for x, like in zip(by_keys, (key, value), strict=True)
+    )
+    return torch.empty_like(query).copy_(by_query), by_key, by_value

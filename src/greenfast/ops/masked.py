@@ -16,6 +16,7 @@ from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import parse_number, parse_window
+from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.layout import is_capturing
 from greenfast.ops.quantized import TOKEN, build_config, check_tensors
@@ -322,29 +323,26 @@ def _backward(
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
     alignment: int, window_left: int, window_right: int, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch's own."""
+    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch."""
     for name, given in (("softcap", softcap != 0.0), ("sinks", sinks is not None)):
         if given:
             raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
     spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
     if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    mask = spec.build_bool(query.shape[2], key.shape[2], query.device)
-    if not query.is_cuda:
-        return reference.compute_gradients(grad, query, key, value, 0, scale, mask=mask)
-    # Rows without keys attend to all keys instead, and get no gradient: PyTorch's softmax of nothing is NaN.
-    blind = mask.any(-1, keepdim=True).logical_not()
-    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-    with torch.enable_grad(), torch._C.DisableTorchFunction():
-        q, k, v = inputs
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask | blind, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    limited = kv_lengths is None and counts is None
+    if query.is_cuda and limited and (alignment == 2 or query.shape[2] == key.shape[2]):
+        q, k, v, g = (x.transpose(1, 2) for x in (query, key, value, grad))
+        lengths = (None, None, query.shape[2], key.shape[2])
+        grads = flash_backward(g, q, k, v, lengths, (window_left, window_right), scale)
+        by_query, by_key, by_value = (
+            torch.empty_like(like).copy_(x.transpose(1, 2)) for x, like in zip(grads, (query, key, value), strict=True)
         )
-        grads = torch.autograd.grad(out, inputs, grad.masked_fill(blind, 0.0))
-    by_query, by_key, by_value = (
-        torch.empty_like(x).copy_(part) for x, part in zip((query, key, value), grads, strict=True)
-    )
-    return by_query, by_key, by_value
+        return by_query, by_key, by_value
+    mask = spec.build_bool(query.shape[2], key.shape[2], query.device)
+    if query.is_cuda:
+        return masked_backward(grad, query, key, value, mask, scale)
+    return reference.compute_gradients(grad, query, key, value, 0, scale, mask=mask)
 
 
 def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:

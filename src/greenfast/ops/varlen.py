@@ -17,6 +17,7 @@ from torch import Tensor
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
+from greenfast.ops.backward import flash_backward
 from greenfast.ops.call_cache import replay
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
 from greenfast.ops.symbols import require, require_same_shape
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
-_ATEN = torch.ops.aten
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? sinks, "
     "SymInt max_q, SymInt max_k, str precision, int window_left, int window_right, float softcap, float scale"
@@ -343,19 +343,10 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``)."""
     _refuse_gradients(seqused_k, softcap, sinks)
-    inputs = [x.contiguous() for x in (query, key, value)]
     if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    lengths, causal = (cu_seq_q, cu_seq_k, max_q, max_k), (window_left, window_right) == (-1, 0)
-    options: dict[str, Any] = {"scale": scale}
-    if not causal and (window_left, window_right) != (-1, -1):
-        options |= {"window_size_left": window_left, "window_size_right": window_right}
-    out, lse, seed, unused, _ = _ATEN._flash_attention_forward(*inputs, *lengths, 0.0, causal, False, **options)
-    grads = _ATEN._flash_attention_backward(
-        grad.contiguous(), *inputs, out, lse, *lengths, 0.0, causal, seed, unused, **options
-    )
-    by_query, by_key, by_value = grads
-    return by_query, by_key, by_value
+    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+    return flash_backward(grad, query, key, value, lengths, (window_left, window_right), scale)
 
 
 def _refuse_gradients(seqused_k: Tensor | None, softcap: float, sinks: Tensor | None) -> None:
