@@ -7,18 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from greenfast.problems import attention as attention_problem
-from tasks.fp8_sdpa_stage_c_wmma import problem as ladder_problem
-from tests.gpu import references
-
-
-@pytest.fixture(autouse=True)
-def references_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The problems compute their references on the GPU."""
-    for problem in (attention_problem, ladder_problem):
-        monkeypatch.setattr(problem, "attention", references.attention)
-        monkeypatch.setattr(problem, "attention_with_bounds", references.attention_with_bounds)
-
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:

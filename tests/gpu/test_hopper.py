@@ -19,14 +19,13 @@ from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.kernels.attention.heuristics import ONE_LEVEL_KEYS, Rule, rules, tiling
-from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS
+from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.problems import attention as attention_problem
 from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
-from tests.gpu.references import attention, attention_rounding_bound
 from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
 
 pytestmark = pytest.mark.gpu

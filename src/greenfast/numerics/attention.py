@@ -1,4 +1,7 @@
-"""Attention in float64, and a bound on a kernel's rounding error against it."""
+"""Attention in float64, and a bound on a kernel's rounding error against it.
+
+Where there is a GPU, it computes: in float64 too, and hundreds of times faster than a core. Results are on q's device.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ _MOST_OFF = 64.0
 #: Scores that are held at once: with several arrays of them a processor's caches are too small for more. A GPU needs
 #: more to be at work.
 _AT_ONCE, _AT_ONCE_ELSEWHERE = 1 << 18, 1 << 24
+#: Bytes of a GPU's memory that a process may keep for its next call: several processes share the GPU.
+_KEPT = 1 << 30
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
@@ -64,18 +69,24 @@ def attention(
     has the shape of q.
     """
     out = torch.empty_like(q, dtype=torch.float64)
-    for heads, rows in _blocks(q, k):
-        scores = scores_of(q[heads, rows], k[heads], scale, softcap)
-        out[heads, rows] = _weights(scores, None if mask is None else mask[rows])[0] @ v[heads].double()
+    for place, (q_block, k_block, v_block), mask_block in _blocks(q, k, v, mask):
+        out[place] = _weights(scores_of(q_block, k_block, scale, softcap), mask_block)[0] @ v_block
     return out
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Heads and queries, as many as are computed at once."""
-    rows = max(1, (_AT_ONCE if q.device.type == "cpu" else _AT_ONCE_ELSEWHERE) // max(1, k.shape[-2]))
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor | None]]:
+    """Yield as many heads and queries as are computed at once, as slices, with their q, k, v in float64 and mask."""
+    device = torch.device("cuda") if q.is_cpu and torch.cuda.is_available() else q.device
+    rows = max(1, (_AT_ONCE if device.type == "cpu" else _AT_ONCE_ELSEWHERE) // max(1, k.shape[-2]))
     heads = max(1, rows // max(1, q.shape[-2]))
     for head, row in product(range(0, len(q), heads), range(0, q.shape[-2], rows)):
-        yield slice(head, head + heads), slice(row, row + rows)
+        place = slice(head, head + heads), slice(row, row + rows)
+        tensors = [x.to(device, torch.float64) for x in (q[place], k[place[0]], v[place[0]])]
+        yield place, tensors, None if mask is None else mask[place[1]].to(device)
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > _KEPT:
+        torch.cuda.empty_cache()
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +126,10 @@ def attention_with_bounds(
     """
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float64)
     bounds = [torch.empty_like(out) for _ in roundings]
-    for heads, rows in _blocks(q, k):
-        of_q, of_k, of_v = (x.double() for x in (q[heads, rows], k[heads], v[heads]))
-        of_mask = None if mask is None else mask[rows]
-        out[heads, rows], found = _with_bounds(of_q, of_k, of_v, scale, of_mask, roundings, softcap)
-        for bound, of_one in zip(bounds, found, strict=True):
-            bound[heads, rows] = of_one
+    for place, tensors, mask_block in _blocks(q, k, v, mask):
+        out[place], block_bounds = _with_bounds(*tensors, scale, mask_block, roundings, softcap)
+        for bound, block in zip(bounds, block_bounds, strict=True):
+            bound[place] = block
     return out, bounds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,14 @@ def quantized(tensors: list[Tensor], config: AttentionConfig) -> dict[str, tuple
     return found
 
 
+@lru_cache(maxsize=1)  # a case is made, then its references
+def _quantized_inputs(
+    config: AttentionConfig, sizes: Sizes, seed: int, variant: str
+) -> tuple[list[Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    tensors = _tensors(config, sizes, seed, variant)
+    return tensors, quantized(tensors, config)
+
+
 def dequantized(codes: Mapping[str, tuple[Tensor, Tensor]], config: AttentionConfig) -> list[Tensor]:
     """The values of the codes and scales of q, k and v, in float64."""
     rows = _rows_of_a_scale(config)
@@ -109,9 +118,9 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "norm
     """
     inputs: dict[str, Array] = {}
     config, sizes = read_dims(dims, fmt)
-    for name, (codes, scale) in quantized(_tensors(config, sizes, seed, variant), config).items():
-        inputs[name] = codes.numpy()
-        inputs[f"{name}_scale"] = scale.numpy()
+    for name, (codes, scale) in _quantized_inputs(config, sizes, seed, variant)[1].items():
+        inputs[name] = codes.numpy().copy()
+        inputs[f"{name}_scale"] = scale.numpy().copy()
         if name == "v":
             inputs["v_t"] = transposed_values(codes).numpy()
     return Case(inputs, output_specs(config, sizes))
@@ -128,8 +137,8 @@ def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "nor
     """Attention on the unquantized and the dequantized inputs, and error bounds for P in half and in E4M3."""
     config, sizes = read_dims(dims, fmt)
     scale, mask = 1.0 / math.sqrt(config.head_dim), mask_of(config.mask, sizes)
-    tensors = _tensors(config, sizes, seed, variant)
-    unquantized, exact = _per_query_head(tensors, sizes), _dequantized_per_query_head(tensors, config, sizes)
+    tensors, codes = _quantized_inputs(config, sizes, seed, variant)
+    unquantized, exact = _per_query_head(tensors, sizes), _per_query_head(dequantized(codes, config), sizes)
     names = {"": HALF_WEIGHTS, "e4m3": E4M3_WEIGHTS, "e4m3_polynomial": E4M3_POLYNOMIAL_WEIGHTS}
     roundings = tuple(names.values())
     if not config.log_sum_exp:
@@ -176,16 +185,10 @@ def _per_query_head(tensors: list[Tensor], sizes: Sizes) -> tuple[Tensor, Tensor
     return q, k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
 
 
-def _dequantized_per_query_head(
-    tensors: list[Tensor], config: AttentionConfig, sizes: Sizes
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _per_query_head(dequantized(quantized(tensors, config), config), sizes)
-
-
 def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.float64]:
     """The reference for ``lse``, (batch * heads, q_len): natural logarithm, -inf for a row that attends to no key."""
     config, sizes = read_dims(dims, fmt)
-    q, k, _ = _dequantized_per_query_head(_tensors(config, sizes, seed), config, sizes)
+    q, k, _ = _per_query_head(dequantized(_quantized_inputs(config, sizes, seed, "normal")[1], config), sizes)
     return _log_sum_exp(q, k, config, sizes)
 
 
