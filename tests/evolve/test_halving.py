@@ -10,6 +10,7 @@ import functools
 import operator
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from greenfast.cli.evolve import SearchConsole
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.event_log import EVENTS, read_events
@@ -27,7 +29,8 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Context, Evaluation
 from greenfast.evolve.space import Parameter, Space, read_space
 from greenfast.evolve.stages import StageResult, Stages
-from greenfast.evolve.workers import GpuName, GpuWorkers, InProcess, ProcessPool, make_workers
+from greenfast.evolve.workers import GpuName, GpuWorkers, InProcess, ProcessPool, make_workers, read_workers
+from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import MachineError
 from greenfast.spec.problem import Case
 from tests.evolve.doubling import KINDS, candidate, write_search_task
@@ -403,6 +406,45 @@ def expected(manifest: Manifest, tmp_path: Path) -> list[StageResult]:
         found = list(InProcess(stages).results(_JOBS))
     assert [f.valid for f in found] == [kind in (0, 1, 2, 4) for kind in KINDS]
     return found
+
+
+def test_a_gpu_that_follows_leaves_the_emulator_few_cases(manifest: Manifest, tmp_path: Path) -> None:
+    """All variants of the smallest shape, and one case of each other shape that the emulator runs beside a GPU."""
+    small_name, task = "b1_h1_s32_d64", find_task("fp8_sdpa").folder
+    names = {"shapes": [small_name], "small": [small_name], "task": str(task), "space_folder": str(task)}
+    manifest = msgspec.structs.replace(manifest, **names, space=read_space(task / "space.json"))
+    asked: dict[bool, list[str]] = {}
+    for follows in (False, True):
+        with Stages(manifest, tmp_path / str(follows), gpu_follows=follows) as stages:
+
+            def run_gates(request: Any, *_: Any, stages: Stages = stages, **__: Any) -> StageResult:
+                asked[stages.gpu_follows] = [str(case) for case in request.case_plans]
+                return StageResult(stage="CORRECTNESS", valid=True)
+
+            stages._run_gates = run_gates  # type: ignore[method-assign]
+            stages.emulated(None, 12345678)
+    shapes = {follows: {case.partition(" ")[0] for case in cases} for follows, cases in asked.items()}
+    small = [case for case in asked[False] if case.startswith(f"{small_name} ")]
+    assert [case for case in asked[True] if case.startswith(f"{small_name} ")] == small
+    assert len(asked[True]) - len(small) == len(shapes[True] - {small_name}) >= 1
+    assert set(asked[True]) < set(asked[False])
+
+
+def test_a_pipe_gets_the_current_step_after_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((100.0, 101.0, 120.0, 120.0, 121.0, 140.0, 140.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    console = SearchConsole(to_stderr=False)
+    for step in ("soon", "one", "soon after", "two"):
+        console.say(step)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["20", "s", "one"], ["40", "s", "two"]]
+
+
+def test_workers_are_one_per_core_and_at_most_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    assert [read_workers("local", batch) for batch in (4, 8)] == [4, 6]
+    assert read_workers("local:9", 4) == 9
 
 
 @pytest.mark.slow  # each worker is a process that imports all of the judge

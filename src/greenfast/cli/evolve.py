@@ -36,6 +36,8 @@ from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 
+#: Seconds without output after which a file or a pipe gets the current step too.
+_QUIET_S = 15.0
 _OF_A_NEW_RUN = ("space", "proposer", "baseline", "shapes", "seeds", "format", "arch", "insights")
 
 
@@ -86,7 +88,7 @@ def _started(args: argparse.Namespace) -> tuple[Path, Manifest]:
         options[name] = value
     proposer = args.proposer or "random"
     make_proposer(proposer, options)  # before a folder is made
-    read_workers(args.workers)
+    read_workers(args.workers, args.batch)
     if args.insights:
         read_lines(args.insights, Insight, "insight")
     return start(
@@ -149,12 +151,13 @@ class SearchConsole:
         stream = sys.stderr if to_stderr else sys.stdout
         self._live = stream.isatty()
         self._console = Console(stderr=to_stderr, width=None if self._live else 200, highlight=False)
-        self._start = time.monotonic()
+        self._start = self._shown = time.monotonic()
 
     def line(self, text: str) -> None:
         """Print a line."""
         self.clear()
         self._console.print(Text(text))
+        self._shown = time.monotonic()
 
     def clear(self) -> None:
         """Remove the line of progress."""
@@ -162,10 +165,14 @@ class SearchConsole:
             self._console.file.write("\r\x1b[K")
 
     def say(self, text: str) -> None:
-        """Show the current step, on a terminal only."""
+        """Show the current step; outside of a terminal only if nothing was printed for a while."""
+        now = time.monotonic()
+        step = f"{now - self._start:6.0f} s  {text}"
         if self._live:
-            self._console.file.write(f"\r\x1b[K{time.monotonic() - self._start:6.0f} s  {text}")
+            self._console.file.write(f"\r\x1b[K{step}")
             self._console.file.flush()
+        elif now - self._shown > _QUIET_S:
+            self.line(step)
 
     def gate(self, result: GateResult) -> None:
         """A gate of a finalist's validation has ended."""

@@ -151,9 +151,9 @@ def evolve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        default="local:1",
+        default="local",
         metavar="W",
-        help="local:N for N processes (default: %(default)s)",
+        help="local:N for N processes that build and emulate (default: one per core, at most the batch)",
     )
     parser.add_argument("--baseline", metavar="B", help="a rung, toggles or a solution (default: the task's)")
     parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes that are raced (default: the gated ones)")

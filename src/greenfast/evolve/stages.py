@@ -161,9 +161,15 @@ class Stages:
         folder: Path,
         gpu: int | None = None,
         progress: Callable[[str], None] = lambda text: None,
+        *,
+        gpu_follows: bool = False,
     ) -> None:
-        """folder: of the run. gpu: its number; None for the emulator alone. progress: receives the current step."""
+        """folder: of the run. gpu: its number; None for the emulator alone. progress: receives the current step.
+
+        gpu_follows: True if another process of the search checks its candidates on a GPU afterwards.
+        """
         self.manifest, self.gpu, self.progress = manifest, gpu, progress
+        self.gpu_follows = gpu_follows or gpu is not None
         task = load(find_task(manifest.task))
         out = folder / "judged"
         self._emulated = make_search_request(manifest, task, manifest.small, "emulator", out)
@@ -218,11 +224,19 @@ class Stages:
         return StageResult(stage="RESOURCES", valid=True, hash=hash_programs(side, dims), behaviour=behaviour)
 
     def emulated(self, candidate: Candidate | None, exam_seed: int) -> StageResult:
-        """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts."""
+        """CORRECTNESS on the emulator, on small shapes and shapes that are drawn from the seed; and the counts.
+
+        If a GPU follows: as ``greenfast judge`` does beside a GPU, one case of each emulated shape, and all variants of
+        the smallest one. The validation of finalists runs every case on the GPU.
+        """
         request = _SearchRequest(**_fields(self._emulated), shared=self._emulator)
         planned = add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed)
+        if self.gpu_follows and (plan := planned.check_plan):
+            emulated = plan.emulated_case_plans
+            chosen = tuple(case for case in plan.case_plans if case.shape == plan.small_shape or case in emulated)
+            planned = dataclasses.replace(planned, check_plan=dataclasses.replace(plan, case_plans=chosen))
         # What is undecided here, a GPU checks again.
-        run = self._run_gates(planned, candidate, _GATES, undecided_passes=self.gpu is not None)
+        run = self._run_gates(planned, candidate, _GATES, undecided_passes=self.gpu_follows)
         if isinstance(run, StageResult):
             return run
         counts, side = run.correctness.counts.get(_role(candidate), {}), run.built(_role(candidate))

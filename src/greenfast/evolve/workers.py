@@ -172,21 +172,21 @@ def _serve(connection: Connection, make: Callable[[], Stages]) -> None:
 
 
 def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) -> Workers:
-    """Create evaluators from ``local:N``. Raises UsageError for other texts."""
-    count = read_workers(text)
+    """Create evaluators from ``--workers``. Raises UsageError as ``read_workers`` does."""
+    count = read_workers(text, manifest.batch)
     if count == 1:
         return InProcess(stages)
     for name in _THREADS:  # for the new processes, which share the cores
         os.environ.setdefault(name, "1")
-    return ProcessPool([functools.partial(Stages, manifest, folder)] * count)
+    return ProcessPool([functools.partial(Stages, manifest, folder, gpu_follows=stages.gpu_follows)] * count)
 
 
-def read_workers(text: str) -> int:
-    """Parse ``local:N``. Raises UsageError for other texts."""
-    match = re.fullmatch(r"local:([1-9]\d{0,3})", text)
+def read_workers(text: str, batch: int) -> int:
+    """Parse ``local:N``, or ``local``: a process per core, at most ``batch``. Raises UsageError for other texts."""
+    match = re.fullmatch(r"local(?::([1-9]\d{0,3}))?", text)
     if match is None:
-        raise UsageError(f"--workers {text!r}: allowed is local:N with N processes, such as local:8")
-    return int(match[1])
+        raise UsageError(f"--workers {text!r}: allowed is local:N with N processes, such as local:8, and local")
+    return int(match[1]) if match[1] else min(batch, len(os.sched_getaffinity(0)))
 
 
 class GpuName(msgspec.Struct, frozen=True):

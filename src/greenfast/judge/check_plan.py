@@ -89,6 +89,11 @@ class CheckPlan:
     missing: tuple[str, ...] = ()
     secret: bool = True
 
+    @property
+    def emulated_case_plans(self) -> list[CasePlan]:
+        """The cases that the emulator runs beside a GPU: the first one of each emulated shape."""
+        return [next(case for case in self.case_plans if case.shape == shape) for shape in self.emulated_shapes]
+
 
 #: The part of the full plan that a run with a known seed skips.
 KNOWN_INPUTS = "inputs that nobody knew before the run (a seed was given)"

@@ -76,15 +76,15 @@ def attention(
 
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-) -> Iterator[tuple[tuple[slice, slice], list[Tensor], Tensor | None]]:
+) -> Iterator[tuple[tuple[slice, slice], tuple[Tensor, Tensor, Tensor], Tensor | None]]:
     """Yield as many heads and queries as are computed at once, as slices, with their q, k, v in float64 and mask."""
     device = torch.device("cuda") if q.is_cpu and torch.cuda.is_available() else q.device
     rows = max(1, (_AT_ONCE if device.type == "cpu" else _AT_ONCE_ELSEWHERE) // max(1, k.shape[-2]))
     heads = max(1, rows // max(1, q.shape[-2]))
     for head, row in product(range(0, len(q), heads), range(0, q.shape[-2], rows)):
         place = slice(head, head + heads), slice(row, row + rows)
-        tensors = [x.to(device, torch.float64) for x in (q[place], k[place[0]], v[place[0]])]
-        yield place, tensors, None if mask is None else mask[place[1]].to(device)
+        q_block, k_block, v_block = (x.to(device, torch.float64) for x in (q[place], k[place[0]], v[place[0]]))
+        yield place, (q_block, k_block, v_block), None if mask is None else mask[place[1]].to(device)
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > _KEPT:
         torch.cuda.empty_cache()
 

@@ -111,12 +111,8 @@ def _emulate(run: GateRun) -> EmulatedRuns | None:
     request = run.request
     if request.check_plan is None or request.make_emulator is None:
         return None
-    case_plans = [
-        next(case_plan for case_plan in request.case_plans if case_plan.shape == shape)
-        for shape in request.check_plan.emulated_shapes
-    ]
     sides = [side for side in run.sides if all(kernel.ptx for _, kernel in side.distinct)]
-    return EmulatedRuns(sides, case_plans, request.make_emulator)
+    return EmulatedRuns(sides, request.check_plan.emulated_case_plans, request.make_emulator)
 
 
 def check_cases(
