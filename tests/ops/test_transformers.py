@@ -222,7 +222,115 @@ def test_what_is_left_to_transformers(more: dict[str, Any], reason: str) -> None
     assert torch.equal(result, wanted.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux", "sinks", "indices", "block_indices"])
+def attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None = None, s_aux: Tensor | None = None
+) -> Tensor:
+    """Attention in float64, with a cap of the scores and one more logit per head without a value."""
+    q, k, v = q.double(), k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(mask.logical_not(), -torch.inf)
+    sinks = torch.full((q.shape[1],), -torch.inf) if s_aux is None else s_aux
+    last = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, last), -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "auto"])
+@pytest.mark.parametrize("q_len", [1, 20])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "features",
+    [{"softcap": 1.5}, {"s_aux": torch.tensor([3.0, -2.0, 0.0, 5.0])}, {"softcap": 1.5, "s_aux": torch.ones(4)}],
+    ids=["softcap", "s_aux", "both"],
+)
+def test_soft_caps_and_sinks_are_computed_whatever_the_length(
+    features: dict[str, Any], masked: bool, q_len: int, precision: Any
+) -> None:
+    routed = greenfast.register_with_transformers(precision)  # by its rules PyTorch computes such lengths
+    q, k, v = inputs(q_len)
+    mask = torch.ones(20, 20, dtype=torch.bool).tril()[20 - q_len :][None, None]
+    mask = mask & (torch.arange(20) > 2) | torch.eye(20, dtype=torch.bool)[20 - q_len :] if masked else mask
+    result = attend(Layer(), [q, k, v], mask if masked else None, **features)
+    assert (routed.taken, routed.fallen_back) == (1, {})
+    wanted = attend_exactly(q, k, v, mask, **features)
+    assert error(result.double(), wanted) < 0.08
+    assert error(attend_exactly(q, k, v, mask), wanted) > 0.1, "they matter"
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"dropout": 0.1}, "dropout_p: the kernels have no dropout"),
+        ({"attention_mask": torch.zeros(20, 20).bfloat16() - 1}, "attn_mask: numbers to add"),
+        ({"position_bias": torch.ones(1, 4, 20, 20).bfloat16()}, "position_bias"),
+        ({"cache": object()}, "cache"),
+        ({"scaling": -1.0}, "scale: the kernels take positive"),
+    ],
+    ids=["dropout", "mask", "position_bias", "cache", "scaling"],
+)
+def test_soft_caps_and_sinks_are_never_left_to_sdpa(name: str, more: dict[str, Any], reason: str) -> None:
+    """It has neither: it ignores ``s_aux``."""
+    routed = greenfast.register_with_transformers()
+    feature = {"softcap": 30.0, "s_aux": torch.ones(4)}[name]
+    with pytest.raises(ValueError, match=rf'its attention has `{name}`, which "sdpa" lacks, .*{reason}.*eager'):
+        attend(Layer(), inputs(), **{name: feature, **more})
+    assert (routed.taken, routed.fallen_back) == (0, {})
+
+
+def test_soft_caps_and_sinks_without_a_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(*args: Any, **more: Any) -> greenfast.Explanation:
+        return greenfast.explain(*args, **more, target="sm_89")
+
+    monkeypatch.setattr(integration, "explain", explain)
+    greenfast.register_with_transformers()
+    with pytest.raises(ValueError, match=r"`s_aux`, .*their kernels are for Hopper GPUs; use .*eager"):
+        attend(Layer(), inputs(), s_aux=torch.ones(4))
+
+
+def test_gradients_through_sinks_are_refused() -> None:
+    """Also the sinks' own, if nothing else needs gradients."""
+    greenfast.register_with_transformers()
+    result = attend(Layer(), inputs(), s_aux=torch.ones(4, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="sinks: with it there are no gradients"):
+        torch.autograd.backward(result.sum())
+
+
+def test_keys_that_are_padding_change_nothing() -> None:
+    """A mask that is the same for all queries, as transformers makes for encoders."""
+    greenfast.register_with_transformers(min_length=0)
+    q, k, v = inputs()
+    kept = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    kept[0, ..., 12:] = kept[1, ..., :5] = False
+    mask = kept.expand(2, 1, 20, 20)
+    result = attend(Layer(is_causal=False), [q, k, v], mask)
+    assert error(result.double(), attend_exactly(q, k, v, mask)) < 0.08
+    k, v = (torch.where(kept.mT, x, torch.inf) for x in (k, v))
+    assert torch.equal(result, attend(Layer(is_causal=False), [q, k, v], mask))
+
+
+def test_masks_of_padding_alone_are_views() -> None:
+    greenfast.register_with_transformers(min_length=0)
+    masking = importlib.import_module("transformers.masking_utils")
+    padding = torch.ones(2, 20, dtype=torch.long)
+    more = {"inputs_embeds": torch.zeros(2, 20, 8)}
+    configs = [library.BertConfig(attn_implementation=name) for name in ("greenfast", "sdpa")]
+    assert masking.create_bidirectional_mask(configs[0], attention_mask=padding, **more) is None
+    padding[0, 15:] = 0
+    mine, wanted = (masking.create_bidirectional_mask(c, attention_mask=padding, **more) for c in configs)
+    assert mine.stride(2) == 0
+    assert torch.equal(mine, wanted)
+    mine, wanted = (
+        masking.create_bidirectional_mask(
+            c, attention_mask=padding, encoder_hidden_states=more["inputs_embeds"], inputs_embeds=torch.zeros(2, 7, 8)
+        )
+        for c in configs
+    )
+    assert mine.shape == (2, 1, 7, 20)
+    assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("name", ["sinks", "indices", "block_indices"])
 def test_attention_with_more_than_products_is_refused(name: str) -> None:
     routed = greenfast.register_with_transformers(min_length=0)
     more: dict[str, Any] = {name: 30.0}

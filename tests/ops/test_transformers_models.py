@@ -34,7 +34,7 @@ UNFIT = (
     "bloom", "xglm", "codegen", "bigbird_pegasus", "nllb-moe", "pegasus_x", "gpt_neox_japanese", "led", "mvp", "git",
     "longformer", "splinter", "mpt", "canine", "mpnet", "rembert", "imagegpt", "falcon", "deepseek_v32",
 )  # fmt: skip
-FIT = ("llama", "bert", "gpt2", "whisper", "gemma3_text", "vit", "t5", "deepseek_v3")
+FIT = ("llama", "bert", "gpt2", "whisper", "gemma2", "gemma3_text", "gpt_oss", "t5gemma", "vit", "t5", "deepseek_v3")
 #: Models for which transformers' "sdpa" and "eager" differ; greenfast agrees with "sdpa", the default.
 AS_SDPA = {
     "colpali": 'no token_type_ids reach PaliGemma: its prefix attends to all of itself with "sdpa", "eager" is causal',
@@ -55,7 +55,7 @@ class Verdict:
     detail: str = ""
     taken: int = 0
     fp8_error: float = 0.0  # relative (Frobenius), of the first output, against "eager" in float32
-    bf16_error: float = 0.0  # of "sdpa" in bfloat16
+    bf16_error: float = 0.0  # of "sdpa" in bfloat16, or of "eager" for a model without "sdpa"
 
 
 @contextmanager
@@ -65,13 +65,36 @@ def exact_attention() -> Iterator[None]:
     def explained(query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any) -> greenfast.Explanation:
         return explain(query.bfloat16(), key.bfloat16(), value.bfloat16(), *args, **more)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, precision: str, **more: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *, precision: str, softcap: float = 0.0,
+        sinks: Tensor | None = None, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        if softcap or sinks is not None:
+            return attend_with_features(query, key, value, softcap, sinks, **more)
         return nn.functional.scaled_dot_product_attention(query, key, value, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(integration, "explain", explained)
         patch.setattr(integration, "sdpa", attend)
         yield
+
+
+def attend_with_features(
+    query: Tensor, key: Tensor, value: Tensor, softcap: float, sinks: Tensor | None, attn_mask: Tensor | None,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Exact attention with a cap of the scores and a logit without a value; 0 for a row that attends to no key."""
+    assert enable_gqa
+    k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = (query @ k.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores).tril() == 0, -torch.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(attn_mask.logical_not(), -torch.inf)
+    last = scores.new_full((), -torch.inf) if sinks is None else sinks.view(1, -1, 1, 1).to(scores.dtype)
+    weights = torch.cat((scores, last.expand(*scores.shape[:-1], 1)), dim=-1).softmax(-1)[..., :-1]
+    return weights.nan_to_num(0.0) @ v
 
 
 def judge(name: str) -> Verdict:
@@ -119,7 +142,8 @@ def compare(kind: Any, config: Any, eager: Any, given: dict[str, Tensor], wanted
     taken = routed.taken
     if wrong or not taken:
         return Verdict("wrong" if wrong else "right", "; ".join(wrong), taken)
-    rounded = [zoo.build(kind, config, name, torch.bfloat16) for name in ("greenfast", "sdpa")]
+    own = "sdpa" if kind._supports_sdpa else "eager"
+    rounded = [zoo.build(kind, config, name, torch.bfloat16) for name in ("greenfast", own)]
     return Verdict("right", "", taken, *(error(model, given, wanted) for model in rounded))
 
 

@@ -23,14 +23,19 @@ from greenfast.spec.extras import install_command
 NAME = "greenfast"
 _REGISTER_LOCK = threading.Lock()
 
-#: Features of a layer's attention that transformers' "sdpa" would silently ignore.
-_UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices")
+#: Features that "sdpa" lacks, and their names in ``greenfast.sdpa``. softcap: a number. s_aux: (H,), the logit of one
+#: more key of each row, without a value.
+_FEATURES = {"softcap": "softcap", "s_aux": "sinks"}
+#: Features that are computed neither by "sdpa" nor by greenfast. sinks: a logit for each query and head.
+_UNSUPPORTED = ("sinks", "indices", "block_indices")
 #: Arguments that only transformers' own function supports.
 _FALLBACK_ONLY = ("position_bias", "cache")
 #: Attention without a causal mask, in spite of its ``is_causal`` attribute; "sdpa" makes it causal.
 _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 #: Code of a model that compares the name of an implementation.
 _NAME_COMPARISON = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
+#: Code of a layer that passes one of ``_FEATURES``.
+_FEATURE_ARGUMENT = re.compile(rf"\b({'|'.join(_FEATURES)})=self\.")
 _EAGER_HINT = 'use attn_implementation="eager"'
 _USE_HINT = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
@@ -41,14 +46,19 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
         greenfast.register_with_transformers()
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="greenfast")
 
-    A layer's attention is computed in FP8 by the rules of ``greenfast.explain`` with this ``min_length``. Otherwise
-    transformers' own "sdpa" computes it: with a mask (padded batches, windows, chunks of a prompt after the first),
-    with dropout, and in decoding with its few queries. Shared heads of K and V are not repeated. Registering again
-    replaces the settings, also for existing models.
+    A layer's attention is computed in FP8 by the rules of ``greenfast.explain`` with this ``min_length``, with the
+    boolean masks that transformers makes for padded batches, windows and chunks of a prompt. Otherwise transformers'
+    own "sdpa" computes it: with dropout, with numbers that are added to the scores, and in decoding with its few
+    queries. Shared heads of K and V are not repeated. Registering again replaces the settings, also for existing
+    models.
 
-    Models, and parts of models, that do not support "sdpa" or compare its name raise ValueError when they are
-    constructed or given the name, because their masks would be lost. A layer with unsupported features of attention
-    (soft caps, sinks, selected keys) raises ValueError when it runs.
+    Soft caps (``softcap``: Gemma 2) and sinks (``s_aux``: gpt-oss) are missing in "sdpa". Such layers are therefore
+    computed here whatever their length, and raise ValueError for calls that no kernel can compute, such as with
+    dropout. "auto" is "fp8" for them. They have no gradients.
+
+    Models, and parts of models, raise ValueError when they are constructed or given the name, if they compare the name
+    "sdpa", or do not support "sdpa" for other reasons than soft caps and sinks: their masks would be lost. A layer
+    with other features of attention (selected keys, sinks for each query) raises ValueError when it runs.
 
     Raises ImportError if transformers is missing or too old, ValueError for an unknown precision, and TypeError or
     ValueError for an invalid ``min_length``.
@@ -67,7 +77,8 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
     with _REGISTER_LOCK:
         attention = _RegisteredAttention(precision, min_length, attentions()["sdpa"])
         _install_model_check(model)  # before the name can be chosen; masks come before attention
-        masks.register(NAME, _MaskFunction(model, masks()["sdpa"]))
+        bidirectional = getattr(sys.modules[masks.__module__], "bidirectional_mask_function", None)
+        masks.register(NAME, _MaskFunction(model, masks()["sdpa"], bidirectional))
         attentions.register(NAME, attention.attend)
     return attention.routed
 
@@ -108,7 +119,7 @@ def _check_model(model: Any) -> None:
 @functools.cache
 def _find_model_fault(model: Any) -> str | None:
     """Return why a class of models cannot use an implementation with a foreign name; None if it can."""
-    if not getattr(model, "_supports_sdpa", False):
+    if not (getattr(model, "_supports_sdpa", False) or _lacks_features_only(model)):
         return f'it does not support "sdpa", so its attention would run without the masks that it needs; {_EAGER_HINT}'
     for name in {base.__module__ for base in model.__mro__} - {"builtins"}:
         module = sys.modules.get(name)
@@ -118,6 +129,17 @@ def _find_model_fault(model: Any) -> str | None:
         if module and name.rpartition(".")[2].startswith("modeling_") and _NAME_COMPARISON.search(_read_source(module)):
             return f'it treats "sdpa" by name, and would get other masks or queries under another name; {_USE_HINT}'
     return None
+
+
+def _lacks_features_only(model: Any) -> bool:
+    """Return whether "sdpa" lacks no more than soft caps or sinks for a class of models.
+
+    Then its layers pass them, and transformers runs it by FlashAttention, with its own masks for each implementation.
+    """
+    if not (getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)):
+        return False
+    modules = [sys.modules.get(name) for name in {base.__module__ for base in model.__mro__} - {"builtins"}]
+    return any(module and _FEATURE_ARGUMENT.search(_read_source(module)) for module in modules)
 
 
 def _read_source(module: Any) -> str:
@@ -135,11 +157,16 @@ def _format_refusal(name: str, reason: str) -> str:
 
 
 class _MaskFunction:
-    """Build the masks of "sdpa", after a check for models with a config that was edited by hand."""
+    """Build the masks of "sdpa", after a check for models with a config that was edited by hand.
 
-    def __init__(self, model: Any, masks: Any) -> None:
+    A mask of padding alone, the same for all queries, is a view with a stride of 0: attention then skips the padding.
+    bidirectional: transformers' function without limits, to which it adds the padding; None if it has none.
+    """
+
+    def __init__(self, model: Any, masks: Any, bidirectional: Any) -> None:
         self.model = model
         self.masks = masks
+        self.bidirectional = bidirectional
 
     def __call__(self, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -147,7 +174,11 @@ class _MaskFunction:
             reason = _find_config_fault(self.model, kind)
             if reason is not None:
                 raise ValueError(_format_refusal(kind.__name__, reason))
-        return self.masks(*args, config=config, **kwargs)
+        q_length, function = kwargs.get("q_length"), kwargs.get("mask_function")
+        if q_length is None or function is None or function is not self.bidirectional:
+            return self.masks(*args, config=config, **kwargs)
+        mask = self.masks(*args, config=config, **{**kwargs, "q_length": 1})
+        return None if mask is None else mask.expand(-1, -1, q_length, -1)
 
 
 @functools.cache
@@ -179,8 +210,8 @@ class _RegisteredAttention:
 
         Returns (B, S, H, D), and None for the weights.
         """
-        _check_arguments(module, kwargs)
-        causal, k, v = False, key, value
+        features = _parse_features(module, kwargs)
+        mask, causal, k, v = _remove_repeats(attention_mask), False, key, value
         if type(module).__name__ in _NOT_CAUSAL:
             is_causal = False
         if attention_mask is None and query.shape[2] > 1:
@@ -188,13 +219,15 @@ class _RegisteredAttention:
         if causal and key.shape[2] > query.shape[2]:  # a partly filled static cache
             k, v = (x[:, :, : query.shape[2]] for x in (key, value))
         if in_context_parallel():  # as in ``greenfast.use``
-            return self._attend_sharded(query, k, v, attention_mask, dropout, causal, scaling, kwargs), None
-        explanation = self._explain(query, k, v, attention_mask, dropout, causal, scaling, kwargs)
+            return self._attend_sharded(query, k, v, mask, dropout, causal, scaling, kwargs, features), None
+        explanation = self._explain(query, k, v, mask, dropout, causal, scaling, kwargs, features)
+        if features and not explanation.taken:
+            raise ValueError(_format_feature_refusal(module, kwargs, explanation.reason))
         self.routed.count(explanation)
         if explanation.taken:
             out = sdpa(
-                query, k, v, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=True,
-                precision=explanation.precision,
+                query, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True,
+                precision=explanation.precision, **features,
             )  # type: ignore[call-overload]  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
         result: tuple[Tensor, None] = self.fallback(
@@ -204,33 +237,56 @@ class _RegisteredAttention:
 
     def _attend_sharded(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, kwargs: dict[str, Any],
+        scale: float | None, kwargs: dict[str, Any], features: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """Compute (B, S, H, D) in a ``context_parallel``. Raises NotImplementedError for unsupported arguments."""
         for name in _FALLBACK_ONLY:
             if kwargs.get(name) is not None:
                 raise NotImplementedError(f"{name}: it is not computed in a context_parallel")
-        out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision)
+        out: Tensor = sdpa(query, key, value, mask, dropout, causal, scale, True, precision=self.precision, **features)
         self.routed.count(CONTEXT_PARALLEL)
         return out.transpose(1, 2).contiguous()
 
     def _explain(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, kwargs: dict[str, Any],
+        scale: float | None, kwargs: dict[str, Any], features: dict[str, Any],
     ) -> Explanation:  # fmt: skip
         for name in _FALLBACK_ONLY:
             if kwargs.get(name) is not None:
                 return Explanation(TORCH, f"{name}: transformers' own function has it")
+        precision, min_length = self.precision, self.min_length
+        if features:  # there is no other implementation to be faster
+            precision, min_length = "fp8" if precision == "auto" else precision, 0
         return explain(
-            query, key, value, mask, dropout, causal, scale, True, precision=self.precision, min_length=self.min_length
-        )
+            query, key, value, mask, dropout, causal, scale, True, precision=precision, min_length=min_length,
+            **features,
+        )  # fmt: skip
 
 
-def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for attention that neither greenfast nor "sdpa" computes as the model defines it."""
+def _remove_repeats(mask: Any) -> Any:
+    """Return a mask with one of each set of sequences, heads and queries that an expanded view repeats."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return mask
+    for dim in range(3):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _parse_features(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``greenfast.sdpa`` for features that "sdpa" lacks. Raises ValueError for the others."""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f'{type(module).__name__}: its attention has `{name}`, which attn_implementation="{NAME}" does not '
                 f"compute; {_EAGER_HINT}"
             )
+    return {ours: kwargs[name] for name, ours in _FEATURES.items() if kwargs.get(name) is not None}
+
+
+def _format_feature_refusal(module: nn.Module, kwargs: dict[str, Any], reason: str) -> str:
+    names = " and ".join(f"`{name}`" for name in _FEATURES if kwargs.get(name) is not None)
+    return (
+        f'{type(module).__name__}: its attention has {names}, which "sdpa" lacks, and attn_implementation="{NAME}" '
+        f"does not compute this call: {reason}; {_EAGER_HINT}"
+    )
