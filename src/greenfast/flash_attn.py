@@ -69,8 +69,10 @@ def flash_attn_varlen_func(
     """Attention of packed sequences, over their own keys or over a paged FP8 cache.
 
     q: (total_q, heads, head_dim) of float16 or bfloat16, or float8_e4m3fn with q_descale (batch, kv_heads).
-    Without block_table: k, v (total_k, kv_heads, head_dim) with cu_seqlens_k, of q's dtype; each token and head is
-    quantized with its own scale. They may also be float8_e4m3fn with k_descale, v_descale.
+    Without block_table: k, v (total_k, kv_heads, head_dim) with cu_seqlens_k, of q's dtype. They are computed as in
+    ``varlen_attn``. With scheduler_metadata, and if max_seqlen_q times the query heads of a KV head is at most 64, each
+    token and head is quantized with its own scale, as in a cache. They may also be float8_e4m3fn with k_descale,
+    v_descale.
     With block_table (or page_table), int32 (batch, max_pages): k, v are the float8_e4m3fn pages of a ``PagedKVCache``,
     k_descale, v_descale their scales and seqused_k, int32 (batch,), the lengths.
     cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,). max_seqlen_q, max_seqlen_k: at least the longest sequence's. Lengths
@@ -79,7 +81,8 @@ def flash_attn_varlen_func(
     scheduler_metadata: a ``ServingPlan`` of these lengths. out: the tensor for the output.
 
     Returns the output, (total_q, heads, head_dim) of q's dtype (bfloat16 for E4M3); with return_attn_probs or
-    return_softmax_lse also the natural log-sum-exp, float32 (heads, total_q). There are no gradients.
+    return_softmax_lse also the natural log-sum-exp, float32 (heads, total_q). Only calls that are computed as in
+    ``varlen_attn`` have gradients, without seqused_k, softcap, s_aux and out.
 
     Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for calls without a kernel,
     naming the argument, before any work.

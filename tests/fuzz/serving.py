@@ -249,9 +249,15 @@ class KeysDraw:
                 )  # fmt: skip
 
         else:
+            plan = greenfast.ServingPlan(
+                starts_q, lengths, max(q_lengths), heads=heads, kv_heads=self.kv_heads, head_dim=dim,
+                causal=self.causal, window_size=self.window,
+            )  # fmt: skip
 
             def call() -> Any:
-                return flash_attn_varlen_func(q, k, v, starts_q, starts_k, max(q_lengths), max(kv_lengths), **options)
+                return flash_attn_varlen_func(
+                    q, k, v, starts_q, starts_k, max(q_lengths), max(kv_lengths), scheduler_metadata=plan, **options
+                )
 
         result, wrong = repeated(run, call)
         for name, x, y in zip(("out", "lse"), result, wanted, strict=True):

@@ -346,8 +346,9 @@ def test_k_and_v_without_a_cache_against_pytorch() -> None:
         assert float(error) < 0.07
 
 
+@pytest.mark.parametrize("planned", [True, False], ids=["serving", "dense"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_many_short_work_tiles_end(head_dim: int) -> None:
+def test_many_short_work_tiles_end(head_dim: int, planned: bool) -> None:
     """With one stage and a scale per token, a wait for one phase of a barrier of two could not end."""
     lengths = [64, 200, 1024, 1, 130, 600] * 8
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -357,8 +358,16 @@ def test_many_short_work_tiles_end(head_dim: int) -> None:
         for heads in (16, 8, 8)
     )
 
+    plan = (
+        greenfast.ServingPlan(
+            starts, starts.diff(), 1024, heads=16, kv_heads=8, head_dim=head_dim, causal=True, total_q=sum(lengths)
+        )
+        if planned
+        else None
+    )
+
     def call() -> Tensor:
-        out = flash_attn_varlen_func(q, k, v, starts, starts, 1024, 1024, causal=True)
+        out = flash_attn_varlen_func(q, k, v, starts, starts, 1024, 1024, causal=True, scheduler_metadata=plan)
         assert isinstance(out, Tensor)
         return out
 

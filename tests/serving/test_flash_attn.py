@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import greenfast
 from greenfast import flash_attn
@@ -80,6 +81,114 @@ def test_keys_in_no_cache(dtype: torch.dtype) -> None:
     assert (lse - sums)[sums.isfinite()].abs().max() < 0.1
 
 
+@pytest.mark.parametrize(
+    ("options", "window", "causal"),
+    [
+        ({}, (-1, -1), True),
+        ({"causal": False}, (-1, -1), False),
+        ({"causal": False, "window_size": None}, (-1, -1), False),
+        ({"causal": False, "window_size": [20, 4]}, (20, 4), False),
+        ({"window_size": (20, 4)}, (20, 0), True),
+        ({"causal": False, "window_size": (-1, 3)}, (-1, 3), False),
+        ({"causal": False, "window_size": (9, -1)}, (9, -1), False),
+        ({"causal": False, "window_size": (2**40, 2**40)}, (-1, -1), False),
+    ],
+    ids=str,
+)
+def test_masks_of_the_dense_kernel(options: dict[str, Any], window: tuple[int, int], causal: bool) -> None:
+    inputs = varlen() | options
+    assert inputs["max_seqlen_q"] * 2 > 64, "few rows have the serving kernel"
+    out, lse = both(flash_attn_varlen_func(**inputs, return_softmax_lse=True))
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in ((inputs["q"], 0), (inputs["k"], 1), (inputs["v"], 1))]
+    wanted, sums = exact(list(parts[0]), list(parts[1]), list(parts[2]), causal, window)
+    assert relative(out, wanted) < OF_FORMAT
+    assert torch.equal(lse.isneginf(), sums.isneginf())
+    assert (lse - sums)[sums.isfinite()].abs().max() < 0.1
+    left, right = window
+    starts = (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], 40, 130)
+    same: Any = greenfast.varlen_attn(
+        inputs["q"], inputs["k"], inputs["v"], *starts, enable_gqa=True, window_size=(left, 0 if causal else right)
+    )
+    assert torch.equal(out, same)
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 5.0}, {"s_aux": torch.linspace(-2, 9, 4)}, {"softmax_scale": 0.3}], ids=str
+)
+def test_scores_of_both_kernels(options: dict[str, Any], few: bool) -> None:
+    """The dense kernel, and the serving kernel for few rows: sinks are a part of the log-sum-exp in both."""
+    inputs = varlen() | options
+    plan = greenfast.ServingPlan(
+        inputs["cu_seqlens_q"], inputs["cu_seqlens_k"].diff(), 40, heads=4, kv_heads=2, head_dim=64, causal=True
+    )
+    out, lse = both(flash_attn_varlen_func(**inputs, scheduler_metadata=plan if few else None, return_attn_probs=True))
+    outs, sums = [], []
+    group_keys, group_values = (inputs[n].double().repeat_interleave(2, 1) for n in "kv")
+    for (n, m), q_first, k_first in zip(LENGTHS, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], strict=False):
+        a = inputs["q"][q_first : q_first + n].double().transpose(0, 1)
+        b, c = (x[k_first : k_first + m].transpose(0, 1) for x in (group_keys, group_values))
+        scores = a @ b.transpose(1, 2) * options.get("softmax_scale", 0.125)
+        if "softcap" in options:
+            scores = 5.0 * torch.tanh(scores / 5.0)
+        scores = scores.masked_fill(~visible(n, m, True, (-1, -1)), -math.inf)
+        if "s_aux" in options:
+            scores = torch.cat([scores, options["s_aux"].double().view(-1, 1, 1).expand(-1, n, 1)], -1)
+        outs.append((scores.softmax(-1).nan_to_num(0.0)[..., :m] @ c).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+    wanted, wanted_sums = torch.cat(outs), torch.cat(sums, 1)
+    assert relative(out, wanted) < (0.11 if "softmax_scale" in options else OF_FORMAT)
+    assert torch.equal(lse.isneginf(), wanted_sums.isneginf())
+    assert (lse - wanted_sums)[wanted_sums.isfinite()].abs().max() < 0.3
+
+
+def test_gradients_of_the_dense_kernel() -> None:
+    inputs = varlen()
+    tensors = [inputs[name].requires_grad_() for name in "qkv"]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    grad = normal(50, 4, 64, seed=9)
+    out = flash_attn_varlen_func(**inputs)
+    torch.autograd.backward(out, grad)
+    parts = [x.split([n[i] for n in LENGTHS]) for x, i in zip(wide, (0, 1, 1), strict=True)]
+    torch.autograd.backward(exact(list(parts[0]), list(parts[1]), list(parts[2]))[0], grad.double())
+    for x, y in zip(tensors, wide, strict=True):
+        assert relative(x.grad, y.grad) < 0.01
+    with pytest.raises(NotImplementedError, match="out: given, while it or an input requires a gradient"):
+        flash_attn_varlen_func(**inputs, out=torch.empty_like(out))
+    with torch.no_grad():
+        into = torch.empty_like(out)
+        assert flash_attn_varlen_func(**inputs, out=into) is into
+        assert torch.equal(into, out)
+    for name, value in (("softcap", 5.0), ("s_aux", torch.zeros(4))):
+        with pytest.raises(
+            NotImplementedError, match=f"{name.replace('s_aux', 'sinks')}: with it there are no gradients"
+        ):
+            flash_attn_varlen_func(**inputs, **{name: value}).sum().backward()
+
+
+def test_head_dims_and_groups_that_only_the_dense_kernel_has() -> None:
+    cu = cumulative([70])
+    q, k, v = normal(70, 34, 72, seed=1), normal(70, 2, 72, seed=2), normal(70, 2, 72, seed=3)
+    assert relative(flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, causal=True), exact([q], [k], [v])[0]) < OF_FORMAT
+    one = flash_attn_varlen_func(q[:1], k[:1], v[:1], cumulative([1]), cumulative([1]), 1, 1)
+    assert relative(one, v[:1].double().repeat_interleave(17, 1)) < OF_FORMAT
+    plan = greenfast.ServingPlan(cu, torch.tensor([70]).int(), 70, heads=4, kv_heads=2, head_dim=64)
+    with pytest.raises(NotImplementedError, match="k: head_dim 72; allowed: 64, 128, 256, and for 16 bits without"):
+        flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, scheduler_metadata=plan)
+
+
+def test_queries_as_their_own_output() -> None:
+    inputs = varlen()
+    wanted, sums = both(flash_attn_varlen_func(**inputs, return_softmax_lse=True))
+    for wants_lse in (True, False):
+        q = inputs["q"].clone()
+        result = flash_attn_varlen_func(**(inputs | {"q": q, "out": q}), return_softmax_lse=wants_lse)
+        out, lse = both(result) if wants_lse else (result, sums)
+        assert out is q
+        assert torch.equal(out, wanted)
+        assert torch.equal(lse, sums)
+
+
 def filled(
     k: list[Tensor], v: list[Tensor], page_size: int = 32, **options: Any
 ) -> tuple[greenfast.PagedKVCache, Tensor]:
@@ -98,8 +207,11 @@ def filled(
 @pytest.mark.parametrize("values", ["grouped", "rows"])
 def test_keys_in_no_cache_and_in_one_give_the_same_bits(values: Any) -> None:
     inputs = varlen()
-    wanted, sums = both(flash_attn_varlen_func(**inputs, return_softmax_lse=True))
     lengths = [n for _, n in LENGTHS]
+    plan = greenfast.ServingPlan(
+        inputs["cu_seqlens_q"], torch.tensor(lengths).int(), 40, heads=4, kv_heads=2, head_dim=64, causal=True
+    )
+    wanted, sums = both(flash_attn_varlen_func(**inputs, scheduler_metadata=plan, return_softmax_lse=True))
     cache, table = filled(list(inputs["k"].split(lengths)), list(inputs["v"].split(lengths)), values=values)
     pages = cache.layer()
     # as vLLM calls it
@@ -118,10 +230,12 @@ def test_keys_in_no_cache_and_in_one_give_the_same_bits(values: Any) -> None:
 
 
 def test_decode_equals_prefill() -> None:
-    """A prompt at once without a cache, then the same tokens one by one and in chunks over a cache: the same bits."""
+    """A prompt at once, with a plan and no cache, then one by one and in chunks over a cache: the same bits."""
     q, k, v = normal(70, 4, 64, seed=1), normal(70, 2, 64, seed=2), normal(70, 2, 64, seed=3)
     cu = torch.tensor([0, 70], dtype=torch.int32)
-    whole = flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, causal=True, window_size=(50, 0))
+    mask: dict[str, Any] = {"causal": True, "window_size": (50, 0)}
+    plan = greenfast.ServingPlan(cu, torch.tensor([70]).int(), 70, heads=4, kv_heads=2, head_dim=64, **mask)
+    whole = flash_attn_varlen_func(q, k, v, cu, cu, 70, 70, **mask, scheduler_metadata=plan)
     cache, table = filled([k[:0]], [v[:0]])
     cache.reserve(0, 70)
     table, pages = cache.block_table([0]), cache.layer()
@@ -466,8 +580,27 @@ def test_explanations() -> None:
     assert result.kernel == "reference"
     assert torch.equal(inputs["k_cache"].view(torch.uint8), before)
     assert greenfast.explain_call(flash_attn_varlen_func, **varlen()).kernel == "reference"
+    assert greenfast.explain_call(flash_attn_varlen_func, **varlen(), softcap=torch.tensor(3.0)).kernel == "reference"
     on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in varlen().items()}
     assert greenfast.explain_call(flash_attn_varlen_func, **on_meta).kernel == "meta"
+
+
+def test_explanations_of_keys_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with FakeTensorMode():
+        inputs = {
+            n: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
+            for n, x in varlen().items()
+        }
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "hopper"),
+        ({"return_attn_probs": True}, "hopper"),
+        ({"max_seqlen_q": 32}, "serving"),
+        ({"dropout_p": 0.5}, "torch"),
+    ]
+    for changes, kernel in cases:
+        assert greenfast.explain_call(flash_attn_varlen_func, **(inputs | changes)).kernel == kernel
+    assert greenfast.explain_call(flash_attn_varlen_func, **inputs).reason.startswith("K and V are quantized")
 
 
 def test_explanations_say_how_values_lie() -> None:

@@ -48,6 +48,19 @@ def keys() -> dict[str, Any]:
         ({"cu_seqlens_q": int32(), "cu_seqlens_k": int32()}, ValueError, r"cu_seqlens_q: .*\(0,\); int32 \(batch"),
         ({"cu_seqlens_q": [0, 4, 10]}, ValueError, "cu_seqlens_q: list"),
         ({"max_seqlen_k": 6}, ValueError, "max_seqlen_k: 6; a sequence has 7 keys"),
+        ({"max_seqlen_q": 5}, ValueError, "max_seqlen_q: 5; a sequence has 6 queries"),
+        ({"cu_seqlens_q": int32(0, 4, 11)}, ValueError, "cu_seqlens_q: .* to at most the 10 tokens of q"),
+        ({"cu_seqlens_q": int32(0, 4, 10).long()}, TypeError, "cu_seqlens_q: its dtype is torch.int64"),
+        ({"seqused_k": int32(1, 2).long()}, TypeError, "seqused_k .*: its dtype is torch.int64"),
+        ({"seqused_k": int32(1, 2, 3)}, ValueError, "cu_seqlens_q: its shape|seqused_k"),
+        ({"s_aux": torch.zeros(3)}, ValueError, r"sinks \(s_aux\): its shape is \(3,\)"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
+        ({"softcap": -1.0}, ValueError, "softcap: -1.0"),
+        ({"v": normal(12, 2, 64).half()}, TypeError, "v: its dtype is torch.float16"),
+        ({"v": normal(12, 2, 32)}, ValueError, "v: .*, k .*; they must agree"),
+        ({"q": normal(10, 4, 32)}, ValueError, "q: its head_dim is 32, k's 64"),
+        ({"q_descale": torch.ones(())}, ValueError, r"q_scale \(q_descale\): given for q of torch.bfloat16"),
+        ({"out": normal(10, 4, 64).half()}, TypeError, "out: its dtype is torch.float16"),
         ({"seqused_k": int32(6, 2)}, ValueError, "seqused_k: 6 of sequence 0; it has 5 keys"),
         ({"seqused_k": int32(-1, 2)}, ValueError, "seqused_k: -1 of sequence 0"),
         ({"out": normal(1, 4, 64).expand(10, 4, 64)}, ValueError, "out: .* share memory"),
@@ -75,10 +88,14 @@ def keys() -> dict[str, Any]:
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
-def test_keys_that_are_not_there(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    varlen(**keys())
+@pytest.mark.parametrize("max_seqlen_q", [6, 40], ids=["serving", "dense"])
+def test_keys_that_are_not_there(
+    changes: dict[str, Any], error: type[Exception], message: str, max_seqlen_q: int
+) -> None:
+    inputs = keys() | {"max_seqlen_q": max_seqlen_q}
+    varlen(**inputs)
     with pytest.raises(error, match=message):
-        varlen(**keys() | changes)
+        varlen(**inputs | changes)
 
 
 def step() -> tuple[dict[str, Any], list[Tensor]]:

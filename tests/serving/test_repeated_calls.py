@@ -19,6 +19,7 @@ import greenfast
 from greenfast import flash_attn
 from greenfast.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from greenfast.ops import call_cache
+from greenfast.ops import varlen as varlen_module
 from greenfast.serving import call as serving_call
 from greenfast.serving import checks as serving_checks
 from greenfast.serving import cuda as serving_cuda
@@ -168,6 +169,7 @@ def calls() -> list[tuple[Callable[[], Any], list[Tensor]]]:
         one = options["q"].dim() == 4 and options["q"].shape[1] == 1
         if one and isinstance(lengths, Tensor) and table is not None:
             result.append((partial(varlen, options), [*tensors_of(options), STARTS]))
+    result += [(partial(flash_attn_varlen_func, **x), tensors_of(x)) for x in (*dense(), *observed()[:3])]
     return result
 
 
@@ -241,6 +243,44 @@ def uncached() -> list[Options]:
         {"out": torch.zeros(9, HEADS, DIM).bfloat16()},
     ]
     return [base | change for change in changes]
+
+
+def dense() -> list[Options]:
+    """Return calls on keys without a cache that the dense kernel computes, and that differ in one argument."""
+    changes: list[Options] = [
+        {"max_seqlen_q": 41},
+        {"softmax_scale": 0.5},
+        {"softcap": 3.0},
+        {"softcap": 3.0, "return_softmax_lse": True},
+        {"s_aux": torch.zeros(HEADS)},
+        {"window_size": (4, 0)},
+        {"window_size": (4, 2)},
+        {"window_size": (4, 2), "causal": True},
+        {"q": torch.zeros(9, 2 * HEADS, DIM).bfloat16()[:, ::2]},
+        {"q": torch.zeros(9, 17 * KV_HEADS, DIM).bfloat16()},
+        {name: torch.zeros(9, 2, 72).bfloat16() for name in ("q", "k", "v")},
+        {"out": torch.zeros(9, HEADS, DIM).bfloat16(), "softcap": 3.0},
+        {"out": torch.zeros(9, HEADS, DIM).bfloat16(), "s_aux": torch.zeros(HEADS), "return_softmax_lse": True},
+    ]
+    plain = [x | {"max_seqlen_q": 40} for x in uncached() if x["q"].dtype != torch.float8_e4m3fn]
+    aliased = plain[0] | {"softcap": 4.0}
+    aliased["out"] = aliased["q"]
+    return plain + [plain[0] | change for change in changes] + [aliased]
+
+
+def observed() -> list[Options]:
+    """Return calls of the dense kernel that are not replayed."""
+    base = dense()[0]
+    into = base["q"].clone()
+    return [
+        base | {"return_softmax_lse": True},  # the keys' mean is added to it
+        base | {"s_aux": torch.zeros(HEADS).bfloat16()},
+        base | {"window_size": [4, 0]},
+        base | {"q": into, "out": into, "return_softmax_lse": True},
+        base | {"out": torch.zeros(9, 2 * HEADS, DIM).bfloat16()[:, ::2]},
+        base | {"k": torch.zeros(9, 2 * DIM, KV_HEADS).bfloat16().transpose(1, 2)[..., ::2]},
+        base | {"cu_seqlens_q": torch.zeros(8).int()[::2]},
+    ]
 
 
 def composed() -> list[tuple[partial[Any], list[Tensor]]]:
@@ -386,14 +426,19 @@ def test_what_is_repeated_skips_the_checks(gpu: PretendedGpu, monkeypatch: pytes
     for inputs in options:
         call(inputs)
         varlen(inputs)
-    for run, _ in composed():
+    uncached_calls = [partial(flash_attn_varlen_func, **x) for x in dense()]
+    slow = [partial(flash_attn_varlen_func, **x) for x in observed()]
+    for run in (*(run for run, _ in composed()), *uncached_calls, *slow[:3]):
         run()
     monkeypatch.setattr(flash_attn, "AttentionCall", None)
     for inputs in options:
         call(inputs)
         varlen(inputs)
-    for run, _ in composed():
+    for run in (*(run for run, _ in composed()), *uncached_calls):
         run()
+    for run in slow:
+        with pytest.raises(TypeError, match="NoneType"):
+            run()
 
 
 def test_outputs_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
@@ -514,6 +559,118 @@ def test_every_refusal_stays(gpu: PretendedGpu, change: Options, error: type[Exc
         with pytest.raises(error):
             call(base() | made)
     assert not gpu.launched()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"causal": 1}, TypeError, "causal: 1"),
+        ({"softcap": True}, TypeError, "softcap: True"),
+        ({"softcap": -3.0}, ValueError, "softcap: -3.0"),
+        ({"softcap": float("nan")}, ValueError, "softcap: nan"),
+        ({"window_size": (True, 0)}, TypeError, "window_size: "),
+        ({"window_size": (4.0, 0)}, TypeError, "window_size: "),
+        ({"window_size": 4}, TypeError, "window_size: "),
+        ({"softmax_scale": True}, TypeError, "softmax_scale: "),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale: "),
+        ({"softmax_scale": torch.tensor(0.5, requires_grad=True)}, TypeError, "softmax_scale: "),
+        ({"num_splits": True}, TypeError, "num_splits: "),
+        ({"max_seqlen_q": True}, TypeError, "max_seqlen_q: "),
+        ({"max_seqlen_q": 40.0}, TypeError, "max_seqlen_q: "),
+        ({"max_seqlen_k": None}, TypeError, "max_seqlen_k: "),
+        ({"seqused_q": torch.ones(3).int()}, NotImplementedError, "seqused_q: "),
+        ({"seqused_k": torch.ones(3)}, TypeError, "seqused_k "),
+        ({"seqused_k": torch.ones(4).int()}, ValueError, "seqused_k|cu_seqlens_q"),
+        ({"cu_seqlens_k": torch.ones(3).int()}, ValueError, "cu_seqlens_k: "),
+        ({"cu_seqlens_q": torch.zeros(4)}, TypeError, "cu_seqlens_q: "),
+        ({"q": torch.zeros(9, HEADS, DIM)}, TypeError, "q: "),
+        ({"q": [1]}, TypeError, "q: "),
+        ({"k": torch.zeros(9, 3, DIM).bfloat16()}, ValueError, "q: it has 8 heads, k 3"),
+        ({"v": torch.zeros(9, KV_HEADS, DIM).half()}, TypeError, "v: "),
+        ({"k_descale": torch.ones(())}, ValueError, "k_descale, v_descale: "),
+        ({"q_descale": torch.ones(())}, ValueError, r"q_scale \(q_descale\): "),
+        ({"s_aux": torch.zeros(2 * HEADS)}, ValueError, r"sinks \(s_aux\): "),
+        ({"out": torch.zeros(9, HEADS, DIM).half()}, TypeError, "out: its dtype"),
+        ({"out": torch.zeros(8, HEADS, DIM).bfloat16()}, ValueError, "out: its shape"),
+        ({"out": torch.zeros(1, HEADS, DIM).bfloat16().expand(9, HEADS, DIM)}, ValueError, "out: .* share memory"),
+        ({"scheduler_metadata": 1}, TypeError, "scheduler_metadata: "),
+        ({"block_table": torch.zeros(3, 4).int()}, ValueError, "seqused_k: None"),
+    ],
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else "",
+)
+def test_every_refusal_of_keys_without_a_cache_stays(
+    gpu: PretendedGpu, change: Options, error: type[Exception], message: str
+) -> None:
+    every = dense()
+    for options in every:
+        flash_attn_varlen_func(**options)
+    gpu.launched()
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            flash_attn_varlen_func(**(every[0] | change))
+    assert not gpu.launched()
+
+
+@pytest.mark.parametrize(("name", "launch"), [("q", 2), ("k", 1), ("v", 1)])
+def test_keys_without_a_cache_at_an_odd_address_are_copied(gpu: PretendedGpu, name: str, launch: int) -> None:
+    inputs = dense()[0]
+    memory = torch.zeros(inputs[name].numel() + 4).bfloat16()
+    gpu.keep([memory, *tensors_of(inputs)])
+    odd = memory[4:].view(inputs[name].shape)
+    for _ in range(2):
+        flash_attn_varlen_func(**inputs)
+    gpu.launched()
+    flash_attn_varlen_func(**(inputs | {name: odd}))
+    launches = gpu.launched()
+    assert len(launches) == 3
+    assert odd.data_ptr().to_bytes(8, "little") not in b"".join(launches[launch].arguments)
+
+
+def test_outputs_without_a_cache_are_where_they_were_asked_for(gpu: PretendedGpu) -> None:
+    inputs = next(x for x in dense() if "out" in x)
+    gpu.real = True
+    address = inputs["out"].data_ptr().to_bytes(8, "little")
+    for _ in range(3):
+        assert flash_attn_varlen_func(**inputs) is inputs["out"]
+        assert address in b"".join(gpu.launched()[-1].arguments)
+    del inputs["out"]
+    found: list[Any] = [flash_attn_varlen_func(**inputs) for _ in range(3)]
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 3
+
+
+def test_an_observed_call_without_a_cache_goes_through_the_dispatcher(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = dense()[0]
+    for _ in range(2):
+        flash_attn_varlen_func(**inputs)
+    gpu.launched()
+    seen: list[Any] = []
+
+    def dispatched(query: Tensor, *args: Any) -> Tensor:
+        seen.append(args)
+        return query
+
+    monkeypatch.setattr(varlen_module, "VARLEN", dispatched)
+    for observer in (torch.autograd.profiler.profile(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level()):
+        with observer:
+            flash_attn_varlen_func(**inputs)
+        assert seen.pop()
+    for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"):
+        flash_attn_varlen_func(**(inputs | {name: inputs[name].as_subclass(Subclass)}))
+        assert seen.pop()
+    for name in ("q", "k", "v"):
+        flash_attn_varlen_func(**(inputs | {name: inputs[name].clone().requires_grad_()}))
+        assert seen.pop()
+    assert not gpu.launched()
+    with torch.no_grad():
+        flash_attn_varlen_func(**(inputs | {"q": inputs["q"].clone().requires_grad_()}))
+    flash_attn_varlen_func(**inputs)
+    assert not seen
+    assert len(gpu.launched()) == 6
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        flash_attn_varlen_func(**inputs)
+    assert seen
 
 
 def test_arguments_in_the_wrong_places_are_refused(gpu: PretendedGpu) -> None:

@@ -121,12 +121,12 @@ def attend_packed(
     args: the operator's arguments. out: a tensor for the output, without gradients. Returns the output, and the
     log-sum-exp or None.
     """
-    query, *tensors = (x for x in (*args[:7], out) if x is not None)
-    # Rows of query may be overwritten by their output, but the log-sum-exp is completed after the launches.
-    if (
-        not torch_ops.can_skip_dispatcher(query, *tensors)
-        or (out is not None and not out.is_contiguous())
-        or (out is not None and wants_lse and out.data_ptr() == query.data_ptr())
+    query, key, value, starts_q, starts_k, seqused_k, sinks, *_, softcap, _ = args
+    tensors = [x for x in (query, key, value, starts_q, starts_k, seqused_k, sinks, out) if x is not None]
+    # The output may overwrite query, unless query is needed after the launches, for the log-sum-exp.
+    needs_query = wants_lse and has_key_mean(softcap, sinks)
+    if not torch_ops.can_skip_dispatcher(*tensors) or (
+        out is not None and (not out.is_contiguous() or (needs_query and out.data_ptr() == query.data_ptr()))
     ):
         result, lse = VARLEN_LSE(*args) if wants_lse else (VARLEN(*args), None)
         return (result, lse) if out is None else (out.copy_(result), lse)

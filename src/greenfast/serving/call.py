@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, parse_length, parse_number
+from greenfast.kernels.serving.config import NARROW_ROWS
+from greenfast.ops.arguments import check_flag, is_valid_scale, parse_length, parse_number
 from greenfast.ops.layout import is_capturing, synchronized
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
-from greenfast.ops.symbols import is_known, require, require_same_shape
+from greenfast.ops.symbols import is_certain, is_known, require, require_same_shape
+from greenfast.ops.varlen import MAX_WINDOW, attend_packed, check_varlen
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import (
     E4M3,
@@ -21,7 +23,9 @@ from greenfast.serving.checks import (
     check_append_once,
     check_attention_once,
     check_keys,
+    check_once,
     check_out,
+    check_queries,
     check_starts,
     check_strided,
     check_values,
@@ -107,7 +111,7 @@ class AttentionCall:
         self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
         scales: tuple[Tensor | None, ...], wants_lse: bool, request: tuple[Any, ...] | None = None,
     ) -> Result:  # fmt: skip
-        """Compute attention over keys without a cache. They are first quantized into temporary pages."""
+        """Compute attention over keys without a cache, by the dense kernel or over temporary pages."""
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
             if x.dim() != 3:
@@ -130,8 +134,13 @@ class AttentionCall:
         is_quantized = k.dtype == E4M3
         if not is_quantized and (scales[1] is not None or scales[2] is not None):
             raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}. This call quantizes k; None is needed")
+        if scales[0] is None and self._uses_dense_kernel(k, v, cu_seqlens_k, seqused_k):
+            return self._attend_dense(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, wants_lse, request)
         if k.shape[2] not in HEAD_DIMS:
-            raise NotImplementedError(f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}")
+            raise NotImplementedError(
+                f"k: head_dim {k.shape[2]}; allowed: {', '.join(map(str, HEAD_DIMS))}, and for 16 bits without "
+                "scheduler_metadata multiples of 8 up to 256"
+            )
         if not require(self.q.shape[-1] == k.shape[2]):
             raise ValueError(f"q: its head_dim is {self.q.shape[-1]}, k's {k.shape[2]}; they must agree")
         if not is_valid_grouping(self.q.shape[1], k.shape[1]):
@@ -149,7 +158,7 @@ class AttentionCall:
         if not is_quantized:
             scales = (scales[0], pages.k_scale, pages.v_scale)
         width: Any = max_seqlen_k // PAGE + 2 if traced else max(1, -(-max_seqlen_k // PAGE))
-        self._check(pages, (batch, width), cu_seqlens_k, scales)
+        self._check(pages, (batch, width), cu_seqlens_k, scales, like=seqused_k)
         if not is_quantized:
             self._check_append(None, k, v, pages[:2], scales)
         elif v.dtype != E4M3 or v.device != k.device:
@@ -167,6 +176,42 @@ class AttentionCall:
             self.before = slots_args, append_args
         used = lengths if seqused_k is None else seqused_k
         return self.attend(*pages[:2], table, used, scales, wants_lse, None if is_quantized else request)
+
+    def _uses_dense_kernel(self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None) -> bool:
+        """Return whether the dense kernel computes the call over keys without a cache.
+
+        It has no plan, and computes keys of 16 bits. The serving kernel is faster if all query tokens of a group of
+        heads are in one of its narrow row tiles, as in decoding. It also gets the calls that no kernel can compute,
+        because its errors have FlashAttention's names.
+        """
+        numbers_fit = is_valid_scale(self.scale) and (self.softcap == 0.0 or is_valid_scale(self.softcap))
+        if self.plan is not None or not numbers_fit:
+            return False
+        try:
+            check_once(check_varlen, (self.q, k, v, self.cu_seqlens_q, cu_seqlens_k, seqused_k, self.sinks), ())
+        except (TypeError, ValueError, NotImplementedError):
+            return False
+        group = self.q.shape[1] // k.shape[1]
+        is_narrow = is_certain(self.max_seqlen_q * group <= NARROW_ROWS)
+        return not (is_narrow and k.shape[2] in HEAD_DIMS and group <= MAX_GROUP_SIZE)
+
+    def _attend_dense(
+        self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, seqused_k: Tensor | None, wants_lse: bool,
+        request: tuple[Any, ...] | None,
+    ) -> Result:  # fmt: skip
+        if self.out is not None:
+            check_out(self.out, self.q, self.q.dtype)
+            self._check_out_gradient(self.q, k, v, self.sinks)
+        if _can_check_values(self.cu_seqlens_q, cu_seqlens_k, seqused_k):
+            check_keys(cu_seqlens_k, k.shape[0], max_seqlen_k, seqused_k)
+            check_queries(self.cu_seqlens_q, self.q.shape[0], self.max_seqlen_q)
+        _, left, right = self.mask
+        args = (
+            self.q, k, v, self.cu_seqlens_q, cu_seqlens_k, seqused_k, self.sinks, self.max_seqlen_q, max_seqlen_k,
+            "fp8", min(left, MAX_WINDOW), min(right, MAX_WINDOW), self.softcap, self.scale,
+        )  # fmt: skip
+        out, lse = attend_packed(args, self.out, wants_lse, request)
+        return out if lse is None else (out, lse)
 
     def append(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, used: Tensor,

@@ -396,15 +396,20 @@ def check_used(seqused_k: Tensor, lengths: list[int]) -> list[int]:
     return used
 
 
+def check_queries(cu_seqlens_q: Tensor, total_q: int, max_seqlen_q: int) -> None:
+    """Raise ValueError for lengths of queries that do not fit."""
+    lengths = check_starts("cu_seqlens_q", cu_seqlens_q, total_q, "q")
+    if max(lengths, default=0) > max_seqlen_q:
+        raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
+
+
 def check_values(
     q: Tensor, k_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int
 ) -> None:
     """Raise ValueError for lengths that do not fit, and for pages outside the cache."""
     (pages, page_size), capacity = k_cache.shape[:2], block_table.shape[1] * k_cache.shape[1]
-    lengths, used = check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[0], "q"), seqused_k.tolist()
-    if max(lengths, default=0) > max_seqlen_q:
-        raise ValueError(f"max_seqlen_q: {max_seqlen_q}; a sequence has {max(lengths)} queries")
-    for b, n in enumerate(used):
+    check_queries(cu_seqlens_q, q.shape[0], max_seqlen_q)
+    for b, n in enumerate(seqused_k.tolist()):
         if not 0 <= n <= capacity:
             shown = _DISPLAY_NAMES["seqused_k"]
             raise ValueError(f"{shown}: {n} of sequence {b}; 0 to {capacity} keys fit a row of the block table")
