@@ -183,6 +183,8 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
         local = [_get_local_part(tensors[0], x) if isinstance(x, DTensor) else x for x in tensors]
         query, key, value = local
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+        if isinstance(form, CanonicalCall) and form.mask is not None:
+            form = Refusal(NotImplementedError, "attn_mask: the kernels take only causal masks here")
         fault = (
             ""
             if isinstance(form, Refusal)
