@@ -98,8 +98,8 @@ HOST = {
         "writes to the pipe that its answers go through",
         "SolutionError",
         _ENDED,
-        in_kernel="import os\n    for fd in range(3, 64):\n        try:\n            "
-        "os.write(fd, b'\\x04\\0\\0\\0\\xc1abc')\n        except OSError:\n            pass",
+        in_kernel="import os\n    for fd in os.listdir('/proc/self/fd'):\n        try:\n            "
+        "int(fd) > 2 and os.write(int(fd), b'\\x04\\0\\0\\0\\xc1abc')\n        except OSError:\n            pass",
     ),
     "answers_an_object": HostCheat(
         "hands back what is no argument of a launch",

@@ -19,7 +19,23 @@ SLOW = {
     *("noinc_copies", "pipeline_stages", "register_reallocation", "tf32_sums", "kahan_sums", "grid_sync"),
     *("cluster_ring", "half2_math", "in_place_vectors", "inline_ptx", "in_place_rotation", "bulk_reduce"),
     *("libcu_barrier", "scoped_block_atomics", "one_thread", "tiled_partition", "libcu_atomic_ref", "elected_thread"),
-    "recursive_sums",
+    *(
+        "recursive_sums",
+        "remote_stores",
+        "vector_sums",
+        "twelve_launches",
+        "counts_without_atomics",
+        "warp_specialized",
+    ),
+    *("gives_up_by_a_trap", "local_array_of_values", "locked_updates", "work_counter", "votes_and_counts"),
+    *("two_stage_sums", "virtual_functions", "fixed_point_sums", "constant_table", "block_sums"),
+    # Cheats of a mechanism that a quicker one of the same kind and gate has too.
+    *("spin_flag_not_volatile", "volatile_plus_equals", "order_of_blocks", "bulk_store_not_awaited_where_large"),
+    *("swapped_arguments", "by_multiprocessor", "wrong_on_one_multiprocessor", "by_bits_of_the_address"),
+    *("superbatch", "weak_variable", "store_on_a_loc_line", "register_named_vprintf", "function_that_stores"),
+    *("fixed_point_overflows", "skips_small", "sums_in_half", "one_column", "odd_warp_size", "known_columns"),
+    *("powers_of_two_only", "vectors_only", "neighbour_of_odd_sizes", "samples", "clamped_but_at_the_smallest"),
+    *("negative_clamped", "overflows_half", "sign_lost", "truncates", "tree_in_the_input", "patches_the_judge"),
 }
 
 

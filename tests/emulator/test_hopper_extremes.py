@@ -50,7 +50,7 @@ def exact(dims: Mapping[str, int], case: Case, fmt: str = "e4m3") -> NDArray[np.
 @pytest.mark.parametrize(
     ("name", "head", "first", "end"), [("q_scale", 1, 16, 32), ("k_scale", 0, 128, 256), ("v_scale", 1, 128, 256)]
 )
-@pytest.mark.parametrize("lse", [0, 1])
+@pytest.mark.parametrize("lse", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_what_is_not_a_number_shows_in_the_rows_that_see_it(
     name: str, head: int, first: int, end: int, lse: int
 ) -> None:
@@ -115,7 +115,12 @@ def test_a_scale_of_scores_that_float32_lacks_counts_as_nothing(scale: float) ->
 
 @pytest.mark.parametrize("head_dim", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
 @pytest.mark.parametrize(
-    "units", [(1e30, 1e-30, 1e-3), (1e-34, 1e30, 1e-34), (1e-34, 1e-32, 3e-35), (1, 1e-30, 1e-34)], ids=str
+    "units",
+    [
+        *((1e30, 1e-30, 1e-3), (1e-34, 1e30, 1e-34)),
+        *(pytest.param(u, marks=pytest.mark.slow) for u in ((1e-34, 1e-32, 3e-35), (1, 1e-30, 1e-34))),
+    ],
+    ids=str,
 )
 def test_blocks_of_values_may_differ_by_any_factor(head_dim: int, units: tuple[float, ...]) -> None:
     """Each row is right compared with its own largest value: a causal row of the first block sees no other."""
@@ -140,7 +145,7 @@ def test_values_of_a_block_that_weighs_nothing_may_be_huge() -> None:
     assert np.linalg.norm(result - wanted) < 0.04 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_scores_that_are_all_negative(head_dim: int) -> None:
     """All rows of one head, of the other every other row with the first tile."""
     dims = {"B": 1, "H": 2, "S": 300, "D": head_dim, **BLOCKS}

@@ -23,6 +23,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER, KernelSource, Launch
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.kernels import TARGET
+from tests.fakes import emulate_here
 
 BEFORE = '#include "common/phase_clock.cuh"\n#include "ptx/math.cuh"\n'
 
@@ -145,7 +146,10 @@ def test_a_clock_grows_where_no_phases_are_counted() -> None:
     assert result.phases == {}
 
 
-def test_profile_shows_what_each_phase_executes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_shows_what_each_phase_executes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate_here(monkeypatch)
     command = ["profile", "fp8_sdpa", "--phases", "--device", "emulator", "--shapes", "small", "--out", str(tmp_path)]
     assert main(command) == 0
     out = capsys.readouterr().out

@@ -76,6 +76,6 @@ def test_a_bench_of_what_cannot_run_is_pending(tmp_path: Path) -> None:
 
 def test_an_older_comparison_is_removed_by_a_run_that_was_not_timed(tmp_path: Path) -> None:
     (tmp_path / "COMPARE.md").write_text("of an older run")
-    argv = ["judge", "fp8_sdpa", "--shapes", "small", "--device", "none", "--out", str(tmp_path)]
+    argv = ["judge", "fp8_sdpa", "--shapes", "small", "--device", "none", "--no-quote", "--out", str(tmp_path)]
     assert main(argv) == 4
     assert not (tmp_path / "COMPARE.md").exists()

@@ -43,8 +43,8 @@ def files(folder: Path) -> list[str]:
     return [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() or p.name.startswith(".")]
 
 
-def evidence(monkeypatch: pytest.MonkeyPatch, out: Path) -> GateResult:
-    asked = request(out, shapes=("small", "mission"), seeds=(0,), processes=3, blocks=6, timed_iters=6, warmup_iters=1)
+def evidence(monkeypatch: pytest.MonkeyPatch, out: Path, *shapes: str) -> GateResult:
+    asked = request(out, shapes=("small", *shapes), seeds=(0,), processes=3, blocks=6, timed_iters=6, warmup_iters=1)
     install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
     config = asked.task.config
     record = validate(asked, config.variant("stage1"), config.variant("stage2"), Watcher()).record
@@ -54,7 +54,7 @@ def evidence(monkeypatch: pytest.MonkeyPatch, out: Path) -> GateResult:
 
 def test_a_profile_of_the_gated_shape_is_part_of_the_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_ncu(monkeypatch, tmp_path, WRITES)
-    gate = evidence(monkeypatch, tmp_path / "out")
+    gate = evidence(monkeypatch, tmp_path / "out", "mission")
     *_, (what, _, path, status) = gate.checks
     assert (what, status) == ("Nsight Compute profile", "PASS")
     assert path.endswith("-b1_h8_s512_d64-ncu/profile.ncu-rep")

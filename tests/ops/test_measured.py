@@ -212,7 +212,14 @@ def test_auto_with_the_log_sum_exp_is_fp8(rules: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("precision", "inside"), [("fp8", False), ("int8", True), ("auto", False), ("auto", True)])
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [
+        ("fp8", False),
+        ("auto", True),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("int8", True), ("auto", False))),
+    ],
+)
 def test_use_follows_the_rules_in_a_graph(rules: None, precision: Any, inside: bool) -> None:
     torch._dynamo.reset()
 
@@ -232,7 +239,7 @@ def test_use_follows_the_rules_in_a_graph(rules: None, precision: Any, inside: b
         assert torch.equal(result, routed(*inputs)), length
 
 
-@pytest.mark.parametrize("alignment", ["", "upper_left", "lower_right"])
+@pytest.mark.parametrize("alignment", ["", pytest.param("upper_left", marks=pytest.mark.slow), "lower_right"])
 def test_rules_hold_while_a_graph_is_traced(rules: None, alignment: str) -> None:
     torch._dynamo.reset()
     more: Any = {"is_causal": True, "causal_alignment": alignment} if alignment else {}

@@ -52,12 +52,16 @@ def check(call: Append) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_bits_equal_the_cpus(call: Append) -> None:
-    check(call)
+#: The norm and the rotation by themselves, and each with other options, are among the quick calls.
+SLOW = ("norm", "partial", "norm and partial", "norm and interleaved", "HND keys", "pages of an engine, rows")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CALLS])
+def test_bits_equal_the_cpus(name: str) -> None:
+    check(CALLS[name])
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
 def test_bits_of_random_calls_equal_the_cpus(seed: int) -> None:
     check(random_call(seed))
 
