@@ -455,8 +455,8 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
 class EmulatorHere(Worker):
     """The emulator in this process. Another process takes a third of a second to start, longer than a small kernel."""
 
-    def __init__(self) -> None:
-        self._session = EmulatorSession()
+    def __init__(self, make_session: type[EmulatorSession] = EmulatorSession) -> None:
+        self._session = make_session()
 
     def close(self) -> None:
         """There is no process."""

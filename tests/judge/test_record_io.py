@@ -27,19 +27,26 @@ WITH_HEADER = FAMILY.replace('source = """', 'source = """#include "factor.cuh"\
 )
 
 
-@pytest.fixture
+def write_with_header(folder: Path) -> Path:
+    """Write a task whose kernel includes a header; return its folder."""
+    folder.mkdir(parents=True)
+    (folder / "factor.cuh").write_text("// two\n")
+    return write_task(folder, family=WITH_HEADER)
+
+
+@pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a known task whose kernel includes a header."""
-    (tmp_path / "tasks" / "twice").mkdir(parents=True)
-    (tmp_path / "tasks" / "twice" / "factor.cuh").write_text("// two\n")
     monkeypatch.setenv("GREENFAST_TASKS", str(tmp_path / "tasks"))
-    return write_task(tmp_path / "tasks" / "twice", family=WITH_HEADER)
+    return write_with_header(tmp_path / "tasks" / "twice")
 
 
-@pytest.fixture
-def record(folder: Path, tmp_path: Path) -> Record:
-    task = loaded(folder, family=WITH_HEADER)
-    asked = request(tmp_path / "out", task=task, shapes=("tiny",), fmt="float", device=None)
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """The record of a run of the task as it is in ``folder``."""
+    base = tmp_path_factory.mktemp("record")
+    task = loaded(write_with_header(base / "twice"), family=WITH_HEADER)
+    asked = request(base / "out", task=task, shapes=("tiny",), fmt="float", device=None)
     return validate(asked, task.config.variant("plain"), task.config.variant("fast"), Watcher()).record
 
 

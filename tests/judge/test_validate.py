@@ -103,7 +103,7 @@ def test_a_faster_candidate_merges(run: Callable[..., Outcome], shapes: tuple[st
 
 
 def test_timings_are_as_asked_and_as_scripted(run: Callable[..., Outcome]) -> None:
-    asked = {"warmup_iters": 100, "timed_iters": 500}
+    asked = {"warmup_iters": 20, "timed_iters": 250}
     record = run(Script(us=20.0, cold_us=30.0), Script(us=10.0, cold_us=12.0), **asked).record
     expected = {"stage1": {"warm": 20.0, "cold": 30.0}, "stage2": {"warm": 10.0, "cold": 12.0}}
     for side in (record.baseline, record.candidate):
@@ -112,7 +112,7 @@ def test_timings_are_as_asked_and_as_scripted(run: Callable[..., Outcome]) -> No
         ]
         for timing in side.timing:
             us = expected[side.variant][timing.cache]
-            assert (timing.warmup_iters, timing.timed_iters, timing.discarded_iters) == (100, 500, 0)
+            assert (timing.warmup_iters, timing.timed_iters, timing.discarded_iters) == (20, 250, 0)
             assert timing.p50_us == pytest.approx(us, rel=0.002)
             assert timing.p90_us == pytest.approx(us * 1.00385, rel=0.001)
             assert timing.std_us == pytest.approx(us * 0.003, rel=0.2)

@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, candidate: str, session: typ
     """A candidate that is right on a fake GPU, and whose machine code the emulator runs."""
     asked = request(out, task=doubling(), shapes=("tail",), fmt="fp32", timed_iters=60, warmup_iters=5)
     install(monkeypatch, FakeDevice(asked, {"good": Script(us=20.0), candidate: Script(us=10.0)}))
-    make = lambda: Worker(timeout_s=60, make_session=session)  # noqa: E731
+    make = lambda: EmulatorHere(session)  # noqa: E731
     monkeypatch.setattr(Request, "make_emulator", property(lambda self: make))
     config = asked.task.config
     return validate(asked, config.variant("good"), config.variant(candidate), Watcher(), profile=False).record
@@ -75,10 +75,10 @@ def test_a_fault_that_the_gpu_did_not_show_is_one(monkeypatch: pytest.MonkeyPatc
 def test_what_it_finds_right_or_cannot_run_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, session: type[EmulatorSession], said: str
 ) -> None:
-    record = run(monkeypatch, tmp_path, "slow", session)
+    record = run(monkeypatch, tmp_path, "no_async_copy", session)
     (gate,) = [g for g in record.gates if g.gate == "CORRECTNESS"]
     assert gate.status == "PASS"
-    (row,) = [check for check in gate.checks if check[0] == "slow tail seed 0 on the emulator"]
+    (row,) = [check for check in gate.checks if check[0] == "no_async_copy tail seed 0 on the emulator"]
     assert row[3] == said
 
 

@@ -103,7 +103,7 @@ def test_processes_are_fresh_and_never_shared(device: FakeDevice) -> None:
         (Timing(timed_iters=100), [4] * 5),
         (Timing(timed_iters=30), [4] * 5),
         (Timing(timed_iters=50, processes=3), [7, 7, 6]),
-        (Timing(timed_iters=1000, processes=10, blocks=40), [4] * 10),
+        (Timing(timed_iters=200, processes=10, blocks=40), [4] * 10),
         (Timing(timed_iters=7, processes=1, blocks=2), [2]),
     ],
 )

@@ -135,7 +135,7 @@ def check(
     assert (plan.tiles, plan.k_chunks) == (tiles, units)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 2, 3, 5])
+@pytest.mark.parametrize("multiprocessors", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 5])
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (64, 0), (600, 300), (0, 0), (3, -1)])
 def test_each_chunk_of_each_row_tile_is_someones(multiprocessors: int, window: tuple[int, int]) -> None:
     lengths = [(1, 5000), (30, 40), (0, 900), (70, 1100), (5, 0), (9, 3)]
