@@ -14,8 +14,7 @@ from benchmarks.sdpa import operator
 from benchmarks.serving import STEPS, serving
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
-from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.record_io import check_freshness
+from greenfast.judge.record_io import check_freshness, of_build, of_launch
 from greenfast.judge.record_schema import TimedKernel
 from greenfast.spec.arch import Target
 from greenfast.spec.freshness import STALE, Freshness, worst

@@ -24,10 +24,9 @@ from greenfast.judge.record_schema import BenchRecord, GateResult
 from greenfast.judge.report.markdown import report
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_output_file, check_writable, new_run_folder, to_json
-from greenfast.judge.task import TaskConfig
+from greenfast.judge.task import TaskConfig, Variant
+from greenfast.judge.tasks import chosen_rung
 from greenfast.judge.timing.interleaved import WARM
-from greenfast.judge.variant import Variant
-from greenfast.judge.variant_choice import chosen_rung
 from greenfast.spec.errors import UsageError
 
 

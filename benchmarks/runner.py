@@ -25,7 +25,7 @@ from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Variant
 from greenfast.spec.errors import CompileError, MachineError, UsageError, WrongResultError, unknown
 
 #: Time limit of one session call in seconds: the first call loads every library.

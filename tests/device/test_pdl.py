@@ -10,7 +10,7 @@ from greenfast.device.machine_code import disassemble
 from greenfast.device.pdl import early_launch_faults
 from greenfast.judge.gates.evidence import check_promises
 from greenfast.judge.gates.sides import BuiltProgram, BuiltSide
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims

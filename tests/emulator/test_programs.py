@@ -20,8 +20,7 @@ from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.sides import build_image, build_side
-from greenfast.judge.task import Shape
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Shape, Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Workspace
 from greenfast.spec.problem import Case, OutputSpec, dtype_of

@@ -9,7 +9,7 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
-from greenfast.judge.hotspots import find_hot_code, find_window
+from greenfast.judge.pages import find_hot_code, find_window
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
 from greenfast.judge.tasks import find_task, load

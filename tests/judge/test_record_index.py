@@ -12,9 +12,8 @@ import pytest
 
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import load_records
-from greenfast.judge.history import records_below
 from greenfast.judge.record_index import INDEX, read_content, render_index, render_record, split
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import read_record, records_below
 from greenfast.judge.store import read_json
 from greenfast.judge.tables import pack, unpack
 from greenfast.spec.errors import UsageError

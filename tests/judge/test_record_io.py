@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.kernel import bench
-from greenfast.judge import freshness as pipeline_freshness
+from greenfast.judge import record_io
 from greenfast.judge.digest import sealed_json
 from greenfast.judge.record_io import check_freshness, find_outdated, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Record, Side
@@ -153,7 +153,7 @@ def test_the_name_of_a_buffer_does_not_matter(record: Record, folder: Path) -> N
 
 
 def test_another_compiler_cannot_tell(record: Record, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_freshness, "compiler_version", lambda: "NVRTC 99.1.2")
+    monkeypatch.setattr(record_io, "compiler_version", lambda: "NVRTC 99.1.2")
     ours = record.candidate.builds[0].compiler
     answer = check_freshness(record)
     assert str(answer) == f"cannot tell: it was compiled by {ours}, and this is NVRTC 99.1.2"

@@ -18,8 +18,7 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.judge.formats.schema import read_definition, read_foreign_solution, read_workloads
 from greenfast.judge.record_schema import Record
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.store import read_json
-from greenfast.judge.strict_json import once
+from greenfast.judge.store import once, read_json
 from greenfast.judge.task import CONFIG_NAME, load_task
 from greenfast.spec.errors import MachineError, UsageError
 

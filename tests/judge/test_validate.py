@@ -20,7 +20,7 @@ from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import GateResult, Record, Status
 from greenfast.judge.task import load_task
 from greenfast.judge.tasks import LoadedTask, load
-from greenfast.judge.timing.speedup import speedup_row
+from greenfast.judge.timing.estimators import speedup_row
 from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.kernel import Program, program_of
 from tests.fakes import FEW, L4, Behaviour, FakeDevice, Script, Watcher, install, request, right

@@ -9,8 +9,7 @@ import msgspec
 
 from greenfast.cli.console import show, table
 from greenfast.judge.task import TaskConfig, load_task
-from greenfast.judge.tasks import find_task, load, task_folders
-from greenfast.judge.variant_choice import choices
+from greenfast.judge.tasks import choices, find_task, load, task_folders
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 

@@ -11,9 +11,15 @@ from rich.text import Text
 
 from greenfast.cli.console import show, table
 from greenfast.judge.artifacts import PERFORMANCE, RECORD, PerformanceFile
-from greenfast.judge.history import records_below
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_io import check_demands, find_outdated, read_record, record_schema, resolve_aliases
+from greenfast.judge.record_io import (
+    check_demands,
+    find_outdated,
+    read_record,
+    record_schema,
+    records_below,
+    resolve_aliases,
+)
 from greenfast.judge.record_schema import AnyRecord, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.history import HEADER, histories

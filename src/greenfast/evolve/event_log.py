@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from greenfast.judge.strict_json import decode
+from greenfast.judge.store import decode
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 

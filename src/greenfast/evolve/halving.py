@@ -32,7 +32,7 @@ from greenfast.evolve.workers import GpuName, GpuWorkers
 from greenfast.judge.check_plan import timed_seeds
 from greenfast.judge.gates.sides import BuiltSide
 from greenfast.judge.timing.floor import floor_of
-from greenfast.judge.timing.orders import balanced, drawn_warmup
+from greenfast.judge.timing.interleaved import balanced, drawn_warmup
 from greenfast.spec.errors import MachineError
 from greenfast.spec.problem import least_work
 

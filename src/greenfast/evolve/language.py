@@ -17,7 +17,7 @@ import msgspec
 from greenfast.evolve.model import AnswerLimits, Model, estimate_tokens, prompt_digest
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Edit, Evaluation, ProposerError
 from greenfast.evolve.space import Space, Value
-from greenfast.judge.strict_json import once
+from greenfast.judge.store import once
 from greenfast.spec.errors import UsageError
 
 #: Strategy -> the sections that it adds to the task and the best so far.

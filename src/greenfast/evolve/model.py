@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from greenfast.evolve.proposal import ProposerError
-from greenfast.judge.store import check_writable, write_whole
-from greenfast.judge.strict_json import decode
+from greenfast.judge.store import check_writable, decode, write_whole
 from greenfast.spec.errors import UsageError
 from greenfast.spec.extras import require
 

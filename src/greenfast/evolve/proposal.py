@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from greenfast.evolve.space import Space, Value
-from greenfast.judge.strict_json import decode
+from greenfast.judge.store import decode
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 

@@ -20,8 +20,7 @@ from greenfast.judge.request import Request
 from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, find_solution
 from greenfast.judge.store import to_json, write_whole
-from greenfast.judge.task import Rung
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Rung, Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.extras import EXTRAS, require

@@ -16,11 +16,10 @@ from pathlib import Path
 import msgspec
 
 from greenfast.judge.artifacts import RECORD, record_files
-from greenfast.judge.freshness import of_build, of_launch
 from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_io import check_freshness, read_record
+from greenfast.judge.record_io import check_freshness, of_build, of_launch, read_record
 from greenfast.judge.record_schema import (
     FIRST_GATES,
     Build,

@@ -10,8 +10,7 @@ from greenfast.judge.record_schema import SolutionSource
 from greenfast.judge.solution.family import DeclaredFamily, RemoteFamily
 from greenfast.judge.solution.files import collect_files, make_private_copy
 from greenfast.judge.solution.schema import ResolvedSolution
-from greenfast.judge.task import Budget, Rung, TaskConfig
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Budget, Rung, TaskConfig, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Family
 from greenfast.spec.limits import most_shared

@@ -32,8 +32,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.request import ProgressListener, Request
-from greenfast.judge.task import ErrorGate, KernelErrorGate
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import ErrorGate, KernelErrorGate, Variant
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
 

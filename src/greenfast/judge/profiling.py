@@ -18,8 +18,7 @@ from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.request import NullListener, Request
 from greenfast.judge.store import check_writable, new_run_folder
-from greenfast.judge.task import Shape
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Shape, Variant
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import program_of

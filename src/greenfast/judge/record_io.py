@@ -1,22 +1,25 @@
-"""Read saved records, and detect changes of their kernels since."""
+"""Read saved records, one or all of a folder and its git history, and detect changes of their kernels since."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from greenfast.device.identity import list_launches
-from greenfast.judge.artifacts import RECORD
+from greenfast.device.compiler import CompiledKernel, compile_kernel, compile_options, compiler_version, kernel_hash
+from greenfast.device.identity import code_hash, launch_differences, list_launches
+from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.conclusions import Mismatch, conclude, find_mismatch
 from greenfast.judge.digest import FIELD as DIGEST
 from greenfast.judge.digest import compute_digest
-from greenfast.judge.freshness import of_build, of_launch
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_index import INDEX, read_content
 from greenfast.judge.record_schema import (
     OLDEST_VERSION,
     SCHEMA_VERSION,
@@ -27,10 +30,13 @@ from greenfast.judge.record_schema import (
     Record,
     Run,
     Side,
+    TimedKernel,
 )
 from greenfast.judge.store import convert_json
 from greenfast.judge.tasks import find_task, load_family
-from greenfast.spec.errors import UsageError
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError, UsageError
+from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import Family, KernelSource, program_of
 
@@ -245,3 +251,109 @@ def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]
     """Return a record's kernel family and an implementation's toggles. Raises UsageError if one no longer exists."""
     task = find_task(record.task)
     return load_family(task), task.config.toggle_values(side.toggles)
+
+
+def of_build(
+    what: str, then: Build | TimedKernel, now: KernelSource, compiled: CompiledKernel | None = None
+) -> Freshness:
+    """Whether a kernel of a record has the machine code that its source of today makes.
+
+    Equal text under the same compiler and options makes equal code; other text is compiled and its code compared.
+    what: the kernel in words, such as "the candidate kernel at mission". compiled: ``now``, where it is at hand.
+    """
+    compiler = compiled.compiler if compiled else compiler_version()
+    if then.compiler != compiler:
+        return Freshness(CANNOT_TELL, (f"it was compiled by {then.compiler}, and this is {compiler}",), True)
+    try:
+        target = Target.parse(then.arch)
+        if then.kernel_hash == kernel_hash(now) and tuple(then.options) == compile_options(now, target):
+            return Freshness()
+        if not then.code_hash:
+            return Freshness(
+                CANNOT_TELL,
+                (f"the source of {what} or the compiler's options differ, and the record has no hash of machine code",),
+            )
+        today = code_hash(compiled) if compiled else _code_of_today(kernel_hash(now), now, target)
+    except (CompileError, UsageError) as e:
+        return Freshness(STALE, (f"{what} cannot be built any more: {str(e).splitlines()[0].rstrip(':')}",))
+    return Freshness() if today == then.code_hash else Freshness(STALE, (f"the machine code of {what} differs",))
+
+
+@lru_cache(maxsize=1024)  # records share kernels, and shapes of a record do
+def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
+    """Compile a kernel. text: hash of its source with all headers, as a cache key, because headers may change."""
+    return code_hash(compile_kernel(now, target, isolated=True))
+
+
+def of_launch(what: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
+    """Whether a kernel is launched as it was. then: None for a record that does not say."""
+    if then is None or now is None:
+        return Freshness(CANNOT_TELL, (f"the record does not say how {what} was launched",))
+    found = launch_differences(then, now)
+    return Freshness(STALE, tuple(f"{difference} of {what} differs" for difference in found)) if found else Freshness()
+
+
+_TIMEOUT_S = 60
+
+
+def records_below(folder: Path, *, git: bool = False) -> tuple[list[tuple[str, Record | BenchRecord]], list[str]]:
+    """Path and record of each run below a folder, and why other records were left out.
+
+    git: also of the versions that the git history of the folder holds; a run that is there twice, as its hashes were
+    renewed, counts once. Raises UsageError for what is no folder, MachineError where git fails.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: not a folder")
+    found: dict[tuple[str, ...], tuple[str, Record | BenchRecord]] = {}
+    skipped: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [(str(path.relative_to(folder)), path) for path in record_files(folder)]
+        for name, path in (*files, *(_versions(folder, Path(scratch)) if git else ())):
+            try:
+                record = read_record(path)
+            except UsageError as e:
+                skipped.append(f"{name}: {str(e).removeprefix(f'{path}: ')}")
+                continue
+            if isinstance(record, Record | BenchRecord):
+                variants = [side.variant for _, side in record.sides()]
+                found.setdefault((record.created, record.command, record.format, *variants), (name, record))
+    return list(found.values()), skipped
+
+
+def _versions(folder: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
+    """(name, file) of each version of a record that was committed, the newest first."""
+    log = _git(folder, "log", "--format=%H", "--raw", "--no-abbrev", "--no-renames", "--diff-filter=AM", "--", ".")
+    commit, seen = "", set()
+    for line in log.decode(errors="replace").splitlines():
+        if line and not line.startswith(":"):
+            commit = line[:10]
+        facts, _, path = line.partition("\t")
+        if not path.endswith(f"/{RECORD}"):
+            continue
+        blob = facts.split()[3]
+        if blob not in seen:
+            seen.add(blob)
+            file = _write_version(folder, scratch / commit, commit, path)
+            yield f"{path} at {commit}", file
+
+
+def _write_version(folder: Path, scratch: Path, commit: str, path: str) -> Path:
+    """Write a record as it was in a commit, with the index that it names if it is a kept one."""
+    file = scratch / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_git(folder, "show", f"{commit}:{path}"))
+    for parent in PurePosixPath(path).parents:
+        index = scratch / parent / INDEX
+        if not index.exists() and _git(folder, "ls-tree", "--full-tree", commit, (parent / INDEX).as_posix()):
+            index.write_bytes(_git(folder, "show", f"{commit}:{(parent / INDEX).as_posix()}"))
+    return file
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise MachineError(f"git {words[0]}: {e}") from e
+    if done.returncode:
+        raise MachineError(f"git {words[0]} in {folder}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout

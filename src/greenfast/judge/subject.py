@@ -6,21 +6,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greenfast.judge.formats.convert import (
+    NEW_MODEL,
+    ORIGINAL,
     convert_definition,
+    convert_model,
+    convert_problem,
     convert_solution,
     find_workloads,
     is_definition,
     is_foreign_solution,
+    is_kernelbench,
 )
-from greenfast.judge.formats.kernelbench import NEW_MODEL, ORIGINAL, convert_model, convert_problem, is_kernelbench
 from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution, is_solution
-from greenfast.judge.task import CONFIG_NAME
+from greenfast.judge.task import CONFIG_NAME, Variant
 from greenfast.judge.tasks import LoadedTask, find_task, is_task, load, task_names
-from greenfast.judge.variant import Variant
 from greenfast.spec.errors import UsageError, unknown
 
 #: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,

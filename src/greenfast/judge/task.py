@@ -7,17 +7,31 @@ msgspec checks every key, type and bound against the types below when a file is 
 from __future__ import annotations
 
 import codecs
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.strict_json import decode
-from greenfast.judge.variant import Variant
+from greenfast.judge.store import decode
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.files import read_file
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named, complete setting of toggles; equal settings under two names differ only in ``name``."""
+
+    name: str
+    toggles: tuple[tuple[str, int], ...]
+
+    @property
+    def values(self) -> dict[str, int]:
+        """Toggle name -> value."""
+        return dict(self.toggles)
+
 
 CONFIG_NAME = "config_forward.json"
 

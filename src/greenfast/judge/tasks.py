@@ -1,4 +1,4 @@
-"""Discovery of tasks, and import of a task's kernel family and problem."""
+"""Discovery of tasks, import of a task's kernel family and problem, and the rung that a family chooses for a shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +15,11 @@ from typing import cast
 
 from greenfast.judge.solution.family import NoFamily, RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig
-from greenfast.judge.task import CONFIG_NAME, Task, TaskConfig, load_task
+from greenfast.judge.task import CONFIG_NAME, Shape, Task, TaskConfig, load_task
 from greenfast.kernels import KERNEL_DIR
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError, unknown
-from greenfast.spec.kernel import Family
+from greenfast.spec.kernel import Choice, Family
 from greenfast.spec.problem import Problem
 
 #: Prefix of the families in greenfast's package.
@@ -132,7 +133,7 @@ def _import_module(task: Task, key: str, name: str, functions: tuple[str, ...], 
     """Import a module with these functions, or with the function ``instead``. Raises UsageError for any other."""
     where = f"{task.folder / CONFIG_NAME}: {key} {name!r}"
     try:
-        module = _import_file(task.folder / name) if name.endswith(".py") else importlib.import_module(name)
+        module = import_file(task.folder / name) if name.endswith(".py") else importlib.import_module(name)
     except GreenfastError:
         raise
     except Exception as e:  # A task author's module may raise any exception.
@@ -152,7 +153,7 @@ def _own_module_name(path: Path) -> str:
     return ""
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Import a task's file under a unique module name, so that two tasks' family.py do not collide.
 
     A file of greenfast's own tasks is imported once, under the name that ``import`` gives it in a source checkout.
@@ -169,3 +170,36 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def choices(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> list[tuple[Shape, Choice | str]]:
+    """Return, for each shape, the chosen rung or the reason why no rung supports it.
+
+    Raises UsageError if the task's family has no ``choose``, and for an unknown format.
+    """
+    config, choose = task.config, getattr(task.family, "choose", None)
+    if choose is None:
+        raise UsageError(
+            f"the kernels of task {config.name} are chosen by name: {', '.join(r.name for r in config.rungs)}"
+        )
+    config.gates(fmt)
+    chosen: list[tuple[Shape, Choice | str]] = []
+    for shape in shapes:
+        try:
+            chosen.append((shape, choose(target, fmt, shape.dims)))
+        except UsageError as e:
+            chosen.append((shape, str(e)))
+    return chosen
+
+
+def chosen_rung(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> str:
+    """Return the one rung for all shapes. Raises UsageError if the shapes need different rungs or one has none."""
+    by_rung: dict[str, list[str]] = {}
+    for shape, choice in choices(task, target, fmt, shapes):
+        if isinstance(choice, str):
+            raise UsageError(f"shape {shape.name}: {choice}")
+        by_rung.setdefault(choice.rung, []).append(shape.name)
+    if len(by_rung) > 1:
+        text = "; ".join(f"{rung} for {', '.join(names)}" for rung, names in by_rung.items())
+        raise UsageError(f"--variant auto: the shapes take different variants ({text}); ask for them one by one")
+    return next(iter(by_rung))

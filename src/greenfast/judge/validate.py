@@ -24,8 +24,8 @@ from greenfast.judge.report.markdown import report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder, to_json, write_whole
-from greenfast.judge.timing.speedup import AGAIN
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Variant
+from greenfast.judge.timing.estimators import AGAIN
 from greenfast.spec.problem import NORMAL
 
 COMPARISON = "COMPARE.md"

@@ -148,7 +148,8 @@ def _with_bounds(
     products = q.abs() @ k.abs().transpose(-1, -2) * scale
     # Of a softcap the derivative is at most 1.
     magnitudes = (4 * _FLOAT_STEP + (_TANH if softcap else 0.0)) * (scores.abs_() + top.abs())
-    weights = (p > 0).double() @ summed
+    # Not p > 0: devices differ in whether they flush subnormal numbers.
+    weights = (p > torch.finfo(torch.float64).tiny).double() @ summed
     sums_of = [max(head_dim * _FLOAT_STEP, rounding.sum) for rounding in roundings]
     # A score that is off by d, which steep ones are by tenths, makes its weight wrong by exp(d) - 1.
     from_scores = {

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from greenfast.judge.formats.kernelbench import (
+from greenfast.judge.formats.convert import (
     NEW_MODEL,
     convert_model,
     convert_problem,
     is_kernelbench,
 )
-from greenfast.judge.formats.models import ModelProblem
+from greenfast.judge.formats.defined import ModelProblem
 from greenfast.judge.solution.schema import find_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
@@ -62,7 +62,7 @@ def test_its_references_are_what_the_model_computes(tmp_path: Path) -> None:
     assert {name: spec.shape for name, spec in case.outputs.items()} == {"output0": (4, 8), "output1": (4, 16)}
     x, y = case.inputs.values()
     assert np.array_equal(references.exact[32:], (x + y).ravel().astype(np.float64))
-    assert np.array_equal(references.bound, 1e-4 * (1 + np.abs(references.exact)))
+    assert np.allclose(references.bound, 1e-4 * (1 + np.abs(references.exact)), rtol=1e-15, atol=0)
     outputs = {"output0": references.exact[:32].reshape(4, 8), "output1": references.exact[32:].reshape(4, 16)}
     assert np.array_equal(problem.decode(outputs, ""), references.exact)
     assert problem.make_case({}, 3, "").digest == case.digest != problem.make_case({}, 4, "").digest

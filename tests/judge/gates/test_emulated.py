@@ -13,7 +13,7 @@ from greenfast.device.session import RunResult
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.emulator_session import EmulatorSession
-from greenfast.judge.gates.emulated import EmulatedRuns
+from greenfast.judge.gates.faults import EmulatedRuns
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.implementation import build_solution_implementation
 from greenfast.judge.record_schema import Record

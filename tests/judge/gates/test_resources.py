@@ -10,8 +10,7 @@ from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.module_variables import HEAP_BYTES
 from greenfast.judge.gates.resources import _count_state_bytes, check_budgets
 from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, build_image, watched_variables
-from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from greenfast.judge.timing.orders import balanced, drawn_sizes, drawn_warmup, williams
+from greenfast.judge.timing.interleaved import balanced, drawn_sizes, drawn_warmup, williams
 
 
 def places(orders: Sequence[tuple[int, ...]]) -> Counter[tuple[int, int]]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from greenfast.judge.record_schema import SpeedupRow, TimingRow
-from greenfast.judge.timing.estimators import resolution_us
-from greenfast.judge.timing.speedup import speedup_row
+from greenfast.judge.timing.estimators import resolution_us, speedup_row
 
 PROCESSES, BLOCKS, LAUNCHES = 3, 12, 20
 

@@ -1,6 +1,6 @@
-"""A problem from a definition and its workloads.
+"""Problems in foreign formats: a definition with its workloads, or a KernelBench file.
 
-The reference is the definition's own source on CPU tensors. There is no derived bound, only the data set's tolerance.
+The reference is the problem's own source on CPU tensors. There is no derived bound, only the data set's tolerance.
 FlashInfer-Bench accepts an element within the absolute or the relative tolerance. SOL-ExecBench accepts an element
 within their sum, and requires this for a share of the elements.
 """
@@ -11,13 +11,16 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from greenfast.judge.formats.convert import SEED
 from greenfast.judge.formats.schema import (
     DEFINITION,
     WORKLOAD,
@@ -31,6 +34,7 @@ from greenfast.judge.formats.schema import (
     read_definition,
     read_workloads,
 )
+from greenfast.judge.tasks import import_file
 from greenfast.spec.errors import GreenfastError, UsageError, too_large
 from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
 
@@ -70,21 +74,13 @@ class DefinedProblem:
         with torch.no_grad():
             found = called(f"{self.definition.name}: workload {workload.uuid}: run", self._function("run"), *arguments)
         outputs = self._outputs(found, workload, sizes)
-        exact = _joined(outputs)
         allowed = workload.tolerance or Allowed()
         is_sum = self.definition.is_sol or workload.tolerance is not None
         atol, rtol = (allowed.max_atol, allowed.max_rtol) if is_sum else (_ATOL, _RTOL)
-        combine = np.add if is_sum else np.maximum
-        return References(
-            full=exact,
-            exact=exact,
-            bound=combine(atol, rtol * np.abs(exact)),
-            matched=allowed.required_matched_ratio if is_sum else 1.0,
-            most=math.inf if not is_sum or allowed.max_error_cap is None else allowed.max_error_cap,
-            is_run=True,
-            relative=combine(atol * unit_of_outputs(outputs).reshape(exact.shape), rtol * np.abs(exact)),
-            sizes=tuple(output.size for output in outputs),
-        )
+        if not is_sum:
+            return _build_references(outputs, atol, rtol, np.maximum)
+        cap = math.inf if allowed.max_error_cap is None else allowed.max_error_cap
+        return replace(_build_references(outputs, atol, rtol, np.add), matched=allowed.required_matched_ratio, most=cap)
 
     def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
         """Return the results of ``run`` in the order of the outputs. Raises UsageError for other results."""
@@ -186,6 +182,25 @@ class DefinedProblem:
         return made
 
 
+def _build_references(
+    outputs: list[NDArray[np.float64]],
+    atol: float | NDArray[np.float64],
+    rtol: float | NDArray[np.float64],
+    combine: Callable[..., NDArray[np.float64]],
+) -> References:
+    """Return the references for the results of a run. combine: of the absolute and the relative tolerance."""
+    exact = _joined(outputs)
+    relative = rtol * np.abs(exact)
+    return References(
+        full=exact,
+        exact=exact,
+        bound=combine(atol, relative),
+        is_run=True,
+        relative=combine(atol * unit_of_outputs(outputs).reshape(exact.shape), relative),
+        sizes=tuple(output.size for output in outputs),
+    )
+
+
 def unit_of_outputs(outputs: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """Return for each element, flat, the root mean square of its output's finite values; at most 1."""
     units = []
@@ -237,3 +252,64 @@ def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
     if made.size and made.min() == -np.inf:  # NaN is refused elsewhere.
         return np.where(np.isneginf(made), _MINUS_INFINITY, made)
     return made
+
+
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float64: 1e-4}
+
+
+class ModelProblem:
+    """``greenfast.spec.problem.Problem`` of a KernelBench file; its shape has no dimensions to choose."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
+        """The tensors of ``get_inputs`` under a seed, as input0, input1 ..., and outputs like the model's."""
+        inputs = {f"input{n}": array_of(tensor) for n, tensor in enumerate(self._inputs(seed))}
+        return Case(inputs, self._outputs)
+
+    def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
+        """What Model computes on the CPU, and the tolerance around it."""
+        tensors = self._forward(self._inputs(seed))
+        outputs = [tensor.double().numpy() for tensor in tensors]
+        allowed = _joined([np.full(tensor.shape, _TOLERANCES.get(tensor.dtype, 0.0)) for tensor in tensors])
+        return _build_references(outputs, allowed, allowed, np.add)
+
+    def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
+        """Return the outputs as ``DefinedProblem.decode`` does."""
+        return _joined([outputs[name].astype(np.float64) for name in self._outputs])
+
+    @functools.cached_property
+    def _module(self) -> ModuleType:
+        try:
+            return import_file(self._path)
+        except Exception as e:
+            raise UsageError(f"{self._path} cannot be imported: {type(e).__name__}: {e}") from e
+
+    @functools.cached_property
+    def _model(self) -> torch.nn.Module:
+        torch.manual_seed(SEED)
+        module = self._module
+        model: torch.nn.Module = called(f"{self._path}: Model", lambda: module.Model(*module.get_init_inputs()).eval())
+        return model
+
+    @functools.cached_property
+    def _outputs(self) -> dict[str, OutputSpec]:
+        found = self._forward(self._inputs(0))
+        return {
+            f"output{n}": OutputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for n, tensor in enumerate(found)
+        }
+
+    def _inputs(self, seed: int) -> list[torch.Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            found: list[torch.Tensor] = called(f"{self._path}: get_inputs", lambda: list(self._module.get_inputs()))
+        if not all(isinstance(value, torch.Tensor) for value in found):
+            raise UsageError(f"{self._path}: get_inputs gives a value that is no tensor; put it in get_init_inputs")
+        return found
+
+    def _forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = called(f"{self._path}: Model", self._model, *inputs)
+        return list(found) if isinstance(found, (tuple, list)) else [found]

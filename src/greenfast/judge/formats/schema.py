@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from greenfast.judge.solution.expressions import evaluate, evaluate_whole
-from greenfast.judge.strict_json import decode
+from greenfast.judge.store import decode
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file
 

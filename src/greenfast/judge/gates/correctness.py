@@ -25,8 +25,7 @@ from greenfast.judge.error_metrics import (
     worst_bound_ratio,
     worst_element,
 )
-from greenfast.judge.gates.emulated import EmulatedRuns
-from greenfast.judge.gates.memory import NOT_COVERED, MemoryChecks
+from greenfast.judge.gates.faults import NOT_COVERED, EmulatedRuns, MemoryChecks, check_awaited
 from greenfast.judge.gates.sensitivity import (
     CONSTANT,
     FILLS,
@@ -39,7 +38,6 @@ from greenfast.judge.gates.sensitivity import (
     split_outputs,
 )
 from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.pending_operations import check_awaited
 from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, conclude_checks, make_limits, pending
 from greenfast.judge.record_schema import (
     NOT_RUN,

@@ -16,10 +16,17 @@ from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.task import Shape, Timing
-from greenfast.judge.timing.estimators import Interval, resolution_us, summary, verdict
+from greenfast.judge.timing.estimators import (
+    AGAIN,
+    MIN_PROCESSES,
+    Interval,
+    resolution_us,
+    speedup_row,
+    summary,
+    verdict,
+)
 from greenfast.judge.timing.floor import Floor, floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
-from greenfast.judge.timing.speedup import AGAIN, MIN_PROCESSES, speedup_row
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.problem import Problem, least_work
 

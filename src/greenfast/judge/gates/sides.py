@@ -10,8 +10,7 @@ from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.identity import list_launches, state_variables
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.device.module_variables import read_only_variables
-from greenfast.judge.task import Shape
-from greenfast.judge.variant import Variant
+from greenfast.judge.task import Shape, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError, too_large
 from greenfast.spec.facts import LaunchFacts

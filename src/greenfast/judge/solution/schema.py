@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from greenfast.judge.strict_json import decode, once
+from greenfast.judge.store import decode, once
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.files import read_file

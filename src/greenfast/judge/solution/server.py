@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.solution import messages
-from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.languages.compiled import import_family
 from greenfast.judge.solution.messages import (
     Choose,
     CompileFailed,

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,51 @@ from greenfast.device.executable import Executable
 from greenfast.device.session import WrongLaunch
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Timing
-from greenfast.judge.timing.orders import balanced, drawn_sizes, drawn_warmup
 from greenfast.spec.problem import Case
+
+Label = TypeVar("Label")
+
+
+def williams(n: int) -> list[tuple[int, ...]]:
+    """Orders of n things in which each is equally often at each place and right after each other (Williams 1949).
+
+    n orders if n is even, else 2 n; the first n alone have each thing at each place once.
+    """
+    # 0, n-1, 1, n-2, ...: the differences of neighbours are all different
+    first = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]
+    square = [tuple((place + row) % n for place in first) for row in range(n)]
+    return square if n % 2 == 0 or n == 1 else square + [order[::-1] for order in square]
+
+
+def balanced(labels: Sequence[Label], rng: random.Random) -> Iterator[tuple[Label, ...]]:
+    """Orders without end, at random; over any number of them, places and neighbours are as even as they can be.
+
+    A design follows the other, each with the labels in another order and its rows shuffled.
+    """
+    n = len(labels)
+    while True:
+        named = rng.sample(list(labels), n)
+        design = williams(n)
+        for square in (design[:n], design[n:]):
+            for order in rng.sample(square, len(square)):
+                yield tuple(named[i] for i in order)
+
+
+def drawn_sizes(total: int, blocks: int, rng: random.Random) -> list[int]:
+    """The launches of each block: ``total`` in all, each block within a third of the others' mean, at least 1."""
+    sizes = [max(1, total // blocks + (i < total % blocks)) for i in range(blocks)]
+    order = rng.sample(range(blocks), blocks)
+    for i, j in zip(order[::2], order[1::2], strict=False):
+        shift = min(sizes[i], sizes[j]) // 3
+        change = rng.randint(-shift, shift)
+        sizes[i], sizes[j] = sizes[i] + change, sizes[j] - change
+    return sizes
+
+
+def drawn_warmup(least: int, rng: random.Random) -> int:
+    """How many launches warm up: at least so many, at most half as many again."""
+    return least + rng.randint(0, max(1, least // 2))
+
 
 #: State of the L2 cache at the start of a timed launch: it holds the inputs, or nothing of them.
 WARM, COLD = "warm", "cold"

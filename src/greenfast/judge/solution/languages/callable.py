@@ -16,7 +16,7 @@ import torch
 from greenfast.judge.solution.capture import capture
 from greenfast.judge.solution.cuda_program import evaluate_constants, parse_scalar
 from greenfast.judge.solution.cupti import LoadedCode
-from greenfast.judge.solution.languages.family import import_family
+from greenfast.judge.solution.languages.compiled import import_family
 from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target

@@ -1,13 +1,15 @@
-"""Shared code for the compilers of Python kernels (Triton, CuTe DSL): import of the file, and handling of PTX."""
+"""Import of a solution's or family's Python, and PTX handling that the compilers of Python kernels share."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
-from greenfast.judge.solution.languages.family import import_family
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.extras import require
 
@@ -49,3 +51,19 @@ def parse_exclusive_target(ptx: str) -> str:
     """Return the only target of a PTX text, such as "sm_90a"; empty if newer targets support its instructions too."""
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     return target[1] if target and target[1].endswith("a") else ""
+
+
+def import_family(folder: Path, file: str, module: str) -> ModuleType:
+    """Import an importable module by name, or a file of the folder, which goes in front of the search path."""
+    if module:
+        return importlib.import_module(module)
+    path = folder / file
+    sys.path.insert(0, str(path.parent))
+    name = f"greenfast_solution_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
