@@ -179,6 +179,73 @@ def test_a_transformer_layer(causal: bool) -> None:
     assert 0 < float((result - wanted).norm() / wanted.norm()) < 0.05, "the layer adds attention to its input"
 
 
+def pad_left_and_right() -> Tensor:
+    """(2, 50), True for padding."""
+    padding = torch.zeros(2, 50, dtype=torch.bool)
+    padding[0, :20] = padding[1, 41:] = True
+    return padding
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padded_layers_are_left_to_pytorch(causal: bool) -> None:
+    """PyTorch's modules turn boolean masks into numbers, which are added to the scores."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(128, 2, batch_first=True, dtype=torch.bfloat16).eval()
+    one = nn.TransformerEncoderLayer(128, 2, 64, batch_first=True, dropout=0.0, dtype=torch.bfloat16)
+    encoder = nn.TransformerEncoder(one, 2, enable_nested_tensor=False).eval()
+    x, padding = torch.randn(2, 50, 128).bfloat16(), torch.zeros(2, 50, dtype=torch.bool)
+    padding[0, 30:] = padding[1, 41:] = True  # on the right: rows without keys would be NaN in PyTorch
+    mask = torch.ones(50, 50, dtype=torch.bool).triu(1) if causal else None
+    valid = padding.logical_not()
+
+    def run() -> tuple[Tensor, Tensor]:
+        attended = layer(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
+        return attended[valid], encoder(x, mask=mask, src_key_padding_mask=padding)[valid]
+
+    with torch.no_grad():
+        wanted = run()
+        with greenfast.use(min_length=0) as routed:
+            result = run()
+    assert (routed.taken, routed.fallen_back) == (0, {MASK: 3})
+    for found, right in zip(result, wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=0.05, atol=0.05)  # the encoder's fast path is another function
+
+
+@pytest.mark.parametrize("kind", ["padding", "causal and padding", "window and padding", "is_causal"])
+def test_boolean_masks_of_a_functional_call(kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 50, 64).bfloat16() for _ in range(3))
+    own = torch.arange(50)
+    mask = pad_left_and_right().logical_not()[:, None, None]
+    if kind != "padding":
+        mask = mask & (own <= own[:, None])
+    if kind == "window and padding":
+        mask = mask & (own > own[:, None] - 9)
+    causal = kind == "is_causal"
+    if causal:
+        mask = torch.ones(1, 1, 50, 50, dtype=torch.bool).tril()
+    rows = mask.any(-1, keepdim=True).expand(2, 4, 50, 1)[..., 0]  # PyTorch's results without keys depend on its kernel
+    with greenfast.use(min_length=0) as routed:
+        result = functional.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal)
+    assert (routed.taken, routed.fallen_back) == (1, {})
+    wanted = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+    assert 0.01 < float((result - wanted)[rows].norm() / wanted[rows].norm()) < 0.08
+    assert not result[rows.logical_not()].any(), "rows without keys are 0"
+    if kind == "padding":  # what padded keys hold changes nothing
+        k, v = (torch.where(mask.mT, x, torch.nan) for x in (k, v))
+        with greenfast.use(min_length=0):
+            assert torch.equal(functional.scaled_dot_product_attention(q, k, v, mask), result)
+
+
+def test_padded_calls_follow_the_rules_of_explain() -> None:
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    mask[0, ..., 30:] = False
+    with greenfast.use() as routed:
+        result = functional.scaled_dot_product_attention(Q, K, V, mask)
+    assert routed.fallen_back == {greenfast.explain(Q, K, V, mask, min_length=None).reason: 1}
+    assert torch.equal(result, functional.scaled_dot_product_attention(Q, K, V, mask))
+
+
 def test_gradients_are_those_of_greenfast() -> None:
     q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
     with greenfast.use(min_length=0) as routed:

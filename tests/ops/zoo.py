@@ -15,6 +15,8 @@ from torch import Tensor
 library: Any = importlib.import_module("transformers")
 VOCABULARY = 99
 LENGTH = 24
+WINDOW = 8
+SOFTCAP = 0.5  # small enough to change the scores of small models
 MAX_PARAMETERS = 30_000_000
 
 _KV_HEADS = r"(.*_)?(num_)?(key_value|kv)_heads|n_head_kv|multi_query_group_num"
@@ -39,6 +41,8 @@ _SIZES: list[tuple[str, int]] = [
     (r"image_size|img_size|input_size", 32),
     (r"patch_size", 8),
     (r"num_frames|frames", 4),
+    (r"sliding_window(_size)?|attention_chunk_size|local_attention", WINDOW),
+    (r"max_window_layers", 1),
 ]
 #: Values that a configuration's defaults leave open, or that only fit the size of the original.
 _MORE: dict[str, dict[str, Any]] = {
@@ -96,13 +100,17 @@ def small(kind: Any) -> Any:
             chosen[name] = small(type(value)).to_dict()
         elif (size := _smaller(plain, name)) is not None:
             chosen[name] = size
+        elif name == "attn_logit_softcapping" and value:
+            chosen[name] = SOFTCAP
+    if "use_sliding_window" in names:
+        chosen.update(use_sliding_window=True, sliding_window=WINDOW)
     for name in ("layer_types", "layers_block_type"):
         kinds = _default(plain, name)
         if name in names and kinds and isinstance(kinds[0], str) and len(set(kinds)) > 1:
             chosen[name] = list(dict.fromkeys(kinds))
             chosen["num_hidden_layers"] = len(chosen[name])
             if "sliding_window" in names:
-                chosen["sliding_window"] = 8
+                chosen["sliding_window"] = WINDOW
     chosen.update(_MORE.get(kind.__name__, {}))
     try:
         return kind(**chosen)
@@ -196,9 +204,11 @@ def build(kind: Any, config: Any, attention: str, dtype: torch.dtype = torch.flo
     model = kind(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and min(parameter.shape) > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+            elif name.endswith(".sinks"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) + 1.0)
     return model
 
 
