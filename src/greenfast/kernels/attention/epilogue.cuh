@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 #include <math_constants.h>
 
-#include "attention/mask.cuh"
+#include "attention/nonfinite.cuh"
 #include "attention/softmax.cuh"
 #include "attention/v_scale.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -38,11 +38,6 @@ __device__ __forceinline__ unsigned pack_out(float low, float high, __nv_bfloat1
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// Per row of a thread's two: whether it attends to non-finite K (then O and LSE are NaN) or V (then O is NaN).
-struct NonFiniteRows {
-  bool scores[2], values[2];
-};
-
 // Finds them for the 64 rows of a warpgroup from first_row on. A thread has rows t / 4 and t / 4 + 8 of its warp's 16
 // (t: its lane).
 template <class Traits>
@@ -59,7 +54,6 @@ struct NonFiniteRowsFinder {
   // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
   // them. If one group of a block has a NaN scale, all have.
   __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
-    if constexpr (Traits::kWindow) return find_in_window(scales);
     const typename Traits::Mask mask{sequence};
     const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
     const int col_end = limit(first_row + Traits::kRows - 1);
@@ -81,82 +75,6 @@ struct NonFiniteRowsFinder {
       const float row_factor = scales.row_factor(r);
       nonfinite.scores[r] = limit(row() + 8 * r) > (row_factor != row_factor ? 0 : finite_keys);
       nonfinite.values[r] = limit(row() + 8 * r) > finite_values;
-    }
-    return nonfinite;
-  }
-
-  // The same for the tiles of a list. row: the first of the thread's two rows, in the work tile.
-  __device__ __forceinline__ NonFiniteRows find_in_list(const ScoreScales<Traits>& scales, const TileList& list,
-                                                        int row) const {
-    NonFiniteRows nonfinite;
-    bool any[2] = {list.count > list.masked, list.count > list.masked};  // whether a row attends to any key
-#pragma unroll
-    for (int r = 0; r < 2; ++r) nonfinite.scores[r] = nonfinite.values[r] = false;
-    const size_t first = sequence.first_kv_block(keys);
-    const float row_factors[2] = {scales.row_factor(0), scales.row_factor(1)};
-    const bool bad_rows = __any_sync(0xffffffffu, row_factors[0] != row_factors[0] || row_factors[1] != row_factors[1]);
-    for (int group = 0; group < list.count; group += 32) {
-      const int i = group + threadIdx.x % 32;
-      const int2 entry = i < list.count ? list.entry(i) : int2{0, 0};
-      const float k_scale =
-          i < list.count ? ptx::load_written(p.k_scale + (first + entry.x) * (Traits::kFineScales ? kKeyGroups : 1))
-                         : 0.0f;
-      const float v_scale = i < list.count ? ptx::load_written(p.v_scale + first + entry.x) : 0.0f;
-      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
-      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
-      // With non-finite rows all masks are read, to find out which of these rows attend to any key.
-      unsigned visited = bad_keys | bad_values | (bad_rows ? __ballot_sync(0xffffffffu, i < list.masked) : 0u);
-      for (; visited != 0; visited &= visited - 1) {
-        const int lane = __ffs(visited) - 1, mask = __shfl_sync(0xffffffffu, entry.y, lane);
-        typename Traits::Mask::Limits bits = {~0u, ~0u};
-        if (group + lane < list.masked) Traits::Mask::load(bits, p.lists, mask, row);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 1);
-          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 2);
-          any[r] |= bits[r] != 0;
-          nonfinite.scores[r] |= bits[r] != 0 && (bad_keys >> lane & 1);
-          nonfinite.values[r] |= bits[r] != 0 && (bad_values >> lane & 1);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) nonfinite.scores[r] |= row_factors[r] != row_factors[r] && any[r];
-    return nonfinite;
-  }
-
- private:
-  // The same with a first key of each row: looks at each block that holds a non-finite number.
-  __device__ __forceinline__ NonFiniteRows find_in_window(const ScoreScales<Traits>& scales) const {
-    static_assert(Traits::kKeyBlockScales && Traits::kValueBlockScales, "a window has block scales");
-    const typename Traits::Mask mask{sequence};
-    NonFiniteRows nonfinite;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float row_factor = scales.row_factor(r);
-      nonfinite.scores[r] = row_factor != row_factor && mask.col_limit(row() + 8 * r) > mask.col_begin(row() + 8 * r);
-      nonfinite.values[r] = false;
-    }
-    const int col_end = mask.col_limit(first_row + Traits::kRows - 1);
-    const size_t first = sequence.first_kv_block(keys);
-    for (int group = mask.col_begin(first_row) / kRowBlock; group * kRowBlock < col_end; group += 32) {
-      const int block = group + threadIdx.x % 32;
-      const bool any = block * kRowBlock < col_end;
-      const float k_scale =
-          any ? ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
-      const float v_scale = any ? ptx::load_written(p.v_scale + first + block) : 0.0f;
-      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
-      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
-      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
-        const int lane = __ffs(bad) - 1, key = (group + lane) * kRowBlock;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const bool attends = key < mask.col_limit(row() + 8 * r) && key + kRowBlock > mask.col_begin(row() + 8 * r) &&
-                               mask.col_begin(row() + 8 * r) < mask.col_limit(row() + 8 * r);
-          nonfinite.scores[r] |= attends && (bad_keys >> lane & 1);
-          nonfinite.values[r] |= attends && (bad_values >> lane & 1);
-        }
-      }
     }
     return nonfinite;
   }

@@ -109,24 +109,28 @@ struct ListMask {
 struct TileList {
   const int2* entries;
   int masked, count;  // tiles with a mask, and all tiles
-  int last_tile, last_mask;
+  int2 first;         // entry, loaded early
 
   __device__ __forceinline__ TileList(const FlashParams& p, int head, int first_row) {
-    const int row_blocks = (p.q_len + kListedRows - 1) / kListedRows, tiles = (p.kv_len + kRowBlock - 1) / kRowBlock;
+    const int row_blocks = (p.q_len + kListedRows - 1) / kListedRows, tiles = key_tiles(p);
     const int plane = head / p.heads * p.lists.batch_step + (p.lists.heads == 1 ? 0 : head % p.heads);
     const long long row = static_cast<long long>(plane) * row_blocks + first_row / kListedRows;
     const int2 counts = p.lists.counts[row];
     entries = p.lists.entries + row * tiles;
     masked = max(0, min(counts.x, tiles));
     count = max(masked, min(masked + counts.y, tiles));
-    last_tile = tiles - 1;
-    last_mask = p.lists.masks - 1;
+    first = entry(p, 0);
   }
 
   // The number of a tile, and its index in the bits.
-  __device__ __forceinline__ int2 entry(int i) const {
+  __device__ __forceinline__ int2 entry(const FlashParams& p, int i) const {
     const int2 given = entries[i];
-    return {max(0, min(given.x, last_tile)), max(0, min(given.y, last_mask))};
+    return {max(0, min(given.x, key_tiles(p) - 1)), max(0, min(given.y, p.lists.masks - 1))};
+  }
+
+ private:
+  __device__ __forceinline__ static int key_tiles(const FlashParams& p) {
+    return (p.kv_len + kRowBlock - 1) / kRowBlock;
   }
 };
 

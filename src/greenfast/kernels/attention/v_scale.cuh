@@ -18,6 +18,7 @@ struct VScaleTracker {
   float acc_rescale;  // factor for O, to change its scale to that of the next tile
   float acc_scale;    // scale of O
   float max_scale;    // largest scale of a tile so far
+  bool nonfinite;     // the current tile, with kScheduled
 
   __device__ __forceinline__ void start() {
     if constexpr (Traits::kValueBlockScales) {
@@ -31,6 +32,7 @@ struct VScaleTracker {
     if constexpr (!Traits::kValueBlockScales) return 1.0f;
     const float before = acc_scale, tile_scale = ptx::load_written(p.v_scale + next_block - 1);
     max_scale = fmaxf(max_scale, tile_scale);
+    if constexpr (Traits::kScheduled) nonfinite = tile_scale != tile_scale;
     acc_scale = fmaxf(tile_scale, max_scale * kMinRatio);
     return before * ptx::inverse(acc_scale);
   }

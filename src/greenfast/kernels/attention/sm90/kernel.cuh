@@ -42,6 +42,17 @@ struct WindowTiles {
   }
 };
 
+template <class Traits>
+__device__ __forceinline__ NonFiniteRows find_nonfinite(const Mainloop<Traits>& mainloop,
+                                                        const typename Traits::Sequence& sequence,
+                                                        const typename Traits::Keys& keys, int first_row) {
+  if constexpr (Traits::kScheduled) {
+    return mainloop.nonfinite.rows(mainloop.scales.row_factor(0), mainloop.scales.row_factor(1));
+  } else {
+    return NonFiniteRowsFinder<Traits>{mainloop.p, sequence, keys, first_row}.find(mainloop.scales);
+  }
+}
+
 // Processes all work tiles of a block. Called by each consumer warpgroup.
 template <class Traits, class Scheduler, class Storage, class QLoad>
 __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& scheduler, Storage& shared, QLoad& q_load,
@@ -69,8 +80,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
       q_load.wait(shared, warpgroup);
       mainloop.run_list(list, first_block, row);
       q_load.release(shared, warpgroup);
-      const NonFiniteRows nonfinite =
-          NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find_in_list(mainloop.scales, list, row);
+      const NonFiniteRows nonfinite = find_nonfinite(mainloop, sequence, keys, first_row);
       mainloop.skip(list.count, tiles);
       if (has_rows) {
         Epilogue<Traits>::store(mainloop, sequence.head, first_row, sequence.q_len(), keys.kv_head, nonfinite);
@@ -102,7 +112,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
         mainloop.run(0, 0, n_block_unmasked, n_block_max - n_block_unmasked, limits);
       }
       q_load.release(shared, warpgroup);
-      const NonFiniteRows nonfinite = NonFiniteRowsFinder<Traits>{p, sequence, keys, first_row}.find(mainloop.scales);
+      const NonFiniteRows nonfinite = find_nonfinite(mainloop, sequence, keys, first_row);
       mainloop.skip(n_block_max, work.n_block_max);
       const int rows_before = Traits::kScheduled ? sequence.q_row(0) : 0;
       if (has_rows) {

@@ -3,6 +3,7 @@
 // S = Q K^T, online softmax, P packed to E4M3, O_tile = P V, O = O * rescale + O_tile; all in registers.
 #pragma once
 
+#include "attention/nonfinite.cuh"
 #include "attention/sm90/traits.cuh"
 #include "attention/softmax.cuh"
 #include "attention/v_scale.cuh"
@@ -37,6 +38,7 @@ struct Mainloop {
   VScaleTracker<Traits> v_scale;
   float o[kOut + kSums];
   Softmax softmax;
+  NonFiniteTracker<Traits> nonfinite;
 
   __device__ __forceinline__ Mainloop(const FlashParams& p, FlashStorage<Traits>& shared, int warpgroup)
       : p(p),
@@ -54,6 +56,7 @@ struct Mainloop {
 #pragma unroll
     for (float& x : o) x = 0.0f;
     softmax.start();
+    if constexpr (Traits::kScheduled) nonfinite.start();
   }
 
   // Processes the key tiles of a work tile: `begun` ones in which keys of some rows begin, `both` in which some begin
@@ -116,39 +119,43 @@ struct Mainloop {
   // this thread's two rows, in the work tile.
   __device__ __forceinline__ void run_list(const TileList& list, int first_block, int row) {
     warp_scheduler_barrier_sync();
-    int2 entry = list.count > 0 ? list.entry(0) : int2{0, 0};
+    int2 entry = list.first;
     int i = 0;
-    Limits bits;
-    const auto start_tile = [&](bool masked) {
+    Limits bits, next_bits;
+    if (list.masked > 0) Traits::Mask::load(next_bits, p.lists, entry.y, row);
+    // The entry and the bits of a tile are loaded during the one before it.
+    const auto start_tile = [&] {
       scales.next_block = first_block + entry.x;
-      if (masked) Traits::Mask::load(bits, p.lists, entry.y, row);
-      if (++i < list.count) entry = list.entry(i);
+#pragma unroll
+      for (int r = 0; r < Traits::Mask::kLimits; ++r) bits[r] = next_bits[r];
+      if (++i < list.count) entry = list.entry(p, i);
+      if (i < list.masked) Traits::Mask::load(next_bits, p.lists, entry.y, row);
     };
     if constexpr (!Traits::kOverlap) {
       while (i < list.masked) {
-        start_tile(true);
+        start_tile();
         step<TileMask::kBits>(bits);
       }
       while (i < list.count) {
-        start_tile(false);
+        start_tile();
         step<TileMask::kNone>(bits);
       }
     } else if (list.count > 0) {
       unsigned p_frag[kSteps][4];
       float rescale[2], partial[kOut + kSums];
-      if (list.masked > 0) {
-        start_tile(true);
+      const bool masked = list.masked > 0;
+      start_tile();
+      if (masked) {
         overlapped_step<TileMask::kBits, true>(p_frag, rescale, bits);
       } else {
-        start_tile(false);
         overlapped_step<TileMask::kNone, true>(p_frag, rescale, bits);
       }
       while (i < list.masked) {
-        start_tile(true);
+        start_tile();
         overlapped_step<TileMask::kBits, false>(p_frag, rescale, bits);
       }
       while (i < list.count) {
-        start_tile(false);
+        start_tile();
         overlapped_step<TileMask::kNone, false>(p_frag, rescale, bits);
       }
       warp_scheduler_barrier_sync();
@@ -202,6 +209,9 @@ struct Mainloop {
     mask_and_softmax<kMasked>(s, limits, p_fp32, rescale);
     Softmax::pack(p_fp32, p_frag);
     v_scale.acc_rescale = next_acc_rescale();
+    if constexpr (Traits::kScheduled) {
+      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
+    }
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     warp_scheduler_barrier_sync();
 #pragma unroll
@@ -236,6 +246,9 @@ struct Mainloop {
     end_qk<kFirst ? 0 : 1>(s);
     mask_and_softmax<kMasked>(s, limits, p_fp32, next);
     const float acc_rescale = next_acc_rescale();
+    if constexpr (Traits::kScheduled) {
+      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
+    }
     if constexpr (!kFirst) end_last_pv(partial, rescale, {next[0] * acc_rescale, next[1] * acc_rescale});
     v_scale.acc_rescale = acc_rescale;
 #pragma unroll
