@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from greenfast.device import bound_launch
-from greenfast.ops import cuda, launch_plans, sdpa
+from greenfast.ops import cuda, launch_plans, masked, sdpa
 from greenfast.serving import call as serving_call
 from greenfast.serving import cuda as serving_cuda
 from greenfast.serving import launch_cache as serving_request
@@ -30,7 +30,12 @@ _WORKSPACE = 1 << 56  # above all addresses
 
 def forget_launches() -> None:
     """Empty every cache of launches."""
-    for repeats in (sdpa.SDPA_CACHE, serving_request.ATTENTION_CACHE, serving_request.APPEND_CACHE):
+    for repeats in (
+        sdpa.SDPA_CACHE,
+        masked.MASKED_CACHE,
+        serving_request.ATTENTION_CACHE,
+        serving_request.APPEND_CACHE,
+    ):
         repeats.clear()
     for cache in (cuda._PLANS, serving_cuda._PLANS, serving_call._CONSTANTS, serving_request.CONCATENATED_PLANS):
         cache.clear()

@@ -121,6 +121,18 @@ def forms() -> list[Call]:
         tensors(4, 4, 40, 40, 72, torch.bfloat16, False), tensors(4, 4, 40, 40, 64, torch.bfloat16, False),
     ]  # fmt: skip
     result = [partial(greenfast.sdpa, *given, **more) for given in inputs for more in options]
+    lengths, other = (torch.tensor([n], dtype=torch.int32) for n in (9, 30))
+    blocks = [greenfast.BlockMask.from_bool(torch.ones(size, size, dtype=torch.bool).tril()) for size in (40, 40)]
+    masks: list[dict[str, Any]] = [
+        {"window": (5, 0)}, {"window": (6, 0)}, {"window": (5, 1)}, {"window": (5, 1), "is_causal": True},
+        {"window": (5, 1), "causal_alignment": "lower_right"}, {"softcap": 2.0}, {"softcap": 3.0},
+        {"kv_lengths": lengths}, {"kv_lengths": other}, {"kv_lengths": lengths.long()}, {"sinks": torch.ones(4)},
+        {"sinks": torch.ones(4).bfloat16()}, {"kv_lengths": lengths, "is_causal": True, "scale": 0.5},
+        {"attn_mask": blocks[0]}, {"attn_mask": blocks[1]}, {"attn_mask": blocks[0], "softcap": 2.0},
+    ]  # fmt: skip
+    for given in inputs[:3]:
+        result += [partial(greenfast.sdpa, *given, **more) for more in masks]
+    result += [partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in masks[:9]]
     return [*result, *(partial(greenfast.sdpa, *grouped, enable_gqa=True, **more) for more in options[:8])]
 
 

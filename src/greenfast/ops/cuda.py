@@ -416,13 +416,11 @@ def masked(
     alignment: int, left: int, right: int, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
-    device, shape = query.get_device(), query.shape
+    shape = query.shape
     extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
     given = [x for x in extras if x is not None]
-    plan_key = (
-        "masked", lse, precision, alignment, left, right, softcap, scale, *[x is None for x in extras], device,
-        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in (query, key, value, *given)],
-    )  # fmt: skip
+    options = (precision, alignment, left, right, softcap, scale)
+    plan_key = _masked_plan_key(lse, query, key, value, *extras, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
@@ -436,7 +434,7 @@ def masked(
         compatible += [x if x is None else x.contiguous() for x in extras]
         if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
             return masked(lse, *compatible, precision, alignment, left, right, softcap, scale)  # type: ignore[call-arg]
-        target = get_target(device)
+        target = get_target(query.get_device())
         if target.name != hopper.TARGET.name:
             raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
         mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
@@ -466,6 +464,16 @@ def masked(
         scores = reference.compute_mean_scores(query, results[2], rotated=True)
         sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
     return out, sums if lse else out
+
+
+def get_masked_plan(lse: bool, *args: Any) -> LaunchPlan | None:
+    """Return the plan of ``masked`` for such arguments, or None if their launch needed copies."""
+    return _PLANS.get(_masked_plan_key(lse, *args))
+
+
+def _masked_plan_key(lse: bool, *args: Any) -> tuple[Any, ...]:
+    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
+    return ("masked", lse, *kinds)
 
 
 def _build_masked_plan(

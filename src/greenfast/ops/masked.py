@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import parse_number, parse_window
+from greenfast.ops.arguments import parse_number, parse_scale, parse_window
 from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
+from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
 from greenfast.ops.quantized import TOKEN, build_config, check_tensors
 from greenfast.ops.symbols import is_known, require
@@ -26,6 +27,7 @@ from greenfast.ops.varlen import MAX_WINDOW, has_key_mean
 #: Of the GPUs with kernels.
 MASKED_ON_HOPPER = "masks other than causal ones, softcap and sinks: their kernels are for Hopper GPUs"
 TOKEN_MASKS = f"precision: {TOKEN!r} has no masks other than causal ones, softcap and sinks; 'fp8' has them"
+MASKED_CACHE = CallCache(9)  # calls that skipped the dispatcher; their first 9 arguments are tensors or None
 _MAX_MASKS = 8  # boolean masks whose form for the kernels is kept
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? kv_lengths, Tensor? kv_rows, Tensor? sinks, Tensor? counts, "
@@ -370,6 +372,25 @@ MASKED = torch.ops.greenfast.masked.default
 MASKED_LSE = torch.ops.greenfast.masked_lse.default
 
 
+def replay_options(
+    query: Any, key: Any, value: Any, options: ScoreOptions, causal: int, scale: float | None, enable_gqa: bool,
+    precision: str,
+) -> Tensor | None:  # fmt: skip
+    """Launch a repeated call of ``sdpa`` with options and without ``attn_mask``; None if it is not in the cache."""
+    kinds = (options.sinks is None or options.sinks.dtype == torch.float32) and (
+        options.kv_lengths is None or options.kv_lengths.dtype == torch.int32
+    )
+    if not kinds or not isinstance(query, Tensor) or query.dim() != 4 or not (enable_gqa or query.shape == key.shape):
+        return None
+    left, right = options.window
+    numbers = (causal or options.alignment, left, 0 if causal else right, options.softcap)
+    factor = parse_scale(scale, query.shape[3])
+    lists = (None, None, None)
+    request = (query, key, value, options.kv_lengths, None, options.sinks, *lists, precision, *numbers, factor)
+    replayed = replay(MASKED_CACHE, request, query)
+    return None if replayed is None else replayed[0]
+
+
 def compute_masked(
     query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, options: ScoreOptions, precision: str, scale: float,
     return_lse: bool,
@@ -377,7 +398,22 @@ def compute_masked(
     """Compute attention of tensors in the kernels' layout, (B, H, S, D); with ``return_lse`` also the log-sum-exp."""
     sinks = None if options.sinks is None else options.sinks.to(torch.float32)
     lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
-    return (MASKED_LSE if return_lse else MASKED)(
+    args = (
         query, key, value, spec.kv_lengths, spec.kv_rows, sinks, *lists, precision, spec.alignment, spec.left,
         spec.right, options.softcap, scale,
     )  # fmt: skip
+    if return_lse:
+        return MASKED_LSE(*args)
+    if torch.compiler.is_compiling():
+        return MASKED(*args)
+    replayed = replay(MASKED_CACHE, args, query)
+    if replayed is not None:
+        return replayed[0]
+    if not torch_ops.can_skip_dispatcher(*[x for x in args if isinstance(x, Tensor)]):
+        return MASKED(*args)
+    out, _ = torch_ops.load_cuda().masked(False, *args)
+    plan = torch_ops.load_cuda().get_masked_plan(False, *args)
+    if plan is not None:
+        launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
+        MASKED_CACHE.put(args, launch)
+    return out

@@ -28,7 +28,15 @@ from greenfast.ops.canonicalize import (
     to_kernel_layout,
 )
 from greenfast.ops.context_stack import ACTIVE
-from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, ScoreOptions, compute_masked, make_spec, parse_options
+from greenfast.ops.masked import (
+    NO_OPTIONS,
+    TOKEN_MASKS,
+    ScoreOptions,
+    compute_masked,
+    make_spec,
+    parse_options,
+    replay_options,
+)
 from greenfast.ops.quantized import (
     PRECISIONS,
     SDPA_PRECISIONS,
@@ -169,6 +177,14 @@ def sdpa(
         and type(dropout_p) is float
         and dropout_p == 0.0
     )
+    if options is not NO_OPTIONS and attn_mask is None and not (return_lse or dropout_p or float32_as):
+        out = (
+            None
+            if torch.compiler.is_compiling()
+            else replay_options(query, key, value, options, causal, scale, enable_gqa, precision)
+        )
+        if out is not None:
+            return out
     repeats = plain and not return_lse and (scale is None or type(scale) is float) and not torch.compiler.is_compiling()
     if repeats:
         replayed = replay(SDPA_CACHE, (query, key, value, precision, causal, scale, enable_gqa), query)
@@ -189,14 +205,13 @@ def sdpa(
         return both
     args = (query, key, value, precision, causal, factor)
     if not torch_ops.can_skip_dispatcher(query, key, value):
-        result: Tensor = torch_ops.SDPA(*args)
-        return result
-    out: Tensor = torch_ops.load_cuda().sdpa(*args)
+        return torch_ops.SDPA(*args)  # type: ignore[no-any-return]
+    result: Tensor = torch_ops.load_cuda().sdpa(*args)
     plan = torch_ops.load_cuda().get_sdpa_plan(*args)
     if repeats and plan is not None:
         launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
         SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), launch)
-    return out
+    return result
 
 
 def _sdpa_auto(
