@@ -138,14 +138,19 @@ def test_a_cache_in_fp8_continues_as_the_whole(llama: Any, tokens: Tensor) -> No
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="transformers makes masks where it cannot tell compiling from exporting"
 )
-def test_compiled(llama: Any, tokens: Tensor) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled(llama: Any, tokens: Tensor, padded: bool) -> None:
     torch._dynamo.reset()
     greenfast.register_with_transformers(min_length=0)
-    wanted = logits(llama, tokens, "greenfast")
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = 0
+    more = {"attention_mask": mask} if padded else {}
+    rows = mask > 0 if padded else slice(None)
+    wanted = logits(llama, tokens, "greenfast", **more)[rows]
     with torch.no_grad():
         compiled: Any = torch.compile(llama, backend="aot_eager", fullgraph=True)
-        result = compiled(tokens).logits.float()
-    assert error(result, wanted) < 1e-3 < error(logits(llama, tokens, "sdpa"), wanted)
+        result = compiled(tokens, **more).logits.float()[rows]
+    assert error(result, wanted) < 1e-3 < error(logits(llama, tokens, "sdpa", **more)[rows], wanted)
 
 
 class Layer(nn.Module):
