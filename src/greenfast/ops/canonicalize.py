@@ -144,24 +144,28 @@ def canonicalize_jagged(
     if precision == TOKEN:
         return Refusal(NotImplementedError, f"precision: {TOKEN!r} has no kernel for nested tensors, 'fp8' has")
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4 or x._ragged_idx != 2:
+        if x._ragged_idx != 2 or len(get_rows_shape(x)) != 3:
             layout = "(B, H, j, D) is needed, as transpose(1, 2) makes it of (B, j, H, D)"
             return Refusal(NotImplementedError, f"{name}: lengths differ in dimension {x._ragged_idx}; {layout}")
     refused = _check_tensors(query, key, value, float32_as, torch.jagged)
     if refused is not None:
         return refused
-    if not (require(query.shape[0] == key.shape[0]) and require(key.shape[0] == value.shape[0])):
+    (q_heads, q_rows, q_dim), (k_heads, k_rows, k_dim), (v_heads, v_rows, v_dim) = (
+        get_rows_shape(x) for x in (query, key, value)
+    )
+    batch, *batches = (x.offsets().shape[0] - 1 for x in (query, key, value))
+    if not (require(batches[0] == batch) and require(batches[1] == batch)):
         return Refusal(ValueError, "key, value: their batch differs from query's")
-    if not require(key.values().shape[1] == value.values().shape[1]) or _have_same_lengths(key, value) is False:
+    if not require(k_rows == v_rows) or _have_same_lengths(key, value) is False:
         return Refusal(ValueError, "value: other lengths than key")
-    if require(query.shape[3] == key.shape[3]) and not require(value.shape[3] == key.shape[3]):
+    if require(q_dim == k_dim) and not require(v_dim == k_dim):
         return Refusal(NotImplementedError, "value: another head_dim than key, for which nested tensors have no kernel")
-    batch = max(query.shape[0], 1)
-    shapes = [(x.shape[0], x.shape[1], -(-x.values().shape[1] // batch), x.shape[3]) for x in (query, key, value)]
-    form = _canonicalize_shapes(shapes[0], shapes[1], shapes[2], enable_gqa)
+    count = max(batch, 1)
+    q_shape, k_shape = (batch, q_heads, -(-q_rows // count), q_dim), (batch, k_heads, -(-k_rows // count), k_dim)
+    form = _canonicalize_shapes(q_shape, k_shape, (batch, v_heads, *k_shape[2:]), enable_gqa)
     if isinstance(form, Refusal):
         return form
-    if not (form.query == shapes[0] and form.key == shapes[1] == shapes[2]):
+    if not (form.query == q_shape and form.key == k_shape and require(v_heads == k_heads)):
         return Refusal(
             ValueError, "key, value: their heads cannot be shared; heads of nested tensors are not broadcast"
         )
@@ -174,9 +178,19 @@ def canonicalize_jagged(
     return form._replace(causal=causal)
 
 
+def get_rows_shape(x: Any) -> torch.Size:
+    """Return the shape (H, tokens, D) of the rows of a jagged tensor (B, H, j, D).
+
+    The dispatcher of nested tensors, and so each of their sizes, costs the host about 10 microseconds; this does not.
+    """
+    rows: Tensor = x.values() if torch.compiler.is_compiling() else x._values
+    return rows.shape
+
+
 def _have_same_lengths(x: Any, y: Any) -> bool | None:
     """Return whether two jagged tensors have the same lengths; None if only the device knows it."""
-    if x.shape[2] == y.shape[2]:  # made from one tensor of offsets
+    mine, other = (z.offsets() if z.lengths() is None else z.lengths() for z in (x, y))
+    if mine is other or x.shape[2] == y.shape[2]:  # made from one tensor of offsets
         return True
     if torch.compiler.is_compiling() or x.device.type != "cpu" or torch._C._len_torch_dispatch_stack():
         return None
@@ -193,7 +207,7 @@ def _check_tensors(
             return Refusal(TypeError, f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
         if x.layout is not layout or x.is_nested != (layout is torch.jagged):
             return Refusal(NotImplementedError, f"{name}: nested or sparse; the kernels take strided tensors")
-        if x.dim() < 2:
+        if layout is torch.strided and x.dim() < 2:
             return Refusal(ValueError, f"{name}: {x.dim()}-D; (..., length, head_dim) is needed")
     dtype = get_cast_dtype(query, float32_as)
     if dtype not in DTYPES:

@@ -19,6 +19,7 @@ from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
 from greenfast.ops.backward import flash_backward
 from greenfast.ops.call_cache import replay
+from greenfast.ops.canonicalize import get_rows_shape
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
 from greenfast.ops.symbols import require, require_same_shape
 from greenfast.serving.checks import MAX_LENGTH, check_once, check_starts, check_used
@@ -145,8 +146,9 @@ def attend_jagged(
     a maximum that is not cached.
     """
     starts_q = _get_starts(query)
-    starts_k = starts_q if key.shape[2] == query.shape[2] else _get_starts(key)
-    max_q, max_k = (x.values().shape[1] if x._maybe_max_seqlen is None else x._maybe_max_seqlen for x in (query, key))
+    same = key.lengths() is query.lengths() and (key.lengths() is not None or key.offsets() is query.offsets())
+    starts_k = starts_q if same else _get_starts(key)
+    max_q, max_k = (get_rows_shape(x)[1] if x._maybe_max_seqlen is None else x._maybe_max_seqlen for x in (query, key))
     q, k, v = (_pack_rows(x, starts) for x, starts in ((query, starts_q), (key, starts_k), (value, starts_k)))
     options = (max_q, max_k, precision, -1, 0 if causal else -1, 0.0, scale)
     out, lse = attend_packed((q, k, v, starts_q, starts_k, None, None, *options), None, wants_lse, None)
