@@ -19,9 +19,11 @@ from tests.device.processes import interrupt, start
 pytestmark = pytest.mark.usefixtures("machine")
 
 GREENFAST = (sys.executable, "-m", "greenfast")
+#: Where another process runs a solution's code, and where files are written.
+QUICK = ("solution", "save")
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(p, marks=[] if p in QUICK else [pytest.mark.slow]) for p in PLACES])
 def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, place: str) -> None:
     """Ctrl-C, which goes to the whole process group."""
     task, out = busy_task(tmp_path / "mine", place), tmp_path / "out"

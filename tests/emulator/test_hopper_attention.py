@@ -211,7 +211,8 @@ def check(outputs: dict[str, NDArray[Any]], dims: dict[str, int], fmt: str) -> N
 SLOW = (
     *("fine scales, causal", "fine scales, head dim 256", "wide tiles, ping-pong", "head dim 128, causal"),
     *("scales of blocks", "bfloat16", "scales of all blocks, ping-pong", "scales of blocks, wide tiles"),
-    *("scales of channels", "scales of all blocks", "scales of all blocks, head dim 256"),
+    *("scales of channels", "scales of all blocks", "scales of all blocks, head dim 256", "head dim 128, ping-pong"),
+    "head dim 256, one level",
 )
 
 

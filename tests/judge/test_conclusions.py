@@ -356,9 +356,9 @@ def test_the_fields_of_a_record_have_no_digest_in_memory(merged: Content) -> Non
 
 def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
     task = shipped("serving_attention")
-    narrow, few = task.config.variant("narrow_rows"), task.config.variant("few_rows")
+    few = task.config.variant("few_rows")
     asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
-    record = validate(asked, narrow, few, Watcher(), profile=False).record
+    record = validate(asked, few, few, Watcher(), profile=False).record
     (resources,) = (gate for gate in record.gates if gate.gate == "RESOURCES")
     names = [name for name, *_ in resources.checks]
     assert resources.status == "PASS"

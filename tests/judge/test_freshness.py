@@ -84,6 +84,7 @@ def rewrite(folder: Path, change: Callable[[str], str]) -> int:
     return changed
 
 
+@pytest.mark.parametrize("record", [pytest.param("hopper", marks=pytest.mark.slow), "ladder"], indirect=True)
 def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> None:
     """Structs renamed, headers moved, comments written anew, and two twins joined: all at once."""
     text = "\n".join(path.read_text() for path in headers.rglob("*.cuh"))

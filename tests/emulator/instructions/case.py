@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _C_TYPES = {16: "unsigned short", 32: "unsigned", 64: "unsigned long long"}
 _CONSTRAINTS = {16: "h", 32: "r", 64: "l"}
 
 
+@cache
 def width(kind: str) -> int:
     """Bits of the register that holds an operand of a type, or of a pool of operands."""
     kind = POOLS[kind].kind if kind in POOLS else kind
@@ -135,9 +137,8 @@ class Case:
         else:
             results = [self.meaning(*row) for row in rows]
         table = [r if isinstance(r, tuple) else (r,) for r in results]
-        return [
-            np.array([row[n] % 2 ** width(kind) for row in table], np.uint64) for n, kind in enumerate(self.outputs)
-        ]
+        masks = [2 ** width(kind) - 1 for kind in self.outputs]
+        return [np.array([row[n] & mask for row in table], np.uint64) for n, mask in enumerate(masks)]
 
 
 def assembly(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -23,8 +22,7 @@ def _container(kind: str) -> str:
 
 def whole(number: Number, mode: str) -> int:
     """Return the integer that a finite number rounds to in .rni, .rzi, .rmi or .rpi."""
-    size = math.floor(abs(number.value))
-    size += exact.round_away(size, abs(number.value) - size, number.negative, mode)
+    size = exact.round_magnitude(abs(number.value.numerator), number.value.denominator, number.negative, mode)
     return -size if number.negative else size
 
 

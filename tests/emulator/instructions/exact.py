@@ -34,7 +34,7 @@ NAN = Number("nan", False)
 
 def real(value: Fraction, negative_zero: bool = False) -> Number:
     """Return a rational number as a Number; zero has the sign that is given."""
-    return Number("real", value < 0 or (value == 0 and negative_zero), value)
+    return Number("real", value.numerator < 0 or (value.numerator == 0 and negative_zero), value)
 
 
 def infinity(negative: bool) -> Number:
@@ -75,13 +75,14 @@ def largest_pattern(form: str) -> int:
     return 0x7E if form == "e4m3" else (((1 << exponent_bits) - 1) << fraction) - 1
 
 
-def round_away(whole: int, remainder: Fraction, negative: bool, mode: str) -> bool:
-    """Return whether a magnitude of ``whole`` and a rest in [0, 1) is rounded up."""
+def round_magnitude(size: int, unit: int, negative: bool, mode: str) -> int:
+    """Round the magnitude size / unit of a number to an integer."""
+    whole, rest = divmod(size, unit)
     if mode in ("rn", "rni"):
-        return remainder > Fraction(1, 2) or (remainder == Fraction(1, 2) and whole % 2 == 1)
+        return whole + (2 * rest > unit or (2 * rest == unit and whole % 2 == 1))
     if mode == "rna":
-        return remainder >= Fraction(1, 2)
-    return remainder > 0 and {"z": False, "m": negative, "p": not negative}[mode[1]]
+        return whole + (2 * rest >= unit)
+    return whole + (rest > 0 and {"z": False, "m": negative, "p": not negative}[mode[1]])
 
 
 def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) -> int:
@@ -93,16 +94,16 @@ def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) 
     largest = largest_pattern(form)
     if number.kind == "inf":
         return sign | (largest if saturate else largest + 1)
-    size = abs(number.value)
+    size, unit = abs(number.value.numerator), number.value.denominator  # as integers: fractions take four times as long
     if size == 0:
         return sign
     smallest = 2 - (1 << exponent_bits - 1)
-    exponent = max(size.numerator.bit_length() - size.denominator.bit_length() - 1, smallest)
-    while size >= power(exponent + 1):
-        exponent += 1
-    scaled = size * power(fraction - exponent)
-    whole = math.floor(scaled)
-    whole += round_away(whole, scaled - whole, number.negative, mode)
+    exponent = size.bit_length() - unit.bit_length()
+    if size << max(0, -exponent) < unit << max(0, exponent):
+        exponent -= 1
+    exponent = max(exponent, smallest)
+    size, unit = size << max(0, fraction - exponent), unit << max(0, exponent - fraction)
+    whole = round_magnitude(size, unit, number.negative, mode)
     pattern = whole + (exponent - smallest << fraction)
     if pattern > largest:
         stays = saturate or mode == "rz" or (mode == "rm" and not number.negative) or (mode == "rp" and number.negative)
@@ -112,9 +113,13 @@ def encode(number: Number, form: str, mode: str = "rn", saturate: bool = False) 
 
 def flush(number: Number, form: str) -> Number:
     """Flush a subnormal number to zero, with its sign."""
-    if number.kind == "real" and 0 < abs(number.value) < smallest_normal(form):
-        return real(Fraction(0), number.negative)
-    return number
+    return real(Fraction(0), number.negative) if is_subnormal(number, form) else number
+
+
+def is_subnormal(number: Number, form: str) -> bool:
+    """Return whether a number other than zero is smaller than the smallest normal one."""
+    size = abs(number.value.numerator)
+    return size > 0 and size << (1 << FORMATS[form][0] - 1) - 2 < number.value.denominator
 
 
 def flush_rounded(number: Number, form: str, mode: str) -> Number:
@@ -123,7 +128,7 @@ def flush_rounded(number: Number, form: str, mode: str) -> Number:
     The ISA only defines that subnormal results are flushed; an H100 decides after rounding (2026-11-21).
     """
     smallest = smallest_normal(form)
-    if number.kind == "real" and 0 < abs(number.value) < smallest:
+    if is_subnormal(number, form):
         up = power(1 << FORMATS[form][0] - 2)  # to where exponents have no bound that matters
         if abs(decode(encode(real(number.value * up), form, mode), form).value) < smallest * up:
             return real(Fraction(0), number.negative)
@@ -144,7 +149,7 @@ def add(a: Number, b: Number, mode: str = "rn") -> Number:
     if "inf" in (a.kind, b.kind):
         return a if a.kind == "inf" else b
     total = a.value + b.value
-    if total == 0:
+    if not total.numerator:
         return real(total, a.negative and b.negative if a.negative == b.negative else mode == "rm")
     return real(total)
 

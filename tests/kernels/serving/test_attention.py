@@ -219,6 +219,7 @@ def test_bits_do_not_depend_on_the_layout_of_values(options: dict[str, Any], run
     assert same(found, attention(case(**options), **run))
 
 
+@pytest.mark.slow  # pages of 16 tokens are among the quick cases of ``test_some``
 def test_bits_do_not_depend_on_pages(surrounded: tuple[Case, tuple[Tensor, Tensor]]) -> None:
     other, wanted = surrounded
     c = case([(2, 120), (16, 630), (1, 640)], group=3, kv_heads=1, page_size=16, strides="HND")
@@ -258,7 +259,7 @@ def test_without_a_log_sum_exp_the_output_is_the_same(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("entry", [pytest.param(-1, marks=pytest.mark.slow), 2**31 - 1])
 def test_pages_that_are_not_there(entry: int) -> None:
     """A wrong result, from memory that is the cache's."""
-    c = case([(2, 100), (1, 20)], kv_heads=1, page_size=16)
+    c = case([(2, 128), (1, 128)], kv_heads=1, page_size=16)  # whole tiles: see ``case``
     c.block_table[0, 3:] = entry
     out, _ = attention(c)
     assert torch.equal(out[2:].view(torch.int16), attention(only(c, 1))[0].view(torch.int16))
@@ -404,7 +405,8 @@ def test_rows_without_keys() -> None:
         torch.testing.assert_close(lse[:, :4], wanted)
 
 
-@pytest.mark.parametrize("layout", ["grouped", pytest.param("rows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["grouped", "rows"])
 def test_works_without_keys_between_others(layout: str) -> None:
     """With one stage the factors of a work's first tile wait for the works before it, which have no tiles here."""
     lengths = [(1, 128), (1, 0), (2, 0), (1, 70)]
