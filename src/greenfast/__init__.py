@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from greenfast.ops.routing import Explanation as Explanation
     from greenfast.ops.routing import explain as explain
     from greenfast.ops.sdpa import attention as attention
+    from greenfast.ops.sdpa import attention_block as attention_block
     from greenfast.ops.sdpa import quantize as quantize
     from greenfast.ops.sdpa import sdpa as sdpa
     from greenfast.ops.varlen import varlen_attn as varlen_attn
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ServingPlan": "greenfast.serving.plan",
     "append_kv": "greenfast.serving.plan",
     "attention": "greenfast.ops.sdpa",
+    "attention_block": "greenfast.ops.sdpa",
     "context_parallel": "greenfast.parallel.context",
     "explain": "greenfast.ops.routing",
     "explain_call": "greenfast.serving.explain",

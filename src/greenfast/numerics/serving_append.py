@@ -48,7 +48,7 @@ def append(
         wide = x.float()
         if weight is not None:
             wide = _normalize(wide, weight.float(), eps, _lane_order(x.shape[2], 0 if interleaved else rotary_dim))
-        return wide if angles is None else _rotate(wide, *angles, interleaved)
+        return wide if angles is None else rotate(wide, *angles, interleaved)
 
     kept = (slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * k_cache.shape[1])
     pages, places = (f(slot_mapping[kept], k_cache.shape[1]) for f in (torch.floor_divide, torch.remainder))
@@ -89,8 +89,13 @@ def _rows(table: Tensor, positions: Tensor) -> Tensor:
     return found.masked_fill(~known.unsqueeze(1), torch.nan).unsqueeze(1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    half = cos.shape[2]
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs of the first columns of x by angles, each product and sum rounded separately.
+
+    cos, sin: (..., angles), broadcast to rows of x. interleaved: columns 2 i and 2 i + 1 are a pair, else i and i +
+    angles. Further columns of x stay as they are.
+    """
+    half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
     first, second = a * cos - b * sin, b * cos + a * sin

@@ -52,32 +52,32 @@ class _Node(torch.autograd.Function):
 class _AttentionNode(_Node):
     """Attention of query, key and value, with gradients on the unquantized inputs.
 
-    backward: the operator of the gradients. Its arguments are the gradient of the output, query, key, value and the
-    arguments from ``first`` on.
+    backward: the operator of the gradients. Its arguments are the gradient of the output, the ``count`` arguments with
+    gradients (query, key, value, and perhaps tensors or None after them) and the arguments from ``first`` on. public:
+    the public function, for errors.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Any, keys: Any, backward: str, first: int, *args: Any) -> Any:
-        query, key, value = args[:3]
-        ctx.name, ctx.of, ctx.options = "greenfast.sdpa", backward, args[first:]
-        ctx.others = [None] * (len(args) - 3)
+    def forward(ctx: Any, op: Any, keys: Any, backward: str, first: int, count: int, public: str, *args: Any) -> Any:
+        ctx.name, ctx.of, ctx.options = public, backward, args[first:]
+        ctx.others = [None] * (len(args) - count)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_MARK, query, key, value)
+        ctx.save_for_backward(_MARK, *args[:count])
         return _redispatch_in_node(op, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, grad_lse = (*grads, None)[:2]
-        _, query, key, value = ctx.saved_tensors
-        grads_in: list[Tensor | None] = [None, None, None]
+        _, *inputs = ctx.saved_tensors
+        grads_in: list[Tensor | None] = [None] * len(inputs)
         if grad is not None:
-            grads_in = list(getattr(torch.ops.greenfast, ctx.of)(grad, query, key, value, *ctx.options))
+            results = getattr(torch.ops.greenfast, ctx.of)(grad, *inputs, *ctx.options)
+            grads_in = [None if x is None else y for x, y in zip(inputs, results, strict=True)]
         if grad_lse is not None:
-            refused = _refuse_gradients(
-                _LSE_MESSAGE, ctx.needs_input_grad[4:7], (query.shape, key.shape, value.shape), grad_lse
-            )
+            needed = ctx.needs_input_grad[6 : 6 + len(inputs)]
+            refused = _refuse_gradients(_LSE_MESSAGE, needed, [x.shape for x in inputs], grad_lse)
             grads_in = [b if a is None else a if b is None else a + b for a, b in zip(grads_in, refused, strict=True)]
-        return (None, None, None, None, *grads_in, *ctx.others)
+        return (*[None] * 6, *grads_in, *ctx.others)
 
 
 class _NoGradientNode(_Node):
@@ -161,15 +161,19 @@ def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def register(library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4) -> None:
+def register(
+    library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4, count: int = 3,
+    public: str = "greenfast.sdpa",
+) -> None:  # fmt: skip
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
     message: the error for a gradient that reaches the results, beginning with the public name and a colon. None for an
-    operator with gradients. These come from ``backward``, with the arguments from ``first`` on.
+    operator with gradients. These come from ``backward``; it, ``first``, ``count`` and ``public`` are as for
+    ``_AttentionNode``.
     """
     op = getattr(torch.ops.greenfast, name).default
     kernel = (
-        _build_autograd_kernel(op, _AttentionNode, backward, first)
+        _build_autograd_kernel(op, _AttentionNode, backward, first, count, public)
         if message is None
         else _build_autograd_kernel(op, _NoGradientNode, message)
     )

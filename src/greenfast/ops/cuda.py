@@ -31,6 +31,7 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.attention.heuristics import tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
+from greenfast.ops.block import QKTransform, build_prologue, check_transform, transform_both
 from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask, check_segments
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
@@ -79,11 +80,15 @@ def get_sizes(query: Shape, key: Shape) -> Sizes:
     return Sizes(query[0], query[1], key[1], query[2], key[2])
 
 
-def build_quantize_step(query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig) -> LaunchStep:
+def build_quantize_step(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, prologue: qkv.Prologue | None = None
+) -> LaunchStep:
     """Build the launch that quantizes tensors with these shapes and strides."""
     sizes = get_sizes(query.shape, key.shape)
     strides = Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3])
-    return LaunchStep(qkv.kernel(config, sizes), qkv.launch(config, sizes, strides))
+    return LaunchStep(
+        qkv.kernel(config, sizes, prologue=prologue), qkv.launch(config, sizes, strides, prologue=prologue)
+    )
 
 
 def build_attention_step(
@@ -138,23 +143,63 @@ def quantize(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool, rotate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``torch.ops.greenfast.quantize`` of CUDA tensors."""
+    return _quantize(query, key, value, None, (precision, blocks, values, key_mean, rotate))
+
+
+def quantize_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.quantize_block`` of CUDA tensors."""
+    options = QKTransform(*args[:8])
     check_tensors(query, key, value)
-    choices = (query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
+    check_transform(query, key, options)
+    return _quantize(query, key, value, options, args[8:])
+
+
+def _quantize(
+    query: Tensor, key: Tensor, value: Tensor, options: QKTransform | None, choices: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """choices: the arguments of ``quantize`` after the tensors."""
+    check_tensors(query, key, value)
+    choices = (query.shape[3], query.dtype, *choices)
     config = _build_config(*choices)
-    if query.numel() == 0 or key.numel() == 0 or values != "block":
+    if query.numel() == 0 or key.numel() == 0 or config.value_scales != "block":
+        if options is not None:
+            query, key = transform_both(query, key, options)
         return reference.quantize(query, key, value, config).tensors()
     device = query.get_device()
     query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
     shapes = get_quantized_shapes(query.shape, key.shape, config)
     buffers = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
-    inputs = (query, key, value)
-    plan_key = (choices, device, *(x.shape for x in inputs), *(x.stride() for x in inputs))
+    inputs: tuple[Tensor, ...] = (query, key, value)
+    plan_key: tuple[Any, ...] = (choices, device, *(x.shape for x in inputs), *(x.stride() for x in inputs))
+    prologue = None
+    if options is not None:
+        options = _make_readable(options)
+        prologue = build_prologue(options, query.shape[0])
+        inputs += tuple(x for x in options[:4] if x is not None)
+        plan_key = (*plan_key, prologue)
     plan = _PLANS.get(plan_key)
     if plan is None:
-        step = build_quantize_step(query, key, value, config)
-        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), ("q", "k", "v", *buffers)), _MAX_PLANS)
+        step = build_quantize_step(query, key, value, config, prologue)
+        names = ("q", "k", "v", *(() if prologue is None else prologue.buffers()), *buffers)
+        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), names), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*inputs, *buffers.values())])
     return tuple(buffers.values())
+
+
+def _make_readable(options: QKTransform) -> QKTransform:
+    """Return norm and RoPE, with copies of weights and tables that the kernel cannot read."""
+
+    def fits(x: Tensor) -> bool:
+        return x.stride(-1) == 1 and is_aligned(x.data_ptr())
+
+    def copy(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    q_norm, k_norm = (x if x is None or fits(x) else copy(x) for x in options[:2])
+    cos, sin = options.cos, options.sin
+    if cos is not None and sin is not None and not (fits(cos) and fits(sin) and cos.stride() == sin.stride()):
+        cos, sin = copy(cos), copy(sin)
+    return options._replace(q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
 
 
 def attention(query: Tensor, *args: Any) -> Tensor:
@@ -295,6 +340,56 @@ def _sdpa_unfused(
         row_strides(query, query.shape[3]),
     )  # fmt: skip
     return out, (sums, codes.tensors()[-1]) if lse else ()
+
+
+def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    """``torch.ops.greenfast.block`` of CUDA tensors."""
+    options = QKTransform(*args[:8])
+    precision, causal, scale = args[8:]
+    device, shape = query.get_device(), query.shape
+    tensors = (query, key, value, *(x for x in options[:4] if x is not None))
+    plan_key = (
+        "block", precision, causal, scale, *options[4:], options.q_norm is None,
+        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
+    )  # fmt: skip
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        check_tensors(query, key, value)
+        check_transform(query, key, options)
+        if query.numel() == 0 or key.numel() == 0:
+            return empty_rows(query, shape[3]).zero_()
+        target = get_target(device)
+        config = build_sdpa_config(target, shape[3], query.dtype, precision, causal)
+        if config.key_scales == "head":
+            return _sdpa_unfused(*transform_both(query, key, options), value, config, scale)[0]
+    compatible = (make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value))
+    readable = _make_readable(options)
+    if any(x is not y for x, y in zip((query, key, value, *options[:4]), (*compatible, *readable[:4]), strict=True)):
+        return block(*compatible, *readable, precision, causal, scale)
+    if plan is None:
+        built = _build_block_plan(query, key, value, config, build_prologue(options, shape[0]), scale)
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    out = query.new_empty_strided(shape, plan.out_strides)
+    plan.launch([x.data_ptr() for x in (*tensors, out)])
+    return out
+
+
+def _build_block_plan(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, prologue: qkv.Prologue, scale: float
+) -> LaunchPlan:
+    """Build the plan of norm, RoPE and quantization in one launch, and of attention on its codes."""
+    device, config = query.get_device(), replace(config, fuse_q_quant=False)
+    sizes, out_strides = get_sizes(query.shape, key.shape), row_strides(query, config.columns)
+    steps = (
+        build_quantize_step(query, key, value, config, prologue),
+        build_attention_step(config, sizes, scale, get_target(device), Strides(out=out_strides[:3])),
+    )
+    work, size = lay_out_workspace({
+        name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
+        for name, shape in get_quantized_shapes(query.shape, key.shape, config).items()
+    })  # fmt: skip
+    names = ("q", "k", "v", *prologue.buffers(), "out")
+    return LaunchPlan(device, steps, names, work, size, config.head_dim, out_strides)
 
 
 def varlen(

@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
 from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
+from greenfast.ops.block import BLOCK, QUANTIZE_BLOCK, parse_transform, transform, transform_both
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import (
@@ -376,6 +377,12 @@ def quantize(
     subtract_key_mean: bool = True,
     rotate: bool = True,
     log_sum_exp: bool = False,
+    q_norm: Tensor | bool | None = None,
+    k_norm: Tensor | bool | None = None,
+    norm_eps: float = 1e-6,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
 ) -> QuantizedQKV:
     """Quantize the inputs of attention, for callers that use the codes more than once.
 
@@ -391,6 +398,13 @@ def quantize(
     Ashkboos et al. 2024). log_sum_exp: also compute the contribution of the mean that ``attention(...,
     return_lse=True)`` adds back, at one more pass over Q. A gradient that reaches the results raises
     NotImplementedError in the backward pass.
+    q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
+    float16, True for a norm without weights, or None. Both are of one kind and dtype. norm_eps: added to the mean of
+    the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables
+    are (S, T) or (B, S, T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim /
+    2, the angles, or rope_dim: models store each angle twice, and the second copy is not read. Columns i and i +
+    rope_dim / 2 are rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in
+    float32, and the result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
 
     Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim without a kernel.
@@ -399,6 +413,8 @@ def quantize(
         return _call_torch_function(  # type: ignore[no-any-return]
             quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
             value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
+            q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim,
+            rope_interleaved=rope_interleaved,
         )  # fmt: skip
     check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
@@ -408,9 +424,17 @@ def quantize(
     values = scales if value_scales is None else value_scales
     check_choice("value_scales", values, VALUE_SCALES)
     check_tensors(query, key, value)
-    q, k, v, q_scale, k_scale, v_scale, mean = torch_ops.QUANTIZE(
-        query, key, value, precision, scales == "block", values, subtract_key_mean, rotate
-    )
+    options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
+    choices = (precision, scales == "block", values, subtract_key_mean, rotate)
+    if options is None:
+        tensors = torch_ops.QUANTIZE(query, key, value, *choices)
+    else:
+        tensors = QUANTIZE_BLOCK(query, key, value, *options, *choices)
+    q, k, v, q_scale, k_scale, v_scale, mean = tensors
+    mean_scores = None
+    if log_sum_exp and subtract_key_mean:
+        transformed = query if options is None else transform(query, options.q_norm, options)
+        mean_scores = torch_ops.MEAN_SCORES(transformed, mean, rotate)
     return QuantizedQKV(
         query=q,
         key=k,
@@ -423,8 +447,70 @@ def quantize(
         head_dim=query.shape[3],
         key_length=key.shape[2],
         dtype=query.dtype,
-        mean_scores=torch_ops.MEAN_SCORES(query, mean, rotate) if log_sum_exp and subtract_key_mean else None,
+        mean_scores=mean_scores,
     )
+
+
+def attention_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    precision: Precision = "fp8",
+    causal_alignment: Alignment = "upper_left",
+    q_norm: Tensor | bool | None = None,
+    k_norm: Tensor | bool | None = None,
+    norm_eps: float = 1e-6,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
+) -> Tensor:
+    """Normalize and rotate Q and K, and compute attention: one pass quantizes them, then one kernel attends.
+
+    query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H. The dtype is float16 or bfloat16, strides
+    are arbitrary, D is a multiple of 8 up to 256. is_causal, scale, precision, causal_alignment: as for ``sdpa``.
+    q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
+    float16, True for a norm without weights, or None. Both are of one kind and dtype. norm_eps: added to the mean of
+    the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables
+    are (S, T) or (B, S, T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim /
+    2, the angles, or rope_dim: models store each angle twice, and the second copy is not read. Columns i and i +
+    rope_dim / 2 are rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in
+    float32, and the result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+
+    Returns (B, H, S, D) of the inputs' dtype, in the memory order of query. The gradients of Q, K, V and the weights
+    are those of norm, RoPE and attention on the unquantized tensors, which the backward pass recomputes.
+    Raises TypeError, ValueError and NotImplementedError as ``quantize`` and ``sdpa`` do, and name the argument.
+    """
+    if has_torch_function_variadic(query, key, value):
+        return _call_torch_function(  # type: ignore[no-any-return]
+            attention_block, (query, key, value), query, key, value, is_causal, scale, precision=precision,
+            causal_alignment=causal_alignment, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope,
+            rope_dim=rope_dim, rope_interleaved=rope_interleaved,
+        )  # fmt: skip
+    check_choice("precision", precision, PRECISIONS)
+    causal = parse_causal(is_causal, causal_alignment)
+    if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        query, key, value = (
+            x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
+        )
+    check_tensors(query, key, value)
+    factor = parse_scale(scale, query.shape[3])
+    options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
+    if options is None or ACTIVE:
+        if options is not None:
+            query, key = transform_both(query, key, options)
+        return sdpa(
+            query, key, value, is_causal=is_causal, scale=factor, enable_gqa=True, precision=precision,
+            causal_alignment=causal_alignment,
+        )  # fmt: skip
+    args = (query, key, value, *options, precision, causal, factor)
+    if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:2] if x is not None]):
+        eager: Tensor = torch_ops.load_cuda().block(*args)
+        return eager
+    out: Tensor = BLOCK(*args)
+    return out
 
 
 @overload

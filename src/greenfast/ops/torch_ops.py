@@ -55,19 +55,21 @@ def _dispatch_cuda(name: str) -> Callable[..., Any]:
     return lambda *args: getattr(load_cuda(), name)(*args)
 
 
-def _quantize_cpu(
+def quantize_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> QuantizedTensors:  # fmt: skip
+    """``torch.ops.greenfast.quantize`` of CPU tensors."""
     check_tensors(query, key, value)
     config = build_config(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     return reference.quantize(query, key, value, config).tensors()
 
 
-def _quantize_fake(
+def quantize_fake(
     query: Tensor, key: Tensor, value: Tensor, precision: str, blocks: bool, values: str, key_mean: bool,
     rotate: bool,
 ) -> QuantizedTensors:  # fmt: skip
+    """Return the results of ``torch.ops.greenfast.quantize`` for tensors without data."""
     check_tensors(query, key, value)
     config = build_config(query.shape[3], query.dtype, precision, blocks, values, key_mean, rotate)
     sizes = load_cuda().get_quantized_shapes(query.shape, key.shape, config)
@@ -186,7 +188,7 @@ def _vmap_refuse_gradient(info: Any, in_dims: Any, grad: Tensor, size: list[int]
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
-    "quantize": (_quantize_cpu, _dispatch_cuda("quantize"), _quantize_fake),
+    "quantize": (quantize_cpu, _dispatch_cuda("quantize"), quantize_fake),
     "attention": (_attention_cpu, _attention_cuda, _attention_fake),
     "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_fake),
     "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),

@@ -22,9 +22,19 @@ struct QuantizeParams {
   QuantizeInput samples;  // with kSampled: kMeanKeys keys of each head, to take the mean of
   // Of the keys of a sequence only the first are read with kLengths, and only those listed with kGathered. Codes have
   // their order, and codes and scales after them are not written.
-  const int* kv_lengths;  // (batch)
-  const int* kv_rows;     // (batch, kv_len)
+  const int* kv_lengths;   // (batch)
+  const int* kv_rows;      // (batch, kv_len)
+  PrologueInput prologue;  // with kPrologue: norm and RoPE of Q and K
 };
+
+template <class Cfg>
+__device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p, const void* weight, int batch) {
+  if constexpr (Cfg::kPrologue) {
+    return {p.prologue, weight, batch};
+  } else {
+    return {};
+  }
+}
 
 // The keys of a head that are quantized.
 template <class Cfg>
@@ -51,7 +61,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   int item = blockIdx.x;
   if (item < p.batch * p.kv_heads * k_blocks) {
     const int head_index = item / k_blocks, tile = item % k_blocks * Cfg::kKeyTiles;
-    const RowsQuantizer<Cfg> rows(shared.rows, keys_of<Cfg>(p, p.k, head_index));
+    const RowsQuantizer<Cfg> rows(shared.rows, keys_of<Cfg>(p, p.k, head_index),
+                                  prologue_of<Cfg>(p, p.prologue.k_weight, head_index / p.kv_heads));
     const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? tiles_of(rows.head.length) : kv_tiles);
     if (Cfg::kLengths && tile >= stop) return;
     const HeadRows<Cfg> samples(p.samples, head_index / p.kv_heads, head_index % p.kv_heads, kMeanKeys);
@@ -73,7 +84,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   }
   item -= p.batch * p.kv_heads * kv_tiles;
   const int head_index = item / q_tiles, q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
-  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len));
+  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
+                                prologue_of<Cfg>(p, p.prologue.q_weight, head_index / p.heads));
   rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
                   p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
 }

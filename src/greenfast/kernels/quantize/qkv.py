@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, KERNEL_DIR
 from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes, Strides, strides_of
-from greenfast.spec.kernel import KernelSource, Launch
+from greenfast.spec.kernel import Argument, KernelSource, Launch
 
 ENTRY = "quantize_qkv"
 #: A head's mean is the median of the means of groups of MEAN_GROUP keys, out of MEAN_KEYS keys spread over the head.
@@ -17,6 +19,63 @@ _THREADS = {64: 256, 128: 256, 256: 512}
 _BLOCKS = {64: 3, 128: 2, 256: 1}
 #: With this number of tiles of K, a block takes several.
 _MANY_TILES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prologue:
+    """RMSNorm and rotary embedding of Q and K, before their quantization in the same kernel.
+
+    norm: "" for none, "plain" for one without weights, or the dtype of the weights, buffers ``q_weight`` and
+    ``k_weight``, (columns,). eps: added to the mean of the squares. rotary_dim: columns that are rotated, even; 0 for
+    none. interleaved: columns 2 j and 2 j + 1 are rotated together, else j and j + rotary_dim / 2. table: the dtype of
+    the buffers ``cos`` and ``sin``. angle_step: distance of a row's angles in a table, 1 or 2. table_strides: of batch
+    and row, in elements; the addresses of the tables are multiples of 16 bytes.
+    """
+
+    norm: str = ""
+    eps: float = 0.0
+    rotary_dim: int = 0
+    interleaved: bool = False
+    table: str = "float32"
+    angle_step: int = 1
+    table_strides: tuple[int, int] = (0, 0)
+
+    @property
+    def angle_vector(self) -> int:
+        """The angles of an aligned access: a power of two that divides all strides, up to 16 bytes."""
+        count = 4 if self.table == "float32" else 8
+        while any(stride % count for stride in self.table_strides):
+            count //= 2
+        return count
+
+    def constants(self) -> str:
+        """Return the members of Cfg."""
+        weighted = self.norm not in ("", "plain")
+        flags = {"Norm": bool(self.norm), "Weighted": weighted, "Interleaved": self.interleaved}
+        numbers = {"RotaryDim": self.rotary_dim, "AngleStep": self.angle_step, "AngleVector": self.angle_vector}
+        lines = [f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items()]
+        lines += [f"  static constexpr int k{name} = {value};" for name, value in numbers.items()]
+        lines += [f"  using Weight = {FLOAT_TYPES[self.norm if weighted else 'float32']};"]
+        return "\n".join([*lines, f"  using Table = {FLOAT_TYPES[self.table]};"])
+
+    def buffers(self) -> tuple[str, ...]:
+        """Return the names of its buffers."""
+        weights = () if self.norm in ("", "plain") else ("q_weight", "k_weight")
+        return (*weights, *(("cos", "sin") if self.rotary_dim else ()))
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the kernel's arguments."""
+        names = self.buffers()
+        q_weight, k_weight, cos, sin = (
+            name if name in names else np.int64(0) for name in ("q_weight", "k_weight", "cos", "sin")
+        )
+        return (q_weight, k_weight, np.float32(self.eps), cos, sin, *(np.int64(n) for n in self.table_strides))
+
+
+_PROLOGUE_PARAMETERS = (
+    ", const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, long long table_batch, "
+    "long long table_row"
+)
 
 
 def block_threads(head_dim: int) -> tuple[int, int]:
@@ -40,13 +99,14 @@ def _tiles(length: int) -> int:
 
 
 def kernel(
-    config: AttentionConfig, sizes: Sizes, *, sampled: bool = False, lengths: bool = False, gathered: bool = False
-) -> KernelSource:
+    config: AttentionConfig, sizes: Sizes, *, sampled: bool = False, lengths: bool = False, gathered: bool = False,
+    prologue: Prologue | None = None,
+) -> KernelSource:  # fmt: skip
     """Render the kernel that quantizes the tensors of an attention, with block scales.
 
     sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
     all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: and
-    only those keys that a list names.
+    only those keys that a list names. prologue: of Q and K; not with the other options.
     """
     threads = _THREADS[config.head_dim]
     flags = {
@@ -57,8 +117,11 @@ def kernel(
         "FineScales": config.key_scales == "fine",
         "Lengths": lengths,
         "Gathered": gathered,
+        "Prologue": prologue is not None,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
+    if prologue is not None:
+        constants = f"{constants}\n{prologue.constants()}"
     more, samples, chosen = "", "{}", ""
     if sampled:
         line = MEAN_KEYS * config.columns
@@ -67,6 +130,9 @@ def kernel(
         more, chosen = f"{more}, const int* kv_lengths", ", kv_lengths"
     if gathered:
         more, chosen = f"{more}, const int* kv_rows", f"{chosen}, kv_rows"
+    if prologue is not None:
+        more = f"{more}{_PROLOGUE_PARAMETERS}"
+        chosen = f"{chosen}, nullptr, nullptr, {{q_weight, k_weight, eps, cos, sin, table_batch, table_row}}"
     source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
@@ -101,12 +167,13 @@ def launch(
     sampled: bool = False,
     lengths: bool = False,
     gathered: bool = False,
+    prologue: Prologue | None = None,
 ) -> Launch:
     """Return the launch: one block per work tile. Buffers are named as in ``problems.attention``, and k_mean.
 
     Q is not quantized if ``config.fuse_q_quant``. strides: of query, key and value; contiguous by default.
-    sampled, lengths, gathered: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS, columns),
-    contiguous, ``kv_lengths`` int32 (batch,), ``kv_rows`` int32 (batch, kv_len).
+    sampled, lengths, gathered, prologue: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS,
+    columns), contiguous, ``kv_lengths`` int32 (batch,), ``kv_rows`` int32 (batch, kv_len).
     """
     queries = not config.fuse_q_quant
     q_len = sizes.q_len if queries else 0
@@ -130,5 +197,6 @@ def launch(
             "k_mean" if config.key_mean else np.int64(0),
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, q_len, sizes.kv_len)),
             *(name for name, given in (("samples", sampled), ("kv_lengths", lengths), ("kv_rows", gathered)) if given),
+            *(() if prologue is None else prologue.arguments()),
         ),
     )

@@ -2,6 +2,7 @@
 // (common/scale_blocks.cuh). Inputs are read once.
 #pragma once
 
+#include "quantize/rows_prologue.cuh"
 #include "quantize/rows_transform.cuh"
 
 namespace greenfast {
@@ -47,12 +48,20 @@ struct RowsQuantizer {
   const HeadRows<Cfg> head;
   const Rows rows;
   const int group;  // index of this warp's 16 rows in the tile
+  const RowsPrologue<Cfg> prologue;
 
-  __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head)
-      : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit) {}
+  __device__ __forceinline__ RowsQuantizer(RowsStorage<Cfg>& shared, const HeadRows<Cfg>& head,
+                                           const RowsPrologue<Cfg>& prologue = {})
+      : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit), prologue(prologue) {}
 
   __device__ __forceinline__ void read(const HeadRows<Cfg>& from, const int (&row)[2], Values& x) const {
-    rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
+    if constexpr (Cfg::kPrologue) {
+      typename Rows::Loaded loaded[2 * Rows::kParts][2];
+      prologue.load(from, row, loaded);
+      rows.transform_loaded(loaded, x);
+    } else {
+      rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
+    }
   }
 
   __device__ __forceinline__ void write(const Values& x, const float (&scales)[2], const int (&row)[2],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, KERNEL_DIR
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
@@ -20,7 +20,7 @@ VALUE_TOKENS = 64
 _THREADS = 256
 #: Heads per block, one after another: as many as leave _BLOCKS blocks to fill a GPU, and at most _HEADS.
 _BLOCKS, _HEADS = 1024, 8
-_TYPES = {**CUDA_TYPES, "float32": "float"}
+
 _POSITIONS = {"int64": "long long", "int32": "int"}
 
 
@@ -58,8 +58,8 @@ class AppendConfig:
             "dtype": tuple(CUDA_TYPES),
             "value_layout": ("grouped", "rows"),
             "scales": ("token", "head"),
-            "norm": ("", *_TYPES),
-            "tables": tuple(_TYPES),
+            "norm": ("", *FLOAT_TYPES),
+            "tables": tuple(FLOAT_TYPES),
             "positions": tuple(_POSITIONS),
         }
         for name, values in allowed.items():
@@ -120,9 +120,9 @@ def kernel(config: AppendConfig) -> KernelSource:
         "Interleaved": config.interleaved,
     }
     types = {
-        "In": _TYPES[config.dtype],
-        "Weight": _TYPES[config.norm or "float32"],
-        "Table": _TYPES[config.tables],
+        "In": FLOAT_TYPES[config.dtype],
+        "Weight": FLOAT_TYPES[config.norm or "float32"],
+        "Table": FLOAT_TYPES[config.tables],
         "Position": _POSITIONS[config.positions],
     }
     members = [

@@ -1,0 +1,295 @@
+"""Norm and rotary embedding (RoPE) of Q and K before their quantization: arguments, PyTorch's arithmetic, operators.
+
+``greenfast.quantize`` and ``greenfast.attention_block`` take them. The quantizer computes them in the same pass, with
+the arithmetic of ``transform``: each result is computed in float32 and rounded to the tensors' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.quantize.qkv import Prologue
+from greenfast.numerics.serving_append import rotate
+from greenfast.ops import autograd, reference, torch_ops
+from greenfast.ops.arguments import check_flag, parse_length, parse_number
+from greenfast.ops.backward import sdpa_backward
+from greenfast.ops.layout import empty_rows
+from greenfast.ops.quantized import build_config, check_tensors, format_value
+from greenfast.ops.symbols import is_known, require
+
+#: dtypes of weights and tables.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, bool norm, "
+    "float norm_eps, int rope_dim, bool rope_interleaved"
+)
+_TENSORS = 5  # of the arguments, those with gradients: Q, K, V and the weights
+
+
+class QKTransform(NamedTuple):
+    """Norm and RoPE of Q and K, as the operators take them.
+
+    q_norm, k_norm: weights (D,), or None. cos, sin: (S, T) or (B or 1, S, T), where T is rope_dim or half of it, or
+    None. norm: whether there is a norm. rope_dim: 0 without RoPE.
+    """
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    norm: bool
+    eps: float
+    rope_dim: int
+    interleaved: bool
+
+
+def parse_transform(
+    query: Tensor, key: Tensor, q_norm: Any, k_norm: Any, norm_eps: Any, rope: Any, rope_dim: Any, rope_interleaved: Any
+) -> QKTransform | None:
+    """Return the checked norm and RoPE of a call, or None if there is neither.
+
+    query, key: accepted by ``check_tensors``. Raises TypeError and ValueError that name the argument.
+    """
+    check_flag("rope_interleaved", rope_interleaved)
+    eps = parse_number("norm_eps", norm_eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"norm_eps: {eps}; 0 or a positive number is needed")
+    q_weight, k_weight = _parse_weight("q_norm", q_norm), _parse_weight("k_norm", k_norm)
+    kinds = ["a tensor" if isinstance(x, Tensor) else str(x) for x in (q_norm, k_norm)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"k_norm: {kinds[1]}, q_norm {kinds[0]}; both must be tensors, or True, or None")
+    cos, sin = None, None
+    columns = query.shape[3]
+    if rope is None:
+        if rope_dim is not None:
+            raise ValueError(f"rope_dim: {format_value(rope_dim)}; without rope it has no meaning")
+        width = 0
+    else:
+        if not isinstance(rope, Sequence) or len(rope) != 2:
+            raise TypeError(f"rope: a {type(rope).__name__}; a pair (cos, sin) of tensors is needed")
+        cos, sin = rope
+        for x in rope:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"rope: it contains a {type(x).__name__}; a pair (cos, sin) of tensors is needed")
+        width = columns if rope_dim is None else parse_length("rope_dim", rope_dim)
+    if q_norm is None and rope is None:
+        return None
+    options = QKTransform(q_weight, k_weight, cos, sin, q_norm is not None, eps, width, rope_interleaved)
+    check_transform(query, key, options)
+    return options
+
+
+def _parse_weight(name: str, norm: Any) -> Tensor | None:
+    if norm is None or norm is True:
+        return None
+    if not isinstance(norm, Tensor):
+        raise TypeError(f"{name}: {norm!r}; a tensor of weights, True for a norm without weights, or None is needed")
+    return norm
+
+
+def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
+    """Raise TypeError or ValueError for weights and tables that do not fit to Q and K."""
+    columns, rows = query.shape[3], query.shape[2]
+    named = (("q_norm", options.q_norm), ("k_norm", options.k_norm), ("rope", options.cos), ("rope", options.sin))
+    for name, x in named:
+        if x is None:
+            continue
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
+        if x.device != query.device:
+            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+    for name, x in named[:2]:
+        if x is not None and (x.dim() != 1 or not require(x.shape[0] == columns)):
+            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; ({columns},), the head dim, is needed")
+    q_norm, k_norm, cos, sin = options[:4]
+    if (q_norm is None) != (k_norm is None) or (q_norm is not None and not options.norm):
+        raise ValueError("k_norm: weights of both Q and K, or of none, are needed")
+    if (cos is None) != (sin is None) or (cos is None) != (options.rope_dim == 0):
+        raise ValueError(f"rope: cos and sin, and rope_dim {options.rope_dim}; all three are needed, or none")
+    if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
+        raise TypeError(f"k_norm: its dtype is {k_norm.dtype}, q_norm's {q_norm.dtype}; they must agree")
+    if cos is None or sin is None:
+        return
+    width = options.rope_dim
+    if not 2 <= width <= columns or width % 2:
+        raise ValueError(f"rope_dim: {width}; an even number from 2 to the head dim {columns} is needed")
+    if cos.dtype != sin.dtype:
+        raise TypeError(f"rope: the dtype of cos is {cos.dtype}, that of sin {sin.dtype}; they must agree")
+    if cos.dim() != sin.dim() or not all([require(a == b) for a, b in zip(cos.shape, sin.shape, strict=True)]):
+        raise ValueError(f"rope: the shape of cos is {tuple(cos.shape)}, that of sin {tuple(sin.shape)}")
+    if cos.dim() not in (2, 3):
+        raise ValueError(f"rope: the shape of cos is {tuple(cos.shape)}; (S, columns) or (B, S, columns) is needed")
+    if not (is_known(cos.shape[-1] == width) or is_known(cos.shape[-1] * 2 == width)):
+        raise ValueError(
+            f"rope: cos and sin have {cos.shape[-1]} columns; {width} or {width // 2} are needed, to rotate {width} of "
+            f"{columns} columns; rope_dim is the number of rotated columns"
+        )
+    if not (require(rows == key.shape[2]) and require(cos.shape[-2] == rows)):
+        raise ValueError(
+            f"rope: cos and sin have {cos.shape[-2]} rows, query {rows} and key {key.shape[2]}; the same number is "
+            "needed, one row for each token"
+        )
+    if cos.dim() == 3 and not (is_known(cos.shape[0] == 1) or require(cos.shape[0] == query.shape[0])):
+        raise ValueError(f"rope: cos and sin have batch {cos.shape[0]}, query {query.shape[0]}; they must agree, or 1")
+    if cos.requires_grad or sin.requires_grad:
+        raise TypeError("rope: a table requires grad, but no gradient flows to it; use .detach()")
+
+
+def transform(x: Tensor, weight: Tensor | None, options: QKTransform) -> Tensor:
+    """Normalize and rotate x (B, H, S, D) by PyTorch. Each result is computed in float32 and rounded to x's dtype."""
+    if options.norm:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.eps)
+        x = (wide if weight is None else wide * weight.float()).to(x.dtype)
+    if options.cos is None or options.sin is None:
+        return x
+    return rotate(x.float(), *_get_angles(options.cos, options.sin, options), options.interleaved).to(x.dtype)
+
+
+def _get_angles(cos: Tensor, sin: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
+    """Return the tables as float32 (B or 1, 1, S, rope_dim / 2)."""
+
+    def get(table: Tensor) -> Tensor:
+        if table.shape[-1] == options.rope_dim:
+            table = table[..., ::2] if options.interleaved else table[..., : options.rope_dim // 2]
+        return table.float().unsqueeze(-3)
+
+    return get(cos), get(sin)
+
+
+def transform_both(query: Tensor, key: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
+    """Normalize and rotate Q and K by PyTorch."""
+    return transform(query, options.q_norm, options), transform(key, options.k_norm, options)
+
+
+def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options: QKTransform) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight (empty without), from that of ``transform``'s result.
+
+    They are computed in float32. An operator cannot differentiate by autograd, because it runs below it.
+    """
+    by_result = grad.float()
+    if options.cos is not None and options.sin is not None:
+        cos, sin = _get_angles(options.cos, options.sin, options)
+        by_result = rotate(by_result, cos, -sin, options.interleaved)
+    by_weight = grad.new_empty(0)
+    if options.norm:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.eps)
+        normalized = wide * inverse
+        if weight is not None:
+            by_weight = (by_result * normalized).sum((0, 1, 2)).to(weight.dtype)
+            by_result = by_result * weight.float()
+        by_result = inverse * (by_result - normalized * (by_result * normalized).mean(-1, keepdim=True))
+    return torch.empty_like(x).copy_(by_result), by_weight
+
+
+def build_prologue(options: QKTransform, batch: int) -> Prologue:
+    """Describe norm and RoPE for the quantizer's kernel. The tables have dense columns and equal strides."""
+    weight, table = options.q_norm, options.cos
+    norm = "" if not options.norm else "plain" if weight is None else str(weight.dtype).removeprefix("torch.")
+    if table is None:
+        return Prologue(norm=norm, eps=options.eps)
+    shared = table.dim() == 2 or table.shape[0] == 1 or batch == 1
+    return Prologue(
+        norm=norm,
+        eps=options.eps,
+        rotary_dim=options.rope_dim,
+        interleaved=options.interleaved,
+        table=str(table.dtype).removeprefix("torch."),
+        angle_step=2 if options.interleaved and table.shape[-1] == options.rope_dim else 1,
+        table_strides=(0 if shared else table.stride(0), table.stride(-2)),
+    )
+
+
+def _parse_operator(query: Tensor, key: Tensor, value: Tensor, args: Sequence[Any]) -> tuple[QKTransform, Any]:
+    """Return the transform and the other arguments of an operator, checked."""
+    options = QKTransform(*args[:8])
+    check_tensors(query, key, value)
+    check_transform(query, key, options)
+    return options, args[8:]
+
+
+def _quantize_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    options, choices = _parse_operator(query, key, value, args)
+    return torch_ops.quantize_cpu(*transform_both(query, key, options), value, *choices)
+
+
+def _quantize_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().quantize_block(*args)
+
+
+def _quantize_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    _, choices = _parse_operator(query, key, value, args)
+    return torch_ops.quantize_fake(query, key, value, *choices)
+
+
+def _block_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    options, (precision, causal, scale) = _parse_operator(query, key, value, args)
+    out = empty_rows(query, query.shape[3])
+    if query.numel() == 0 or key.numel() == 0:
+        return out.zero_()
+    config = build_config(query.shape[3], query.dtype, precision)
+    codes = reference.quantize(*transform_both(query, key, options), value, config)
+    return out.copy_(reference.attention(codes, causal, scale)[0])
+
+
+def _block_cuda(*args: Any) -> Any:
+    return torch_ops.load_cuda().block(*args)
+
+
+def _block_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    _parse_operator(query, key, value, args)
+    return empty_rows(query, query.shape[3])
+
+
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Compute the gradients of Q, K, V and the weights (empty without): PyTorch recomputes norm and RoPE."""
+    options = QKTransform(*args[:8])
+    causal, scale = args[9:]
+    attention_backward = sdpa_backward if query.is_cuda else reference.compute_gradients
+    q, k = transform_both(query, key, options)
+    grad_q, grad_k, by_value = attention_backward(grad, q, k, value, causal, scale)
+    by_query, by_q_norm = _transform_backward(grad_q, query, options.q_norm, options)
+    by_key, by_k_norm = _transform_backward(grad_k, key, options.k_norm, options)
+    return by_query, by_key, by_value, by_q_norm, by_k_norm
+
+
+def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    weights = (grad.new_empty(0) if x is None else torch.empty_like(x) for x in args[:2])
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *weights
+
+
+_CHOICES = "str precision, bool blocks, str values, bool key_mean, bool rotate"
+_ATTENTION = "str precision, int causal, float scale"
+_FIVE, _SEVEN = (f"({', '.join(['Tensor'] * n)})" for n in (_TENSORS, 7))
+_REFUSED = "greenfast.quantize: no gradient flows to codes; greenfast.attention_block has gradients"
+for _name, _schema, _cpu, _cuda, _fake, _refusal in (
+    (
+        "quantize_block", f"({_ARGUMENTS}, {_CHOICES}) -> {_SEVEN}", _quantize_cpu, _quantize_cuda, _quantize_fake,
+        _REFUSED,
+    ),
+    (
+        "block_backward", f"(Tensor grad, {_ARGUMENTS}, {_ATTENTION}) -> {_FIVE}", _backward, _backward, _backward_fake,
+        "greenfast.attention_block: its gradients are not differentiable",
+    ),
+    ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, _block_cuda, _block_fake, None),
+):  # fmt: skip
+    torch_ops.LIBRARY.define(f"{_name}{_schema}")
+    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
+    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    autograd.register(
+        torch_ops.LIBRARY, _name, _refusal, backward="block_backward", first=_TENSORS, count=_TENSORS,
+        public="greenfast.attention_block",
+    )  # fmt: skip
+torch_ops.register_sdpa_flops(torch.ops.greenfast.block)
+
+QUANTIZE_BLOCK = torch.ops.greenfast.quantize_block.default
+BLOCK = torch.ops.greenfast.block.default
