@@ -111,6 +111,40 @@ def test_agrees_with_float64(
     assert torch.equal(plain.values(), out.values())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (9, 2)},
+        {"window": (20, -1), "is_causal": True},
+        {"softcap": 5.0, "is_causal": True},
+        {"sinks": torch.tensor([0.5, -3.0, 9.0, 0.0]).bfloat16()},
+        {"window": (30, 0), "softcap": 8.0, "sinks": torch.linspace(-1.0, 2.0, 4), "scale": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("build", [nested, narrowed], ids=["offsets", "gaps"])
+def test_options_are_those_of_each_sequence_alone(
+    build: Callable[..., Any], options: dict[str, Any], alignment: str
+) -> None:
+    """tests/ops/test_masked.py compares the calls on one sequence with PyTorch."""
+    lengths = LENGTHS if alignment == "lower_right" else SAME
+    tensors = [parts(n, h, seed=i) for i, (n, h) in enumerate(zip((*lengths, lengths[1]), (4, 2, 2), strict=True))]
+    options = {**options, "causal_alignment": alignment, "enable_gqa": True, "return_lse": True}
+    out, lse = SDPA(*[build(x) for x in tensors], **options)
+    for a, b, c, result, sums in zip(*tensors, unbound(out), lse.unbind(), strict=True):
+        if len(a) and len(b):
+            wanted, wanted_sums = SDPA(*[x.transpose(0, 1).unsqueeze(0) for x in (a, b, c)], **options)
+            assert relative([result], [wanted[0].transpose(0, 1)]) < 0.01
+            assert torch.allclose(sums, wanted_sums[0], atol=0.02)
+        else:
+            sinks = options.get("sinks")
+            assert not result.any()
+            assert torch.equal(
+                sums, torch.full_like(sums, -torch.inf) if sinks is None else sinks.float().view(-1, 1).expand_as(sums)
+            )
+
+
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_agrees_with_pytorch_on_nested_tensors(precision: str) -> None:
     q, k, v = (
@@ -287,7 +321,7 @@ FLAT: Any = NESTED.nested_tensor(parts([5, 7], 4), layout=torch.jagged)
         ),
         ({"value": OTHER}, ValueError, "value: other lengths than key"),
         ({"value": nested(parts([5, 7, 1], 4))}, ValueError, "key, value: their batch differs"),
-        ({"key": OTHER, "value": OTHER, "is_causal": True}, NotImplementedError, "is_causal: .*lower_right"),
+        ({"key": OTHER, "value": OTHER, "is_causal": True}, NotImplementedError, "is_causal, window: .*lower_right"),
         ({"key": nested(parts([5, 7], 2)), "value": nested(parts([5, 7], 2))}, ValueError, "key: its heads differ"),
         ({"key": nested(parts([5, 7], 1)), "enable_gqa": True}, ValueError, "key, value: their heads"),
         ({"query": nested(parts([5, 7], 1))}, ValueError, "key, value: their heads"),
@@ -296,15 +330,9 @@ FLAT: Any = NESTED.nested_tensor(parts([5, 7], 4), layout=torch.jagged)
         ({"key": Q.half()}, TypeError, "key: another dtype than query"),
         ({"attn_mask": torch.ones(1)}, NotImplementedError, "attn_mask: with nested tensors"),
         ({"dropout_p": 0.5}, NotImplementedError, "dropout_p"),
-        *(
-            ({name: value}, NotImplementedError, "window, softcap, sinks, kv_lengths: not with nested tensors")
-            for name, value in (
-                ("window", (9, 0)),
-                ("softcap", 5.0),
-                ("sinks", torch.zeros(4)),
-                ("kv_lengths", torch.tensor([5, 7])),
-            )
-        ),
+        ({"kv_lengths": torch.tensor([5, 7])}, NotImplementedError, "kv_lengths: nested tensors have lengths"),
+        ({"key": OTHER, "value": OTHER, "window": (9, 0)}, NotImplementedError, "is_causal, window: .*lower_right"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks: \(3,\) on cpu; \(4,\)"),
         ({"precision": "fp8_token"}, NotImplementedError, "precision: 'fp8_token' has no kernel for nested tensors"),
         ({"key": torch.zeros(2, 4, 7, 64).bfloat16()}, NotImplementedError, "query: nested"),
         ({"scale": -1.0}, ValueError, "scale: -1.0"),

@@ -125,22 +125,19 @@ def is_jagged(*tensors: Any) -> bool:
 
 def canonicalize_jagged(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
-    float32_as: torch.dtype | None, precision: str, has_options: bool,
+    float32_as: torch.dtype | None, precision: str, window_from_first: bool, kv_lengths: Tensor | None,
 ) -> CanonicalCall | Refusal:  # fmt: skip
     """Return the canonical form of a call on jagged tensors (B, H, j, D), or its refusal.
 
     Its lengths are the mean lengths, rounded up: the lengths themselves are on the device, and are not read there.
-    has_options: the call has a window, softcap, sinks or kv_lengths.
+    window_from_first: the call has a window that is aligned at the first query and key.
     """
-    if has_options:
-        return Refusal(
-            NotImplementedError,
-            "window, softcap, sinks, kv_lengths: not with nested tensors; greenfast.varlen_attn has the first three",
-        )
+    if kv_lengths is not None:
+        return Refusal(NotImplementedError, "kv_lengths: nested tensors have lengths of their own")
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
     if attn_mask is not None:
-        return Refusal(NotImplementedError, "attn_mask: with nested tensors the kernels take is_causal only")
+        return Refusal(NotImplementedError, "attn_mask: with nested tensors the kernels take is_causal and window only")
     if precision == TOKEN:
         return Refusal(NotImplementedError, f"precision: {TOKEN!r} has no kernel for nested tensors, 'fp8' has")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -169,10 +166,10 @@ def canonicalize_jagged(
         return Refusal(
             ValueError, "key, value: their heads cannot be shared; heads of nested tensors are not broadcast"
         )
-    if causal == 1 and not _have_same_lengths(query, key):
+    if (causal == 1 or window_from_first) and not _have_same_lengths(query, key):
         return Refusal(
             NotImplementedError,
-            "is_causal: query and key have offsets of their own, so their lengths may differ; with "
+            "is_causal, window: query and key have offsets of their own, so their lengths may differ; with "
             "causal_alignment='lower_right' they may",
         )
     return form._replace(causal=causal)

@@ -119,6 +119,11 @@ def parse_options(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, alignm
     return ScoreOptions((left, right), cap, sinks, kv_lengths, 2 if alignment == "lower_right" else 1)
 
 
+def is_window_from_first(options: ScoreOptions) -> bool:
+    """Return whether there is a window, and a query's place in it is counted from the first key."""
+    return options.window != (-1, -1) and options.alignment == 1
+
+
 def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec | None:
     """Return the mask of a call; None if the dense kernels compute it.
 

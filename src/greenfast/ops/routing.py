@@ -34,7 +34,7 @@ from greenfast.ops.canonicalize import (
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import MASKED_ON_HOPPER, NO_OPTIONS, TOKEN_MASKS, describe_mask, parse_options
+from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, is_window_from_first, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -152,10 +152,10 @@ def explain(
         if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES and not jagged:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
     if jagged:
-        has_options = options[:4] != NO_OPTIONS[:4]
         form = canonicalize_jagged(
-            query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision, has_options
-        )
+            query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision,
+            is_window_from_first(options), options.kv_lengths,
+        )  # fmt: skip
     else:
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):

@@ -34,6 +34,7 @@ from greenfast.ops.masked import (
     TOKEN_MASKS,
     ScoreOptions,
     compute_masked,
+    is_window_from_first,
     make_spec,
     parse_options,
     replay_options,
@@ -306,24 +307,29 @@ def _canonicalized_sdpa(
     check_cast_dtype(float32_as)
     jagged = is_jagged(query, key, value)
     if jagged:
-        has_options = options is not NO_OPTIONS
         form = canonicalize_jagged(
-            query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision, has_options
-        )
+            query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision,
+            is_window_from_first(options), options.kv_lengths,
+        )  # fmt: skip
     else:
         form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
     if isinstance(form, Refusal):
         instead = _ALTERNATIVE if form.error is NotImplementedError else ""
         raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")
     factor = parse_scale(scale, query.shape[-1])
-    spec = make_spec(form.mask, form.causal, options, form.query[2], form.key[2], form.query[0])
+    spec = None
+    if not jagged:
+        spec = make_spec(form.mask, form.causal, options, form.query[2], form.key[2], form.query[0])
     if precision == TOKEN and spec is not None:
         raise NotImplementedError(TOKEN_MASKS)
     widened = query.dtype == torch.float32
     query, key, value = (x.to(get_cast_dtype(x, float32_as)) for x in (query, key, value))
     lse: Tensor | None
     if jagged:
-        out, lse = attend_jagged(query, key, value, form.causal, factor, precision, return_lse)
+        left, right = options.window
+        window, sinks = (left, 0 if form.causal else right), options.sinks
+        sinks = None if sinks is None else sinks.float()
+        out, lse = attend_jagged(query, key, value, sinks, window, options.softcap, factor, precision, return_lse)
         out = out.float() if widened else out
         return out if lse is None else (out, lse)
     if form.empty:

@@ -138,20 +138,21 @@ def attend_packed(
 
 
 def attend_jagged(
-    query: Any, key: Any, value: Any, causal: int, scale: float, precision: str, wants_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+    query: Any, key: Any, value: Any, sinks: Tensor | None, window: tuple[int, int], softcap: float, scale: float,
+    precision: str, wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute ``sdpa`` of jagged tensors (B, H, j, D). Return the output, and the log-sum-exp (B, H, j) or None.
 
-    ``canonicalize_jagged`` has accepted the arguments. No length is read on the host: the number of all rows replaces
-    a maximum that is not cached.
+    ``canonicalize_jagged`` has accepted the arguments. window: aligned at the last query and key of each sequence. No
+    length is read on the host: the number of all rows replaces a maximum that is not cached.
     """
     starts_q = _get_starts(query)
     same = key.lengths() is query.lengths() and (key.lengths() is not None or key.offsets() is query.offsets())
     starts_k = starts_q if same else _get_starts(key)
     max_q, max_k = (get_rows_shape(x)[1] if x._maybe_max_seqlen is None else x._maybe_max_seqlen for x in (query, key))
     q, k, v = (_pack_rows(x, starts) for x, starts in ((query, starts_q), (key, starts_k), (value, starts_k)))
-    options = (max_q, max_k, precision, -1, 0 if causal else -1, 0.0, scale)
-    out, lse = attend_packed((q, k, v, starts_q, starts_k, None, None, *options), None, wants_lse, None)
+    args = (q, k, v, starts_q, starts_k, None, sinks, max_q, max_k, precision, *window, softcap, scale)
+    out, lse = attend_packed(args, None, wants_lse, None)
     out = _unpack_rows(out, query, starts_q)
     return out, None if lse is None else _unpack_rows(lse.transpose(0, 1), query, starts_q)
 
