@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import greenfast
+from tests.ops.test_masked import CASES, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa
@@ -75,6 +76,36 @@ def test_agrees_with_the_cpu(name: str, head_dim: int, precision: str, dtype: to
     difference = (lse - wanted_lse)[wanted_lse.isfinite()]
     assert difference.square().mean().sqrt() < 0.01
     assert difference.abs().max() < 0.1  # a code that is rounded differently changes a score near 20
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("head_dim", "precision"), [(64, "fp8"), (64, "int8"), (128, "fp8"), (128, "int8_fine"), (256, "fp8")]
+)
+def test_the_tiles_that_the_cpu_skips_are_skipped(case: str, head_dim: int, precision: str) -> None:
+    sizes, _, options = CASES[case]
+    q, k, v = make_inputs(*sizes, head_dim)
+    options = {**options, "enable_gqa": True, "precision": precision}
+    on_gpu = {x: y.cuda() if isinstance(y, Tensor) else y for x, y in options.items()}
+    wanted, wanted_lse = sdpa(q, k, v, **options, skip_threshold=0.05, return_lse=True)
+    q, k, v = q.cuda(), k.cuda(), v.cuda()
+    found, lse = (x.cpu() for x in sdpa(q, k, v, **on_gpu, skip_threshold=0.05, return_lse=True))
+    plain = sdpa(q, k, v, **on_gpu, skip_threshold=0.05).cpu()
+    for x in (found, plain):
+        assert (x.double() - wanted.double()).norm() <= 0.03 * wanted.double().norm()
+    assert torch.equal(lse == -math.inf, wanted_lse == -math.inf)
+    assert (lse - wanted_lse)[wanted_lse.isfinite()].abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (3000, 100)}])
+def test_long_sequences_with_most_tiles_skipped(head_dim: int, options: dict[str, Any]) -> None:
+    """Warpgroups that skip other tiles than their neighbours wait for each other, whatever they skip."""
+    q, k, v = (x.cuda() for x in make_inputs(5000, 6000, head_dim))
+    for threshold in (1e-30, 0.05, 0.99):
+        out = sdpa(q, k, v, **options, enable_gqa=True, skip_threshold=threshold)
+        assert out.isfinite().all()
+        assert torch.equal(out, sdpa(q, k, v, **options, enable_gqa=True, skip_threshold=threshold))
 
 
 def test_a_graph_reads_new_lengths_and_masks() -> None:

@@ -31,7 +31,7 @@ def run_plan(query: Tensor, key: Tensor, value: Tensor, inputs: dict[str, Tensor
     if config.listed:
         lists = MaskLists(inputs["counts"].shape[0], inputs["counts"].shape[1], inputs["bits"].shape[0])
     plan = cuda._build_masked_plan(
-        query, key, value, config, options["window"], options["shift"], lists, query.shape[3] ** -0.5,
+        query, key, value, config, options["window"], options["shift"], lists, query.shape[3] ** -0.5, options["skip"],
         lengths="kv_lengths" in inputs, gathered="kv_rows" in inputs,
     )  # fmt: skip
     shapes = cuda.get_quantized_shapes(query.shape, key.shape, config)
@@ -66,6 +66,17 @@ def tiles_of(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return mask
 
 
+def make_skippable(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q and K whose weights are largest at the first key, and near the query's place from the end."""
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randn(-(-max(q.shape[2], k.shape[2]) // 64), q.shape[3], generator=generator)
+    of_rows = 0.4 * places.repeat_interleave(64, 0)
+    q = 1.0 + q.float() / 5 + of_rows[-q.shape[2] :]
+    k = k.float() / 5 + of_rows[-k.shape[2] :]
+    k[:, :, 0] += 5 * k.shape[3] ** -0.5
+    return q.bfloat16(), k.bfloat16()
+
+
 #: Head dim, precision, the shapes (batch, heads, kv_heads, q_len, kv_len), and what else differs.
 CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
     "lengths, causal": (64, "fp8", (3, 2, 1, 200, 260), {"lengths": [260, 131, 0], "window": (-1, 0), "lse": True}),
@@ -76,8 +87,15 @@ CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
     "tiles for all, head dim 128": (128, "int8_fine", (2, 1, 1, 150, 300), {"mask": (1, 1)}),
     "tiles of a batch, head dim 256": (256, "fp8", (2, 2, 1, 130, 300), {"mask": (2, 1), "lse": True}),
     "tiles of heads": (64, "int8", (2, 2, 2, 64, 270), {"mask": (1, 2), "sinks": (0.5, 1.0)}),
+    "skip": (128, "int8", (1, 2, 1, 150, 520), {"skip": 0.2, "window": (-1, 0), "alignment": 2, "lse": True}),
+    "skip, no mask": (64, "fp8", (1, 2, 2, 200, 650), {"skip": 0.3, "lse": True}),
+    "skip, four warpgroups": (64, "int8", (1, 2, 2, 512, 390), {"skip": 0.2}),
+    "skip in a window": (256, "fp8", (1, 1, 1, 130, 520), {"skip": 0.2, "window": (455, 10), "alignment": 2}),
+    "skip, one level, lengths": (256, "int8", (2, 1, 1, 70, 520), {"skip": 0.1, "lengths": [520, 300], "lse": True}),
+    "skip in tiles": (128, "int8_fine", (2, 2, 1, 200, 650), {"skip": 0.2, "mask": (2, 2), "lse": True}),
+    "skip, softcap and sinks": (128, "fp8", (1, 2, 2, 100, 400), {"skip": 0.4, "softcap": 20.0, "sinks": (0.0, 9.0)}),
 }  # fmt: skip
-QUICK = ("lengths, causal", "chosen keys", "tiles", "tiles for all, head dim 128")
+QUICK = ("lengths, causal", "chosen keys", "tiles", "tiles for all, head dim 128", "skip")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +112,9 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
     )
     left, right = window = options.get("window", (-1, -1))
     alignment, softcap, sinks = options.get("alignment", 1), options.get("softcap", 0.0), options.get("sinks")
+    skip = options.get("skip", 0.0)
+    if skip:
+        q, k = make_skippable(q, k)
     inputs: dict[str, Tensor] = {}
     if "lengths" in options:
         inputs["kv_lengths"] = torch.tensor(options["lengths"], dtype=torch.int32)
@@ -107,7 +128,10 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         inputs |= {"kv_lengths": spec.kv_lengths, "kv_rows": spec.kv_rows}
         k, v = (x.masked_fill(kept.logical_not()[:, None, :, None], float("nan")) for x in (k, v))
     if "mask" in options:
-        lists = BlockMask.from_bool(tiles_of((*options["mask"], q_len, kv_len), generator))
+        dense = tiles_of((*options["mask"], q_len, kv_len), generator)
+        if skip:
+            dense[..., 0] |= dense.any(-1)
+        lists = BlockMask.from_bool(dense)
         inputs |= {"counts": lists.counts, "entries": lists.entries, "bits": lists.bits}
         q[0, 0, 50, 0], k[0, 0, -4, 0], v[-1, 0, -1, 0] = float("nan"), float("inf"), float("nan")
     if sinks:
@@ -117,18 +141,21 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         build_config(head_dim, torch.bfloat16, precision, key_mean=softcap == 0.0 and not sinks),
         mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=lse, fuse_q_quant=True, scheduled=True,
         window=left >= 0, sinks=bool(sinks), softcap=softcap, listed="mask" in options,
+        skip=skip > 0.0,
     )  # fmt: skip
     shift = kv_len - q_len if alignment == 2 else 0
-    found = run_plan(q, k, v, inputs, config=config, window=window, shift=shift)
+    found = run_plan(q, k, v, inputs, config=config, window=window, shift=shift, skip=skip)
     names = ("kv_lengths", "kv_rows", "sinks", "counts", "entries", "bits")
-    wanted, wanted_lse = masked.MASKED_LSE(
-        q, k, v, *[inputs.get(name) for name in names], precision, alignment, left, right, softcap, head_dim**-0.5
-    )
+    arguments = (q, k, v, *[inputs.get(name) for name in names], precision, alignment, left, right, softcap)
+    wanted, wanted_lse = masked.MASKED_LSE(*arguments, skip, head_dim**-0.5)
     out = torch.from_numpy(found["out"].view(np.int16)).view(torch.bfloat16)
     assert torch.equal(out.isnan(), wanted.isnan())
     assert wanted.isnan().any() == ("mask" in options)
     finite = ~wanted.isnan()
     assert (out.double() - wanted.double())[finite].norm() < 0.03 * wanted.double()[finite].norm()
+    if skip:
+        dense = masked.MASKED(*arguments, 0.0, head_dim**-0.5)
+        assert (dense.double() - wanted.double())[finite].norm() > 0.06 * wanted.double()[finite].norm()
     if lse:
         sums = torch.from_numpy(found["lse"])
         if config.key_mean:

@@ -126,6 +126,7 @@ def is_jagged(*tensors: Any) -> bool:
 def canonicalize_jagged(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
     float32_as: torch.dtype | None, precision: str, window_from_first: bool, kv_lengths: Tensor | None,
+    skip_threshold: float,
 ) -> CanonicalCall | Refusal:  # fmt: skip
     """Return the canonical form of a call on jagged tensors (B, H, j, D), or its refusal.
 
@@ -134,6 +135,8 @@ def canonicalize_jagged(
     """
     if kv_lengths is not None:
         return Refusal(NotImplementedError, "kv_lengths: nested tensors have lengths of their own")
+    if skip_threshold:
+        return Refusal(NotImplementedError, "skip_threshold: not with nested tensors")
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
     if attn_mask is not None:

@@ -508,13 +508,13 @@ def _build_varlen_plan(
 def masked(
     lse: bool, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
-    alignment: int, left: int, right: int, softcap: float, scale: float,
+    alignment: int, left: int, right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked`` and ``masked_lse`` of CUDA tensors."""
     shape = query.shape
     extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
+    options = (precision, alignment, left, right, softcap, skip_threshold, scale)
     given = [x for x in extras if x is not None]
-    options = (precision, alignment, left, right, softcap, scale)
     plan_key = _masked_plan_key(lse, query, key, value, *extras, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
@@ -528,7 +528,7 @@ def masked(
         compatible += [make_tma_compatible(x) for x in (key, value)]
         compatible += [x if x is None else x.contiguous() for x in extras]
         if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
-            return masked(lse, *compatible, precision, alignment, left, right, softcap, scale)  # type: ignore[call-arg]
+            return masked(lse, *compatible, *options)  # type: ignore[call-arg]
         target = get_target(query.get_device())
         if target.name != hopper.TARGET.name:
             raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
@@ -536,19 +536,20 @@ def masked(
         config = replace(
             build_sdpa_config(target, shape[3], query.dtype, precision, mask, lse=lse), key_mean=centered,
             scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, listed=counts is not None,
+            skip=skip_threshold > 0.0,
         )  # fmt: skip
         lists = None
         if counts is not None and bits is not None:
             lists = MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
         built = _build_masked_plan(
             query, key, value, config, (left, right), key.shape[2] - shape[2] if alignment == 2 else 0, lists, scale,
-            lengths=kv_lengths is not None, gathered=kv_rows is not None,
+            skip_threshold, lengths=kv_lengths is not None, gathered=kv_rows is not None,
         )  # fmt: skip
         plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
     addresses = [x.data_ptr() for x in (query, key, value)]
     if not is_aligned(addresses[0] | addresses[1] | addresses[2]):
         copies = [make_tma_compatible(x) for x in (query, key, value)]
-        return masked(lse, *copies, *extras, precision, alignment, left, right, softcap, scale)  # type: ignore
+        return masked(lse, *copies, *extras, *options)  # type: ignore
     out = query.new_empty_strided(shape, plan.out_strides)
     results = [out]
     if lse:
@@ -573,7 +574,7 @@ def _masked_plan_key(lse: bool, *args: Any) -> tuple[Any, ...]:
 
 def _build_masked_plan(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, window: tuple[int, int], shift: int,
-    lists: MaskLists | None, scale: float, *, lengths: bool, gathered: bool,
+    lists: MaskLists | None, scale: float, skip_threshold: float = 0.0, *, lengths: bool, gathered: bool,
 ) -> LaunchPlan:  # fmt: skip
     """Build the plan of quantization, the schedule and attention.
 
@@ -601,6 +602,7 @@ def _build_masked_plan(
         hopper.launch(
             config, sizes, scale, Strides(query=query.stride()[:3], out=out_strides[:3]), target.multiprocessors,
             tiles=tiles, max_tiles=schedule.max_tiles(sizes, tiles), window=limits, lists=lists,
+            skip_threshold=skip_threshold,
         ),
         {"k": "k_codes", "v_t": "v_codes"},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention with masks: a window, lengths of keys, lists of tiles; and with softcap and sinks.
+"""Attention with masks: a window, lengths of keys, lists of tiles; and with softcap, sinks and skipped tiles.
 
 The dense attention kernel computes them with a schedule, which a kernel makes on the device (``kernels.attention.
 schedule``): it lists the work tiles, and for each the key tiles follow from its limits or from a ``BlockMask``.
@@ -25,14 +25,16 @@ from greenfast.ops.symbols import is_known, require
 from greenfast.ops.varlen import MAX_WINDOW, has_key_mean
 
 #: Of the GPUs with kernels.
-MASKED_ON_HOPPER = "masks other than causal ones, softcap and sinks: their kernels are for Hopper GPUs"
-TOKEN_MASKS = f"precision: {TOKEN!r} has no masks other than causal ones, softcap and sinks; 'fp8' has them"
+MASKED_ON_HOPPER = "masks other than causal ones, softcap, sinks and skip_threshold: their kernels are for Hopper GPUs"
+TOKEN_MASKS = (
+    f"precision: {TOKEN!r} has no masks other than causal ones, softcap, sinks and skip_threshold; 'fp8' has them"
+)
 MASKED_CACHE = CallCache(9)  # calls that skipped the dispatcher; their first 9 arguments are tensors or None
 _MAX_MASKS = 8  # boolean masks whose form for the kernels is kept
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? kv_lengths, Tensor? kv_rows, Tensor? sinks, Tensor? counts, "
     "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
-    "float scale"
+    "float skip_threshold, float scale"
 )
 
 
@@ -71,6 +73,19 @@ class MaskSpec:
             mask = mask & kept[:, None, None]
         return mask
 
+    def tile_order(self) -> Tensor | None:
+        """Return the tiles from the first to the last, int64 (B or 1, H or 1, row blocks, tiles); None: they ascend.
+
+        Tiles that are not in the lists come last.
+        """
+        if self.lists is None:
+            return None
+        counts, tiles = self.lists.counts.sum(-1, keepdim=True), self.lists.entries[..., 0].long()
+        index = torch.arange(tiles.shape[-1], device=tiles.device).expand(tiles.shape)
+        place = torch.full_like(tiles, tiles.shape[-1])
+        place.scatter_reduce_(-1, tiles, index.where(index < counts, tiles.shape[-1]), "amin")
+        return place.argsort(dim=-1, stable=True)
+
     def keys_of(self, sequence: int, kv_len: int) -> Any:
         """Return the keys of a sequence to quantize: a slice, or their numbers."""
         if self.kv_lengths is None:
@@ -83,25 +98,31 @@ class ScoreOptions(NamedTuple):
     """What ``sdpa`` does to scores beyond a causal mask.
 
     window: (left, right), -1 for no limit. softcap: 0 for none. sinks: (H,), or None. kv_lengths: (B,), or None.
-    alignment: of the window, as of MaskSpec.
+    skip_threshold: 0 for none. alignment: of the window, as of MaskSpec.
     """
 
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     sinks: Tensor | None = None
     kv_lengths: Tensor | None = None
+    skip_threshold: float = 0.0
     alignment: int = 1
 
 
 NO_OPTIONS = ScoreOptions()
 
 
-def parse_options(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, alignment: str) -> ScoreOptions:
+def parse_options(
+    window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any, alignment: str
+) -> ScoreOptions:
     """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
     left, right = (min(n, MAX_WINDOW) for n in parse_window(window, "window"))
     cap = parse_number("softcap", softcap)
     if not 0.0 <= cap < math.inf:
         raise ValueError(f"softcap: {softcap}; 0 or a positive number is needed")
+    threshold = parse_number("skip_threshold", skip_threshold)
+    if not 0.0 <= threshold < 1.0:
+        raise ValueError(f"skip_threshold: {skip_threshold}; a number from 0 to below 1 is needed")
     for name, x, allowed in (
         ("sinks", sinks, (torch.float32, torch.bfloat16, torch.float16)),
         ("kv_lengths", kv_lengths, (torch.int32, torch.int64)),
@@ -114,9 +135,9 @@ def parse_options(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, alignm
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, allowed))}")
         if x.dim() != 1:
             raise ValueError(f"{name}: its shape is {tuple(x.shape)}; one dimension is needed")
-    if (left, right) == (-1, -1) and cap == 0.0 and sinks is None and kv_lengths is None:
+    if (left, right) == (-1, -1) and cap == 0.0 and sinks is None and kv_lengths is None and threshold == 0.0:
         return NO_OPTIONS
-    return ScoreOptions((left, right), cap, sinks, kv_lengths, 2 if alignment == "lower_right" else 1)
+    return ScoreOptions((left, right), cap, sinks, kv_lengths, threshold, 2 if alignment == "lower_right" else 1)
 
 
 def is_window_from_first(options: ScoreOptions) -> bool:
@@ -147,26 +168,30 @@ def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len:
         right = 0
     lengths = None if options.kv_lengths is None else options.kv_lengths.to(torch.int32)
     plain = left < 0 and lengths is None and right == (0 if causal else -1)
-    if plain and options.softcap == 0.0 and options.sinks is None:
+    if plain and options.softcap == 0.0 and options.sinks is None and options.skip_threshold == 0.0:
         return None
     return MaskSpec(causal or options.alignment, left, right, lengths)
 
 
 def describe_mask(mask: Any, options: ScoreOptions) -> str:
     """Return what a mask and options cost; empty without them. mask: of a CanonicalCall."""
+    parts = []
     if isinstance(mask, BlockMask):
-        return "tiles of 128 queries and 128 keys that the mask leaves out are skipped, partial ones are masked by bits"
-    if mask is not None and is_known(mask.shape[2] == 1) and is_known(mask.shape[1] == 1):
-        return "keys that the mask leaves out are skipped; a new mask tensor is sorted first"
-    if mask is not None:
-        return "tiles of 128 queries and 128 keys without any True are skipped; a new mask tensor is read once first"
-    if options is NO_OPTIONS:
-        return ""
-    parts = ["a schedule of work tiles is made on the device"]
+        parts = ["tiles of 128 queries and 128 keys that the mask leaves out are skipped, partial ones masked by bits"]
+    elif mask is not None and is_known(mask.shape[2] == 1) and is_known(mask.shape[1] == 1):
+        parts = ["keys that the mask leaves out are skipped; a new mask tensor is sorted first"]
+    elif mask is not None:
+        parts = ["tiles of 128 queries and 128 keys without any True are skipped; a new mask tensor is read once first"]
+    elif options is not NO_OPTIONS:
+        parts = ["a schedule of work tiles is made on the device"]
     if options.window != (-1, -1) or options.kv_lengths is not None:
         parts.append("key tiles out of reach are skipped")
     if options.softcap:
         parts.append("softcap takes a tanh for each score")
+    if options.skip_threshold:
+        parts.append(
+            "tiles whose weights are below skip_threshold take the product Q K^T alone, the others a vote in addition"
+        )
     return ", ".join(parts)
 
 
@@ -275,7 +300,7 @@ def _make_spec(
 def _masked_lse_cpu(
     query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
     counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str, alignment: int,
-    window_left: int, window_right: int, softcap: float, scale: float,
+    window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_masked(query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits)
     spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
@@ -287,7 +312,7 @@ def _masked_lse_cpu(
     config = build_config(head_dim, query.dtype, precision, key_mean=centered)
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    mask = spec.build_bool(q_len, kv_len, query.device)
+    mask, order = spec.build_bool(q_len, kv_len, query.device), spec.tile_order()
     for b in range(batch):
         keys, one = spec.keys_of(b, kv_len), slice(b, b + 1)
         q, k, v = query[one], key[one, :, keys], value[one, :, keys]
@@ -296,7 +321,10 @@ def _masked_lse_cpu(
             out[one], lse[one] = 0.0, -math.inf if sinks is None else sinks.view(1, -1, 1)
             continue
         codes = reference.quantize(q, k, v, config)
-        part, sums = reference.attention(codes, 0, scale, softcap=softcap, sinks=sinks, mask=seen)
+        part, sums = reference.attention(
+            codes, 0, scale, softcap=softcap, sinks=sinks, mask=seen, skip_threshold=skip_threshold,
+            tile_order=None if order is None else order[b if order.shape[0] > 1 else 0].unsqueeze(0),
+        )  # fmt: skip
         if centered:
             scores = reference.compute_mean_scores(q, codes.tensors()[-1], rotated=True)
             sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
@@ -328,9 +356,12 @@ def _masked_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
-    alignment: int, window_left: int, window_right: int, softcap: float, scale: float,
+    alignment: int, window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch."""
+    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch.
+
+    No tile is skipped.
+    """
     for name, given in (("softcap", softcap != 0.0), ("sinks", sinks is not None)):
         if given:
             raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
@@ -388,7 +419,7 @@ def replay_options(
     if not kinds or not isinstance(query, Tensor) or query.dim() != 4 or not (enable_gqa or query.shape == key.shape):
         return None
     left, right = options.window
-    numbers = (causal or options.alignment, left, 0 if causal else right, options.softcap)
+    numbers = (causal or options.alignment, left, 0 if causal else right, options.softcap, options.skip_threshold)
     factor = parse_scale(scale, query.shape[3])
     lists = (None, None, None)
     request = (query, key, value, options.kv_lengths, None, options.sinks, *lists, precision, *numbers, factor)
@@ -405,7 +436,7 @@ def compute_masked(
     lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
     args = (
         query, key, value, spec.kv_lengths, spec.kv_rows, sinks, *lists, precision, spec.alignment, spec.left,
-        spec.right, options.softcap, scale,
+        spec.right, options.softcap, options.skip_threshold, scale,
     )  # fmt: skip
     if return_lse:
         return MASKED_LSE(*args)

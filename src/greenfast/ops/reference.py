@@ -29,6 +29,8 @@ _LARGEST, _MAX_BASE_DROP = 448.0, 16 * math.log(2.0)
 #: the last query and key.
 Window = tuple[int, int]
 _ROWS = 1024  # query rows at a time, so that their scores stay small
+#: Rows that skip a tile together.
+SKIP_ROWS = 64
 
 
 def quantize(
@@ -169,13 +171,15 @@ def _decode(codes: Tensor, fmt: str) -> Tensor:
 
 def attention(
     quantized: QuantizedQKV, causal: int, scale: float, window: Window = (-1, -1), softcap: float = 0.0,
-    sinks: Tensor | None = None, mask: Tensor | None = None,
+    sinks: Tensor | None = None, mask: Tensor | None = None, skip_threshold: float = 0.0,
+    tile_order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax(scale * Q K^T) V with weights rounded to E4M3, as the kernels round them.
 
     causal: a Mask of ``kernels.attention.config``. window: see Window. softcap: scores s become softcap * tanh(s /
     softcap); 0: they do not. sinks: (H,), the logit of one more key of each row, without a value. mask: bool,
-    broadcastable to (B, H, S, KV), False for keys that a query does not attend to.
+    broadcastable to (B, H, S, KV), False for keys that a query does not attend to. skip_threshold, tile_order: as for
+    ``find_skipped_tiles``, but tile_order is (B or 1, H or 1, blocks of ROW_BLOCK rows, tiles).
 
     Returns (B, H, S, head_dim) of the caller's dtype and the natural log-sum-exp of each row's scores, float32 (B, H,
     S), without the contribution of the keys' mean.
@@ -192,11 +196,41 @@ def attention(
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
         scores = _mask_scores(scores, rows, q.shape[2], causal, window, mask)
+        seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
+        if skip_threshold:
+            order = None if tile_order is None else tile_order.repeat_interleave(ROW_BLOCK, 2)[:, :, rows]
+            skipped = find_skipped_tiles(scores, skip_threshold, order).repeat_interleave(ROW_BLOCK, -1)
+            skipped = skipped.repeat_interleave(SKIP_ROWS, -2)[..., : scores.shape[-2], : scores.shape[-1]]
+            scores = scores.masked_fill(skipped & ~scores.isnan(), -math.inf)  # NaN is seen in skipped tiles too
         out[:, :, rows], lse[:, :, rows] = _apply_softmax(scores, v, sinks)
         if unknown.any():
-            seen = (unknown & (scores > -math.inf)).any(dim=-1, keepdim=True)
             out[:, :, rows] = out[:, :, rows].masked_fill(seen, math.nan)
     return out[..., : quantized.head_dim].contiguous(), lse
+
+
+def find_skipped_tiles(scores: Tensor, threshold: float, tile_order: Tensor | None = None) -> Tensor:
+    """Return the tiles that the kernels skip, bool (B, H, groups of SKIP_ROWS rows, tiles of ROW_BLOCK keys).
+
+    A group skips a tile if each of its rows has a weight of at least 1 in an earlier tile, relative to which the tile's
+    weights are below ``threshold``, or attends to no key of the tile. scores: (B, H, S, KV), -inf for keys that a row
+    does not attend to. tile_order: (B or 1, H or 1, S, tiles), the tiles from the first to the last; by default they
+    ascend.
+    """
+    tops = _split_tiles(scores).amax(dim=-1).nan_to_num(0.0, neginf=-math.inf)  # the kernels' codes of NaN are 0
+    order = None if tile_order is None else tile_order.expand(tops.shape)
+    tops = tops if order is None else tops.gather(-1, order)
+    earlier = torch.nn.functional.pad(tops.cummax(dim=-1).values, (1, 0), value=-math.inf)[..., :-1]
+    small = tops < (earlier + math.log(threshold)).clamp(min=torch.finfo(torch.float32).min)
+    if order is not None:
+        small = torch.empty_like(small).scatter(-1, order, small)
+    small = torch.nn.functional.pad(small, (0, 0, 0, -small.shape[2] % SKIP_ROWS), value=True)
+    return small.view(*small.shape[:2], small.shape[2] // SKIP_ROWS, SKIP_ROWS, -1).all(dim=3)
+
+
+def _split_tiles(scores: Tensor) -> Tensor:
+    """Split scores (..., KV) into tiles (..., tiles, ROW_BLOCK), of which the last is padded with -inf."""
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
+    return padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
 
 
 def _split_rows(count: int) -> list[slice]:
@@ -227,8 +261,7 @@ def _apply_softmax(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tu
         zeros = scores.new_zeros(*scores.shape[:-1], v.shape[-1])
         lse = scores.new_full(scores.shape[:-1], -math.inf)
         return zeros, lse if sinks is None else lse.maximum(sinks.unsqueeze(-1))
-    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % ROW_BLOCK), value=-math.inf)
-    tiles = padded.view(*scores.shape[:-1], padded.shape[-1] // ROW_BLOCK, ROW_BLOCK)
+    tiles = _split_tiles(scores)
     tops = tiles.amax(dim=-1, keepdim=True)
     so_far = tops.cummax(dim=-2).values
     bases = torch.maximum(tops, so_far - _MAX_BASE_DROP)

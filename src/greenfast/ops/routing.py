@@ -98,6 +98,7 @@ def explain(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
+    skip_threshold: float = 0.0,
     min_length: int | None = 0,
     target: str | None = None,
 ) -> Explanation:
@@ -119,8 +120,8 @@ def explain(
         long cache, as in decoding, would quantize all of K and V again for every token. "auto" takes the faster
         precision.
 
-    The reason says what a mask costs. PyTorch's attention has no ``window``, ``softcap``, ``sinks`` and ``kv_lengths``:
-    calls with them that no kernel can compute are refused.
+    The reason says what a mask costs. PyTorch's attention has no ``window``, ``softcap``, ``sinks``, ``kv_lengths`` and
+    ``skip_threshold``: calls with them that no kernel can compute are refused.
 
     target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
     The default is the tensors' own device.
@@ -136,7 +137,7 @@ def explain(
     check_cast_dtype(float32_as)
     gpu = None if target is None else _parse_target(target)
     dropout = parse_dropout(dropout_p)
-    options = parse_options(window, softcap, sinks, kv_lengths, causal_alignment)
+    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if scale is not None and not is_valid_scale(parse_number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if in_context_parallel():
@@ -154,7 +155,7 @@ def explain(
     if jagged:
         form = canonicalize_jagged(
             query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision,
-            is_window_from_first(options), options.kv_lengths,
+            is_window_from_first(options), options.kv_lengths, options.skip_threshold,
         )  # fmt: skip
     else:
         form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)

@@ -69,6 +69,7 @@ def sdpa(
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
     window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
+    skip_threshold: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def sdpa(
@@ -76,6 +77,7 @@ def sdpa(
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
     window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
+    skip_threshold: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sdpa(
     query: Tensor,
@@ -95,6 +97,7 @@ def sdpa(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
+    skip_threshold: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -114,6 +117,9 @@ def sdpa(
     of each row, without a value. kv_lengths: int32 or int64 (B,) on the same device, the keys of each sequence; those
     after them are padding. Keys of the padding, and keys that a mask (B, 1, 1, KV) leaves out, change no result,
     whatever they hold.
+    skip_threshold: from 0, which skips nothing, to below 1. A tile of 128 keys is left out for 64 rows, counted from
+    row 0, if all of its weights are below it in each of them; a row's largest score in earlier tiles has the weight 1
+    (BLASST, Yuan et al., 2025). Only its Q K^T is computed. Results and the log-sum-exp are without these tiles.
     precision: "fp8" computes both products in E4M3. "int8" computes Q K^T in int8 and P V in E4M3. "int8_fine" is
     "int8" with a scale for each row of Q and each 32 of 128 keys; the others have one for 16 rows and one for 128 keys.
     Before quantization Q and K are rotated by a Hadamard matrix, and the mean of K is subtracted; neither changes the
@@ -127,19 +133,22 @@ def sdpa(
     natural log-sum-exp of each row's scores, float32 (B, H, S). A row that attends to no key is 0, and its log-sum-exp
     -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row). In a key or value it
     makes all rows NaN that attend to any key of its block of 128. The gradients are of attention on the unquantized
-    tensors; the backward pass recomputes it in 16 bits. There is no forward mode and no second derivative, and a
-    gradient that reaches the log-sum-exp raises NotImplementedError, as do gradients with softcap or sinks.
+    tensors, and no tile is skipped in them; the backward pass recomputes it in 16 bits. There is no forward mode and no
+    second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError, as do gradients with
+    softcap or sinks.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
     dims and GPUs without a kernel. Each error names the argument and the allowed values.
     """
     options = NO_OPTIONS
-    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None:
-        options = parse_options(window, softcap, sinks, kv_lengths, causal_alignment)
+    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
+        options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if ACTIVE:
         if options is not NO_OPTIONS:
-            raise NotImplementedError("window, softcap, sinks, kv_lengths: not inside a context_parallel")
+            raise NotImplementedError(
+                "window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel"
+            )
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
             return_lse, float32_as,
@@ -148,7 +157,7 @@ def sdpa(
         return _call_torch_function(  # type: ignore[no-any-return]
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
-            window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths,
+            window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     # The common case is checked inline, because function calls would double the host time.
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
@@ -309,7 +318,7 @@ def _canonicalized_sdpa(
     if jagged:
         form = canonicalize_jagged(
             query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision,
-            is_window_from_first(options), options.kv_lengths,
+            is_window_from_first(options), options.kv_lengths, options.skip_threshold,
         )  # fmt: skip
     else:
         form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)

@@ -61,7 +61,8 @@ class AttentionConfig:
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
     scheduled: the work tiles come from a schedule made on the device (kernels/attention/schedule.py), as needed by the
     options after it. window: row i attends to no key before i + a shift. sinks: each head has the logit of one more
-    key, without a value. listed: each block of ROW_BLOCK rows attends to a list of tiles of ROW_BLOCK keys.
+    key, without a value. listed: each block of ROW_BLOCK rows attends to a list of tiles of ROW_BLOCK keys. skip: tiles
+    of ROW_BLOCK keys whose weights in 64 rows are below a threshold are skipped, after BLASST (Yuan et al., 2025).
 
     Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
     """
@@ -84,6 +85,7 @@ class AttentionConfig:
     window: bool = False
     sinks: bool = False
     listed: bool = False
+    skip: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", self.columns or self.head_dim)

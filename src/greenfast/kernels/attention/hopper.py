@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
@@ -56,6 +58,7 @@ def kernel(
         "Scheduled": config.scheduled,
         "Listed": config.listed,
         "Window": config.window,
+        "Skip": config.skip,
         "Sinks": config.sinks,
         "Lse": config.log_sum_exp,
         "SumUnroundedP": config.sum_unrounded_p,
@@ -85,13 +88,16 @@ def kernel(
             ", const greenfast::ScheduledTile* tiles, int* tile_count, int window_shift, const float* sinks"
         )
         more_arguments = ", tiles, tile_count, window_shift, sinks"
-    elif config.window or config.sinks or config.listed:
-        raise UsageError("window, sinks, listed: the Hopper kernel has them with a schedule (scheduled)")
+    elif config.window or config.sinks or config.listed or config.skip:
+        raise UsageError("window, sinks, listed, skip: the Hopper kernel has them with a schedule (scheduled)")
     if config.listed:
         more_parameters += (
             ", const int2* counts, const int2* entries, const unsigned* bits, int masks, int list_heads, int list_step"
         )
         more_arguments += ", {counts, entries, bits, masks, list_heads, list_step}"
+    if config.skip:
+        more_parameters += ", float skip_log2"
+        more_arguments += ", skip_log2" if config.listed else ", {}, skip_log2"
     source = f"""{includes}
 
 struct Cfg {{
@@ -147,6 +153,7 @@ def launch(
     max_tiles: int = 0,
     window: tuple[int, int] = (0, 0),
     lists: MaskLists | None = None,
+    skip_threshold: float = 0.0,
 ) -> Launch:
     """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
 
@@ -157,7 +164,8 @@ def launch(
     that the kernel was rendered with, if not the default. With ``config.scheduled``: max_tiles: the most work tiles of
     a head, over all sequences; packed tensors have ``sizes`` of batch 1, q_len rows of Q and kv_len rows of codes.
     window: the keys that a row attends to before its own place, with ``config.window``, and after it, with a mask.
-    lists: the sizes of the tile lists, with ``config.listed``.
+    lists: the sizes of the tile lists, with ``config.listed``. skip_threshold: above 0, with ``config.skip``: tiles
+    whose weights are all below it, relative to their row's largest so far, are skipped.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
@@ -172,6 +180,8 @@ def launch(
         schedule_arguments = ("tiles", "tile_count", np.int32(-window[0]), sinks)
         if lists is not None:
             schedule_arguments += lists.arguments()
+        if config.skip:
+            schedule_arguments += (np.float32(math.log2(skip_threshold)),)
     else:
         swizzle = head_swizzle(config.mask, sizes, tiles.block_m, tiles.block_n, multiprocessors)
 

@@ -60,6 +60,7 @@ struct FlashParams {
   int window_shift;    // with kWindow, row i attends to no key before i + window_shift
   const float* sinks;  // (rows.heads), with kSinks: the logit of a key without a value, with a share of each row
   TileLists lists;     // with kListed
+  float skip_log2;     // with kSkip: the threshold of a tile's weights, < 0, as a power of two
 };
 
 }  // namespace greenfast

@@ -11,7 +11,7 @@
 
 namespace greenfast {
 
-// Traits: kBlockN, kExp2Emulated, kRowSumByMma, kPerTileBase.
+// Traits: kBlockN, kExp2Emulated, kRowSumByMma, kPerTileBase, kSkip.
 template <class Traits>
 struct OnlineSoftmax {
   using Scales = ScoreScales<Traits>;
@@ -29,24 +29,20 @@ struct OnlineSoftmax {
 
   float base[2];  // subtracted from exponents: that of P = 2^kMaxOffset; -inf before the first key
   float sum[2];   // row sum over this thread's columns; unused with kRowSumByMma
+  float top[2];   // with kSkip: the row's largest score so far, which `base` may be below; -inf before the first key
 
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[r] = -CUDART_INF_F;
       sum[r] = 0.0f;
+      if constexpr (Traits::kSkip) top[r] = -CUDART_INF_F;
     }
   }
 
-  // Computes P from raw scores, which it overwrites; `pack` converts it to operands. Returns in `rescale` the factors
-  // for earlier tiles. before: the rows' sums so far, perhaps without the last tile.
-  //
-  // Of each 16 values the first kExp2Emulated are computed on the FMA pipe, as pairs of halves (ptx::exp2_halves). The
-  // others use the special-function unit (MUFU), the bottleneck: 16 results per multiprocessor and clock.
+  // Returns this thread's part of the rows' largest scores in a tile.
   template <class Variant>
-  __device__ __forceinline__ void online_softmax(float (&s)[kScores], const Scales& scales, const float (&before)[2],
-                                                 float (&p_fp32)[kScores], float (&rescale)[2]) {
-    float row_max[2] = {-CUDART_INF_F, -CUDART_INF_F}, bias[kScales][2], half_bias[kScales][2];
+  __device__ __forceinline__ void thread_tops(const float (&s)[kScores], const Scales& scales, float (&row_max)[2]) {
 #pragma unroll
     for (int h = 0; h < kScales; ++h) {
       float raw[2];
@@ -57,6 +53,25 @@ struct OnlineSoftmax {
         row_max[r] = h == 0 ? scaled : fmaxf(row_max[r], scaled);
       }
     }
+  }
+
+  // Returns whether this thread's part of a tile has no weight of at least 2^skip_log2, relative to the row's largest
+  // so far. A row before its first key takes any key, and needs no tile without one.
+  __device__ __forceinline__ bool can_skip(const float (&row_max)[2], float skip_log2) const {
+    return row_max[0] < fmaxf(top[0] + skip_log2, -CUDART_MAX_NORMAL_F) &&
+           row_max[1] < fmaxf(top[1] + skip_log2, -CUDART_MAX_NORMAL_F);
+  }
+
+  // Computes P from raw scores, which it overwrites; `pack` converts it to operands. Returns in `rescale` the factors
+  // for earlier tiles. row_max: of thread_tops. before: the rows' sums so far, perhaps without the last tile.
+  //
+  // Of each 16 values the first kExp2Emulated are computed on the FMA pipe, as pairs of halves (ptx::exp2_halves). The
+  // others use the special-function unit (MUFU), the bottleneck: 16 results per multiprocessor and clock.
+  template <class Variant>
+  __device__ __forceinline__ void online_softmax(float (&s)[kScores], const Scales& scales, float (&row_max)[2],
+                                                 const float (&before)[2], float (&p_fp32)[kScores],
+                                                 float (&rescale)[2]) {
+    float bias[kScales][2], half_bias[kScales][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Before the reduction over the quad: with per-thread sums, all threads of a row must drop together.
@@ -70,6 +85,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int h = 0; h < kScales; ++h) bias[h][r] = kMaxOffset - exponent_base;
       base[r] = row_max[r];
+      if constexpr (Traits::kSkip) top[r] = fmaxf(top[r], row_max[r]);  // an earlier base is at most `top`
       sum[r] *= rescale[r];
     }
     if constexpr (Variant::kShift != 0.0f) subtract_shift<Variant>(s, scales, bias);

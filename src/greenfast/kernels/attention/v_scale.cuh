@@ -37,6 +37,12 @@ struct VScaleTracker {
     return before * ptx::inverse(acc_scale);
   }
 
+  // With kScheduled: only finds out whether such a tile is not finite.
+  __device__ __forceinline__ void check(const FlashParams& p, int next_block) {
+    const float tile_scale = ptx::load_written(p.v_scale + next_block - 1);
+    nonfinite = tile_scale != tile_scale;
+  }
+
   // Returns the scale of the final O; 1 with per-channel scales, which the epilogue applies.
   __device__ __forceinline__ float last(const FlashParams& p, int kv_head) const {
     if constexpr (Traits::kValueBlockScales) {

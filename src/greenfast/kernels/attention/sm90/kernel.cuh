@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
       const int row = warpgroup * Traits::kRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
       float q_scale[ScoreScales<Traits>::kRowScales];
       q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
-      mainloop.start(sequence, keys, q_scale);
+      mainloop.start(sequence, keys, first_row, q_scale);
       q_load.wait(shared, warpgroup);
       mainloop.run_list(list, first_block, row);
       q_load.release(shared, warpgroup);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
 
       float q_scale[ScoreScales<Traits>::kRowScales];
       q_load.prepare(p, shared, warpgroup, sequence, first_row, mainloop, q_scale);
-      mainloop.start(sequence, keys, q_scale);
+      mainloop.start(sequence, keys, first_row, q_scale);
       q_load.wait(shared, warpgroup);
       if constexpr (Traits::kWindow) {
         mainloop.skip(work.n_block_min(p), window.first);

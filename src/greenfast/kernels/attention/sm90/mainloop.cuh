@@ -21,6 +21,7 @@ struct Mainloop {
   using Score = typename RawScore<Traits::kInt8>::Type;
   using Softmax = OnlineSoftmax<Traits>;
   using Limits = typename Traits::Mask::Limits;
+  using Variant = ScoreVariant<Traits>;
   static constexpr int kScores = Softmax::kScores;  // per thread
   static constexpr int kSteps = Softmax::kSteps;    // k-steps of P V
   static constexpr int kOut = Traits::kHeadDim / 2;
@@ -36,6 +37,7 @@ struct Mainloop {
   Ring<Traits::kStages> k_ring, v_ring;
   ScoreScales<Traits> scales;
   VScaleTracker<Traits> v_scale;
+  bool has_p;  // with kSkip and kOverlap: the last tile was not skipped, its P V is to be issued
   float o[kOut + kSums];
   Softmax softmax;
   NonFiniteTracker<Traits> nonfinite;
@@ -48,15 +50,22 @@ struct Mainloop {
         k_operands(shared.k),
         v_operands(shared.v) {}
 
-  // Starts a work tile. q_scale: of this thread's rows.
+  // Starts a work tile. first_row: of the warpgroup, in the sequence. q_scale: of this thread's rows.
   __device__ __forceinline__ void start(const typename Traits::Sequence& sequence, const typename Traits::Keys& keys,
-                                        const float (&q_scale)[ScoreScales<Traits>::kRowScales]) {
+                                        int first_row, const float (&q_scale)[ScoreScales<Traits>::kRowScales]) {
     scales.start(p, sequence, keys, q_scale);
     v_scale.start();
 #pragma unroll
     for (float& x : o) x = 0.0f;
     softmax.start();
     if constexpr (Traits::kScheduled) nonfinite.start();
+    if constexpr (Traits::kSkip) {  // rows after the last one need no tile
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+        if (row >= sequence.q_len()) softmax.top[r] = CUDART_INF_F;
+      }
+    }
   }
 
   // Processes the key tiles of a work tile: `begun` ones in which keys of some rows begin, `both` in which some begin
@@ -83,34 +92,36 @@ struct Mainloop {
       unsigned p_frag[kSteps][4];
       float rescale[2], partial[kOut + kSums];
       if (Traits::kWindow && begun > 0) {
-        overlapped_step<TileMask::kBegin, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kBegin, Before::kNone>(p_frag, rescale, limits);
         --begun;
         next_masked();
       } else if (Traits::kWindow && both > 0) {
-        overlapped_step<TileMask::kBoth, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kBoth, Before::kNone>(p_frag, rescale, limits);
         --both;
         next_masked();
       } else if (unmasked > 0) {
-        overlapped_step<TileMask::kNone, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kNone, Before::kNone>(p_frag, rescale, limits);
         --unmasked;
       } else {
-        overlapped_step<TileMask::kEnd, true>(p_frag, rescale, limits);
+        overlapped_step<TileMask::kEnd, Before::kNone>(p_frag, rescale, limits);
         --masked;
         next_masked();
       }
       if constexpr (Traits::kWindow) {
         for (; begun > 0; --begun, next_masked()) {
-          overlapped_step<TileMask::kBegin, false>(p_frag, rescale, limits);
+          next_step<TileMask::kBegin>(p_frag, rescale, limits);
         }
-        for (; both > 0; --both, next_masked()) overlapped_step<TileMask::kBoth, false>(p_frag, rescale, limits);
+        for (; both > 0; --both, next_masked()) next_step<TileMask::kBoth>(p_frag, rescale, limits);
         skip_unmasked();
       }
-      for (; unmasked > 0; --unmasked) overlapped_step<TileMask::kNone, false>(p_frag, rescale, limits);
-      for (; masked > 0; --masked, next_masked()) overlapped_step<TileMask::kEnd, false>(p_frag, rescale, limits);
+      for (; unmasked > 0; --unmasked) next_step<TileMask::kNone>(p_frag, rescale, limits);
+      for (; masked > 0; --masked, next_masked()) next_step<TileMask::kEnd>(p_frag, rescale, limits);
       warp_scheduler_barrier_sync();
-      start_last_pv(partial, p_frag);
-      const float one[2] = {1.0f, 1.0f};
-      end_last_pv(partial, rescale, one);
+      if (!Traits::kSkip || has_p) {
+        start_last_pv(partial, p_frag);
+        const float one[2] = {1.0f, 1.0f};
+        end_last_pv(partial, rescale, one);
+      }
     }
     warp_scheduler_barrier_arrive();
   }
@@ -146,22 +157,24 @@ struct Mainloop {
       const bool masked = list.masked > 0;
       start_tile();
       if (masked) {
-        overlapped_step<TileMask::kBits, true>(p_frag, rescale, bits);
+        overlapped_step<TileMask::kBits, Before::kNone>(p_frag, rescale, bits);
       } else {
-        overlapped_step<TileMask::kNone, true>(p_frag, rescale, bits);
+        overlapped_step<TileMask::kNone, Before::kNone>(p_frag, rescale, bits);
       }
       while (i < list.masked) {
         start_tile();
-        overlapped_step<TileMask::kBits, false>(p_frag, rescale, bits);
+        next_step<TileMask::kBits>(p_frag, rescale, bits);
       }
       while (i < list.count) {
         start_tile();
-        overlapped_step<TileMask::kNone, false>(p_frag, rescale, bits);
+        next_step<TileMask::kNone>(p_frag, rescale, bits);
       }
       warp_scheduler_barrier_sync();
-      start_last_pv(partial, p_frag);
-      const float one[2] = {1.0f, 1.0f};
-      end_last_pv(partial, rescale, one);
+      if (!Traits::kSkip || has_p) {
+        start_last_pv(partial, p_frag);
+        const float one[2] = {1.0f, 1.0f};
+        end_last_pv(partial, rescale, one);
+      }
     }
     warp_scheduler_barrier_arrive();
   }
@@ -174,8 +187,7 @@ struct Mainloop {
       shared.k_full[k_ring.stage].wait(k_ring.parity);
       arrive(shared.k_empty[k_ring.stage]);
       k_ring.advance();
-      shared.v_full[v_ring.stage].wait(v_ring.parity);
-      release_v();
+      skip_v();
     }
   }
 
@@ -191,6 +203,9 @@ struct Mainloop {
   }
 
  private:
+  // With kOverlap, the tile before one: none, a skipped one, or one whose P V is still to be issued.
+  enum class Before { kNone, kSkipped, kTile };
+
   __device__ __forceinline__ static void arrive(ptx::Mbarrier& barrier) {
     if (threadIdx.x % 32 == 0) barrier.arrive();
   }
@@ -206,12 +221,18 @@ struct Mainloop {
     start_qk(s);
     warp_scheduler_barrier_arrive();
     end_qk<0>(s);
-    mask_and_softmax<kMasked>(s, limits, p_fp32, rescale);
+    float (&scores)[kScores] = Variant::scores(s, scales), row_max[2];
+    mask_scores<kMasked>(scores, limits, row_max);
+    if (skips(row_max)) {
+      v_scale.check(p, scales.next_block);
+      track_nonfinite<kMasked>(limits);
+      warp_scheduler_barrier_sync();
+      return skip_v();
+    }
+    apply_softmax(scores, row_max, p_fp32, rescale);
     Softmax::pack(p_fp32, p_frag);
     v_scale.acc_rescale = next_acc_rescale();
-    if constexpr (Traits::kScheduled) {
-      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
-    }
+    track_nonfinite<kMasked>(limits);
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     warp_scheduler_barrier_sync();
 #pragma unroll
@@ -231,29 +252,53 @@ struct Mainloop {
   }
 
   // One key tile with kOverlap: returns its P and rescale factors; its P V is issued in the next tile's turn and runs
-  // during that tile's softmax.
-  template <TileMask kMasked, bool kFirst>
+  // during that tile's softmax. A skipped tile has no P, and leaves O, its scale and the base as they are.
+  template <TileMask kMasked, Before kBefore>
   __device__ __forceinline__ void overlapped_step(unsigned (&p_frag)[kSteps][4], float (&rescale)[2],
                                                   const Limits& limits) {
     Score s[kScores];
     float p_fp32[kScores], partial[kOut + kSums], next[2];
     init_scores(s);
     shared.k_full[k_ring.stage].wait(k_ring.parity);
-    if constexpr (!kFirst) warp_scheduler_barrier_sync();
+    if constexpr (kBefore != Before::kNone) warp_scheduler_barrier_sync();
     start_qk(s);
-    if constexpr (!kFirst) start_last_pv(partial, p_frag);
+    if constexpr (kBefore == Before::kTile) start_last_pv(partial, p_frag);
     warp_scheduler_barrier_arrive();
-    end_qk<kFirst ? 0 : 1>(s);
-    mask_and_softmax<kMasked>(s, limits, p_fp32, next);
-    const float acc_rescale = next_acc_rescale();
-    if constexpr (Traits::kScheduled) {
-      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
+    end_qk<kBefore == Before::kTile ? 1 : 0>(s);
+    float (&scores)[kScores] = Variant::scores(s, scales), row_max[2];
+    mask_scores<kMasked>(scores, limits, row_max);
+    if (skips(row_max)) {
+      const float one[2] = {1.0f, 1.0f};
+      v_scale.check(p, scales.next_block);
+      track_nonfinite<kMasked>(limits);
+      if constexpr (kBefore == Before::kTile) end_last_pv(partial, rescale, one);
+      has_p = false;
+      return skip_v();
     }
-    if constexpr (!kFirst) end_last_pv(partial, rescale, {next[0] * acc_rescale, next[1] * acc_rescale});
+    apply_softmax(scores, row_max, p_fp32, next);
+    has_p = true;
+    const float acc_rescale = next_acc_rescale();
+    track_nonfinite<kMasked>(limits);
+    const float factor[2] = {next[0] * acc_rescale, next[1] * acc_rescale};
+    if constexpr (kBefore == Before::kTile) {
+      end_last_pv(partial, rescale, factor);
+    } else if constexpr (kBefore == Before::kSkipped && !Traits::kPromoteAccum) {
+      rescale_output(factor);
+    }
     v_scale.acc_rescale = acc_rescale;
 #pragma unroll
     for (int r = 0; r < 2; ++r) rescale[r] = next[r];
     Softmax::pack(p_fp32, p_frag);  // after P V, which was reading p_frag
+  }
+
+  // A tile that is not the first.
+  template <TileMask kMasked>
+  __device__ __forceinline__ void next_step(unsigned (&p_frag)[kSteps][4], float (&rescale)[2], const Limits& limits) {
+    if (!Traits::kSkip || has_p) {
+      overlapped_step<kMasked, Before::kTile>(p_frag, rescale, limits);
+    } else {
+      overlapped_step<kMasked, Before::kSkipped>(p_frag, rescale, limits);
+    }
   }
 
   // Sets the accumulators of int8 scores to RawScore::kStart. By loads: one instruction sets four registers, on a pipe
@@ -291,14 +336,30 @@ struct Mainloop {
     k_ring.advance();
   }
 
+  // Masks the scores of a tile, and returns this thread's part of its rows' largest ones.
   template <TileMask kMasked>
-  __device__ __forceinline__ void mask_and_softmax(Score (&s)[kScores], const Limits& limits, float (&p_fp32)[kScores],
-                                                   float (&rescale)[2]) {
-    using Variant = ScoreVariant<Traits>;
-    float (&scores)[kScores] = Variant::scores(s, scales);
-    const float before[2] = {sum(0), sum(1)};
+  __device__ __forceinline__ void mask_scores(float (&scores)[kScores], const Limits& limits, float (&row_max)[2]) {
     if constexpr (kMasked != TileMask::kNone) Traits::Mask::template apply<kMasked>(scores, limits);
-    softmax.template online_softmax<Variant>(scores, Variant::scales(scales), before, p_fp32, rescale);
+    softmax.template thread_tops<Variant>(scores, Variant::scales(scales), row_max);
+  }
+
+  // Whether the warpgroup skips a tile: all of its threads can.
+  __device__ __forceinline__ bool skips(const float (&row_max)[2]) {
+    if constexpr (!Traits::kSkip) return false;
+    return ptx::barrier_all(Sm90Barrier::kWarpgroup + warpgroup, 128, softmax.can_skip(row_max, p.skip_log2));
+  }
+
+  __device__ __forceinline__ void apply_softmax(float (&scores)[kScores], float (&row_max)[2], float (&p_fp32)[kScores],
+                                                float (&rescale)[2]) {
+    const float before[2] = {sum(0), sum(1)};
+    softmax.template online_softmax<Variant>(scores, Variant::scales(scales), row_max, before, p_fp32, rescale);
+  }
+
+  template <TileMask kMasked>
+  __device__ __forceinline__ void track_nonfinite(const Limits& limits) {
+    if constexpr (Traits::kScheduled) {
+      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
+    }
   }
 
   // The row sum over the tiles that have been added to O.
@@ -355,11 +416,20 @@ struct Mainloop {
       promote_output(partial, 0, rescale);
     } else {
       ptx::pin(o);
-      if (__any_sync(0xffffffffu, next[0] != 1.0f || next[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < kOut + kSums; ++i) o[i] *= next[i / 2 % 2];
-      }
+      rescale_output(next);
     }
+    release_v();
+  }
+
+  __device__ __forceinline__ void rescale_output(const float (&factor)[2]) {
+    if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kOut + kSums; ++i) o[i] *= factor[i / 2 % 2];
+    }
+  }
+
+  __device__ __forceinline__ void skip_v() {
+    shared.v_full[v_ring.stage].wait(v_ring.parity);
     release_v();
   }
 

@@ -17,6 +17,7 @@
 //   bool kListed            the key tiles of a work tile are those of TileLists. Needs kScheduled and kBlockM 128
 //   bool kCausal            row i attends to no key after i + causal_shift
 //   bool kWindow            row i attends to no key before i + window_shift
+//   bool kSkip              a warpgroup skips tiles of small weights (Mainloop). Needs kScheduled and kBlockN == kRowBlock
 //   bool kSinks             each head has a sink
 //   bool kLse               writes the log-sum-exp (LSE) of each row
 //   bool kSumUnroundedP     row sums of P before its rounding to E4M3, else after
@@ -95,6 +96,8 @@ struct FlashTraits : Cfg {
   static_assert(!Cfg::kListed || (Cfg::kScheduled && kBlockM == kListedRows && Cfg::kBlockN == kRowBlock &&
                                   !Cfg::kWindow && !Cfg::kCausal && Cfg::kKeyBlockScales && Cfg::kValueBlockScales),
                 "a list has tiles of 128 rows and 128 keys");
+  static_assert(!Cfg::kSkip || (Cfg::kScheduled && Cfg::kBlockN == kRowBlock && kPerTileBase),
+                "tiles of 128 keys are skipped, whose largest scores are known");
   static_assert(Cfg::kExp2Emulated == 0 || kRowSumByMma, "halves are not summed");
 };
 
