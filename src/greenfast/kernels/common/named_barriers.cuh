@@ -14,4 +14,12 @@ struct Sm90Barrier {
   };
 };
 
+// The quantizer of Q, K and V, with norm or RoPE and head dim 256.
+struct QuantizerBarrier {
+  enum {
+    kBlock,    // __syncthreads()
+    kRows = 1  // 8 barriers: the two warps that share rows
+  };
+};
+
 }  // namespace greenfast

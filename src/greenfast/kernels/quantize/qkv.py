@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, KERNEL_DIR
-from greenfast.kernels.attention.config import ROW_BLOCK, AttentionConfig, Sizes, Strides, strides_of
+from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, Sizes, Strides, strides_of
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
 ENTRY = "quantize_qkv"
@@ -57,6 +57,11 @@ class Prologue:
         lines += [f"  static constexpr int k{name} = {value};" for name, value in numbers.items()]
         lines += [f"  using Weight = {FLOAT_TYPES[self.norm if weighted else 'float32']};"]
         return "\n".join([*lines, f"  using Table = {FLOAT_TYPES[self.table]};"])
+
+    @staticmethod
+    def shared_bytes(head_dim: int) -> int:
+        """Return the bytes of RowsPrologue's Storage: two warps share rows of head dim 256."""
+        return ROW_BLOCK * head_dim * 2 + _THREADS[head_dim] // 32 * QUERY_BLOCK * 4 if head_dim > 128 else 0
 
     def buffers(self) -> tuple[str, ...]:
         """Return the names of its buffers."""
@@ -155,7 +160,12 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
 }}
 """
     return KernelSource(
-        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(threads, 1, 1)
+        entry=ENTRY,
+        source=source,
+        name=f"{ENTRY}.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(threads, 1, 1),
+        dynamic_smem_bytes=0 if prologue is None else prologue.shared_bytes(config.head_dim),
     )
 
 

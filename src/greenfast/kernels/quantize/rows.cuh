@@ -56,9 +56,7 @@ struct RowsQuantizer {
 
   __device__ __forceinline__ void read(const HeadRows<Cfg>& from, const int (&row)[2], Values& x) const {
     if constexpr (Cfg::kPrologue) {
-      typename Rows::Loaded loaded[2 * Rows::kParts][2];
-      prologue.load(from, row, loaded);
-      rows.transform_loaded(loaded, x);
+      prologue.transform(from, row, rows, x);
     } else {
       rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
     }

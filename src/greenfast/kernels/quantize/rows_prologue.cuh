@@ -1,10 +1,11 @@
 // RMSNorm and rotary embedding (RoPE) of rows of Q and K in registers, between their load and their quantization.
 //
 // Both are computed in float32, and each result is rounded to the input's type, as two separate passes would. A thread
-// holds the columns that RowsTransform gives it: 32 i + 8 (t % 4) .. + 7 of two rows for all i. If half of the rotated
-// columns are a multiple of 32, a column's partner is in the same thread. Otherwise partners are loaded again.
+// holds columns 32 i + 8 (t % 4) .. + 7 of rows t / 4 and t / 4 + 8 (t: its lane), for all i as RowsTransform needs
+// them. If two warps share rows, each takes half of the i, and both results meet in shared memory.
 #pragma once
 
+#include "common/named_barriers.cuh"
 #include "quantize/common.cuh"
 
 namespace greenfast {
@@ -16,6 +17,14 @@ struct PrologueInput {
   long long table_batch, table_row;  // strides of cos and sin, in elements
 };
 
+// Two numbers, rounded.
+__device__ __forceinline__ void round_pair(float low, float high, half* out) {
+  *reinterpret_cast<half2*>(out) = __floats2half2_rn(low, high);
+}
+__device__ __forceinline__ void round_pair(float low, float high, __nv_bfloat16* out) {
+  *reinterpret_cast<__nv_bfloat162*>(out) = __floats2bfloat162_rn(low, high);
+}
+
 // For kernels without it.
 template <class Cfg, bool kUsed = Cfg::kPrologue>
 struct RowsPrologue {};
@@ -25,8 +34,12 @@ struct RowsPrologue {};
 // of two angles in a table of type Table; kAngleVector, angles whose addresses are aligned.
 template <class Cfg>
 struct RowsPrologue<Cfg, true> {
-  static constexpr int kLoads = Cfg::kHeadDim / 32;  // groups of eight columns per thread and row
+  static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;  // warps that share rows
+  static constexpr int kLoads = Cfg::kHeadDim / 32 / kSplit;   // groups of eight columns per thread and row
   static constexpr int kHalf = Cfg::kRotaryDim / 2;
+  // Whether a thread holds both columns of each pair, kDistance loads apart.
+  static constexpr bool kOwnPairs = kHalf == 32 || kHalf == 64 || kHalf == 128;
+  static constexpr int kDistance = kSplit == 1 || kHalf == 32 ? kHalf / 32 : kHalf / 64;
   static_assert(!Cfg::kGathered && !Cfg::kSampled, "a row's number is that of its angles");
   static_assert(Cfg::kRotaryDim % 2 == 0 && Cfg::kRotaryDim <= Cfg::kColumns, "pairs of columns");
 
@@ -35,43 +48,88 @@ struct RowsPrologue<Cfg, true> {
   using Weight = typename Cfg::Weight;
   using Table = typename Cfg::Table;
 
+  // Dynamic shared memory, if two warps share rows.
+  struct Storage {
+    Loaded rows[Cfg::kThreads / 32 / kSplit * kQueryBlock][Cfg::kHeadDim / kVector];
+    float sums[Cfg::kThreads / 32][kQueryBlock];
+  };
+
   const Weight* weight;
   float eps;
   const Table *cos, *sin;  // of the sequence
   long long table_row;
+  int half_of_row;  // this warp's number among those that share rows
 
   __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, int batch)
       : weight(static_cast<const Weight*>(weight)),
         eps(input.eps),
         cos(static_cast<const Table*>(input.cos) + batch * input.table_batch),
         sin(static_cast<const Table*>(input.sin) + batch * input.table_batch),
-        table_row(input.table_row) {}
+        table_row(input.table_row),
+        half_of_row(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit, 0)) {}
 
-  __device__ __forceinline__ static int column_of(int i) { return i * 32 + threadIdx.x % 4 * kVector; }
+  // The first column of load j. With kOwnPairs, both columns of a pair are in the same warp.
+  __device__ __forceinline__ int column_of(int j) const {
+    int i = j;
+    if (kSplit > 1) {
+      i = kHalf == 128  ? 2 * half_of_row + j % 2 + j / 2 * 4
+          : kHalf == 64 ? half_of_row + 2 * j
+                        : kLoads * half_of_row + j;
+    }
+    return i * 32 + threadIdx.x % 4 * kVector;
+  }
 
-  // Loads a thread's columns of two rows, and applies norm and RoPE.
-  __device__ __forceinline__ void load(const HeadRows<Cfg>& head, const int (&row)[2], Loaded (&x)[kLoads][2]) const {
+  // Loads two rows of each thread, with norm and RoPE, and transforms them to `values` as rows.transform does.
+  template <class Rows>
+  __device__ __forceinline__ void transform(const HeadRows<Cfg>& head, const int (&row)[2], const Rows& rows,
+                                            typename Rows::Values& values) const {
+    Loaded x[kLoads][2];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int j = 0; j < kLoads; ++j) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) x[i][r] = head.load(row[r], column_of(i));
+      for (int r = 0; r < 2; ++r) x[j][r] = head.load(row[r], column_of(j));
     }
     float inverse[2] = {};
     if constexpr (Cfg::kNorm) normalize(head, row, x, inverse);
     if constexpr (Cfg::kRotaryDim > 0) {
       if constexpr (Cfg::kInterleaved) {
         rotate_neighbours(head, row, x);
-      } else if constexpr (kHalf % 32 == 0) {
+      } else if constexpr (kOwnPairs) {
         rotate_halves(head, row, x);
       } else {
         rotate_distant(head, row, inverse, x);
       }
     }
+    if constexpr (kSplit == 1) {
+      rows.transform([&](int r, int column) { return x[column / 32][r]; }, values);
+    } else {
+      // Chunks of eight columns of odd rows are exchanged, so that a warp's accesses meet in fewer banks.
+      Storage& shared = storage();
+      const int first = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4, turn = first % 2 * 4;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) shared.rows[first + 8 * r][column_of(j) / kVector ^ turn] = x[j][r];
+      }
+      sync_rows();
+      rows.transform([&](int r, int column) { return shared.rows[first + 8 * r][column / kVector ^ turn]; }, values);
+    }
+  }
+
+  __device__ __forceinline__ static Storage& storage() {
+    extern __shared__ __align__(16) unsigned char prologue_storage[];
+    return *reinterpret_cast<Storage*>(prologue_storage);
+  }
+
+  // Barrier of the warps that share rows.
+  __device__ __forceinline__ static void sync_rows() {
+    ptx::barrier_sync(QuantizerBarrier::kRows + threadIdx.x / 32 / kSplit, 32 * kSplit);
   }
 
   // Computes the rows' inverse root mean squares, and multiplies by them. Rows after the end stay 0 for any eps.
   __device__ __forceinline__ void normalize(const HeadRows<Cfg>& head, const int (&row)[2], Loaded (&x)[kLoads][2],
                                             float (&inverse)[2]) const {
+    float sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sums[2] = {};
@@ -80,20 +138,34 @@ struct RowsPrologue<Cfg, true> {
         const float value = static_cast<float>(x[i / kVector][r].values[i % kVector]);
         sums[i % 2] = __fmaf_rn(value, value, sums[i % 2]);
       }
-      float sum = sums[0] + sums[1];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const float root = __fsqrt_rn(__fadd_rn(__fmul_rn(sum, 1.0f / Cfg::kColumns), eps));
+      sum[r] = sums[0] + sums[1];
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+    }
+    if constexpr (kSplit > 1) {
+      const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32 / 4;
+      Storage& shared = storage();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shared.sums[warp][in_warp + 8 * r] = sum[r];
+      sync_rows();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] += shared.sums[warp ^ 1][in_warp + 8 * r];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float root = __fsqrt_rn(__fmaf_rn(sum[r], 1.0f / Cfg::kColumns, eps));
       inverse[r] = row[r] < head.length ? __frcp_rn(root) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const Pack<Weight, kVector> weights = load_weights<kVector>(column_of(i));
+    for (int j = 0; j < kLoads; ++j) {
+      const Pack<Weight, kVector> weights = load_weights<kVector>(column_of(j));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          x[i][r].values[c] = normalized(x[i][r].values[c], inverse[r], weights.values[c]);
+        for (int c = 0; c < kVector; c += 2) {
+          In* const pair = x[j][r].values + c;
+          round_pair(normalized(pair[0], inverse[r], weights.values[c]),
+                     normalized(pair[1], inverse[r], weights.values[c + 1]), pair);
         }
       }
     }
@@ -108,9 +180,10 @@ struct RowsPrologue<Cfg, true> {
     return weights;
   }
 
-  __device__ __forceinline__ static In normalized(In x, float inverse, Weight weight) {
+  // Before its rounding.
+  __device__ __forceinline__ static float normalized(In x, float inverse, Weight weight) {
     const float value = __fmul_rn(static_cast<float>(x), inverse);
-    return static_cast<In>(Cfg::kWeighted ? __fmul_rn(value, static_cast<float>(weight)) : value);
+    return Cfg::kWeighted ? __fmul_rn(value, static_cast<float>(weight)) : value;
   }
 
   // Loads adjacent angles of a row; zeros if it is not present.
@@ -133,31 +206,31 @@ struct RowsPrologue<Cfg, true> {
     }
   }
 
-  // The two results of a rotation. Each product and sum is rounded, as in PyTorch.
-  __device__ __forceinline__ static In first_of(float a, float b, float cos, float sin) {
-    return static_cast<In>(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)));
+  // The two results of a rotation, before their rounding.
+  __device__ __forceinline__ static float first_of(float a, float b, float cos, float sin) {
+    return __fmaf_rn(a, cos, -__fmul_rn(b, sin));
   }
-  __device__ __forceinline__ static In second_of(float a, float b, float cos, float sin) {
-    return static_cast<In>(__fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin)));
+  __device__ __forceinline__ static float second_of(float a, float b, float cos, float sin) {
+    return __fmaf_rn(b, cos, __fmul_rn(a, sin));
   }
 
   __device__ __forceinline__ void rotate_neighbours(const HeadRows<Cfg>& head, const int (&row)[2],
                                                     Loaded (&x)[kLoads][2]) const {
     constexpr int kPairs = Cfg::kRotaryDim % kVector == 0 ? kVector / 2 : 1;  // that are all rotated, or not
+    constexpr int kParts = kVector / 2 / kPairs;
 #pragma unroll
-    for (int i = 0; i < kLoads * 2 * (kVector / 2 / kPairs); ++i) {
-      const int r = i % 2, load = i / 2 / (kVector / 2 / kPairs), first = i / 2 % (kVector / 2 / kPairs) * kPairs * 2;
-      const int column = column_of(load) + first;
+    for (int i = 0; i < kLoads * 2 * kParts; ++i) {
+      const int r = i % 2, j = i / 2 / kParts, first = i / 2 % kParts * kPairs * 2;
+      const int column = column_of(j) + first;
       if (column >= Cfg::kRotaryDim) continue;
       float cosines[kPairs], sines[kPairs];
       load_angles(cos, row[r], column / 2, row[r] < head.length, cosines);
       load_angles(sin, row[r], column / 2, row[r] < head.length, sines);
 #pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        In &low = x[load][r].values[first + 2 * j], &high = x[load][r].values[first + 2 * j + 1];
-        const float a = static_cast<float>(low), b = static_cast<float>(high);
-        low = first_of(a, b, cosines[j], sines[j]);
-        high = second_of(a, b, cosines[j], sines[j]);
+      for (int p = 0; p < kPairs; ++p) {
+        In* const pair = x[j][r].values + first + 2 * p;
+        const float a = static_cast<float>(pair[0]), b = static_cast<float>(pair[1]);
+        round_pair(first_of(a, b, cosines[p], sines[p]), second_of(a, b, cosines[p], sines[p]), pair);
       }
     }
   }
@@ -165,29 +238,32 @@ struct RowsPrologue<Cfg, true> {
   __device__ __forceinline__ void rotate_halves(const HeadRows<Cfg>& head, const int (&row)[2],
                                                 Loaded (&x)[kLoads][2]) const {
 #pragma unroll
-    for (int i = 0; i < kHalf / 32 * 2; ++i) {
-      const int load = i / 2, r = i % 2;
+    for (int i = 0; i < kDistance * 2; ++i) {
+      const int j = i / 2, r = i % 2;
+      if (column_of(j) >= kHalf) continue;
       float cosines[kVector], sines[kVector];
-      load_angles(cos, row[r], column_of(load), row[r] < head.length, cosines);
-      load_angles(sin, row[r], column_of(load), row[r] < head.length, sines);
+      load_angles(cos, row[r], column_of(j), row[r] < head.length, cosines);
+      load_angles(sin, row[r], column_of(j), row[r] < head.length, sines);
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        In &low = x[load][r].values[c], &high = x[load + kHalf / 32][r].values[c];
-        const float a = static_cast<float>(low), b = static_cast<float>(high);
-        low = first_of(a, b, cosines[c], sines[c]);
-        high = second_of(a, b, cosines[c], sines[c]);
+      for (int c = 0; c < kVector; c += 2) {
+        In *const low = x[j][r].values + c, *const high = x[j + kDistance][r].values + c;
+        const float a[2] = {static_cast<float>(low[0]), static_cast<float>(low[1])};
+        const float b[2] = {static_cast<float>(high[0]), static_cast<float>(high[1])};
+        round_pair(first_of(a[0], b[0], cosines[c], sines[c]), first_of(a[1], b[1], cosines[c + 1], sines[c + 1]), low);
+        round_pair(second_of(a[0], b[0], cosines[c], sines[c]), second_of(a[1], b[1], cosines[c + 1], sines[c + 1]),
+                   high);
       }
     }
   }
 
-  // For halves that are not a multiple of 32 columns.
+  // For pairs that two threads hold: the other columns are loaded again.
   __device__ __forceinline__ void rotate_distant(const HeadRows<Cfg>& head, const int (&row)[2],
                                                  const float (&inverse)[2], Loaded (&x)[kLoads][2]) const {
     constexpr int kPart = kHalf % 8 == 0 ? 8 : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;  // columns of one half
 #pragma unroll
     for (int i = 0; i < kLoads * 2 * (kVector / kPart); ++i) {
-      const int r = i % 2, load = i / 2 / (kVector / kPart), first = i / 2 % (kVector / kPart) * kPart;
-      const int column = column_of(load) + first;
+      const int r = i % 2, j = i / 2 / (kVector / kPart), first = i / 2 % (kVector / kPart) * kPart;
+      const int column = column_of(j) + first;
       if (column >= Cfg::kRotaryDim || row[r] >= head.length) continue;
       const bool upper = column >= kHalf;
       const int partner_column = upper ? column - kHalf : column + kHalf;
@@ -199,14 +275,14 @@ struct RowsPrologue<Cfg, true> {
         const Pack<Weight, kPart> weights = load_weights<kPart>(partner_column);
 #pragma unroll
         for (int c = 0; c < kPart; ++c) {
-          partner.values[c] = normalized(partner.values[c], inverse[r], weights.values[c]);
+          partner.values[c] = static_cast<In>(normalized(partner.values[c], inverse[r], weights.values[c]));
         }
       }
 #pragma unroll
       for (int c = 0; c < kPart; ++c) {
-        In& own = x[load][r].values[first + c];
+        In& own = x[j][r].values[first + c];
         const float a = static_cast<float>(own), b = static_cast<float>(partner.values[c]);
-        own = upper ? second_of(b, a, cosines[c], sines[c]) : first_of(a, b, cosines[c], sines[c]);
+        own = static_cast<In>(upper ? second_of(b, a, cosines[c], sines[c]) : first_of(a, b, cosines[c], sines[c]));
       }
     }
   }

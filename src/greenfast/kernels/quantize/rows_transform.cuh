@@ -104,22 +104,6 @@ struct RowsTransform {
     }
   }
 
-  // The same for columns in registers: of row r, rows[i][r] are columns 32 i + 8 (t % 4) .. + 7.
-  __device__ __forceinline__ void transform_loaded(const Loaded (&rows)[2 * kParts][2], Values& x) const {
-    if constexpr (Cfg::kRotate) {
-      transform([&](int r, int column) { return rows[column / 32][r]; }, x);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWarpParts * 4; ++i) {
-        const int part = i / 4, r = i / 2 % 2, group = i % 2 * 2;
-        Loaded eight = rows[2 * part + group / 2][r];
-        if (kSplit > 1 && first_part > 0) eight = rows[2 * (part + kParts - kWarpParts) + group / 2][r];
-#pragma unroll
-        for (int c = 0; c < kVector; ++c) x[part][r][group + c / 4][c % 4] = 0.5f * static_cast<float>(eight.values[c]);
-      }
-    }
-  }
-
   // Zeroes the thread's rows from `length` on.
   __device__ __forceinline__ static void zero_rows_from(Values& x, const int (&row)[2], int length) {
     if (!__any_sync(0xffffffffu, row[1] >= length)) return;
