@@ -22,6 +22,7 @@ BENCHMARKS = {
     "models": ("models:main", "time transformer layers with PyTorch's attention and under greenfast.use"),
     "continuous_batching": ("continuous_batching:main", "measure tokens per second of continuous batching"),
     "varlen": ("varlen:main", "time packed sequences beside equal ones and FlashAttention"),
+    "block": ("block:main", "time norm, RoPE and attention, fused with quantization and by torch.compile"),
     "masks": ("masks:main", "time attention that skips tiles beside dense attention, cuDNN and FlexAttention"),
     "token_scales": ("token_scales:main", "measure times and errors of precision fp8_token"),
     "accumulation_error": ("accumulation_error:main", "measure the kernel error against the number of keys"),

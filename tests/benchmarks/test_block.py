@@ -1,0 +1,34 @@
+"""The benchmark of the attention block: its norm and RoPE are those of ``attention_block``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import greenfast
+from benchmarks import block
+from benchmarks.__main__ import BENCHMARKS
+
+
+@pytest.mark.parametrize("name", ["Flux-like", "Llama-like, 2k", "Gemma-like", "SD3-like"])
+def test_separate_steps_equal_the_block(name: str) -> None:
+    case = replace(block.CASES[name], batch=1, heads=4, kv_heads=2, tokens=140)
+    inputs = block.make_inputs(case, "cpu")
+    q, k = (
+        block.normalize_and_rotate(x, w, inputs.rope, case.interleaved)
+        for x, w in zip((inputs.q, inputs.k), inputs.weights, strict=True)
+    )
+    sdpa: Any = greenfast.sdpa
+    separate = sdpa(*(x.transpose(1, 2) for x in (q, k, inputs.v)), is_causal=case.causal, enable_gqa=True)
+    fused = block.block(*(x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)), case.causal, **inputs.options())
+    assert (fused - separate).float().norm() < 5e-3 * separate.float().norm()
+    assert block.measure_error(inputs) < 0.06
+
+
+def test_it_is_listed() -> None:
+    assert BENCHMARKS["block"][0] == "block:main"
+    assert set(block.CASES) >= {"Wan-like", "Flux-like", "Gemma-like"}
+    assert torch.is_tensor(block.make_inputs(replace(block.CASES["16 x 1k"], batch=1, tokens=8), "cpu").q)
