@@ -163,12 +163,13 @@ def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels: Any = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
     pixels = {"pixel_values": torch.randn(2, channels, height or 32, width or 32, generator=generator)}
+    video = (2, getattr(vision, "num_frames", None) or 4, channels, height or 32, width or 32)
     if model.main_input_name == "pixel_values":
         yield pixels
+        yield {"pixel_values": torch.randn(video, generator=generator)}
     if model.main_input_name == "input_features":
         bins: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_dim", 80)
-        frames = 2 * getattr(config, "max_source_positions", 50)
-        sound = torch.randn(2, bins, frames, generator=generator)
+        sound = torch.randn(2, bins, 2 * getattr(config, "max_source_positions", 50), generator=generator)
         for features in (sound, sound.mT.contiguous()):
             yield {"input_features": features, **more}
     if model.main_input_name == "input_values":
@@ -177,6 +178,9 @@ def inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     yield {"inputs_embeds": torch.randn(2, LENGTH, 64, generator=generator)}
     yield {**texts, **pixels}
     yield pixels
+    if model.main_input_name == "pixel_values_videos":
+        for tokens in ({}, texts):
+            yield {**tokens, "pixel_values_videos": torch.randn(video, generator=generator)}
     if "grid_thw" in parameters:
         patch = channels * getattr(vision, "temporal_patch_size", 1) * getattr(vision, "patch_size", 8) ** 2
         patches = torch.randn(32, patch, generator=generator)
@@ -191,8 +195,9 @@ def variants(config: Any) -> Iterator[Any]:
     for section in ([2, 3, 3], [1, 1, 2]):
         changed = copy.deepcopy(config)
         for part in (changed, *(getattr(changed, name, None) for name in type(config).sub_configs)):
-            if isinstance(getattr(part, "rope_parameters", None), dict):
-                part.rope_parameters = {**part.rope_parameters, "mrope_section": section}
+            rope = getattr(part, "rope_parameters", None)
+            if isinstance(rope, dict) and not any(isinstance(x, dict) for x in rope.values()):  # of one type of layer
+                part.rope_parameters = {**rope, "mrope_section": section}
         yield changed
 
 
