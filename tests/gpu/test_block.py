@@ -113,6 +113,20 @@ def test_layouts_are_read_without_a_copy() -> None:
     assert torch.equal(block(base.copy_(q), k, v, **options), wanted)
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_norms_over_all_heads(head_dim: int) -> None:
+    q, k, v = tensors(head_dim, (8, 2), 700)
+    weights = [x * torch.linspace(0.5, 1.0, n).view(-1, 1) for x, n in zip(make_weights(head_dim), (8, 2), strict=True)]
+    angles = make_angles(head_dim, 700)
+    options = {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": EPS, "rope": (angles.cos(), angles.sin())}
+    wanted = exact(q, k, v, weights, angles)
+    options = {name: tuple(y.cuda() for y in x) if isinstance(x, tuple) else x for name, x in options.items()}
+    options |= {"q_norm": weights[0].cuda(), "k_norm": weights[1].cuda()}
+    found = block(q.cuda(), k.cuda(), v.cuda(), True, **options)
+    assert measure_error(found.cpu(), wanted) < 0.07
+    assert torch.equal(found, greenfast.attention(quantize(q.cuda(), k.cuda(), v.cuda(), **options), is_causal=True))
+
+
 def test_gradients() -> None:
     q, k, v = tensors(128, (8, 2), 600)
     options = make_options((128, 128, False, torch.float32, "weights"), 600)

@@ -51,13 +51,20 @@ def widen(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) else x
 
 
+def normalize(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Normalize by PyTorch's RMSNorm: over the head dim, or with weights (H, D) over all heads."""
+    if weight is None or weight.dim() == 1:
+        return rms_norm(x, (x.shape[3],), weight, EPS)
+    return rms_norm(x.transpose(1, 2), weight.shape, weight, EPS).transpose(1, 2)
+
+
 def exact_rows(
     q: Tensor, k: Tensor, weights: list[Tensor] | None, angles: Tensor | None, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return normalized and rotated Q and K in float64, by PyTorch and by transformers."""
     q, k = widen(q), widen(k)
     if weights is not None:
-        q, k = (rms_norm(x, (x.shape[3],), widen(w), EPS) for x, w in zip((q, k), weights, strict=True))
+        q, k = (normalize(x, widen(w)) for x, w in zip((q, k), weights, strict=True))
     if angles is None:
         return q, k
     twice = torch.cat([angles.double(), angles.double()], -1)
@@ -78,7 +85,7 @@ def exact(
 
 
 def measure_error(x: Tensor, wanted: Tensor) -> float:
-    return float((x.double() - wanted).norm() / wanted.norm())
+    return float(((x.double() - wanted).norm() / wanted.norm()).detach())
 
 
 #: Head dim, rotated columns, interleaved.
@@ -156,6 +163,25 @@ def test_attention_is_near_float64(
                   rope=(angles.cos(), angles.sin()))  # fmt: skip
     assert found.stride() == q.stride(), "the memory order of query"
     assert measure_error(found, exact(q, k, v, weights, angles)) < 0.06
+
+
+def test_norms_over_all_heads() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(72, rows=90))
+    weights = [
+        (x * torch.linspace(0.5, 1.0, n).view(-1, 1)).requires_grad_()
+        for x, n in zip(make_weights(72), (4, 2), strict=True)
+    ]
+    angles = make_angles(72, 90)
+    options = dict(q_norm=weights[0], k_norm=weights[1], norm_eps=EPS, rope=(angles.cos(), angles.sin()))
+    leaves = [q, k, v, *weights]
+    found = block(q, k, v, True, **options)
+    wide: Any = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = exact(wide[0], wide[1], wide[2], wide[3:], angles)
+    assert measure_error(found, wanted) < 0.06
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    grads = [torch.autograd.grad(out, x, grad.to(out.dtype)) for out, x in ((found, leaves), (wanted, wide))]
+    for x, y in zip(*grads, strict=True):
+        assert measure_error(x, y) < 0.01
 
 
 def test_rows_without_rotation() -> None:
@@ -291,6 +317,7 @@ TABLE = make_angles(64).cos()
         (dict(q_norm=torch.ones(32), k_norm=torch.ones(64)), ValueError, r"q_norm: its shape is \(32,\); \(64,\)"),
         (dict(q_norm=torch.ones(64), k_norm=torch.ones(4, 64)), ValueError, r"k_norm: its shape is \(4, 64\)"),
         (dict(q_norm=torch.ones(64), k_norm=torch.ones(64).half()), TypeError, "k_norm: its dtype is torch.float16"),
+        (dict(q_norm=torch.ones(4, 64), k_norm=torch.ones(64)), ValueError, "k_norm: it has 1 dimensions, q_norm 2"),
         (dict(q_norm=torch.ones(64).double(), k_norm=True), ValueError, "k_norm: True, q_norm a tensor"),
         (dict(q_norm=torch.ones(64).double(), k_norm=torch.ones(64).double()), TypeError, "q_norm: its dtype is"),
         (dict(q_norm=torch.ones(64, device="meta"), k_norm=torch.ones(64)), ValueError, "q_norm: it is on meta"),

@@ -47,6 +47,8 @@ def run(
         prologue = build_prologue(options, q.shape[0])
         given = dict(zip(("q_weight", "k_weight", "cos", "sin"), options[:4], strict=True))
         inputs |= {name: x for name, x in given.items() if x is not None}
+        if prologue.across_heads:
+            inputs |= run_norms(q, k, config, sizes, strides, prologue.eps)
     case = Case(
         {name: (x if x.dtype == torch.float32 else x.view(torch.uint16)).numpy() for name, x in inputs.items()},
         {name: OutputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in outputs.items()},
@@ -55,6 +57,23 @@ def run(
     source = qkv_quantizer.kernel(config, sizes, sampled=sampled, prologue=prologue)
     launch = qkv_quantizer.launch(config, sizes, strides, sampled=sampled, prologue=prologue)
     return run_source(source, launch, case).outputs
+
+
+def run_norms(
+    q: Tensor, k: Tensor, config: AttentionConfig, sizes: Sizes, strides: Strides, eps: float
+) -> dict[str, Tensor]:
+    """Return the inverse root mean squares over all heads by their kernel."""
+    shapes = {name: (x.shape[0], x.shape[2]) for name, x in (("q_inverse", q), ("k_inverse", k))}
+    case = Case(
+        {name: x.view(torch.uint16).numpy() for name, x in (("q", q), ("k", k))},
+        {name: OutputSpec(shape, "float32") for name, shape in shapes.items()},
+    )
+    launch = qkv_quantizer.norms_launch(config, sizes, strides, eps)
+    outputs = run_source(qkv_quantizer.norms_kernel(config), launch, case).outputs
+    for name, x in (("q_inverse", q), ("k_inverse", k)):
+        wanted = torch.rsqrt(x.double().square().mean((1, 3)) + eps).numpy()
+        assert np.allclose(outputs[name], wanted, rtol=1e-6)
+    return {name: torch.from_numpy(outputs[name]) for name in shapes}
 
 
 def config_for(head_dim: int, dtype: torch.dtype, **choices: Any) -> AttentionConfig:
@@ -161,14 +180,18 @@ def test_blocks_take_several_tiles_of_many() -> None:
 
 def make_transform(
     rows: int, head_dim: int, norm: str, rope_dim: int, table: str, *, columns: int = 0, interleaved: bool = False,
-    batch: int = 0,
+    batch: int = 0, heads: tuple[int, int] | None = None,
 ) -> QKTransform:  # fmt: skip
-    """Return weights and tables for ``rows`` tokens. columns: of the tables; batch: 0 for tables of two dimensions."""
+    """Return weights and tables for ``rows`` tokens.
+
+    columns: of the tables; batch: 0 for tables of two dimensions; heads: of Q and K, for a norm over all heads.
+    """
     generator = torch.Generator().manual_seed(head_dim)
     weights: list[Tensor | None] = [None, None]
     if norm not in ("", "plain"):
         dtype = getattr(torch, norm)
-        weights = [(torch.rand(head_dim, generator=generator) + 0.5).to(dtype) for _ in range(2)]
+        shapes = [(n, head_dim) for n in heads] if heads else [(head_dim,)] * 2
+        weights = [(torch.rand(shape, generator=generator) + 0.5).to(dtype) for shape in shapes]
     cos = sin = None
     if rope_dim:
         angles = torch.randn(*((batch,) if batch else ()), rows, rope_dim // 2, generator=generator) * 3
@@ -184,23 +207,26 @@ TRANSFORMS: list[Any] = [
     (128, 129, torch.float16, dict(), "float32", 128, dict(table="float32", columns=128, interleaved=True)),
     (72, 40, torch.bfloat16, dict(rotate=True), "bfloat16", 72, dict(table="float32", columns=72)),
     (256, 40, torch.bfloat16, dict(rotate=True, key_mean=True), "plain", 256, dict(table="bfloat16")),
+    (72, 40, torch.bfloat16, dict(rotate=True), "float32", 72, dict(table="float32", heads=(2, 1))),
     (40, 17, torch.bfloat16, dict(precision="int8_fine"), "", 20, dict(table="bfloat16", interleaved=True)),
-    *(
-        pytest.param(*x, marks=pytest.mark.slow)
-        for x in (
-            (64, 300, torch.bfloat16, dict(precision="int8_fine"), "float16", 32, dict(table="float16", columns=32)),
-            (128, 150, torch.bfloat16, dict(rotate=True, key_mean=True), "bfloat16", 0, dict(table="")),
-            (128, 150, torch.bfloat16, dict(precision="int8"), "", 64, dict(table="float32", interleaved=True)),
-            (256, 40, torch.bfloat16, dict(), "float32", 128, dict(table="float32", columns=128, interleaved=True)),
-            (256, 40, torch.float16, dict(rotate=True), "bfloat16", 96, dict(table="float32")),
-            (80, 40, torch.bfloat16, dict(rotate=True, key_mean=True), "bfloat16", 80, dict(table="bfloat16", batch=1)),
-            (40, 17, torch.bfloat16, dict(rotate=True), "float32", 14, dict(table="float32")),
-        )
-    ),
+]
+SLOW_TRANSFORMS: list[Any] = [
+    (64, 300, torch.bfloat16, dict(precision="int8_fine"), "float16", 32, dict(table="float16", columns=32)),
+    (128, 150, torch.bfloat16, dict(rotate=True, key_mean=True), "bfloat16", 0, dict(table="")),
+    (128, 150, torch.bfloat16, dict(precision="int8"), "", 64, dict(table="float32", interleaved=True)),
+    (256, 40, torch.bfloat16, dict(), "float32", 128, dict(table="float32", columns=128, interleaved=True)),
+    (256, 20, torch.bfloat16, dict(), "bfloat16", 256, dict(table="bfloat16", heads=(2, 1))),
+    (256, 40, torch.float16, dict(rotate=True), "bfloat16", 96, dict(table="float32")),
+    (80, 40, torch.bfloat16, dict(rotate=True, key_mean=True), "bfloat16", 80, dict(table="bfloat16", batch=1)),
+    (40, 17, torch.bfloat16, dict(rotate=True), "float32", 14, dict(table="float32")),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "rows", "dtype", "choices", "norm", "rope_dim", "tables"), TRANSFORMS, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "dtype", "choices", "norm", "rope_dim", "tables"),
+    [*TRANSFORMS, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_TRANSFORMS)],
+    ids=str,
+)
 def test_norm_and_rope_are_as_before_quantization(
     head_dim: int, rows: int, dtype: torch.dtype, choices: dict[str, Any], norm: str, rope_dim: int,
     tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch,

@@ -34,8 +34,8 @@ _TENSORS = 5  # of the arguments, those with gradients: Q, K, V and the weights
 class QKTransform(NamedTuple):
     """Norm and RoPE of Q and K, as the operators take them.
 
-    q_norm, k_norm: weights (D,), or None. cos, sin: (S, T) or (B or 1, S, T), where T is rope_dim or half of it, or
-    None. norm: whether there is a norm. rope_dim: 0 without RoPE.
+    q_norm, k_norm: weights (D,), or (H, D) and (HK, D) of a norm over all heads, or None. cos, sin: (S, T) or (B or 1,
+    S, T), where T is rope_dim or half of it, or None. norm: whether there is a norm. rope_dim: 0 without RoPE.
     """
 
     q_norm: Tensor | None
@@ -105,10 +105,19 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
         if x.device != query.device:
             raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
-    for name, x in named[:2]:
-        if x is not None and (x.dim() != 1 or not require(x.shape[0] == columns)):
-            raise ValueError(f"{name}: its shape is {tuple(x.shape)}; ({columns},), the head dim, is needed")
+    for (name, x), heads in zip(named[:2], (query.shape[1], key.shape[1]), strict=True):
+        if x is None:
+            continue
+        if not (
+            x.dim() in (1, 2) and require(x.shape[-1] == columns) and (x.dim() == 1 or require(x.shape[0] == heads))
+        ):
+            raise ValueError(
+                f"{name}: its shape is {tuple(x.shape)}; ({columns},), the head dim, is needed, or for a norm over all "
+                f"heads ({heads}, {columns})"
+            )
     q_norm, k_norm, cos, sin = options[:4]
+    if q_norm is not None and k_norm is not None and q_norm.dim() != k_norm.dim():
+        raise ValueError(f"k_norm: it has {k_norm.dim()} dimensions, q_norm {q_norm.dim()}; they must agree")
     if (q_norm is None) != (k_norm is None) or (q_norm is not None and not options.norm):
         raise ValueError("k_norm: weights of both Q and K, or of none, are needed")
     if (cos is None) != (sin is None) or (cos is None) != (options.rope_dim == 0):
@@ -146,11 +155,21 @@ def transform(x: Tensor, weight: Tensor | None, options: QKTransform) -> Tensor:
     """Normalize and rotate x (B, H, S, D) by PyTorch. Each result is computed in float32 and rounded to x's dtype."""
     if options.norm:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.eps)
-        x = (wide if weight is None else wide * weight.float()).to(x.dtype)
+        wide = wide * torch.rsqrt(wide.square().mean(_get_norm_dims(weight), keepdim=True) + options.eps)
+        x = (wide if weight is None else wide * _broadcast_weight(weight)).to(x.dtype)
     if options.cos is None or options.sin is None:
         return x
     return rotate(x.float(), *_get_angles(options.cos, options.sin, options), options.interleaved).to(x.dtype)
+
+
+def _get_norm_dims(weight: Tensor | None) -> tuple[int, ...]:
+    """Return the dimensions of (B, H, S, D) that a norm is over."""
+    return (1, 3) if weight is not None and weight.dim() == 2 else (3,)
+
+
+def _broadcast_weight(weight: Tensor) -> Tensor:
+    """Return weights of a norm as float32, broadcastable to (B, H, S, D)."""
+    return weight.float() if weight.dim() == 1 else weight.float().unsqueeze(1)
 
 
 def _get_angles(cos: Tensor, sin: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
@@ -181,12 +200,13 @@ def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options:
     by_weight = grad.new_empty(0)
     if options.norm:
         wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.eps)
+        dims = _get_norm_dims(weight)
+        inverse = torch.rsqrt(wide.square().mean(dims, keepdim=True) + options.eps)
         normalized = wide * inverse
         if weight is not None:
-            by_weight = (by_result * normalized).sum((0, 1, 2)).to(weight.dtype)
-            by_result = by_result * weight.float()
-        by_result = inverse * (by_result - normalized * (by_result * normalized).mean(-1, keepdim=True))
+            by_weight = (by_result * normalized).sum((0, 1, 2) if weight.dim() == 1 else (0, 2)).to(weight.dtype)
+            by_result = by_result * _broadcast_weight(weight)
+        by_result = inverse * (by_result - normalized * (by_result * normalized).mean(dims, keepdim=True))
     return torch.empty_like(x).copy_(by_result), by_weight
 
 
@@ -194,11 +214,13 @@ def build_prologue(options: QKTransform, batch: int) -> Prologue:
     """Describe norm and RoPE for the quantizer's kernel. The tables have dense columns and equal strides."""
     weight, table = options.q_norm, options.cos
     norm = "" if not options.norm else "plain" if weight is None else str(weight.dtype).removeprefix("torch.")
+    across_heads = weight is not None and weight.dim() == 2
     if table is None:
-        return Prologue(norm=norm, eps=options.eps)
+        return Prologue(norm=norm, across_heads=across_heads, eps=options.eps)
     shared = table.dim() == 2 or table.shape[0] == 1 or batch == 1
     return Prologue(
         norm=norm,
+        across_heads=across_heads,
         eps=options.eps,
         rotary_dim=options.rope_dim,
         interleaved=options.interleaved,

@@ -91,6 +91,24 @@ def build_quantize_step(
     )
 
 
+def build_quantize_steps(
+    query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, prologue: qkv.Prologue | None
+) -> tuple[LaunchStep, ...]:
+    """Build the launches that normalize, rotate and quantize: one, or two if a norm is over all heads."""
+    quantizing = build_quantize_step(query, key, value, config, prologue)
+    if prologue is None or not prologue.across_heads:
+        return (quantizing,)
+    sizes, strides = get_sizes(query.shape, key.shape), Strides(query.stride()[:3], key.stride()[:3])
+    return LaunchStep(qkv.norms_kernel(config), qkv.norms_launch(config, sizes, strides, prologue.eps)), quantizing
+
+
+def _get_norm_bytes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> dict[str, int]:
+    """Return the bytes of the buffers between these launches."""
+    if prologue is None or not prologue.across_heads:
+        return {}
+    return {f"{name}_inverse": 4 * x.shape[0] * x.shape[2] for name, x in (("q", query), ("k", key))}
+
+
 def build_attention_step(
     config: AttentionConfig,
     sizes: Sizes,
@@ -179,9 +197,10 @@ def _quantize(
         plan_key = (*plan_key, prologue)
     plan = _PLANS.get(plan_key)
     if plan is None:
-        step = build_quantize_step(query, key, value, config, prologue)
         names = ("q", "k", "v", *(() if prologue is None else prologue.buffers()), *buffers)
-        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), names), _MAX_PLANS)
+        steps = build_quantize_steps(query, key, value, config, prologue)
+        work, size = lay_out_workspace(_get_norm_bytes(query, key, prologue))
+        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, steps, names, work, size), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*inputs, *buffers.values())])
     return tuple(buffers.values())
 
@@ -192,10 +211,13 @@ def _make_readable(options: QKTransform) -> QKTransform:
     def fits(x: Tensor) -> bool:
         return x.stride(-1) == 1 and is_aligned(x.data_ptr())
 
+    def is_weight(x: Tensor) -> bool:
+        return x.is_contiguous() and is_aligned(x.data_ptr())
+
     def copy(x: Tensor) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
 
-    q_norm, k_norm = (x if x is None or fits(x) else copy(x) for x in options[:2])
+    q_norm, k_norm = (x if x is None or is_weight(x) else copy(x) for x in options[:2])
     cos, sin = options.cos, options.sin
     if cos is not None and sin is not None and not (fits(cos) and fits(sin) and cos.stride() == sin.stride()):
         cos, sin = copy(cos), copy(sin)
@@ -381,13 +403,14 @@ def _build_block_plan(
     device, config = query.get_device(), replace(config, fuse_q_quant=False)
     sizes, out_strides = get_sizes(query.shape, key.shape), row_strides(query, config.columns)
     steps = (
-        build_quantize_step(query, key, value, config, prologue),
+        *build_quantize_steps(query, key, value, config, prologue),
         build_attention_step(config, sizes, scale, get_target(device), Strides(out=out_strides[:3])),
     )
-    work, size = lay_out_workspace({
+    codes = {
         name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
         for name, shape in get_quantized_shapes(query.shape, key.shape, config).items()
-    })  # fmt: skip
+    }
+    work, size = lay_out_workspace(codes | _get_norm_bytes(query, key, prologue))
     names = ("q", "k", "v", *prologue.buffers(), "out")
     return LaunchPlan(device, steps, names, work, size, config.head_dim, out_strides)
 

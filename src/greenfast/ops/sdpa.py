@@ -414,12 +414,13 @@ def quantize(
     return_lse=True)`` adds back, at one more pass over Q. A gradient that reaches the results raises
     NotImplementedError in the backward pass.
     q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
-    float16, True for a norm without weights, or None. Both are of one kind and dtype. norm_eps: added to the mean of
-    the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables
-    are (S, T) or (B, S, T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim /
-    2, the angles, or rope_dim: models store each angle twice, and the second copy is not read. Columns i and i +
-    rope_dim / 2 are rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in
-    float32, and the result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+    float16, True for a norm without weights, or None. With weights (H, D) and (HK, D) each norm is over all heads, at
+    one more pass over Q and K. Both are of one kind and dtype. norm_eps: added to the mean of the squares. rope: (cos,
+    sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables are (S, T) or (B, S,
+    T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim / 2, the angles, or
+    rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
+    rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
+    result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
 
     Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim without a kernel.
@@ -487,12 +488,13 @@ def attention_block(
     query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H. The dtype is float16 or bfloat16, strides
     are arbitrary, D is a multiple of 8 up to 256. is_causal, scale, precision, causal_alignment: as for ``sdpa``.
     q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
-    float16, True for a norm without weights, or None. Both are of one kind and dtype. norm_eps: added to the mean of
-    the squares. rope: (cos, sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables
-    are (S, T) or (B, S, T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim /
-    2, the angles, or rope_dim: models store each angle twice, and the second copy is not read. Columns i and i +
-    rope_dim / 2 are rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in
-    float32, and the result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+    float16, True for a norm without weights, or None. With weights (H, D) and (HK, D) each norm is over all heads, at
+    one more pass over Q and K. Both are of one kind and dtype. norm_eps: added to the mean of the squares. rope: (cos,
+    sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables are (S, T) or (B, S,
+    T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim / 2, the angles, or
+    rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
+    rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
+    result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
 
     Returns (B, H, S, D) of the inputs' dtype, in the memory order of query. The gradients of Q, K, V and the weights
     are those of norm, RoPE and attention on the unquantized tensors, which the backward pass recomputes.

@@ -28,9 +28,12 @@ struct QuantizeParams {
 };
 
 template <class Cfg>
-__device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p, const void* weight, int batch) {
+__device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p, bool of_q, int head_index) {
   if constexpr (Cfg::kPrologue) {
-    return {p.prologue, weight, batch};
+    const PrologueInput& input = p.prologue;
+    const int heads = of_q ? p.heads : p.kv_heads, batch = head_index / heads, head = head_index % heads;
+    if (of_q) return {input, input.q_weight, input.q_inverse, batch, head, p.q_len};
+    return {input, input.k_weight, input.k_inverse, batch, head, p.kv_len};
   } else {
     return {};
   }
@@ -62,7 +65,7 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   if (item < p.batch * p.kv_heads * k_blocks) {
     const int head_index = item / k_blocks, tile = item % k_blocks * Cfg::kKeyTiles;
     const RowsQuantizer<Cfg> rows(shared.rows, keys_of<Cfg>(p, p.k, head_index),
-                                  prologue_of<Cfg>(p, p.prologue.k_weight, head_index / p.kv_heads));
+                                  prologue_of<Cfg>(p, false, head_index));
     const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? tiles_of(rows.head.length) : kv_tiles);
     if (Cfg::kLengths && tile >= stop) return;
     const HeadRows<Cfg> samples(p.samples, head_index / p.kv_heads, head_index % p.kv_heads, kMeanKeys);
@@ -85,7 +88,7 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   item -= p.batch * p.kv_heads * kv_tiles;
   const int head_index = item / q_tiles, q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
   const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
-                                prologue_of<Cfg>(p, p.prologue.q_weight, head_index / p.heads));
+                                prologue_of<Cfg>(p, true, head_index));
   rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
                   p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
 }

@@ -17,6 +17,8 @@ MEAN_KEYS, MEAN_GROUP = 32, 4
 _THREADS = {64: 256, 128: 256, 256: 512}
 #: Head dim -> blocks per multiprocessor for __launch_bounds__.
 _BLOCKS = {64: 3, 128: 2, 256: 1}
+#: Threads of a block that computes norms of rows.
+_NORM_THREADS = 256
 #: With this number of tiles of K, a block takes several.
 _MANY_TILES = 1024
 
@@ -26,13 +28,16 @@ class Prologue:
     """RMSNorm and rotary embedding of Q and K, before their quantization in the same kernel.
 
     norm: "" for none, "plain" for one without weights, or the dtype of the weights, buffers ``q_weight`` and
-    ``k_weight``, (columns,). eps: added to the mean of the squares. rotary_dim: columns that are rotated, even; 0 for
+    ``k_weight``, (columns,). across_heads: the norm is over all heads, weights are (heads, columns), and the buffers
+    ``q_inverse`` and ``k_inverse``, float32 (batch, length), come from ``norms_kernel``. eps: added to the mean of the
+    squares. rotary_dim: columns that are rotated, even; 0 for
     none. interleaved: columns 2 j and 2 j + 1 are rotated together, else j and j + rotary_dim / 2. table: the dtype of
     the buffers ``cos`` and ``sin``. angle_step: distance of a row's angles in a table, 1 or 2. table_strides: of batch
     and row, in elements; the addresses of the tables are multiples of 16 bytes.
     """
 
     norm: str = ""
+    across_heads: bool = False
     eps: float = 0.0
     rotary_dim: int = 0
     interleaved: bool = False
@@ -52,6 +57,7 @@ class Prologue:
         """Return the members of Cfg."""
         weighted = self.norm not in ("", "plain")
         flags = {"Norm": bool(self.norm), "Weighted": weighted, "Interleaved": self.interleaved}
+        flags["AcrossHeads"] = self.across_heads
         numbers = {"RotaryDim": self.rotary_dim, "AngleStep": self.angle_step, "AngleVector": self.angle_vector}
         lines = [f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"  static constexpr int k{name} = {value};" for name, value in numbers.items()]
@@ -74,12 +80,16 @@ class Prologue:
         q_weight, k_weight, cos, sin = (
             name if name in names else np.int64(0) for name in ("q_weight", "k_weight", "cos", "sin")
         )
-        return (q_weight, k_weight, np.float32(self.eps), cos, sin, *(np.int64(n) for n in self.table_strides))
+        inverses: tuple[Argument, ...] = (np.int64(0), np.int64(0))
+        if self.across_heads:
+            inverses = ("q_inverse", "k_inverse")
+        strides = (np.int64(n) for n in self.table_strides)
+        return (q_weight, k_weight, np.float32(self.eps), cos, sin, *strides, *inverses)
 
 
 _PROLOGUE_PARAMETERS = (
     ", const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, long long table_batch, "
-    "long long table_row"
+    "long long table_row, const float* q_inverse, const float* k_inverse"
 )
 
 
@@ -137,7 +147,8 @@ def kernel(
         more, chosen = f"{more}, const int* kv_rows", f"{chosen}, kv_rows"
     if prologue is not None:
         more = f"{more}{_PROLOGUE_PARAMETERS}"
-        chosen = f"{chosen}, nullptr, nullptr, {{q_weight, k_weight, eps, cos, sin, table_batch, table_row}}"
+        members = "q_weight, k_weight, eps, cos, sin, table_batch, table_row, q_inverse, k_inverse"
+        chosen = f"{chosen}, nullptr, nullptr, {{{members}}}"
     source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
@@ -208,5 +219,51 @@ def launch(
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, q_len, sizes.kv_len)),
             *(name for name, given in (("samples", sampled), ("kv_lengths", lengths), ("kv_rows", gathered)) if given),
             *(() if prologue is None else prologue.arguments()),
+        ),
+    )
+
+
+def norms_kernel(config: AttentionConfig) -> KernelSource:
+    """Render the kernel that computes the inverse root mean squares of the rows of Q and K over all heads."""
+    source = f"""#include "quantize/row_norms.cuh"
+
+struct Cfg {{
+  static constexpr int kColumns = {config.columns};
+  static constexpr bool kGathered = false;
+  using In = {CUDA_TYPES[config.dtype]};
+}};
+
+extern "C" __global__ void __launch_bounds__({_NORM_THREADS})
+compute_row_norms(const void* q, const void* k, long long q_batch, long long q_head, long long q_row,
+                  long long k_batch, long long k_head, long long k_row, float* q_inverse, float* k_inverse, float eps,
+                  int batch, int heads, int kv_heads, int q_len, int kv_len) {{
+  greenfast::compute_row_norms<Cfg>({{{{q, q_batch, q_head, q_row}}, {{k, k_batch, k_head, k_row}}, q_inverse,
+                                     k_inverse, eps, batch, heads, kv_heads, q_len, kv_len}});
+}}
+"""
+    return KernelSource(
+        entry="compute_row_norms",
+        source=source,
+        name="compute_row_norms.cu",
+        include_dirs=(KERNEL_DIR,),
+        block=(_NORM_THREADS, 1, 1),
+    )
+
+
+def norms_launch(config: AttentionConfig, sizes: Sizes, strides: Strides, eps: float) -> Launch:
+    """Return the launch of ``norms_kernel``: a warp per row of Q, then of K."""
+    rows = sizes.batch * (sizes.q_len + sizes.kv_len)
+    tensor_strides = (
+        *(strides.query or strides_of(sizes.heads, sizes.q_len, config.columns)),
+        *(strides.key or strides_of(sizes.kv_heads, sizes.kv_len, config.columns)),
+    )
+    return Launch(
+        grid=(-(-rows // (_NORM_THREADS // 32)), 1, 1),
+        args=(
+            *("q", "k"),
+            *(np.int64(stride) for stride in tensor_strides),
+            *("q_inverse", "k_inverse"),
+            np.float32(eps),
+            *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, sizes.q_len, sizes.kv_len)),
         ),
     )

@@ -11,10 +11,12 @@
 namespace greenfast {
 
 struct PrologueInput {
-  const void *q_weight, *k_weight;   // (kColumns,), with kWeighted
+  const void *q_weight, *k_weight;   // (kColumns,), with kAcrossHeads (heads, kColumns); with kWeighted
   float eps;                         // with kNorm
   const void *cos, *sin;             // (batch, length, columns), with kRotaryDim > 0
   long long table_batch, table_row;  // strides of cos and sin, in elements
+  // With kAcrossHeads: the inverse root mean squares of rows over all heads (row_norms.cuh), (batch, length).
+  const float *q_inverse, *k_inverse;
 };
 
 // Two numbers, rounded.
@@ -29,7 +31,7 @@ __device__ __forceinline__ void round_pair(float low, float high, __nv_bfloat16*
 template <class Cfg, bool kUsed = Cfg::kPrologue>
 struct RowsPrologue {};
 
-// Cfg: kNorm; kWeighted, whether the norm has weights, of type Weight; kRotaryDim, columns that are rotated, or 0;
+// Cfg: kNorm; kAcrossHeads, whether it is over all heads; kWeighted, whether the norm has weights, of type Weight; kRotaryDim, columns that are rotated, or 0;
 // kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and j + kRotaryDim / 2; kAngleStep, the distance
 // of two angles in a table of type Table; kAngleVector, angles whose addresses are aligned.
 template <class Cfg>
@@ -55,13 +57,17 @@ struct RowsPrologue<Cfg, true> {
   };
 
   const Weight* weight;
+  const float* row_inverse;  // of the sequence, with kAcrossHeads
   float eps;
   const Table *cos, *sin;  // of the sequence
   long long table_row;
   int half_of_row;  // this warp's number among those that share rows
 
-  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, int batch)
-      : weight(static_cast<const Weight*>(weight)),
+  // weight, row_inverse: of Q or K. length: rows of a sequence.
+  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, const float* row_inverse,
+                                          int batch, int head, int length)
+      : weight(static_cast<const Weight*>(weight) + (Cfg::kAcrossHeads ? head * Cfg::kColumns : 0)),
+        row_inverse(row_inverse + static_cast<long long>(batch) * length),
         eps(input.eps),
         cos(static_cast<const Table*>(input.cos) + batch * input.table_batch),
         sin(static_cast<const Table*>(input.sin) + batch * input.table_batch),
@@ -129,6 +135,29 @@ struct RowsPrologue<Cfg, true> {
   // Computes the rows' inverse root mean squares, and multiplies by them. Rows after the end stay 0 for any eps.
   __device__ __forceinline__ void normalize(const HeadRows<Cfg>& head, const int (&row)[2], Loaded (&x)[kLoads][2],
                                             float (&inverse)[2]) const {
+    if constexpr (Cfg::kAcrossHeads) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) inverse[r] = row[r] < head.length ? row_inverse[row[r]] : 0.0f;
+    } else {
+      compute_inverse(head, row, x, inverse);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const Pack<Weight, kVector> weights = load_weights<kVector>(column_of(j));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int c = 0; c < kVector; c += 2) {
+          In* const pair = x[j][r].values + c;
+          round_pair(normalized(pair[0], inverse[r], weights.values[c]),
+                     normalized(pair[1], inverse[r], weights.values[c + 1]), pair);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void compute_inverse(const HeadRows<Cfg>& head, const int (&row)[2],
+                                                  const Loaded (&x)[kLoads][2], float (&inverse)[2]) const {
     float sum[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -155,19 +184,6 @@ struct RowsPrologue<Cfg, true> {
     for (int r = 0; r < 2; ++r) {
       const float root = __fsqrt_rn(__fmaf_rn(sum[r], 1.0f / Cfg::kColumns, eps));
       inverse[r] = row[r] < head.length ? __frcp_rn(root) : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const Pack<Weight, kVector> weights = load_weights<kVector>(column_of(j));
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int c = 0; c < kVector; c += 2) {
-          In* const pair = x[j][r].values + c;
-          round_pair(normalized(pair[0], inverse[r], weights.values[c]),
-                     normalized(pair[1], inverse[r], weights.values[c + 1]), pair);
-        }
-      }
     }
   }
 
