@@ -253,7 +253,7 @@ def _sdpa_auto(
             attn_mask, causal = None, form.causal
     elif not all([_can_run_torch(x, causal) for x in (query, key, value)]):
         raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
-    elif causal == 2 and attn_mask is not None:
+    if causal == 2 and attn_mask is not None:
         raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
     widened = float32_as is not None and query.dtype == torch.float32
     q, k, v = (x.to(float32_as) if widened and x.dtype == torch.float32 else x for x in (query, key, value))
