@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
@@ -16,6 +17,8 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec
 
 TARGET = Target("sm_89")
+#: Orders of the warps: what holds in every order is tried quickly in two.
+SEEDS = pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 
 
 @dataclass(frozen=True)

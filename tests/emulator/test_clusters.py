@@ -12,6 +12,7 @@ from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UsageError
 from tests.emulator.hopper import HOPPER, request, run, tensor_map
+from tests.emulator.kernels import SEEDS
 
 BEFORE = r"""
 __device__ __forceinline__ u32 special(int which) {
@@ -192,7 +193,7 @@ STORES = (
 )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_asynchronous_stores(seed: int) -> None:
     result = run(
         STORES

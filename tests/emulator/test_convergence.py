@@ -16,7 +16,7 @@ from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.hopper import D_STORE, tensor_map, wgmma
 from tests.emulator.hopper import run as run_hopper
-from tests.emulator.kernels import run
+from tests.emulator.kernels import SEEDS, run
 
 X = np.arange(64, dtype=np.float32)
 
@@ -29,7 +29,7 @@ def output(body: str, *, threads: int = 64, seed: int = 0, before: str = "") -> 
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("threads", [64, 50])
 def test_threads_that_have_ended_release_a_barrier(seed: int, threads: int) -> None:
     body = """__shared__ float s[64];
@@ -194,7 +194,7 @@ wait(&bar, 0);
 if (threadIdx.x == 0) { bulk_store(y + 128 * blockIdx.x, s, bytes); store_commit(); store_wait<0>(); }"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_the_size_of_a_bulk_copy_differs_between_blocks(seed: int) -> None:
     x = np.random.default_rng(0).integers(0, 256, (7, 128)).astype(np.uint8)
     arguments: dict[str, Any] = {"parameters": "const u8* x, u8* y", "args": ("x", "y"), "dynamic": 128, "blocks": 7}
@@ -267,7 +267,7 @@ if (threadIdx.x == 0) {{
 }}"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_an_mbarrier_is_waited_for_by_state_and_by_parity(seed: int) -> None:
     result = run_hopper(
         STATES,

@@ -12,7 +12,7 @@ from greenfast.emulator import scheduler
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.errors import UnsupportedError
-from tests.emulator.kernels import run
+from tests.emulator.kernels import SEEDS, run
 
 X = np.arange(64, dtype=np.float32)
 SIGNATURE: dict[str, Any] = {"parameters": "const float* x, float* y", "args": ("x", "y")}
@@ -155,7 +155,7 @@ if (threadIdx.x < 32) {{
 }}"""
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 def test_asynchronous_copies_arrive_at_an_mbarrier_when_they_have_landed(seed: int) -> None:
     header = '#include "ptx/cp_async.cuh"\n#include "ptx/cp_async_mbarrier.cuh"\n'
     arrive, wait = "greenfast::ptx::cp_async_arrive(landed);", "greenfast::ptx::mbarrier_wait(landed, 0);"

@@ -167,10 +167,13 @@ SOFTCAPS = {
 }
 
 
+QUICK_SOFTCAPS = (("causal, log-sum-exp", "e4m3"), ("scales of blocks", "int8"))
+
+
 @pytest.mark.parametrize(
     ("name", "fmt"),
     [
-        pytest.param(name, fmt, marks=[] if (name == "scales of blocks") == (fmt == "int8") else [pytest.mark.slow])
+        pytest.param(name, fmt, marks=[] if (name, fmt) in QUICK_SOFTCAPS else [pytest.mark.slow])
         for name in SOFTCAPS
         for fmt in ("e4m3", "int8")
     ],

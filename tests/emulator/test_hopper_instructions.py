@@ -9,6 +9,7 @@ import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.hopper import run
+from tests.emulator.kernels import SEEDS
 
 RNG = np.random.default_rng(8)
 
@@ -77,7 +78,7 @@ if (threadIdx.x < 8) y[threadIdx.x] = order[threadIdx.x];
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 def test_two_warpgroups_ping_pong(seed: int) -> None:
     body = PING_PONG.replace("LAST", 'asm volatile("barrier.arrive 1, 256;" ::: "memory");')
     assert one(body, 8, threads=256, seed=seed).tolist() == [0, 1] * 4

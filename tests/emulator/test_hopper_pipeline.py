@@ -11,6 +11,7 @@ from greenfast.emulator.instructions.convert import E4M3_VALUES
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
 from tests.emulator.hopper import run, tensor_map, wgmma
+from tests.emulator.kernels import SEEDS
 
 RNG = np.random.default_rng(4)
 N, TILES, STAGES = 32, 7, 2
@@ -86,7 +87,7 @@ def pipeline(seed: int, full_wait: str = "", release: str = RELEASE, early: str 
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 def test_producer_and_two_consumers(seed: int) -> None:
     weights = np.repeat(np.arange(1, TILES + 1), N)[:, None] * E4M3_VALUES[B]
     expected = E4M3_VALUES[A] @ weights.reshape(TILES, N, 64).sum(axis=0).T
@@ -183,7 +184,7 @@ if (threadIdx.x < 128) {
 }"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("release", "right"),
     [
@@ -239,7 +240,7 @@ if (threadIdx.x < 32) {
 }"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("sync", "right"),
     [
@@ -312,7 +313,7 @@ OVERWRITES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("copy", OVERWRITES.values(), ids=OVERWRITES)
 def test_a_copy_over_a_tile_that_other_threads_of_the_warp_read_needs_a_syncwarp(copy: str, seed: int) -> None:
     x = np.arange(256, dtype=np.int32)
@@ -340,7 +341,7 @@ if (threadIdx.x >= 32) {
 }"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("leave", ["more[threadIdx.x - 32] = threadIdx.x;", "atomicAdd(more + threadIdx.x % 4, 1);"])
 @pytest.mark.parametrize("arrive", ["arrive(&full);", "expect(&full, 128); bulk_load(s, x, 128, &full);"])
 def test_one_thread_arrives_after_the_writes_of_its_warp(leave: str, arrive: str, seed: int) -> None:
@@ -375,7 +376,7 @@ if (threadIdx.x == 32) s[0] = 2;
 if (threadIdx.x == 0) { AFTER }"""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("before", "after", "right"),
     [

@@ -18,6 +18,7 @@ from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, TensorMap
 from greenfast.spec.problem import OutputSpec
 from tests.emulator.hopper import HOPPER, PREAMBLE
+from tests.emulator.kernels import SEEDS
 
 X = np.arange(128, dtype=np.float32)
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
@@ -84,7 +85,7 @@ y[i] = s[threadIdx.x];""",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("body", GOOD.values(), ids=GOOD)
 def test_behind_the_wait_all_is_there(body: str, seed: int) -> None:
     assert (chain(INDEX + body, seed=seed).outputs["y"] == 3 * X).all()
@@ -105,7 +106,8 @@ def test_many_launches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "early"), [(64, True), (128, True), (64, False), pytest.param(128, False, marks=pytest.mark.slow)]
+    ("head_dim", "early"),
+    [(64, True), (64, False), *(pytest.param(128, early, marks=pytest.mark.slow) for early in (True, False))],
 )
 def test_the_launches_of_sdpa_in_a_row(head_dim: int, early: bool) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -9,7 +9,8 @@ from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import OutputSpec
-from tests.emulator.test_races import SEEDS, X, result
+from tests.emulator.kernels import SEEDS
+from tests.emulator.test_races import X, result
 
 SHARED = "__shared__ __align__(16) float s[4]; if (threadIdx.x < 4) s[threadIdx.x] = 0; __syncthreads();\n"
 END = "\n__syncthreads(); y[threadIdx.x] = s[0];"

@@ -9,9 +9,8 @@ import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.arch import Target
-from tests.emulator.kernels import run
+from tests.emulator.kernels import SEEDS, run
 
-SEEDS = pytest.mark.parametrize("seed", range(3))
 ADDRESS = """#include <mma.h>
 using namespace nvcuda;
 __device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }

@@ -12,9 +12,7 @@ from greenfast.emulator import scheduler
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult
 from greenfast.spec.errors import UnsupportedError
-from tests.emulator.kernels import run
-
-SEEDS = pytest.mark.parametrize("seed", range(3))
+from tests.emulator.kernels import SEEDS, run
 
 
 def launched(

@@ -13,9 +13,9 @@ import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from tests.emulator.hopper import run, wgmma
+from tests.emulator.kernels import SEEDS
 
 X = np.arange(512, dtype=np.uint32)
-SEEDS = pytest.mark.parametrize("seed", range(3))
 WITHOUT = r"no fence\.proxy\.async since"
 
 

@@ -9,10 +9,9 @@ import pytest
 
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.facts import ERROR, FORMAL
-from tests.emulator.kernels import run
+from tests.emulator.kernels import SEEDS, run
 
 X = np.arange(256, dtype=np.float32)
-SEEDS = pytest.mark.parametrize("seed", range(3))
 
 
 def result(body: str, *, threads: int = 128, blocks: int = 1, seed: int = 0, before: str = "") -> np.ndarray:

@@ -292,9 +292,14 @@ def test_the_whole_exam_makes_a_merge(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("options", "missing"),
     [
         ({"chosen": True}, ["1 of 2 shapes", KNOWN_INPUTS, NOTHING_DRAWN]),
-        ({"chosen": True, "public": False}, ["1 of 2 shapes", NOTHING_DRAWN]),
-        ({"chosen": True, "public": False, "seed": 77}, ["1 of 2 shapes", KNOWN_INPUTS]),
         ({"seed": 77}, [KNOWN_INPUTS]),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (
+                ({"chosen": True, "public": False}, ["1 of 2 shapes", NOTHING_DRAWN]),
+                ({"chosen": True, "public": False, "seed": 77}, ["1 of 2 shapes", KNOWN_INPUTS]),
+            )
+        ),
     ],
 )
 def test_less_than_the_whole_is_partial(

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[int, int, str, Tiling, dict[str, Any]]] = {
 
 
 #: The other cases are slow; tests/gpu/test_varlen.py has their like.
-QUICK = ("causal", "ping-pong", "window on both sides", "right limit, softcap and sinks")
+QUICK = ("ping-pong", "window on both sides", "right limit, softcap and sinks")
 
 
 @pytest.mark.parametrize(
