@@ -74,12 +74,16 @@ def replay_us(graph: Any) -> float:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph of ``calls`` calls, the result of its last call, and the microseconds of a replay."""
+    """A graph of ``calls`` calls, the result of its last call, and the microseconds of a replay.
+
+    call: holds the tensors that the graph reads.
+    """
 
     graph: Any
     out: Any
     calls: int
     replay_us: float
+    call: Any
 
 
 def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
@@ -88,7 +92,7 @@ def capture(call: Callable[[], Any], turns: int = 1) -> Captured:
     calls = -(-calls_for(replay_us(graph)) // turns) * turns
     if calls > 1:
         graph, out = capture_graph(call, calls)
-    return Captured(graph, out, calls, replay_us(graph))
+    return Captured(graph, out, calls, replay_us(graph), call)
 
 
 def interleave(

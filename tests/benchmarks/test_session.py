@@ -214,7 +214,7 @@ def enter(
     right = session._reference.exact.half().view(1, 2, 48, 64)
     out = right.clone()
     graph = Graph(clock, us, out, right * later, log, name)
-    captured = Captured(graph, out, calls, us)
+    captured = Captured(graph, out, calls, us, None)
     session._entries[name] = sessions._Entry(BoundCall(lambda: out), captured, right.float().flatten(0, 1))
 
 
@@ -325,7 +325,7 @@ def test_a_broken_context_ends_the_session(session: BenchSession, monkeypatch: p
 def test_an_output_of_greenfast_that_is_wrong_is_left_to_the_judge(
     session: BenchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "capture", lambda call, turns: Captured(None, None, 1, 1.0))
+    monkeypatch.setattr(sessions, "capture", lambda call, turns: Captured(None, None, 1, 1.0, call))
     contend(monkeypatch, lambda inputs: BoundCall(lambda: inputs.by_batch(inputs.values["q"] * math.nan)), "greenfast")
     found = session.add("x", True)
     assert (found.reason, found.finite) == ("", False)

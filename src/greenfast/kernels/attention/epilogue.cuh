@@ -38,48 +38,6 @@ __device__ __forceinline__ unsigned pack_out(float low, float high, __nv_bfloat1
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// Finds them for the 64 rows of a warpgroup from first_row on. A thread has rows t / 4 and t / 4 + 8 of its warp's 16
-// (t: its lane).
-template <class Traits>
-struct NonFiniteRowsFinder {
-  const FlashParams& p;
-  const typename Traits::Sequence& sequence;
-  const typename Traits::Keys& keys;
-  const int first_row;
-
-  // The first of the thread's two rows.
-  __device__ __forceinline__ int row() const { return first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
-
-  // Returns the flags of this thread's two rows. The quantizer writes a NaN scale and zero codes for a block that holds
-  // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
-  // them. If one group of a block has a NaN scale, all have.
-  __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
-    const typename Traits::Mask mask{sequence};
-    const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
-    const int col_end = limit(first_row + Traits::kRows - 1);
-    int finite_keys = col_end, finite_values = col_end;  // all keys before it are finite
-    if constexpr (Traits::kKeyBlockScales) {
-      const size_t first = sequence.first_kv_block(keys);
-      for (int block = threadIdx.x % 32; block * kRowBlock < col_end; block += 32) {
-        const float k_scale = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
-        const float v_scale = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
-        if (k_scale != k_scale) finite_keys = min(finite_keys, block * kRowBlock);
-        if (v_scale != v_scale) finite_values = min(finite_values, block * kRowBlock);
-      }
-      finite_keys = __reduce_min_sync(0xffffffffu, finite_keys);
-      finite_values = __reduce_min_sync(0xffffffffu, finite_values);
-    }
-    NonFiniteRows nonfinite;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float row_factor = scales.row_factor(r);
-      nonfinite.scores[r] = limit(row() + 8 * r) > (row_factor != row_factor ? 0 : finite_keys);
-      nonfinite.values[r] = limit(row() + 8 * r) > finite_values;
-    }
-    return nonfinite;
-  }
-};
-
 // The epilogue of a consumer warpgroup after its last tile. A thread has columns 8 j + 2 (t % 4) and the next one, for
 // all j, of each of its two rows. The compiler orders the stores by the way head and rows are passed: pass numbers, not
 // a Sequence.

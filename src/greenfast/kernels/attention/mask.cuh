@@ -90,7 +90,7 @@ struct ListMask {
   using Limits = unsigned[kLimits];
 
   // row: the first of the two, in the tile. mask: the tile's index in the bits.
-  __device__ __forceinline__ static void load(Limits& bits, const TileLists& lists, int mask, int row) {
+  __device__ __forceinline__ static void load(Limits& bits, const TileLists& lists, unsigned mask, int row) {
     const unsigned* const first = lists.bits + static_cast<long long>(mask) * kListedRows * 4 + threadIdx.x % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) bits[r] = first[(row + 8 * r) * 4];
@@ -107,31 +107,35 @@ struct ListMask {
 
 // The list of a work tile's rows. Whatever its numbers, it stays inside K and the bits.
 struct TileList {
-  const int2* entries;
+  int first_entry;    // index into the entries of all lists
   int masked, count;  // tiles with a mask, and all tiles
-  int2 first;         // entry, loaded early
 
   __device__ __forceinline__ TileList(const FlashParams& p, int head, int first_row) {
     const int row_blocks = (p.q_len + kListedRows - 1) / kListedRows, tiles = key_tiles(p);
     const int plane = head / p.heads * p.lists.batch_step + (p.lists.heads == 1 ? 0 : head % p.heads);
-    const long long row = static_cast<long long>(plane) * row_blocks + first_row / kListedRows;
+    const int row = uniform(plane * row_blocks + first_row / kListedRows);
     const int2 counts = p.lists.counts[row];
-    entries = p.lists.entries + row * tiles;
-    masked = max(0, min(counts.x, tiles));
-    count = max(masked, min(masked + counts.y, tiles));
-    first = entry(p, 0);
+    first_entry = row * tiles;
+    masked = uniform(max(0, min(counts.x, tiles)));
+    count = uniform(max(masked, min(masked + counts.y, tiles)));
   }
 
-  // The number of a tile, and its index in the bits.
-  __device__ __forceinline__ int2 entry(const FlashParams& p, int i) const {
-    const int2 given = entries[i];
-    return {max(0, min(given.x, key_tiles(p) - 1)), max(0, min(given.y, p.lists.masks - 1))};
+  // The number of a tile.
+  __device__ __forceinline__ unsigned tile(const FlashParams& p, int i) const {
+    return min(static_cast<unsigned>(p.lists.entries[first_entry + i].x), key_tiles(p) - 1u);
+  }
+
+  // Its index in the bits; of a tile with a mask.
+  __device__ __forceinline__ unsigned mask(const FlashParams& p, int i) const {
+    return min(static_cast<unsigned>(p.lists.entries[first_entry + i].y), p.lists.masks - 1u);
   }
 
  private:
   __device__ __forceinline__ static int key_tiles(const FlashParams& p) {
     return (p.kv_len + kRowBlock - 1) / kRowBlock;
   }
+  // The same number in all threads of a warp, made known to the compiler, which saves registers.
+  __device__ __forceinline__ static int uniform(int x) { return __shfl_sync(__activemask(), x, 0); }
 };
 
 }  // namespace greenfast

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/mask.cuh"
+#include "attention/variant.cuh"
 
 namespace greenfast {
 
@@ -13,39 +14,122 @@ struct NonFiniteRows {
   bool scores[2], values[2];
 };
 
-// With kScheduled: finds them while the tiles of keys are processed. A tile has one block scale of K and one of V.
+// With kScheduled: tells whether any key tile of a work tile is not finite, at one instruction for a tile. Only then
+// are the rows looked for.
+struct NonFiniteCheck {
+  float product;  // NaN if a scale was
+
+  __device__ __forceinline__ void start() { product = 0.0f; }
+  __device__ __forceinline__ void add(float k_scale, float v_scale) { product = fmaf(k_scale, v_scale, product); }
+  __device__ __forceinline__ bool found() const { return __any_sync(0xffffffffu, product != product); }
+};
+
+// Finds them for the 64 rows of a warpgroup from first_row on. A thread has rows t / 4 and t / 4 + 8 of its warp's 16
+// (t: its lane).
 template <class Traits>
-struct NonFiniteTracker {
-  unsigned flags;  // for each row: whether it attends to any key, to non-finite K, and to non-finite V
+struct NonFiniteRowsFinder {
+  const FlashParams& p;
+  const typename Traits::Sequence& sequence;
+  const typename Traits::Keys& keys;
+  const int first_row;
 
-  __device__ __forceinline__ void start() { flags = 0; }
+  // The first of the thread's two rows.
+  __device__ __forceinline__ int row() const { return first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-  // keys, values: whether a tile's K and V are not finite. limits: its mask.
-  template <TileMask kTileMask>
-  __device__ __forceinline__ void add(bool keys, bool values, const typename Traits::Mask::Limits& limits) {
+  // Returns the flags of this thread's two rows. The quantizer writes a NaN scale and zero codes for a block that holds
+  // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
+  // them. If one group of a block has a NaN scale, all have.
+  __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
+    if constexpr (Traits::kWindow) return find_in_window(scales);
+    const typename Traits::Mask mask{sequence};
+    const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
+    const int col_end = limit(first_row + Traits::kRows - 1);
+    int finite_keys = col_end, finite_values = col_end;  // all keys before it are finite
+    if constexpr (Traits::kKeyBlockScales) {
+      const size_t first = sequence.first_kv_block(keys);
+      for (int block = threadIdx.x % 32; block * kRowBlock < col_end; block += 32) {
+        const float k_scale = ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1));
+        const float v_scale = Traits::kValueBlockScales ? ptx::load_written(p.v_scale + first + block) : 0.0f;
+        if (k_scale != k_scale) finite_keys = min(finite_keys, block * kRowBlock);
+        if (v_scale != v_scale) finite_values = min(finite_values, block * kRowBlock);
+      }
+      finite_keys = __reduce_min_sync(0xffffffffu, finite_keys);
+      finite_values = __reduce_min_sync(0xffffffffu, finite_values);
+    }
+    NonFiniteRows nonfinite;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      bool attends = true;
-      if constexpr (kTileMask == TileMask::kBits) attends = limits[r] != 0;  // of this thread's columns
-      if constexpr (kTileMask == TileMask::kEnd || kTileMask == TileMask::kBoth) attends = limits[r] > 0;
-      if constexpr (kTileMask == TileMask::kBegin) attends = limits[2 + r] < Traits::kBlockN;
-      if constexpr (kTileMask == TileMask::kBoth) attends &= limits[2 + r] < min(limits[r], Traits::kBlockN);
-      if (attends) flags |= (1u | keys << 2 | values << 4) << r;
+      const float row_factor = scales.row_factor(r);
+      nonfinite.scores[r] = limit(row() + 8 * r) > (row_factor != row_factor ? 0 : finite_keys);
+      nonfinite.values[r] = limit(row() + 8 * r) > finite_values;
     }
+    return nonfinite;
   }
 
-  // row_factors: of the thread's two rows, NaN if the row is not finite.
-  __device__ __forceinline__ NonFiniteRows rows(float first_factor, float second_factor) const {
-    const float row_factors[2] = {first_factor, second_factor};
-    unsigned all = flags | __shfl_xor_sync(0xffffffffu, flags, 1);
-    all |= __shfl_xor_sync(0xffffffffu, all, 2);
-    NonFiniteRows found;
+  // The same for the tiles of a list. row: the first of the thread's two rows, in the work tile.
+  __device__ __forceinline__ NonFiniteRows find_in_list(const TileList& list, int row) const {
+    NonFiniteRows nonfinite = {};
+    const size_t first = sequence.first_kv_block(keys);
+    for (int group = 0; group < list.count; group += 32) {
+      const int i = group + threadIdx.x % 32;
+      const bool listed = i < list.count;
+      const unsigned tile = listed ? list.tile(p, i) : 0, mask = i < list.masked ? list.mask(p, i) : 0;
+      const float k_scale =
+          listed ? ptx::load_written(p.k_scale + (first + tile) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
+      const float v_scale = listed ? ptx::load_written(p.v_scale + first + tile) : 0.0f;
+      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
+      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
+      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
+        const int lane = __ffs(bad) - 1;
+        const unsigned of_lane = __shfl_sync(0xffffffffu, mask, lane);
+        typename Traits::Mask::Limits bits = {~0u, ~0u};
+        if (group + lane < list.masked) Traits::Mask::load(bits, p.lists, of_lane, row);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 1);
+          bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 2);
+          nonfinite.scores[r] |= bits[r] != 0 && (bad_keys >> lane & 1);
+          nonfinite.values[r] |= bits[r] != 0 && (bad_values >> lane & 1);
+        }
+      }
+    }
+    return nonfinite;
+  }
+
+ private:
+  // The same with a first key of each row: looks at each block that holds a non-finite number.
+  __device__ __forceinline__ NonFiniteRows find_in_window(const ScoreScales<Traits>& scales) const {
+    static_assert(Traits::kKeyBlockScales && Traits::kValueBlockScales, "a window has block scales");
+    const typename Traits::Mask mask{sequence};
+    NonFiniteRows nonfinite;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      found.scores[r] = (all >> (2 + r) & 1) || (row_factors[r] != row_factors[r] && (all >> r & 1));
-      found.values[r] = all >> (4 + r) & 1;
+      const float row_factor = scales.row_factor(r);
+      nonfinite.scores[r] = row_factor != row_factor && mask.col_limit(row() + 8 * r) > mask.col_begin(row() + 8 * r);
+      nonfinite.values[r] = false;
     }
-    return found;
+    const int col_end = mask.col_limit(first_row + Traits::kRows - 1);
+    const size_t first = sequence.first_kv_block(keys);
+    for (int group = mask.col_begin(first_row) / kRowBlock; group * kRowBlock < col_end; group += 32) {
+      const int block = group + threadIdx.x % 32;
+      const bool any = block * kRowBlock < col_end;
+      const float k_scale =
+          any ? ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
+      const float v_scale = any ? ptx::load_written(p.v_scale + first + block) : 0.0f;
+      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
+      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
+      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
+        const int lane = __ffs(bad) - 1, key = (group + lane) * kRowBlock;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool attends = key < mask.col_limit(row() + 8 * r) && key + kRowBlock > mask.col_begin(row() + 8 * r) &&
+                               mask.col_begin(row() + 8 * r) < mask.col_limit(row() + 8 * r);
+          nonfinite.scores[r] |= attends && (bad_keys >> lane & 1);
+          nonfinite.values[r] |= attends && (bad_values >> lane & 1);
+        }
+      }
+    }
+    return nonfinite;
   }
 };
 

@@ -18,7 +18,7 @@ struct VScaleTracker {
   float acc_rescale;  // factor for O, to change its scale to that of the next tile
   float acc_scale;    // scale of O
   float max_scale;    // largest scale of a tile so far
-  bool nonfinite;     // the current tile, with kScheduled
+  float tile_scale;   // of the tile before, with kScheduled
 
   __device__ __forceinline__ void start() {
     if constexpr (Traits::kValueBlockScales) {
@@ -32,15 +32,14 @@ struct VScaleTracker {
     if constexpr (!Traits::kValueBlockScales) return 1.0f;
     const float before = acc_scale, tile_scale = ptx::load_written(p.v_scale + next_block - 1);
     max_scale = fmaxf(max_scale, tile_scale);
-    if constexpr (Traits::kScheduled) nonfinite = tile_scale != tile_scale;
+    if constexpr (Traits::kScheduled) this->tile_scale = tile_scale;
     acc_scale = fmaxf(tile_scale, max_scale * kMinRatio);
     return before * ptx::inverse(acc_scale);
   }
 
-  // With kScheduled: only finds out whether such a tile is not finite.
-  __device__ __forceinline__ void check(const FlashParams& p, int next_block) {
-    const float tile_scale = ptx::load_written(p.v_scale + next_block - 1);
-    nonfinite = tile_scale != tile_scale;
+  // With kScheduled: only loads the scale of such a tile.
+  __device__ __forceinline__ void load(const FlashParams& p, int next_block) {
+    tile_scale = ptx::load_written(p.v_scale + next_block - 1);
   }
 
   // Returns the scale of the final O; 1 with per-channel scales, which the epilogue applies.

@@ -35,7 +35,7 @@ struct ScoreScales {
   float factors[kScales][kRowScales];  // for equal parts of a tile's keys
   int next_block, last_block;          // block indices into k_scale: first of the next tile, last of the head
   float q_factor[kRowScales];          // factor without k_scale
-  bool nonfinite;                      // the current tile, with kScheduled
+  float k_scale;                       // of the current tile, with kScheduled
 
   // The factor of part h of row r.
   __device__ __forceinline__ float factor(int h, int r) const { return factors[h][kRowScales == 1 ? 0 : r]; }
@@ -73,7 +73,7 @@ struct ScoreScales {
         const size_t index =
             Traits::kFineScales ? static_cast<size_t>(block) * kKeyGroups + threadIdx.x % kKeyGroups : block;
         const float k_scale = ptx::load_written(p.k_scale + index);
-        if constexpr (Traits::kScheduled) nonfinite = k_scale != k_scale;
+        if constexpr (Traits::kScheduled) this->k_scale = k_scale;
 #pragma unroll
         for (int r = 0; r < kRowScales; ++r) factors[h][r] = fmaxf(q_factor[r] * k_scale, kMinFactor);
       }

@@ -42,15 +42,17 @@ struct WindowTiles {
   }
 };
 
-template <class Traits>
-__device__ __forceinline__ NonFiniteRows find_nonfinite(const Mainloop<Traits>& mainloop,
-                                                        const typename Traits::Sequence& sequence,
-                                                        const typename Traits::Keys& keys, int first_row) {
-  if constexpr (Traits::kScheduled) {
-    return mainloop.nonfinite.rows(mainloop.scales.row_factor(0), mainloop.scales.row_factor(1));
-  } else {
-    return NonFiniteRowsFinder<Traits>{mainloop.p, sequence, keys, first_row}.find(mainloop.scales);
+// The non-finite rows of a thread, after a work tile of a schedule. find: looks for those that attend to non-finite keys.
+template <class Traits, class Find>
+__device__ __forceinline__ NonFiniteRows find_nonfinite(const Mainloop<Traits>& mainloop, Find find) {
+  NonFiniteRows nonfinite = {};
+  if (mainloop.nonfinite.found()) nonfinite = find();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float row_factor = mainloop.scales.row_factor(r);
+    nonfinite.scores[r] |= row_factor != row_factor && mainloop.softmax.base[r] != -CUDART_INF_F;
   }
+  return nonfinite;
 }
 
 // Processes all work tiles of a block. Called by each consumer warpgroup.
@@ -80,7 +82,8 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
       q_load.wait(shared, warpgroup);
       mainloop.run_list(list, first_block, row);
       q_load.release(shared, warpgroup);
-      const NonFiniteRows nonfinite = find_nonfinite(mainloop, sequence, keys, first_row);
+      const NonFiniteRowsFinder<Traits> finder{p, sequence, keys, first_row};
+      const NonFiniteRows nonfinite = find_nonfinite(mainloop, [&] { return finder.find_in_list(list, row); });
       mainloop.skip(list.count, tiles);
       if (has_rows) {
         Epilogue<Traits>::store(mainloop, sequence.head, first_row, sequence.q_len(), keys.kv_head, nonfinite);
@@ -112,7 +115,13 @@ __device__ __forceinline__ void consume(const FlashParams& p, Scheduler& schedul
         mainloop.run(0, 0, n_block_unmasked, n_block_max - n_block_unmasked, limits);
       }
       q_load.release(shared, warpgroup);
-      const NonFiniteRows nonfinite = find_nonfinite(mainloop, sequence, keys, first_row);
+      const NonFiniteRowsFinder<Traits> finder{p, sequence, keys, first_row};
+      NonFiniteRows nonfinite;
+      if constexpr (Traits::kScheduled) {
+        nonfinite = find_nonfinite(mainloop, [&] { return finder.find(mainloop.scales); });
+      } else {
+        nonfinite = finder.find(mainloop.scales);
+      }
       mainloop.skip(n_block_max, work.n_block_max);
       const int rows_before = Traits::kScheduled ? sequence.q_row(0) : 0;
       if (has_rows) {

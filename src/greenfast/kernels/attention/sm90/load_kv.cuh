@@ -45,7 +45,7 @@ __device__ __forceinline__ void produce(const FlashParams& p, Scheduler& schedul
     if constexpr (Traits::kListed) {
       const TileList list(p, sequence.head, work.first_row);
       for (int i = 0; i < list.count; ++i, ring.advance()) {
-        const int key = list.entry(p, i).x * Traits::kBlockN;
+        const int key = list.tile(p, i) * Traits::kBlockN;
         load_k<Traits>(shared, k_map, ring, key, keys);
         load_v<Traits>(shared, v_map, ring, key, keys);
       }

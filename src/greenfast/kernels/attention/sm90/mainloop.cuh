@@ -40,7 +40,7 @@ struct Mainloop {
   bool has_p;  // with kSkip and kOverlap: the last tile was not skipped, its P V is to be issued
   float o[kOut + kSums];
   Softmax softmax;
-  NonFiniteTracker<Traits> nonfinite;
+  NonFiniteCheck nonfinite;
 
   __device__ __forceinline__ Mainloop(const FlashParams& p, FlashStorage<Traits>& shared, int warpgroup)
       : p(p),
@@ -130,17 +130,17 @@ struct Mainloop {
   // this thread's two rows, in the work tile.
   __device__ __forceinline__ void run_list(const TileList& list, int first_block, int row) {
     warp_scheduler_barrier_sync();
-    int2 entry = list.first;
+    unsigned tile = list.count > 0 ? list.tile(p, 0) : 0;
     int i = 0;
     Limits bits, next_bits;
-    if (list.masked > 0) Traits::Mask::load(next_bits, p.lists, entry.y, row);
-    // The entry and the bits of a tile are loaded during the one before it.
+    if (list.masked > 0) Traits::Mask::load(next_bits, p.lists, list.mask(p, 0), row);
+    // The number and the bits of a tile are loaded during the one before it.
     const auto start_tile = [&] {
-      scales.next_block = first_block + entry.x;
+      scales.next_block = first_block + tile;
 #pragma unroll
       for (int r = 0; r < Traits::Mask::kLimits; ++r) bits[r] = next_bits[r];
-      if (++i < list.count) entry = list.entry(p, i);
-      if (i < list.masked) Traits::Mask::load(next_bits, p.lists, entry.y, row);
+      if (++i < list.count) tile = list.tile(p, i);
+      if (i < list.masked) Traits::Mask::load(next_bits, p.lists, list.mask(p, i), row);
     };
     if constexpr (!Traits::kOverlap) {
       while (i < list.masked) {
@@ -224,15 +224,15 @@ struct Mainloop {
     float (&scores)[kScores] = Variant::scores(s, scales), row_max[2];
     mask_scores<kMasked>(scores, limits, row_max);
     if (skips(row_max)) {
-      v_scale.check(p, scales.next_block);
-      track_nonfinite<kMasked>(limits);
+      v_scale.load(p, scales.next_block);
+      check_scales();
       warp_scheduler_barrier_sync();
       return skip_v();
     }
     apply_softmax(scores, row_max, p_fp32, rescale);
     Softmax::pack(p_fp32, p_frag);
     v_scale.acc_rescale = next_acc_rescale();
-    track_nonfinite<kMasked>(limits);
+    check_scales();
     shared.v_full[v_ring.stage].wait(v_ring.parity);
     warp_scheduler_barrier_sync();
 #pragma unroll
@@ -269,8 +269,8 @@ struct Mainloop {
     mask_scores<kMasked>(scores, limits, row_max);
     if (skips(row_max)) {
       const float one[2] = {1.0f, 1.0f};
-      v_scale.check(p, scales.next_block);
-      track_nonfinite<kMasked>(limits);
+      v_scale.load(p, scales.next_block);
+      check_scales();
       if constexpr (kBefore == Before::kTile) end_last_pv(partial, rescale, one);
       has_p = false;
       return skip_v();
@@ -278,7 +278,7 @@ struct Mainloop {
     apply_softmax(scores, row_max, p_fp32, next);
     has_p = true;
     const float acc_rescale = next_acc_rescale();
-    track_nonfinite<kMasked>(limits);
+    check_scales();
     const float factor[2] = {next[0] * acc_rescale, next[1] * acc_rescale};
     if constexpr (kBefore == Before::kTile) {
       end_last_pv(partial, rescale, factor);
@@ -355,11 +355,8 @@ struct Mainloop {
     softmax.template online_softmax<Variant>(scores, Variant::scales(scales), row_max, before, p_fp32, rescale);
   }
 
-  template <TileMask kMasked>
-  __device__ __forceinline__ void track_nonfinite(const Limits& limits) {
-    if constexpr (Traits::kScheduled) {
-      nonfinite.template add<kMasked>(scales.nonfinite, v_scale.nonfinite, limits);
-    }
+  __device__ __forceinline__ void check_scales() {
+    if constexpr (Traits::kScheduled) nonfinite.add(scales.k_scale, v_scale.tile_scale);
   }
 
   // The row sum over the tiles that have been added to O.
