@@ -32,6 +32,7 @@ def forget_launches() -> None:
     """Empty every cache of launches."""
     for repeats in (
         sdpa.SDPA_CACHE,
+        sdpa.BLOCK_CACHE,
         masked.MASKED_CACHE,
         serving_request.ATTENTION_CACHE,
         serving_request.APPEND_CACHE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.phi import modeling_phi
 
 import greenfast
+from greenfast.ops import cuda, sdpa
 from greenfast.ops.quantized import QuantizedQKV
+from tests.ops.launched import PretendedGpu, pretend_cuda
+from tests.ops.test_host_caches import assert_launches_repeat
 
 block: Any = greenfast.attention_block
 quantize: Any = greenfast.quantize
@@ -352,3 +356,65 @@ def test_lengths_of_query_and_key_must_agree_with_rope() -> None:
     with pytest.raises(ValueError, match="rope: cos and sin have 150 rows, query 150 and key 149"):
         block(q, k[:, :, 1:], v[:, :, 1:], rope=(TABLE, TABLE))
     assert block(q, k[:, :, 1:], v[:, :, 1:], q_norm=True, k_norm=True).shape == q.shape
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    pretend_cuda(monkeypatch)
+    return PretendedGpu(monkeypatch)
+
+
+def repeated() -> list[partial[Any]]:
+    """Return calls that differ in one argument."""
+    q, k, v = tensors(64)
+    weights, angles = make_weights(64), make_angles(64)
+    both = {"q_norm": weights[0], "k_norm": weights[1]}
+    rope = {"rope": (angles.cos(), angles.sin())}
+    half = {"rope": (angles.cos()[..., :16], angles.sin()[..., :16])}
+    wide = {"q_norm": weights[0].expand(4, 64).contiguous(), "k_norm": weights[1].expand(2, 64).contiguous()}
+    options: list[dict[str, Any]] = [
+        both, rope, both | rope, wide | rope, both | rope | {"is_causal": True}, both | {"norm_eps": 1e-5},
+        {"scale": 0.5} | both,
+        rope | {"rope_interleaved": True}, half | {"rope_dim": 32}, rope | {"precision": "int8"},
+        {"q_norm": True, "k_norm": True}, {name: x.bfloat16() for name, x in both.items()},
+        both | {"is_causal": True, "causal_alignment": "lower_right"},
+        {name: torch.nn.Parameter(x) for name, x in both.items()},
+        {"rope": (angles.cos().expand(2, -1, -1).contiguous(), angles.sin().expand(2, -1, -1).contiguous())},
+    ]  # fmt: skip
+    return [partial(block, q, k, v, **each) for each in options]
+
+
+def test_a_repeated_call_launches_what_a_first_one_does(gpu: PretendedGpu) -> None:
+    every = repeated()
+    for call in every:
+        values = [x for value in call.keywords.values() for x in (value if isinstance(value, tuple) else (value,))]
+        gpu.keep(x for x in (*call.args, *values) if isinstance(x, Tensor))
+    with torch.no_grad():
+        assert_launches_repeat(gpu, every, 3, seed=1)
+        for call in every:
+            call()
+            count = len(gpu.launched())
+            over_heads = call.keywords.get("q_norm") is not None and getattr(call.keywords["q_norm"], "ndim", 0) == 2
+            assert count == (3 if over_heads else 2), "one that quantizes, and one that attends"
+
+
+def test_a_repeated_call_is_not_checked_again(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = repeated()
+    gpu.keep(x for call in every for x in call.args)
+    with torch.no_grad():
+        for call in every:
+            call()
+        monkeypatch.setattr(sdpa, "check_tensors", None)
+        for call in every:
+            assert call().shape == (2, 4, 150, 64)
+        with pytest.raises(TypeError, match="NoneType"):
+            every[0](norm_eps=1e-4)
+
+
+def test_quantize_launches_once(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "QUANTIZE_BLOCK", cuda.quantize_block)  # the dispatcher sees CPU tensors
+    for call in repeated():
+        options = {name: x for name, x in call.keywords.items() if "causal" not in name and name != "scale"}
+        with torch.no_grad():
+            quantize(*call.args, **options)
+        assert len(gpu.launched()) == (2 if getattr(options.get("q_norm"), "ndim", 0) == 2 else 1)

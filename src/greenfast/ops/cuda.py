@@ -370,10 +370,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     precision, causal, scale = args[8:]
     device, shape = query.get_device(), query.shape
     tensors = (query, key, value, *(x for x in options[:4] if x is not None))
-    plan_key = (
-        "block", precision, causal, scale, *options[4:], options.q_norm is None,
-        *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors],
-    )  # fmt: skip
+    plan_key = _block_plan_key(query, key, value, *args)
     plan = _PLANS.get(plan_key)
     if plan is None:
         check_tensors(query, key, value)
@@ -394,6 +391,16 @@ def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     out = query.new_empty_strided(shape, plan.out_strides)
     plan.launch([x.data_ptr() for x in (*tensors, out)])
     return out
+
+
+def get_block_plan(*args: Any) -> LaunchPlan | None:
+    """Return the plan of ``block`` for such arguments, or None if their launch needed copies."""
+    return _PLANS.get(_block_plan_key(*args))
+
+
+def _block_plan_key(*args: Any) -> tuple[Any, ...]:
+    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
+    return ("block", *kinds)
 
 
 def _build_block_plan(

@@ -59,7 +59,7 @@ from greenfast.ops.varlen import attend_jagged
 
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
-SDPA_CACHE = CallCache(3)  # plans of calls that skipped the dispatcher
+SDPA_CACHE, BLOCK_CACHE = CallCache(3), CallCache(7)  # plans of calls that skipped the dispatcher
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -506,6 +506,19 @@ def attention_block(
             causal_alignment=causal_alignment, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope,
             rope_dim=rope_dim, rope_interleaved=rope_interleaved,
         )  # fmt: skip
+    repeats = not (ACTIVE or torch.compiler.is_compiling()) and (
+        rope is None or (type(rope) is tuple and len(rope) == 2)
+    )
+    if repeats:
+        if not torch.is_grad_enabled():  # the cache takes tensors of one type
+            q_norm, k_norm = (x.detach() if isinstance(x, torch.nn.Parameter) else x for x in (q_norm, k_norm))
+        request = (
+            query, key, value, q_norm, k_norm, *(rope or (None, None)), is_causal, scale, precision, causal_alignment,
+            norm_eps, rope_dim, rope_interleaved,
+        )  # fmt: skip
+        replayed = replay(BLOCK_CACHE, request, query)
+        if replayed is not None:
+            return replayed[0]  # type: ignore[no-any-return]
     check_choice("precision", precision, PRECISIONS)
     causal = parse_causal(is_causal, causal_alignment)
     if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
@@ -524,9 +537,12 @@ def attention_block(
         )  # fmt: skip
     args = (query, key, value, *options, precision, causal, factor)
     if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:2] if x is not None]):
-        eager: Tensor = torch_ops.load_cuda().block(*args)
-        return eager
-    out: Tensor = BLOCK(*args)
+        out: Tensor = torch_ops.load_cuda().block(*args)
+        plan = torch_ops.load_cuda().get_block_plan(*args)
+        if repeats and plan is not None:
+            BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 7))
+        return out
+    out = BLOCK(*args)
     return out
 
 
