@@ -145,6 +145,38 @@ def test_a_llama() -> None:
     assert routed.fallen_back.total() == 6
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
+def test_a_padded_batch_with_windows_caps_and_sinks(name: str) -> None:
+    """The window of a layer is 100 tokens; a prompt of 300, and a step of decoding with its cache."""
+    transformers: Any = importlib.import_module("transformers")
+    routed = greenfast.register_with_transformers(min_length=0)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, vocab_size=256, pad_token_id=0, sliding_window=100, attn_implementation="eager",
+        **({"num_local_experts": 4} if name == "GptOss" else {}),
+        **({"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 64} if name == "Gemma2" else {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to("cuda", torch.bfloat16).eval()
+    tokens = torch.randint(1, 256, (2, 301), device="cuda")
+    mask = torch.ones_like(tokens)
+    mask[0, :70] = 0
+    prompt, step = (tokens[:, :-1], mask[:, :-1]), (tokens[:, -1:], mask)
+
+    def run() -> tuple[Tensor, Tensor]:
+        first = model(prompt[0], attention_mask=prompt[1], use_cache=True)
+        last = model(step[0], attention_mask=step[1], past_key_values=first.past_key_values)
+        return first.logits[prompt[1] > 0], last.logits
+
+    with torch.no_grad():
+        wanted = run()
+        model.set_attn_implementation("greenfast")
+        found = run()
+    assert (routed.taken, routed.fallen_back) == (4, {})
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert 0 < error(mine, theirs) < 0.053
+
+
 def test_a_choice_of_math_only_is_respected() -> None:
     q, k, v = inputs(512)
     with sdpa_kernel(SDPBackend.MATH):
