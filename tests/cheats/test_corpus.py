@@ -28,7 +28,9 @@ SLOW = {
         "warp_specialized",
     ),
     *("gives_up_by_a_trap", "local_array_of_values", "locked_updates", "work_counter", "votes_and_counts"),
-    *("two_stage_sums", "virtual_functions", "fixed_point_sums", "constant_table", "block_sums"),
+    *("two_stage_sums", "virtual_functions", "fixed_point_sums", "constant_table", "block_sums", "named_barriers"),
+    *("decoupled_look_back", "aliased_shared", "counter_that_wraps", "bytes_and_bitfields", "function_pointer"),
+    "double_sums",
     # Cheats of a mechanism that a quicker one of the same kind and gate has too.
     *("spin_flag_not_volatile", "volatile_plus_equals", "order_of_blocks", "bulk_store_not_awaited_where_large"),
     *("swapped_arguments", "by_multiprocessor", "wrong_on_one_multiprocessor", "by_bits_of_the_address"),
@@ -36,6 +38,9 @@ SLOW = {
     *("fixed_point_overflows", "skips_small", "sums_in_half", "one_column", "odd_warp_size", "known_columns"),
     *("powers_of_two_only", "vectors_only", "neighbour_of_odd_sizes", "samples", "clamped_but_at_the_smallest"),
     *("negative_clamped", "overflows_half", "sign_lost", "truncates", "tree_in_the_input", "patches_the_judge"),
+    *("global_timer", "padding_not_set", "out_of_bounds_in_this_century", "clock_bits", "index_of_nine_bits"),
+    *("address_by_subtraction", "called_through_vprintf", "known_sizes", "clamped_at_16", "clamped_in_long_rows"),
+    *("number_of_the_grid", "one_element", "copies_its_input"),
 }
 
 

@@ -315,7 +315,7 @@ for (int half = 0; half < 2; ++half) {
 @pytest.mark.parametrize(
     ("target", "copy"),
     [
-        ("sm_89", "s + threadIdx.x, x + 64 * half + threadIdx.x, sizeof(float)"),
+        pytest.param("sm_89", "s + threadIdx.x, x + 64 * half + threadIdx.x, sizeof(float)", marks=pytest.mark.slow),
         ("sm_90a", "group, s, x + 64 * half, cuda::aligned_size_t<16>(256)"),
     ],
 )

@@ -100,7 +100,10 @@ WMMA_HEADER = "#include <mma.h>\nusing namespace nvcuda;"
 
 @pytest.mark.parametrize(
     ("a", "b", "c"),  # each pair of layouts
-    [("row", "row", "row"), ("row", "col", "col"), ("col", "row", "col"), ("col", "col", "row")],
+    [
+        *(("row", "col", "col"), ("col", "row", "col")),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("row", "row", "row"), ("col", "col", "row"))),
+    ],
 )
 def test_wmma_accesses_are_those_of_the_machine_code(a: str, b: str, c: str) -> None:
     """Layouts of the WMMA counts: ldmatrix for halves, pairs of a row (or single elements) for floats."""

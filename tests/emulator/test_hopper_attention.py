@@ -92,7 +92,10 @@ def emulate(
         pytest.param(
             {"B": 2, "H": 2, "HK": 1, "S": 90, "KV": 140, "D": 64}, 64, torch.float16, 2, marks=pytest.mark.slow
         ),
-        ({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
+        pytest.param(
+            *({"B": 1, "H": 2, "S": 130, "D": 128, "CAUSAL": 1, "BF16": 1}, 72, torch.bfloat16, 2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"B": 1, "H": 1, "S": 70, "KV": 130, "D": 128, "BF16": 1}, 128, torch.bfloat16, 1, marks=pytest.mark.slow
         ),
@@ -140,7 +143,7 @@ def with_queries(dims: dict[str, int], head_dim: int, dtype: torch.dtype, fmt: s
     ("header", "fence", "head_dim"),
     [
         ("load_q_input", "  // order these reads before the TMA write that reuses the buffer", 64),
-        ("load_q_staged", "  // as in load_q_input.cuh", 256),
+        pytest.param("load_q_staged", "  // as in load_q_input.cuh", 256, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_q_that_are_released_without_a_fence_are_caught(

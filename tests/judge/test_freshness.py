@@ -109,7 +109,7 @@ def test_nothing_is_stale_after_a_clean_up(record: AnyRecord, headers: Path) -> 
 @pytest.mark.parametrize(
     ("record", "old", "new"),
     [
-        pytest.param("hopper", "ex2.approx.ftz.f32", "ex2.approx.f32", id="an instruction"),
+        pytest.param("hopper", "ex2.approx.ftz.f32", "ex2.approx.f32", id="an instruction", marks=pytest.mark.slow),
         pytest.param("ladder", "1.4426950408889634f", "1.4416950408889634f", id="a constant"),
     ],
     indirect=["record"],

@@ -25,7 +25,13 @@ BIG = {"B": 1, "H": 32, "S": 8192}
 SLOW = (
     *("b2_h8_s256_d64", "b1_h8_s2048_d64", "b2_h32_s1024_d64", "b2_h16_s1024_d128", "b2_h16_s1000_d64_causal"),
     *("b2_h8_s1000_d256_causal", "b1_h8_hk2_s33_kv333_d128_causal_last", "b1_h4_hk1_s200_kv70_d64_causal_last"),
-    *("b1_h8_s512_d128", "b1_h8_s500_d128_softcap30", "b1_h8_s500_d128_lse_bf16", "b2_h16_s1000_d128_causal"),
+    *(
+        "b1_h8_s500_d128_fine_scales",
+        "b1_h8_s512_d128",
+        "b1_h8_s500_d128_softcap30",
+        "b1_h8_s500_d128_lse_bf16",
+        "b2_h16_s1000_d128_causal",
+    ),
 )
 
 
@@ -56,7 +62,7 @@ EXTRAS: tuple[dict[str, int], ...] = (
 FEW, FEW_INT8 = 128, 16
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), 256])  # the two extremes
+@pytest.mark.parametrize("head_dim", [*(pytest.param(d, marks=pytest.mark.slow) for d in (64, 128)), 256])
 @pytest.mark.parametrize(
     ("fmt", "causal", "extras"),
     [

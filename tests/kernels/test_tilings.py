@@ -83,8 +83,8 @@ def test_a_measured_rule(rule: Rule) -> None:
     assert tiling(exact, sizes, MULTIPROCESSORS) == planned(exact, sizes, MULTIPROCESSORS)
 
 
-#: One rule of each head dim; the others are checked with the slow tests.
-QUICK = {rule.key[0]: rule for rule in rules()}.values()
+#: One rule; the others are checked with the slow tests.
+QUICK = {rule.key[0]: rule for rule in rules() if rule.key[0] == 128}.values()
 
 
 @pytest.mark.parametrize(

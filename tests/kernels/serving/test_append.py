@@ -53,7 +53,10 @@ def check(call: Append) -> dict[str, Tensor]:
 
 
 #: The norm and the rotation by themselves, and each with other options, are among the quick calls.
-SLOW = ("norm", "partial", "norm and partial", "norm and interleaved", "HND keys", "pages of an engine, rows")
+SLOW = (
+    *("norm", "partial", "norm and partial", "norm and interleaved", "HND keys", "pages of an engine, rows"),
+    *("three, mid group", "sixteen, one group", "seventy in order", "partial, interleaved", "norm, 256", "quarter"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CALLS])
