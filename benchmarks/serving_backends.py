@@ -77,9 +77,11 @@ def _token_scales(inputs: PagedInputs) -> BoundCall:
 
 @_register("varlen", "greenfast FP8 on bf16, quantization included", "fp8", GREENFAST)
 def _varlen(inputs: PagedInputs) -> BoundCall:
-    """Bind greenfast's attention over bfloat16 keys without a cache; the call includes quantization."""
-    (k, v), (q, starts, _, _, most) = inputs.rows, _common(inputs)
-    return BoundCall(lambda: flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True))
+    """Bind the serving kernel over bfloat16 keys without a cache; the call includes quantization."""
+    (k, v), (q, starts, _, _, most), plan = inputs.rows, _common(inputs), _plan(inputs)
+    return BoundCall(
+        lambda: flash_attn_varlen_func(q, k, v, starts, starts, most, most, causal=True, scheduler_metadata=plan)
+    )
 
 
 @_register("kvcache_unplanned", "flash_attn_with_kvcache", "fp8", GREENFAST, planned=False)

@@ -142,7 +142,9 @@ def flash_attn_varlen_func(
             q, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, softcap, s_aux, scheduler_metadata, out
         )
         if table is None:
-            return call.over_keys(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, scales, wants_lse, request)
+            return call.over_keys(
+                k, v, cu_seqlens_k, max_seqlen_k, seqused_k, scales, wants_lse, request, allow_dense=True
+            )
         _check_pages(k=k, v=v)
         return call.attend(k, v, table, seqused_k, scales, wants_lse, request)  # type: ignore[arg-type]
     except (TypeError, ValueError, NotImplementedError) as e:  # errors name the operator's arguments

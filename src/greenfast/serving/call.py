@@ -110,8 +110,12 @@ class AttentionCall:
     def over_keys(
         self, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, max_seqlen_k: int | None, seqused_k: Tensor | None,
         scales: tuple[Tensor | None, ...], wants_lse: bool, request: tuple[Any, ...] | None = None,
+        allow_dense: bool = False,
     ) -> Result:  # fmt: skip
-        """Compute attention over keys without a cache, by the dense kernel or over temporary pages."""
+        """Compute attention over keys without a cache. They are first quantized into temporary pages.
+
+        allow_dense: compute by the dense kernel if that is faster. A row then depends on all rows of its sequence.
+        """
         for name, x in (("k", k), ("v", v)):
             check_strided(name, x)
             if x.dim() != 3:
@@ -134,7 +138,7 @@ class AttentionCall:
         is_quantized = k.dtype == E4M3
         if not is_quantized and (scales[1] is not None or scales[2] is not None):
             raise ValueError(f"k_descale, v_descale: given for k of {k.dtype}. This call quantizes k; None is needed")
-        if scales[0] is None and self._uses_dense_kernel(k, v, cu_seqlens_k, seqused_k):
+        if allow_dense and scales[0] is None and self._uses_dense_kernel(k, v, cu_seqlens_k, seqused_k):
             return self._attend_dense(k, v, cu_seqlens_k, max_seqlen_k, seqused_k, wants_lse, request)
         if k.shape[2] not in HEAD_DIMS:
             raise NotImplementedError(
