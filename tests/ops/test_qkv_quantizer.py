@@ -232,7 +232,7 @@ def test_norm_and_rope_are_as_before_quantization(
     tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The kernel's codes equal those of tensors that PyTorch has normalized and rotated."""
-    if rows == 300:
+    if rows in (300, 129, 20):  # blocks take several tiles of K, and several heads of Q
         monkeypatch.setattr(qkv_quantizer, "_MANY_TILES", 1)
     _, k, v = inputs(rows, head_dim, dtype)
     q = torch.cat([k.flip(2), k * 3], 1)
@@ -261,3 +261,11 @@ def test_norm_and_rope_of_extremes(name: str) -> None:
         assert np.allclose(result[f"{of}_scale"], scale, rtol=2**-7, atol=0, equal_nan=True), of
         assert np.mean(result[f"{of}_codes"] != code) < 5e-3, of
     assert np.isnan(result["q_scale"]).sum() == 2 * (name in ("not a number", "infinite"))
+
+
+def test_blocks_take_several_heads_of_q_with_rope() -> None:
+    """Heads read the same angles."""
+    rope = qkv_quantizer.Prologue(rotary_dim=64)
+    for heads, rows, count in ((24, 16384, 2), (32, 16384, 4), (24, 4608, 1), (7, 65536, 1), (40, 32760, 4)):
+        assert qkv_quantizer.query_heads(Sizes(1, heads, heads, rows, rows), rope) == count
+        assert qkv_quantizer.query_heads(Sizes(1, heads, heads, rows, rows), qkv_quantizer.Prologue(norm="plain")) == 1

@@ -51,7 +51,8 @@ __device__ __forceinline__ HeadRows<Cfg> keys_of(const QuantizeParams& p, const 
 
 __device__ __forceinline__ int tiles_of(int length) { return (length + kRowBlock - 1) / kRowBlock; }
 
-// Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q. Block: Cfg::kThreads.
+// Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q of
+// kQueryHeads heads. Block: Cfg::kThreads.
 template <class Cfg>
 __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   __shared__ union Storage {
@@ -86,11 +87,15 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
     return;
   }
   item -= p.batch * p.kv_heads * kv_tiles;
-  const int head_index = item / q_tiles, q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
-  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
-                                prologue_of<Cfg>(p, true, head_index));
-  rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
-                  p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
+  int head_index = item / q_tiles * Cfg::kQueryHeads;
+  const int q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
+  do {
+    const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
+                                  prologue_of<Cfg>(p, true, head_index));
+    rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
+                    p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
+    if (Cfg::kQueryHeads > 1) __syncthreads();  // all threads have read shared memory
+  } while (Cfg::kQueryHeads > 1 && ++head_index % Cfg::kQueryHeads != 0);
 }
 
 }  // namespace greenfast

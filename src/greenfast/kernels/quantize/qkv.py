@@ -104,6 +104,14 @@ def key_tiles(sizes: Sizes) -> int:
     return 4 if tiles >= _MANY_TILES else 1
 
 
+def query_heads(sizes: Sizes, prologue: Prologue | None) -> int:
+    """Return the heads of Q per block: several if there are many tiles and angles, because a row's are the same."""
+    if prologue is None or not prologue.rotary_dim:
+        return 1
+    tiles = sizes.batch * sizes.heads * _tiles(sizes.q_len)
+    return next(n for n in (4, 2, 1) if n == 1 or (sizes.heads % n == 0 and tiles // n >= _MANY_TILES))
+
+
 def sample_places(length: int) -> list[int]:
     """Return the indices of the sampled keys: one in each 32nd of the keys, at offsets without a period."""
     return [(i * MEAN_KEYS + i * 19 % MEAN_KEYS) * length // MEAN_KEYS**2 for i in range(MEAN_KEYS)]
@@ -155,6 +163,7 @@ struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};
   static constexpr int kColumns = {config.columns};
   static constexpr int kKeyTiles = {key_tiles(sizes)};
+  static constexpr int kQueryHeads = {query_heads(sizes, prologue)};
   static constexpr int kThreads = {threads};
 {constants}
   using In = {CUDA_TYPES[config.dtype]};
@@ -199,7 +208,9 @@ def launch(
     queries = not config.fuse_q_quant
     q_len = sizes.q_len if queries else 0
     kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // key_tiles(sizes))
-    blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len)
+    blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len) // query_heads(
+        sizes, prologue
+    )
     of_keys = strides_of(sizes.kv_heads, sizes.kv_len, config.columns)
     tensor_strides = (
         *(strides.query or strides_of(sizes.heads, sizes.q_len, config.columns)),
