@@ -20,9 +20,9 @@ from benchmarks.report import benchmark_report, ratios, summary
 from benchmarks.runner import compare
 from benchmarks.serving_cases import GROUPS
 from greenfast.cli.console import GateConsole, show
-from greenfast.cli.values import rounds, words
-from greenfast.judge.digest import sealed_json
+from greenfast.cli.options import rounds, words
 from greenfast.judge.pages import digest
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 

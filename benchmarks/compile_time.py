@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
-from greenfast.cli.values import words
+from greenfast.cli.options import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
 from greenfast.judge.tasks import find_task, load_family

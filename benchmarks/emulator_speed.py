@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.options import make_parser
 from greenfast.cli.console import show
-from greenfast.cli.values import words
+from greenfast.cli.options import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.blocks import ThreadSet

@@ -10,16 +10,16 @@ from pathlib import Path
 from benchmarks.options import add_run_options, format_command, make_parser, make_run_request
 from greenfast.cli.console import GateConsole, show, table
 from greenfast.cli.judge import required_gates
-from greenfast.cli.values import numbers, words
+from greenfast.cli.options import numbers, words
 from greenfast.device.worker import WorkerError
 from greenfast.judge.artifacts import RECORD, REPORT, side_files
-from greenfast.judge.digest import sealed_json
-from greenfast.judge.gates.performance import find_obstacle, time_sides, timing_rows
+from greenfast.judge.gates.performance import find_obstacle, time_sides
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import CANDIDATE
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pages import write_page
-from greenfast.judge.pipeline import GateRun, PerformanceOutcome, pending
+from greenfast.judge.pipeline import GateRun, pending
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_schema import BenchRecord, GateResult
 from greenfast.judge.report.markdown import report
 from greenfast.judge.request import ProgressListener, Request
@@ -61,23 +61,10 @@ def _time(run: GateRun) -> GateResult:
     if obstacle := find_obstacle(run) or request.cannot_time():
         return pending("PERFORMANCE", obstacle)
     try:
-        measurement, floors = time_sides(
-            run.sides,
-            request.task.problem,
-            request.shapes,
-            request.seeds,
-            request.format,
-            request.timing,
-            run.correctness.digests,
-            request.make_worker,
-            run.progress("PERFORMANCE"),
-            device=request.device,
-        )
+        run.timed = time_sides(run, request.timing)
     except WorkerError as e:
         return GateResult(gate="PERFORMANCE", status="FAIL", summary=e.fault, reasons=[e.fault])
-    rows = timing_rows(measurement, CANDIDATE, request.shapes, request.timing, floors, run.sides[0])
-    run.timed = PerformanceOutcome({CANDIDATE: rows}, clocks=measurement.clocks, order_seed=measurement.order_seed)
-    warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in rows if r.cache == WARM)
+    warm = "; ".join(f"{r.shape} seed {r.seed} {r.p50_us:.2f} µs" for r in run.timed.rows[CANDIDATE] if r.cache == WARM)
     return GateResult(gate="PERFORMANCE", status="PASS", summary=f"timed, p50 with warm L2: {warm}")
 
 

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from greenfast.judge.request import Request, make_request
+from greenfast.judge.request import Request, read_request
 from greenfast.judge.tasks import find_task, load
 
 #: The task whose problem all comparisons solve.
@@ -32,14 +32,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def make_run_request(args: argparse.Namespace, command: str) -> Request:
     """Load the task and check the shared options. Raises UsageError or MachineError."""
-    given = vars(args)
-    return make_request(
-        load(find_task(given.get("task", _TASK))),
-        shapes=args.shapes if "task" in given else None,  # otherwise they are of the comparison
-        seeds=given.get("seeds"), fmt=given.get("format"), arch=given.get("arch"), device=args.device,
-        warmup=given.get("warmup"), iters=given.get("iters"), processes=given.get("processes"),
-        timeout_s=args.timeout, out=args.out, command=command,
-    )  # fmt: skip
+    changes = {} if "task" in args else {"shapes": None}  # otherwise they are of the comparison
+    return read_request(load(find_task(getattr(args, "task", _TASK))), args, command=command, **changes)
 
 
 def format_command(*arguments: str) -> str:

@@ -28,8 +28,8 @@ from benchmarks.parallel_backends import BACKENDS, LIMITS, Shards, start_ring_st
 from benchmarks.records import CaseRow, LinkRow, ParallelRecord, write_record
 from benchmarks.registry import Backend, first_line
 from benchmarks.timing import interleave, time_gpu_ms
-from greenfast.cli.values import rounds as rounds_value
-from greenfast.cli.values import words
+from greenfast.cli.options import rounds as rounds_value
+from greenfast.cli.options import words
 from greenfast.judge.environment import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.numerics.attention import attention

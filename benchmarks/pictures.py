@@ -21,9 +21,8 @@ from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.plots import clean
 from greenfast.judge.report.webpage.charts import drawing
-from greenfast.judge.report.webpage.limits import limits
 from greenfast.judge.report.webpage.page import bullets, figure, page
-from greenfast.judge.report.webpage.run import details, gates, identity, repeat
+from greenfast.judge.report.webpage.run import details, gates, identity, limits, repeat
 
 # Okabe and Ito's colours: distinct ones for greenfast, similar ones for other libraries of one precision.
 _OWN = ("#D55E00", "#E69F00", "#CC79A7")

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import parallel_page
+from benchmarks.emulator_against_gpu import counts_table
 from benchmarks.freshness import current_part, freshness
 from benchmarks.pictures import DESCRIPTION, digest_numbers, draw_speed, format_gains
 from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
@@ -31,7 +32,6 @@ from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
-from greenfast.judge.report.compared_with_gpu import counts_table
 from greenfast.judge.report.ladder import console_form, ladder_table
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task

@@ -60,7 +60,7 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "emulator": (6, ("emulator",)),
     "judge data": (4, ("judge.task", "judge.record_schema", "judge.check_plan", "judge.store", "judge.tables")),
     "judge timing": (5, ("judge.timing",)),
-    "judge text": (5, tuple(f"judge.report.{name}" for name in ("counts", "facts", "formatting", "speedups"))),
+    "judge text": (5, tuple(f"judge.report.{name}" for name in ("counts", "facts", "formatting"))),
     "judge solution": (5, ("judge.solution", "judge.implementation")),
     "judge pipeline": (
         7,

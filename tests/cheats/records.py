@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from greenfast.judge.digest import FIELD, compute_digest
 from greenfast.judge.error_metrics import error_histogram
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_index import DIGEST, compute_digest, read_content
 from greenfast.judge.record_io import read_record
 from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
@@ -153,7 +152,7 @@ def record(edit: Edit) -> Finding:
     edit.change(content)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        path.write_text(json.dumps(content | {FIELD: compute_digest(content)}))
+        path.write_text(json.dumps(content | {DIGEST: compute_digest(content)}))
         try:
             read_record(path)
         except UsageError as e:

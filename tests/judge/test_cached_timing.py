@@ -14,7 +14,7 @@ import pytest
 from benchmarks.kernel import bench
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
-from greenfast.judge.digest import sealed_json
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import report, short_form

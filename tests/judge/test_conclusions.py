@@ -16,9 +16,8 @@ from benchmarks.kernel import bench
 from greenfast.cli.main import main
 from greenfast.judge.artifacts import RECORD
 from greenfast.judge.conclusions import conclude
-from greenfast.judge.digest import FIELD, compute_digest, sealed_json
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_index import DIGEST, compute_digest, read_content, sealed_json
 from greenfast.judge.record_io import conclude_content, read_record
 from greenfast.judge.record_schema import FIRST_GATES, OBSERVED_GATES, SCHEMA_VERSION, Record
 from greenfast.judge.timing.estimators import noise_floor, speedup_interval
@@ -62,7 +61,7 @@ def short(runs: dict[str, Content]) -> Content:
 
 
 def resealed(content: Content) -> Content:
-    return content | {FIELD: compute_digest(content)}
+    return content | {DIGEST: compute_digest(content)}
 
 
 def written(folder: Path, content: Content) -> Path:
@@ -283,7 +282,7 @@ def test_conclusions_follow_from_the_measurements_in_a_file(
         set_at("created", to="2031-01-01T00:00:00Z"),
         set_at("git", "sha", to="0" * 40),
         lambda content: content.update(remark="added"),
-        lambda content: content.pop(FIELD),
+        lambda content: content.pop(DIGEST),
     ],
 )
 def test_what_cannot_be_recomputed_is_in_the_digest(merged: Content, edit: Any, tmp_path: Path) -> None:
@@ -297,7 +296,7 @@ def test_the_digest_is_of_the_content_and_not_of_its_layout(merged: Content, tmp
     for text in (json.dumps(merged, indent=7), json.dumps(merged, sort_keys=True, ensure_ascii=False)):
         (tmp_path / RECORD).write_text(text)
         assert read_record(tmp_path) == record
-    assert compute_digest({"b": 1.0, "a": [True, None, "é"], FIELD: "x"}) == (
+    assert compute_digest({"b": 1.0, "a": [True, None, "é"], DIGEST: "x"}) == (
         "a8c8ed7df5dc6d196cc4953b0fd52368cb483ac8eb64e40e6205368a5d071f40"
     )
 
@@ -351,7 +350,7 @@ def test_an_edited_record_is_not_quoted(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_the_fields_of_a_record_have_no_digest_in_memory(merged: Content) -> None:
     record = msgspec.convert(merged, Record)
-    assert not hasattr(record, FIELD)
+    assert not hasattr(record, DIGEST)
 
 
 def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:

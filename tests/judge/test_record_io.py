@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.kernel import bench
 from greenfast.judge import record_io
-from greenfast.judge.digest import sealed_json
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_io import check_freshness, find_outdated, read_record
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Record, Side
 from greenfast.judge.store import to_json

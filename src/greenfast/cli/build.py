@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from greenfast.cli.console import show, table
-from greenfast.cli.values import words
+from greenfast.cli.options import words
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide, build_side

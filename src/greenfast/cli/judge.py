@@ -11,15 +11,15 @@ from rich.text import Text
 
 from greenfast.cli.console import GateConsole, show, status
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
-from greenfast.judge.digest import sealed_json
 from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
 from greenfast.judge.report.markdown import short_form
-from greenfast.judge.request import add_check_plan, is_partial, make_request
+from greenfast.judge.request import add_check_plan, is_partial, read_request
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.judge.subject import find_subject, load_implementations
 from greenfast.judge.validate import Outcome, validate
@@ -70,20 +70,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     task = subject.task
     if args.traces is not None:
         check_traces(args.traces, task.folder)
-    request = make_request(
-        task,
-        shapes=args.shapes,
-        seeds=args.seeds,
-        fmt=args.format,
-        arch=args.arch or subject.target or None,
-        device=args.device,
-        warmup=args.warmup,
-        iters=args.iters,
-        processes=args.processes,
-        timeout_s=args.timeout,
-        out=args.out,
-        command=args.command,
-    )
+    request = read_request(task, args, arch=args.arch or subject.target or None)
     kept = [] if args.no_quote else load_kept_records(request, args.quote, _warn)
     note = ""
     if args.arch is None and not subject.target:
@@ -111,7 +98,6 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
 
 
 def _show(outcome: Outcome, note: str) -> None:
-    """Print the verdict with its reasons, and the folder of the artifacts."""
     record = outcome.record
     sides = f"  {record.candidate.variant} against {record.baseline.variant}, {record.format}"
     show(Text.assemble("\n", status(record.decision), sides))

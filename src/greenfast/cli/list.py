@@ -50,7 +50,6 @@ def _list_tasks(as_json: bool) -> int:
 
 
 def _list_variants(args: argparse.Namespace) -> int:
-    """List a task's rungs with their toggles and gates, and the toggles."""
     config = find_task(args.task).config
     rows = [
         (
@@ -76,7 +75,6 @@ def _list_variants(args: argparse.Namespace) -> int:
 
 
 def _list_choices(args: argparse.Namespace) -> int:
-    """List the recommended variant for each shape on a target, and why."""
     task, target = load(find_task(args.task)), Target.parse(args.choose)
     config = task.config
     shapes = [config.shape(name) for name in args.shapes] if args.shapes else config.shapes

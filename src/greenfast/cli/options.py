@@ -1,13 +1,81 @@
-"""Every verb's options. Imports nothing heavy, so that --help answers at once; verbs are implemented in their files."""
+"""Every verb's options and the parsers of their values; an error lists the allowed values.
+
+Imports nothing heavy, so that --help answers at once. Verbs are implemented in their files.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from greenfast.cli.values import count, extent, file_if_named, named_file, numbers, share, speedup, tolerance, words
+
+def words(text: str) -> list[str]:
+    """A comma-separated list of names."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names separated by commas")
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """A comma-separated list of whole numbers."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers separated by commas") from None
+
+
+def extent(text: str) -> tuple[int, int, int]:
+    """X, X,Y or X,Y,Z; omitted extents are 1."""
+    sizes = numbers(text)
+    if len(sizes) > 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give X, X,Y or X,Y,Z, whole numbers from 1 up")
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from {least} up")
+        return int(text)
+
+    return parse
+
+
+def _number(is_allowed: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {allowed}")
+        return value
+
+    return parse
+
+
+count, rounds = _whole(0), _whole(2)
+tolerance = _number(lambda value: 0 <= value < math.inf, "a number from 0 up")
+speedup = _number(lambda value: 1 <= value < 1000, "a ratio from 1 up, such as 1.15 for 15 % faster")
+share = _number(lambda value: 0 < value <= 1, "a share above 0 and up to 1, such as 0.5")
+
+
+def file_if_named(text: str) -> Path | None:
+    """Parse a path; None for an empty text, as from an unset environment variable."""
+    return Path(text) if text else None
+
+
+def named_file(text: str) -> tuple[str, Path]:
+    """NAME=FILE."""
+    name, equals, file = text.partition("=")
+    if not (name and equals and file):
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=FILE.npy")
+    return name, Path(file)
 
 
 def _task(parser: argparse.ArgumentParser) -> None:
@@ -15,15 +83,16 @@ def _task(parser: argparse.ArgumentParser) -> None:
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--shapes", type=words, metavar="A,B", help="shapes of the task's config (default: its own)")
+    add(
         "--seeds",
         type=numbers,
         metavar="0,1",
         help="public seeds of the inputs (default: the task's; of an exam: secret)",
     )
-    parser.add_argument("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
-    parser.add_argument(
+    add("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
+    add(
         "--arch",
         metavar="SM",
         help="target, such as sm_89 (default: the GPU's; without a GPU, for judge the one of a kept record of this "
@@ -32,17 +101,17 @@ def _what(parser: argparse.ArgumentParser) -> None:
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="auto", help="auto, none, emulator, or a GPU's number (default: %(default)s)"
-    )
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, none, emulator, or a GPU's number (default: %(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
+    add("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
 
 
 def _how_long(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--iters", type=int, metavar="N", help="timed launches per shape, seed and cache state")
-    parser.add_argument("--warmup", type=int, metavar="N", help="untimed launches before them")
-    parser.add_argument("--processes", type=int, metavar="N", help="fresh processes to spread them over")
+    add = parser.add_argument
+    add("--iters", type=int, metavar="N", help="timed launches per shape, seed and cache state")
+    add("--warmup", type=int, metavar="N", help="untimed launches before them")
+    add("--processes", type=int, metavar="N", help="fresh processes to spread them over")
 
 
 def _html(parser: argparse.ArgumentParser) -> None:
@@ -55,25 +124,24 @@ def _json(parser: argparse.ArgumentParser, what: str = "record") -> None:
 
 def judge(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast judge``."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "subject",
         metavar="TASK|SOLUTION",
         help="a task's name (see `greenfast list`) or folder, to judge one of its variants; or a solution: a folder "
         "with solution.json, a .cu, .ptx or .py file with the JSON in its header, a solution of FlashInfer-Trace or "
         "SOL-ExecBench, or a KernelBench file with ModelNew",
     )
-    parser.add_argument(
+    add(
         "--problem",
         metavar="P",
         help="what a solution solves: a task's name, a folder with config_forward.json, a definition of "
         "FlashInfer-Trace or SOL-ExecBench, or a KernelBench file (default: what the solution names)",
     )
-    parser.add_argument("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
-    parser.add_argument("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
-    parser.add_argument(
-        "--candidate", metavar="VARIANT", help="of a task: a variant's name, or TOGGLE=VALUE,... (default: the task's)"
-    )
-    parser.add_argument(
+    add("--workloads", type=Path, metavar="FILE", help="a definition's workloads (default: next to it)")
+    add("--traces", type=Path, metavar="FILE", help="also write it as FlashInfer-Trace's JSONL")
+    add("--candidate", metavar="VARIANT", help="of a task: a variant's name, or TOGGLE=VALUE,... (default: the task's)")
+    add(
         "--baseline",
         metavar="B",
         help="a variant, or the path of a solution (default: the rung before --candidate, else the task's baseline)",
@@ -81,19 +149,19 @@ def judge(parser: argparse.ArgumentParser) -> None:
     _what(parser)
     _how_long(parser)
     _where(parser)
-    parser.add_argument(
+    add(
         "--speedup",
         type=speedup,
         metavar="RATIO",
         help="the speedup asked for (default: the rung's, or the task's for solutions)",
     )
-    parser.add_argument(
+    add(
         "--exam-seed",
         type=count,
         metavar="N",
         help="repeat the exam of this seed, which is then not the whole exam (default: a secret one)",
     )
-    parser.add_argument("--no-profile", action="store_true", help="take no Nsight Compute profile")
+    add("--no-profile", action="store_true", help="take no Nsight Compute profile")
     quoting = parser.add_mutually_exclusive_group()
     quoting.add_argument(
         "--quote",
@@ -104,15 +172,15 @@ def judge(parser: argparse.ArgumentParser) -> None:
     )
     quoting.add_argument("--no-quote", action="store_true", help="quote nothing: without a GPU, PERFORMANCE is PENDING")
     _html(parser)
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write the gates as JUnit XML")
-    parser.add_argument(
+    add("--junit", type=Path, metavar="FILE", help="also write the gates as JUnit XML")
+    add(
         "--summary",
         type=file_if_named,
         metavar="FILE",
         help='also append a summary in Markdown, as for "$GITHUB_STEP_SUMMARY"; nothing where the name is empty',
     )
     _json(parser)
-    parser.add_argument(
+    add(
         "--require",
         type=words,
         default=["all"],
@@ -123,82 +191,73 @@ def judge(parser: argparse.ArgumentParser) -> None:
 
 def init(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast init``."""
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("my_kernel"), help="default: %(default)s")
-    parser.add_argument(
-        "--language", choices=("cuda", "ptx", "triton", "family"), default="cuda", help="default: %(default)s"
-    )
+    add = parser.add_argument
+    add("folder", type=Path, nargs="?", default=Path("my_kernel"), help="default: %(default)s")
+    add("--language", choices=("cuda", "ptx", "triton", "family"), default="cuda", help="default: %(default)s")
 
 
 def evolve(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast evolve``."""
-    parser.add_argument("task", nargs="?", help="a task's name (see `greenfast list`), or the folder of one")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run, from its folder")
-    parser.add_argument(
+    add = parser.add_argument
+    add("task", nargs="?", help="a task's name (see `greenfast list`), or the folder of one")
+    add("--resume", type=Path, metavar="RUN", help="go on with a run, from its folder")
+    add(
         "--space", metavar="SPACE", help="a JSON file, or NAME for the task's space_NAME.json (default: its space.json)"
     )
-    parser.add_argument(
+    add(
         "--proposer",
         metavar="NAME",
         help="random, exhaustive, tpe, evolutionary, scripted, free, insight or full (default: random)",
     )
-    parser.add_argument(
-        "--budget", metavar="gpu=12m,evals=256,time=1h", help="limits of the search (default: evals=64)"
-    )
-    parser.add_argument("--islands", type=count, metavar="N", help="of the evolutionary proposer")
-    parser.add_argument("--model", metavar="M", help="of free, insight and full: http:URL or mailbox:FOLDER")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="another option of the proposer"
-    )
-    parser.add_argument(
+    add("--budget", metavar="gpu=12m,evals=256,time=1h", help="limits of the search (default: evals=64)")
+    add("--islands", type=count, metavar="N", help="of the evolutionary proposer")
+    add("--model", metavar="M", help="of free, insight and full: http:URL or mailbox:FOLDER")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="another option of the proposer")
+    add(
         "--workers",
         default="local",
         metavar="W",
         help="local:N for N processes that build and emulate (default: one per core, at most the batch)",
     )
-    parser.add_argument("--baseline", metavar="B", help="a rung, toggles or a solution (default: the task's)")
-    parser.add_argument("--shapes", type=words, metavar="A,B", help="shapes that are raced (default: the gated ones)")
-    parser.add_argument("--small", type=words, metavar="A,B", help="shapes for the emulator (default: the smallest)")
-    parser.add_argument("--seeds", type=numbers, metavar="0,1", help="seeds of the search's inputs (default: 0)")
-    parser.add_argument("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
-    parser.add_argument("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's, else the task's)")
-    parser.add_argument(
-        "--batch", type=count, default=8, metavar="N", help="candidates at a time (default: %(default)s)"
-    )
-    parser.add_argument(
+    add("--baseline", metavar="B", help="a rung, toggles or a solution (default: the task's)")
+    add("--shapes", type=words, metavar="A,B", help="shapes that are raced (default: the gated ones)")
+    add("--small", type=words, metavar="A,B", help="shapes for the emulator (default: the smallest)")
+    add("--seeds", type=numbers, metavar="0,1", help="seeds of the search's inputs (default: 0)")
+    add("--format", metavar="FORMAT", help="number format of the task's config (default: its own)")
+    add("--arch", metavar="SM", help="target, such as sm_89 (default: the GPU's, else the task's)")
+    add("--batch", type=count, default=8, metavar="N", help="candidates at a time (default: %(default)s)")
+    add(
         "--screen",
         type=share,
         default=1.0,
         metavar="SHARE",
         help="share of a batch that the counts let into the race, such as 0.5 (default: all)",
     )
-    parser.add_argument(
-        "--finalists", type=count, default=3, metavar="N", help="that are validated in whole (default: %(default)s)"
-    )
-    parser.add_argument("--speedup", type=speedup, metavar="RATIO", help="the required speedup of a winner")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that the search draws (default: 0)")
-    parser.add_argument(
+    add("--finalists", type=count, default=3, metavar="N", help="that are validated in whole (default: %(default)s)")
+    add("--speedup", type=speedup, metavar="RATIO", help="the required speedup of a winner")
+    add("--seed", type=int, default=0, metavar="N", help="of all that the search draws (default: 0)")
+    add(
         "--insights",
         type=Path,
         metavar="FILE",
         help="insights.jsonl of earlier runs, for proposers (default: the task's)",
     )
-    parser.add_argument(
+    add(
         "--device",
         default="auto",
         help="auto, all, none, emulator, or GPUs' numbers such as 0 or 0,1; races spread over them, finalists are "
         "validated on the first (default: %(default)s)",
     )
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of text")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds that a GPU step may take")
+    add("--out", type=Path, default=Path("results"), help="results folder (default: %(default)s)")
+    add("--json", action="store_true", help="print the result as JSON instead of text")
 
 
 def build(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast build``."""
-    parser.add_argument("task", nargs="?", help="a task's name (see `greenfast list`) or folder")
-    parser.add_argument(
-        "--arch", type=words, metavar="SM,...", help="targets (default: the task's; a GPU's, or sm_90a)"
-    )
+    add = parser.add_argument
+    add("task", nargs="?", help="a task's name (see `greenfast list`) or folder")
+    add("--arch", type=words, metavar="SM,...", help="targets (default: the task's; a GPU's, or sm_90a)")
     of_task = parser.add_argument_group("variants of a task: resources and machine code")
     of_task.add_argument(
         "--variants", nargs="+", metavar="VARIANT", help="names or TOGGLE=VALUE,... settings (default: every rung)"
@@ -226,23 +285,25 @@ def build(parser: argparse.ArgumentParser) -> None:
 
 def profile(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast profile``."""
+    add = parser.add_argument
     _task(parser)
-    parser.add_argument("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
-    parser.add_argument("--ncu", action="store_true", help="take a Nsight Compute profile only")
-    parser.add_argument(
+    add("--variant", metavar="VARIANT", help="a name, or TOGGLE=VALUE,... (default: the candidate)")
+    add("--ncu", action="store_true", help="take a Nsight Compute profile only")
+    add(
         "--phases",
         action="store_true",
         help="only count the cycles of the kernel's phases; on the emulator, what they execute",
     )
-    parser.add_argument("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
+    add("--launches", type=int, default=3, metavar="N", help="profile the last of N (default: 3)")
     _what(parser)
     _where(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    add("--json", action="store_true", help="print the result as JSON instead of a table")
 
 
 def report(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast report``."""
-    parser.add_argument("run", type=Path, nargs="*", help="a run's folder or its record.json, or a folder of runs")
+    add = parser.add_argument
+    add("run", type=Path, nargs="*", help="a run's folder or its record.json, or a folder of runs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--short", action="store_true", help="the short form, to paste into a pull request")
     what.add_argument("--table", action="store_true", help="one verdict table of all the runs given")
@@ -250,33 +311,33 @@ def report(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="the timings of two runs, or two perf_baseline.json, next to each other"
     )
     what.add_argument("--schema", action="store_true", help="print the JSON Schema of records")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a run's timings (.png or .svg)")
+    add("--plot", type=Path, metavar="FILE", help="also draw a run's timings (.png or .svg)")
     _html(parser)
-    parser.add_argument("--git", action="store_true", help="of a folder of runs: also versions in its git history")
-    parser.add_argument("--shape", metavar="NAME", help="of a folder of runs: this shape (default: the one most gated)")
-    parser.add_argument("--speedup", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --compare (default: results/COMPARE.md)")
+    add("--git", action="store_true", help="of a folder of runs: also versions in its git history")
+    add("--shape", metavar="NAME", help="of a folder of runs: this shape (default: the one most gated)")
+    add("--speedup", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
+    add("--out", type=Path, metavar="FILE", help="with --compare (default: results/COMPARE.md)")
 
 
 def list_(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast list``."""
-    parser.add_argument("task", nargs="?", help="the task whose variants are listed (default: list the tasks)")
-    parser.add_argument(
-        "--choose", metavar="SM", help="which variant each shape should take on that target, and why (such as sm_90a)"
-    )
-    parser.add_argument("--format", metavar="FORMAT", help="with --choose: the number format (default: the task's own)")
-    parser.add_argument("--shapes", type=words, metavar="A,B", help="with --choose: shapes (default: all of the task)")
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a task's config")
+    add = parser.add_argument
+    add("task", nargs="?", help="the task whose variants are listed (default: list the tasks)")
+    add("--choose", metavar="SM", help="which variant each shape should take on that target, and why (such as sm_90a)")
+    add("--format", metavar="FORMAT", help="with --choose: the number format (default: the task's own)")
+    add("--shapes", type=words, metavar="A,B", help="with --choose: shapes (default: all of the task)")
+    add("--schema", action="store_true", help="print the JSON Schema of a task's config")
     _json(parser, "lists")
 
 
 def emulate(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast emulate``."""
-    parser.add_argument("file", type=Path, help="a CUDA source, or a .ptx file")
-    parser.add_argument("--kernel", metavar="NAME", help="its kernel (default: the only one)")
-    parser.add_argument("--grid", type=extent, required=True, metavar="X[,Y[,Z]]", help="blocks")
-    parser.add_argument("--block", type=extent, required=True, metavar="X[,Y[,Z]]", help="threads per block")
-    parser.add_argument(
+    add = parser.add_argument
+    add("file", type=Path, help="a CUDA source, or a .ptx file")
+    add("--kernel", metavar="NAME", help="its kernel (default: the only one)")
+    add("--grid", type=extent, required=True, metavar="X[,Y[,Z]]", help="blocks")
+    add("--block", type=extent, required=True, metavar="X[,Y[,Z]]", help="threads per block")
+    add(
         "--arg",
         action="append",
         default=[],
@@ -286,29 +347,27 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         "uniform, uniform:LOW:HIGH or a number; map:x[8,64]:128 is a tensor map over x, its box and swizzle; "
         "struct:i32=5,x,map=x[8,64]:128 a struct",
     )
-    parser.add_argument(
+    add(
         "--buffer",
         action="append",
         default=[],
         metavar="ARG",
         help="a buffer that no parameter points to, for tensor maps and structs: in:, out: or inout: as in --arg",
     )
-    parser.add_argument("--smem", type=count, default=0, metavar="BYTES", help="dynamic shared memory per block")
-    parser.add_argument("--arch", metavar="SM", help="target of a CUDA source (default: sm_90a)")
-    parser.add_argument("--define", action="append", default=[], metavar="NAME[=VALUE]", help="a macro of the source")
-    parser.add_argument("--include", action="append", default=[], type=Path, metavar="DIR", help="a folder of headers")
-    parser.add_argument("--seed", type=count, default=0, metavar="N", help="of random elements and the warps' order")
-    parser.add_argument(
+    add("--smem", type=count, default=0, metavar="BYTES", help="dynamic shared memory per block")
+    add("--arch", metavar="SM", help="target of a CUDA source (default: sm_90a)")
+    add("--define", action="append", default=[], metavar="NAME[=VALUE]", help="a macro of the source")
+    add("--include", action="append", default=[], type=Path, metavar="DIR", help="a folder of headers")
+    add("--seed", type=count, default=0, metavar="N", help="of random elements and the warps' order")
+    add(
         "--formal",
         choices=("fail", "report"),
         default="fail",
         help="a broken rule of the PTX ISA whose effect depends on timing, such as a bulk store that nothing waits "
         "for: exit 1 after the run (fail), or report it alone (default: fail)",
     )
-    parser.add_argument(
-        "--orders", type=count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)"
-    )
-    parser.add_argument(
+    add("--orders", type=count, metavar="N", help="run in N orders of the warps (default: 3, or 1 above 4096 threads)")
+    add(
         "--expect",
         action="append",
         default=[],
@@ -316,11 +375,9 @@ def emulate(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE.npy",
         help="what an output must hold",
     )
-    parser.add_argument(
-        "--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)"
-    )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    add("--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)")
+    add("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
+    add("--json", action="store_true", help="print the result as JSON instead of tables")
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from greenfast.cli.console import show, table
 from greenfast.judge.environment import now
 from greenfast.judge.profiling import count_phases, take_profile
 from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
-from greenfast.judge.request import make_request
+from greenfast.judge.request import read_request
 from greenfast.judge.store import check_writable
 from greenfast.judge.tasks import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
@@ -22,17 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
     On the emulator, only the phases are profiled, by their instruction counts.
     """
-    request = make_request(
-        load(find_task(args.task)),
-        shapes=args.shapes,
-        seeds=args.seeds,
-        fmt=args.format,
-        arch=args.arch,
-        device=args.device,
-        timeout_s=args.timeout,
-        out=args.out,
-        command=args.command,
-    )
+    request = read_request(load(find_task(args.task)), args)
     config = request.task.config
     variant = config.variant(args.variant or config.defaults.candidate)
     only_phases = args.phases and not args.ncu

@@ -97,7 +97,6 @@ def _read_comparison(path: Path) -> Record:
 
 
 def _show_history(folder: Path, args: argparse.Namespace) -> None:
-    """Print a table per kernel with its runs in the order of time, and write the page if requested."""
     records, skipped = records_below(folder, git=args.git)
     if not records:
         raise UsageError("; ".join([f"{folder}: no record of a run is below it", *skipped[:1]]))
@@ -115,7 +114,6 @@ def _show_history(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
-    """Print the report of each run, or write the page of one."""
     if (args.plot or args.html) and len(runs) > 1:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
     for path in runs:

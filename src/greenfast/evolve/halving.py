@@ -126,12 +126,7 @@ class _DroppedError(Exception):
         self.label = label
 
 
-def _run_rounds(
-    stages: Stages,
-    runners: Mapping[str, _Runner],
-    rng: random.Random,
-    clocks: dict[str, float],
-) -> None:
+def _run_rounds(stages: Stages, runners: Mapping[str, _Runner], rng: random.Random, clocks: dict[str, float]) -> None:
     request = stages.raced
     problem, fmt = stages.task.problem, request.format
     with request.make_worker() as worker:
@@ -252,12 +247,7 @@ class GpuRounds:
     """Times the batches of one run."""
 
     def __init__(
-        self,
-        log: Log,
-        gpus: Sequence[GpuName],
-        workers: GpuWorkers | None,
-        seed: int,
-        report: Callable[[str], None],
+        self, log: Log, gpus: Sequence[GpuName], workers: GpuWorkers | None, seed: int, report: Callable[[str], None]
     ) -> None:
         """gpus: as in the log. workers: None without GPUs; then only rounds in the log can be read."""
         self._log, self._gpus, self._workers, self._seed, self._report = log, gpus, workers, seed, report

@@ -23,12 +23,12 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources, copy_folder
 from greenfast.judge.artifacts import RECORD, REPORT
-from greenfast.judge.digest import compute_digest, read_measurements
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_index import compute_digest, read_measurements
 from greenfast.judge.record_schema import DRAWN, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
 from greenfast.judge.store import to_json, write_whole

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.record_schema import CorrectnessRow, Record, Run, Side, TimingRow
-from greenfast.judge.report.facts import side_status
-from greenfast.judge.report.speedups import describe_source
+from greenfast.judge.report.facts import describe_source, side_status
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import Resources
 
@@ -152,14 +151,12 @@ def side_files(run: Run, side: Side) -> dict[str, Any]:
 
 
 def _explain_missing_timings(run: Run) -> str | None:
-    """Return the reason why this run has no timings, or None if it has."""
     if isinstance(run, Record) and run.quoted is not None:
         return f"nothing was timed here; PERFORMANCE was {describe_source(run.quoted)}"
     return _pending(run, "PERFORMANCE")
 
 
 def _pending(run: Run, gate: str) -> str | None:
-    """Return the reason why a gate is pending, or None if it is not."""
     for result in run.gates:
         if result.gate == gate and result.status == "PENDING":
             return result.summary

@@ -20,15 +20,7 @@ from greenfast.judge.gates.performance import build_cached_performance, gated_sh
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
 from greenfast.judge.record_io import check_freshness, of_build, of_launch, read_record
-from greenfast.judge.record_schema import (
-    FIRST_GATES,
-    Build,
-    CachedTiming,
-    GateResult,
-    Record,
-    Side,
-    TimingRow,
-)
+from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
 from greenfast.judge.timing.interleaved import METHOD, WARM

@@ -33,7 +33,7 @@ from greenfast.judge.record_schema import (
     Run,
     Side,
 )
-from greenfast.judge.report.speedups import describe_source
+from greenfast.judge.report.facts import describe_source
 
 #: Tolerance between a stored and a computed figure: the last digit may differ between processors.
 _LAST_DIGIT = 1.1e-4
@@ -92,8 +92,6 @@ def _list_results(record: Record) -> list[GateResult]:
 
 
 def _judge_rows(side: Side) -> Side:
-    """Return an implementation's results with the gates of its correctness rows."""
-
     def judge(row: CorrectnessRow, limits: Limits | None) -> CorrectnessRow:
         return row if limits is None else msgspec.structs.replace(row, gates=judge_row(row, limits))
 
@@ -138,7 +136,6 @@ def find_mismatch(stored: Any, computed: Any, field: str = "") -> Mismatch | Non
 
 
 def _name_row(row: Any) -> str:
-    """Return the name of a gate's result or the shape of a row; empty for other data."""
     return str(row.get("gate") or row.get("shape") or "") if isinstance(row, Mapping) else ""
 
 

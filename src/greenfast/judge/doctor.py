@@ -116,7 +116,6 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
 
 
 def _of_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
-    """Check the dependencies of the judge."""
     if _NO_JUDGE:
         return [Diagnosis("judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
     return [
@@ -258,7 +257,6 @@ def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Diagnosis]:
 
 
 def _why_no_gpu() -> str | None:
-    """Return the reason why there is no CUDA device, or None if there is one."""
     try:
         (error,) = driver.cuInit(0)
     except RuntimeError:  # cuda.bindings cannot find the driver's library

@@ -30,13 +30,7 @@ class EmulatorSession:
 
     def info(self) -> DeviceInfo:
         """Describe the emulator as a device."""
-        return DeviceInfo(
-            kind="emulated",
-            name="PTX emulator",
-            compute_capability="",
-            cuda_version="",
-            driver="",
-        )
+        return DeviceInfo(kind="emulated", name="PTX emulator", compute_capability="", cuda_version="", driver="")
 
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
         """Run a case. Small cases run ``repeats`` times with differently shuffled warps, and must give equal bits.
@@ -125,7 +119,6 @@ def _program(image: KernelImage) -> Program:
 
 
 def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
-    """Run a case. Raises UnsupportedError as _program does."""
     for image, _ in executable.steps:
         _program(image)
     steps = [KernelLaunch(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]

@@ -118,7 +118,7 @@ def hardware_budget(target: Target, state_bytes: int = 0) -> Budget:
         smem_bytes=most_shared(target),
         spill_bytes=_LOCAL_BYTES,
         stack_bytes=_LOCAL_BYTES,
-        global_bytes=state_bytes,
+        device_state_bytes=state_bytes,
     )
 
 

@@ -23,7 +23,7 @@ from greenfast.judge.record_schema import AnyRecord, BenchRecord, PhaseRecord, R
 from greenfast.judge.report import facts
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
-from greenfast.judge.report.webpage.run import PageData, get_speedups, run_page
+from greenfast.judge.report.webpage.run import PageData, run_page
 from greenfast.judge.store import write_whole
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
@@ -146,8 +146,7 @@ def find_hot_code(record: Record | BenchRecord, task: LoadedTask, built: Sequenc
 
 
 def _choose_shape(record: Run) -> str:
-    """Return the first shape that decides, else the first shape with kernels."""
-    rows = facts.deciding_speedups(get_speedups(record))
+    rows = facts.deciding_speedups(facts.get_speedups(record))
     shapes = [row.shape for row in rows]
     shapes += [name for _, side in record.sides() for build in side.builds for name in build.shapes]
     return next(iter(shapes), "")
@@ -196,7 +195,6 @@ def find_window(role: str, variant: str, sass: str) -> Window:
 
 
 def _parse_listing(sass: str) -> tuple[list[ListedInstruction], dict[str, int]]:
-    """Return the instructions of a listing, and the index of the instruction after each label."""
     instructions: list[ListedInstruction] = []
     labels: dict[str, int] = {}
     for address, text, label in _LINE.findall(sass):

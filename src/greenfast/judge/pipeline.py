@@ -233,7 +233,6 @@ class GateRun:
         )
 
     def _limits(self, role: str) -> dict[str, Limits]:
-        """Return the limits of CORRECTNESS for a role, by shape."""
         gates = self.request.task.config.gates(self.request.format)
         kernel = self.own_gates().get(role, gates.kernel_error)
         return {shape.name: make_limits(gates.error_for(shape.dims), kernel) for shape in self.request.built_shapes}

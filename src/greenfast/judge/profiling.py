@@ -11,10 +11,10 @@ from pathlib import Path
 
 from greenfast.device.python_process import environment, isolated, module_path
 from greenfast.judge.artifacts import RECORD
-from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.sides import CANDIDATE, build_side
 from greenfast.judge.implementation import Implementation, build_rung_implementation
 from greenfast.judge.pipeline import GateRun
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.request import NullListener, Request
 from greenfast.judge.store import check_writable, new_run_folder

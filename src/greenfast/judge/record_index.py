@@ -1,4 +1,7 @@
-"""The index of kept records: a record's file holds its measurements, the index the identities of its kernels.
+"""The files of records: sealed with a digest, and kept ones with an index of their kernels' identities.
+
+The digest detects damage and manual edits. It is not a signature: anyone who edits a record can compute a new one.
+Therefore a file has measurements only, and all conclusions are computed whenever it is read (``judge.conclusions``).
 
 A kept record names its index by a relative path, ``"index": "../../index.json"``. The index has an entry for each
 record below its folder, with the compiler, hashes and launches of every kernel. A change of the kernels' text that
@@ -8,17 +11,57 @@ keeps their machine code edits the index and no record.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from greenfast.judge.digest import FIELD as DIGEST
-from greenfast.judge.digest import compute_digest
+import msgspec
+
+from greenfast.judge.record_schema import OBSERVED_GATES, Run
 from greenfast.judge.store import read_json, to_json
 from greenfast.judge.tables import pack
 from greenfast.spec.errors import UsageError
+
+DIGEST = "digest"
+
+
+def compute_digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON of a record's content without its digest, as 64 hexadecimal digits.
+
+    Canonical: UTF-8, keys sorted, no spaces, numbers as Python's ``json`` writes them (the shortest that reads back).
+    """
+    undigested = {name: value for name, value in content.items() if name != DIGEST}
+    text = json.dumps(undigested, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_measurements(record: Run) -> dict[str, Any]:
+    """Return the content of a record's file: plain data without the conclusions and without the digest."""
+    content: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    for name in ("decision", "reasons", "speedups"):
+        content.pop(name, None)
+    quoted = content.get("quoted")
+    for row in quoted["speedups"] if quoted else ():
+        del row["verdict"]
+    sides = [content[role] for role in ("baseline", "candidate", "side") if content.get(role)]
+    for row in (row for side in sides for row in side["correctness"]):
+        row["gates"] = {name: held for name, held in row["gates"].items() if name in OBSERVED_GATES}
+    if quoted or content.get("claim"):
+        content["gates"] = [
+            {"gate": gate["gate"]} if gate["gate"] == "PERFORMANCE" else gate for gate in content["gates"]
+        ]
+    return content
+
+
+def sealed_json(record: Run, *, conclusions: bool = False) -> str:
+    """Return the JSON text of a record's file, with the digest as the last field. conclusions: include them too."""
+    content = msgspec.json.decode(msgspec.json.encode(record)) if conclusions else read_measurements(record)
+    return to_json(content | {DIGEST: compute_digest(content)})
+
 
 INDEX = "index.json"
 FIELD = "index"

@@ -17,9 +17,7 @@ from greenfast.device.compiler import CompiledKernel, compile_kernel, compile_op
 from greenfast.device.identity import code_hash, launch_differences, list_launches
 from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.conclusions import Mismatch, conclude, find_mismatch
-from greenfast.judge.digest import FIELD as DIGEST
-from greenfast.judge.digest import compute_digest
-from greenfast.judge.record_index import INDEX, read_content
+from greenfast.judge.record_index import DIGEST, INDEX, compute_digest, read_content
 from greenfast.judge.record_schema import (
     OLDEST_VERSION,
     SCHEMA_VERSION,
@@ -259,7 +257,7 @@ def of_build(
     """Whether a kernel of a record has the machine code that its source of today makes.
 
     Equal text under the same compiler and options makes equal code; other text is compiled and its code compared.
-    what: the kernel in words, such as "the candidate kernel at mission". compiled: ``now``, where it is at hand.
+    what: the kernel in words, such as "the candidate kernel at b1_h8_s512_d64". compiled: ``now``, where it is at hand.
     """
     compiler = compiled.compiler if compiled else compiler_version()
     if then.compiler != compiler:

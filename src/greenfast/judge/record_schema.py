@@ -1,7 +1,7 @@
 """The schema of a run's record: its measurements, with everything that is needed to repeat the run.
 
 Records are JSON files. ``greenfast report`` reads them. Field names contain the units. A file has no conclusions
-(``judge.digest``): gates of rows, speedups, verdicts, PERFORMANCE and the decision are computed when it is read
+(``judge.record_index``): gates of rows, speedups, verdicts, PERFORMANCE and the decision are computed when it is read
 (``judge.conclusions``).
 """
 

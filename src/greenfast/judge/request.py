@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -198,6 +199,14 @@ def make_request(
         out=out,
         command=command,
     )
+
+
+def read_request(task: LoadedTask, args: Namespace, **changes: Any) -> Request:
+    """Build a request from a command's options; those that it does not have are None. Raises as ``make_request``."""
+    names = ("shapes", "seeds", "arch", "device", "warmup", "iters", "processes", "out", "command")
+    options: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+    options |= {"fmt": getattr(args, "format", None), "timeout_s": args.timeout}
+    return make_request(task, **(options | changes))
 
 
 def add_check_plan(

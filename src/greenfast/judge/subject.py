@@ -117,7 +117,6 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
 
 
 def _name_problem(solution: ResolvedSolution) -> str:
-    """Return the known problem that a solution names. Raises UsageError if it names none."""
     problem = solution.config.problem
     if not problem:
         raise UsageError(f"{solution.path}: names no problem; --problem names a task or its folder")

@@ -86,7 +86,6 @@ def _restore_lists(fields: Any) -> Any:
 
 
 def _build_table(rows: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the rows as a table, or None if they are not alike."""
     if len(rows) < 2 or not _are_alike(rows):
         return None
     columns = _collect_columns(rows)

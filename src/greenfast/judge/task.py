@@ -65,7 +65,7 @@ class Shape(_Strict, frozen=True, kw_only=True):
 class Budget(_Strict, frozen=True, kw_only=True):
     """Upper limits per kernel: registers per thread, shared memory (static + dynamic) per block, spills and stack.
 
-    global_bytes: size of the state that outlives a launch and could hold results for the next one: variables
+    device_state_bytes: size of the state that outlives a launch and could hold results for the next one: variables
     (``__device__``, managed, ``__constant__``, in inline PTX) and the device heap.
     """
 
@@ -73,7 +73,7 @@ class Budget(_Strict, frozen=True, kw_only=True):
     smem_bytes: NonNegative
     spill_bytes: NonNegative = 0
     stack_bytes: NonNegative = 0
-    global_bytes: NonNegative = 0
+    device_state_bytes: NonNegative = 0
 
 
 class BudgetWhere(Budget, frozen=True, kw_only=True):

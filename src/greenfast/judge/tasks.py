@@ -41,7 +41,6 @@ class LoadedTask:
 
 
 def _roots() -> Iterator[Path]:
-    """Yield the parent folders of tasks, in order of precedence."""
     for entry in os.environ.get(TASKS_VARIABLE, "").split(os.pathsep):
         if entry:
             yield Path(entry)

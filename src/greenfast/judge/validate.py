@@ -11,13 +11,13 @@ import msgspec
 from greenfast.judge.artifacts import PLOT, RECORD, REPORT, side_files
 from greenfast.judge.cached_timing import StoredRecord, covers_missing_cases, reuse_cached_timing
 from greenfast.judge.conclusions import decide
-from greenfast.judge.digest import sealed_json
 from greenfast.judge.gates.performance import find_claim
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
 from greenfast.judge.implementation import Implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_schema import CorrectnessRow, PlanCoverage, Record
 from greenfast.judge.report.compare import compare_markdown
 from greenfast.judge.report.markdown import report
@@ -101,7 +101,6 @@ def validate(
 
 
 def _exam(run: GateRun) -> PlanCoverage:
-    """Summarise the check plan for the record."""
     plan = run.request.check_plan
     if plan is None:
         return PlanCoverage(seed=None, complete=False, missing=["some of the task's cases"])

@@ -80,9 +80,9 @@ def test_a_kernel_meets_the_budget_of_every_shape(source: KernelSource) -> None:
     kernel = compile_kernel(dataclasses.replace(source, entry="neither"), TARGET)
     program = BuiltProgram(Program((Step(kernel.source, Launch((1, 1, 1), ("y",))),)), (kernel,))
     side = BuiltSide("candidate", Variant("one", ()), {"wide": program, "narrow": program, "thin": program})
-    wide = BudgetWhere(registers=255, smem_bytes=0, global_bytes=1 << 30, when={"D": 128})
+    wide = BudgetWhere(registers=255, smem_bytes=0, device_state_bytes=1 << 30, when={"D": 128})
     rung = Rung(
-        name="one", title="", budget=Budget(registers=1, smem_bytes=0, global_bytes=1 << 30), budget_where=[wide]
+        name="one", title="", budget=Budget(registers=1, smem_bytes=0, device_state_bytes=1 << 30), budget_where=[wide]
     )
     shapes = [Shape(name=name, dims={"D": d}) for name, d in (("wide", 128), ("narrow", 64), ("thin", 32))]
     result = check_budgets([side], {"candidate": rung}, shapes)

@@ -153,7 +153,6 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
 
 
 def _extension(path: Path, given: ForeignSolution, function: str) -> str:
-    """Return the Python file that builds a solution in C++ or CUDA."""
     if given.spec.binding != "torch":
         raise UsageError(
             f"{path}: spec.binding: {given.spec.binding or 'tvm-ffi (the default)'}; extensions with binding torch are "

@@ -79,11 +79,7 @@ def _evaluation(record: Record, rows: Sequence[CorrectnessRow]) -> dict[str, Any
     return {
         **_base(record, "PASSED", f"{record.decision}; {interval}"),
         "correctness": correctness,
-        "performance": {
-            "latency_ms": after,
-            "reference_latency_ms": before,
-            "speedup_factor": speedup.speedup,
-        },
+        "performance": {"latency_ms": after, "reference_latency_ms": before, "speedup_factor": speedup.speedup},
     }
 
 

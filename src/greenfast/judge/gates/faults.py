@@ -97,7 +97,6 @@ class MemoryChecks:
 
 
 def _describe_fault(result: RunResult | WorkerError) -> str:
-    """Return the kernel's fault in a result; empty if there is none."""
     if isinstance(result, UnsupportedByDeviceError):
         return ""
     if isinstance(result, WorkerError):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from greenfast.device.worker import Worker, WorkerError
+from greenfast.device.worker import WorkerError
 from greenfast.judge.check_plan import timed_seeds
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
+from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, conclude_checks, pending
 from greenfast.judge.record_schema import CachedTiming, Claim, GateResult, Record, Run, SpeedupRow, Status, TimingRow
 from greenfast.judge.report import facts, formatting
+from greenfast.judge.report.facts import cached_section, describe_source, speedup_table
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.task import Shape, Timing
 from greenfast.judge.timing.estimators import (
     AGAIN,
@@ -25,10 +26,9 @@ from greenfast.judge.timing.estimators import (
     summary,
     verdict,
 )
-from greenfast.judge.timing.floor import Floor, floor_of
-from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Measurement, measure
-from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.problem import Problem, least_work
+from greenfast.judge.timing.floor import floor_of
+from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Timed, measure
+from greenfast.spec.problem import least_work
 
 NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
 NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
@@ -40,40 +40,30 @@ def draw_order_seed() -> int:
     return secrets.randbits(53)
 
 
-def time_sides(
-    sides: Sequence[BuiltSide],
-    problem: Problem,
-    shapes: Sequence[Shape],
-    seeds: Sequence[int],
-    fmt: str,
-    timing: Timing,
-    digests: dict[tuple[str, str, int], str],
-    make_worker: Callable[[], Worker],
-    progress: Callable[[float, str], None],
-    *,
-    again: bool = False,
-    device: DeviceInfo | None = None,
-) -> tuple[Measurement, dict[tuple[str, str], Floor]]:
-    """Time all sides, and the first one again for A/A. Check that the timed launches write the checked bits.
+def time_sides(run: GateRun, timing: Timing, *, again: bool = False) -> PerformanceOutcome:
+    """Time all sides of a run, and with ``again`` the first one twice (A/A). Return the rows by role and ``AGAIN``.
 
-    digests: digests of the outputs that passed CORRECTNESS, for all ``timed_seeds(seeds)``.
-    Also returns the floor of time by shape and cache state.
+    Timed are the shapes that all sides support, on the cases whose outputs passed CORRECTNESS.
     Raises WorkerError if a launch wrote different bits, wrote outside of its outputs, crashed or hung, and for a time
     below the floor.
     """
+    request, problem = run.request, run.request.task.problem
+    shapes, seeds = list_timed_shapes(run), timed_seeds(request.seeds)
     cells = [
-        Cell(shape.name, {seed: problem.make_case(shape.dims, seed, fmt) for seed in timed_seeds(seeds)}, seeds)
+        Cell(shape.name, {n: problem.make_case(shape.dims, n, request.format) for n in seeds}, request.seeds)
         for shape in shapes
     ]
-    labelled = [(side.role, side) for side in sides] + ([(AGAIN, sides[0])] if again else [])
-    kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in labelled}
-    result = measure(kernels, cells, timing, make_worker, progress, order_seed=draw_order_seed())
-    roles = {label: side.role for label, side in labelled}
+    sides = {side.role: side for side in run.sides} | ({AGAIN: run.sides[0]} if again else {})
+    kernels = {label: {s.name: side.executable(s.name) for s in shapes} for label, side in sides.items()}
+    progress = run.progress("PERFORMANCE")
+    result = measure(kernels, cells, timing, request.make_worker, progress, order_seed=draw_order_seed())
     for (label, shape_name, seed), first_digests in result.digests.items():
-        if set(first_digests) != {digests[roles[label], shape_name, seed]}:
+        if set(first_digests) != {run.correctness.digests[sides[label].role, shape_name, seed]}:
             raise WorkerError(f"{label} {shape_name} seed {seed}: {_OTHER_FIRST}")
     floors = {
-        (cell.shape, cache): floor_of(device, least_work(problem, shape.dims), _written_bytes(cell), cold=cache == COLD)
+        (shape.name, cache): floor_of(
+            request.device, least_work(problem, shape.dims), _written_bytes(cell), cold=cache == COLD
+        )
         for shape, cell in zip(shapes, cells, strict=True)
         for cache in (WARM, COLD)
     }
@@ -85,7 +75,28 @@ def time_sides(
                 f"{label} {shape_name} seed {seed}, {cache} L2: {fastest:.3g} µs, but the device cannot do it under "
                 f"{floor}: the measurement or the kernel is wrong"
             )
-    return result, floors
+    rows: dict[str, list[TimingRow]] = {label: [] for label in sides}
+    dims = {shape.name: dict(shape.dims) for shape in shapes}
+    for (label, shape_name, seed, cache), timed in result.timed.items():
+        if timed.samples:  # else all blocks were discarded
+            function_us = sides[label].programs[shape_name].program.function_us
+            measured = _summarize(timed, str(floors[shape_name, cache]), function_us)
+            row = TimingRow(
+                shape=shape_name,
+                dims=dims[shape_name],
+                seed=seed,
+                method=METHOD,
+                cache=cache,
+                warmup_iters=timing.warmup_iters,
+                **measured,
+            )
+            rows[label].append(row)
+    return PerformanceOutcome(rows, clocks=result.clocks, order_seed=result.order_seed)
+
+
+def list_timed_shapes(run: GateRun) -> list[Shape]:
+    """Return the shapes of a run's request that all its sides support."""
+    return [shape for shape in run.request.shapes if all(shape.name in side.programs for side in run.sides)]
 
 
 def _written_bytes(cell: Cell) -> int:
@@ -96,48 +107,23 @@ def _written_bytes(cell: Cell) -> int:
     )
 
 
-def timing_rows(
-    measurement: Measurement,
-    role: str,
-    shapes: Sequence[Shape],
-    timing: Timing,
-    floors: Mapping[tuple[str, str], Floor],
-    side: BuiltSide,
-) -> list[TimingRow]:
-    """Return a role's rows by shape, seed and cache state, without cells that lost all blocks.
-
-    side: the implementation with this role.
-    """
-    rows = []
-    by_name = {shape.name: shape for shape in shapes}
-    for (label, shape, seed, cache), timed in measurement.timed.items():
-        if label != role or not timed.samples:
-            continue
-        s = summary(timed.samples)
-        rows.append(
-            TimingRow(
-                shape=shape,
-                dims=dict(by_name[shape].dims),
-                seed=seed,
-                method=METHOD,
-                cache=cache,
-                warmup_iters=timing.warmup_iters,
-                timed_iters=len(timed.samples),
-                discarded_iters=timed.discarded,
-                p50_us=round(s.p50_us, 3),
-                p90_us=round(s.p90_us, 3),
-                mean_us=round(s.mean_us, 3),
-                std_us=round(s.std_us, 3),
-                iters_per_sec=round(s.iters_per_sec, 1),
-                block_medians_us=[[round(t, 3) for t in process] for process in timed.medians],
-                block_mhz=timed.read("sm_mhz"),
-                block_watts=[[round(w, 1) for w in process] for process in timed.read("power_w")],
-                floor=str(floors[shape, cache]),
-                resolution_us=round(resolution_us(timed.samples), 4),
-                function_us=round(side.programs[shape].program.function_us, 3),
-            )
-        )
-    return rows
+def _summarize(timed: Timed, floor: str, function_us: float) -> dict[str, Any]:
+    s = summary(timed.samples)
+    return {
+        "timed_iters": len(timed.samples),
+        "discarded_iters": timed.discarded,
+        "p50_us": round(s.p50_us, 3),
+        "p90_us": round(s.p90_us, 3),
+        "mean_us": round(s.mean_us, 3),
+        "std_us": round(s.std_us, 3),
+        "iters_per_sec": round(s.iters_per_sec, 1),
+        "block_medians_us": [[round(t, 3) for t in process] for process in timed.medians],
+        "block_mhz": timed.read("sm_mhz"),
+        "block_watts": [[round(w, 1) for w in process] for process in timed.read("power_w")],
+        "floor": floor,
+        "resolution_us": round(resolution_us(timed.samples), 4),
+        "function_us": round(function_us, 3),
+    }
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
@@ -155,85 +141,63 @@ def find_obstacle(run: GateRun) -> str | None:
 
 
 def _check(run: GateRun) -> GateResult:
-    request = run.request
-    if obstacle := find_obstacle(run):
-        return pending("PERFORMANCE", obstacle)
-    if reason := request.cannot_time():
-        return run.reuse_timing(run, reason)
-    result, run.timed = measure_speedups(
-        run.sides,
-        request.task.problem,
-        [s for s in request.shapes if all(s.name in side.programs for side in run.sides)],
-        request.seeds,
-        request.format,
-        request.timing,
-        run.required_speedup,
-        run.correctness.digests,
-        request.make_worker,
-        run.progress("PERFORMANCE"),
-        request.device,
-    )
-    return result
-
-
-def measure_speedups(
-    sides: Sequence[BuiltSide],
-    problem: Problem,
-    shapes: Sequence[Shape],
-    seeds: Sequence[int],
-    fmt: str,
-    timing: Timing,
-    required: float | None,
-    digests: dict[tuple[str, str, int], str],
-    make_worker: Callable[[], Worker],
-    progress: Callable[[float, str], None],
-    device: DeviceInfo | None = None,
-) -> tuple[GateResult, PerformanceOutcome]:
     """Measure the speedup per shape; the gated shapes (timing.gate_shapes, else all) decide, warm.
 
     All gated shapes must be FAST, so no correction for several shapes is needed (an intersection-union test keeps its
     level). An INCONCLUSIVE result is measured once more, with twice the processes, before it is reported.
     """
-    outcome = PerformanceOutcome()
+    request, timing = run.request, run.request.timing
+    if obstacle := find_obstacle(run):
+        return pending("PERFORMANCE", obstacle)
+    if reason := request.cannot_time():
+        return run.reuse_timing(run, reason)
     if timing.processes < MIN_PROCESSES:
-        reason = f"{timing.processes} process(es): a claim needs at least {MIN_PROCESSES}"
-        return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), outcome
+        return _fail(f"{timing.processes} process(es): a claim needs at least {MIN_PROCESSES}")
+    shapes = list_timed_shapes(run)
     gated = gated_shapes(shapes, timing)
+    claim = Claim(confidence=timing.confidence, required=run.required_speedup or 0.0, gated=gated)
+    names = [shape.name for shape in shapes]
     try:
         for _ in range(2):
-            measurement, floors = time_sides(
-                sides, problem, shapes, seeds, fmt, timing, digests, make_worker, progress, again=True, device=device
-            )
-            outcome.clocks, outcome.order_seed = measurement.clocks, measurement.order_seed
-            baseline, candidate = sides
-            rows = {
-                role: timing_rows(measurement, role, shapes, timing, floors, side)
-                for role, side in ((BASELINE, baseline), (CANDIDATE, candidate), (AGAIN, baseline))
-            }
-            outcome.rows = rows
-            outcome.speedups = [
-                speedup_row(
-                    rows[BASELINE],
-                    rows[CANDIDATE],
-                    rows[AGAIN],
-                    shape.name,
-                    cache,
-                    confidence=timing.confidence,
-                    required=required,
-                    gated=shape.name in gated and cache == WARM,
-                )
-                for shape in shapes
-                for cache in (WARM, COLD)
-            ]
-            if not any(row.gated and row.verdict == "INCONCLUSIVE" for row in outcome.speedups):
+            timed = time_sides(run, timing, again=True)
+            timed.speedups = _test_claim(claim, names, *(timed.rows[role] for role in (BASELINE, CANDIDATE, AGAIN)))
+            if not any(row.gated and row.verdict == "INCONCLUSIVE" for row in timed.speedups):
                 break
             timing = msgspec.structs.replace(
                 timing, processes=2 * timing.processes, blocks=2 * timing.blocks, timed_iters=2 * timing.timed_iters
             )
     except (WorkerError, ValueError) as e:  # ValueError: too few blocks remain
-        reason = e.fault if isinstance(e, WorkerError) else str(e)
-        return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason]), PerformanceOutcome()
-    return judge(outcome.speedups, required), outcome
+        return _fail(e.fault if isinstance(e, WorkerError) else str(e))
+    run.timed = timed
+    return judge(timed.speedups, run.required_speedup)
+
+
+def _fail(reason: str) -> GateResult:
+    return GateResult(gate="PERFORMANCE", status="FAIL", summary=reason, reasons=[reason])
+
+
+def _test_claim(
+    claim: Claim,
+    shapes: Iterable[str],
+    baseline: Sequence[TimingRow],
+    candidate: Sequence[TimingRow],
+    again: Sequence[TimingRow],
+) -> list[SpeedupRow]:
+    """Return the speedups of the shapes for both cache states. Raises ValueError as ``speedup_row``."""
+    return [
+        speedup_row(
+            baseline,
+            candidate,
+            again,
+            shape,
+            cache,
+            confidence=claim.confidence,
+            required=claim.required or None,
+            gated=shape in claim.gated and cache == WARM,
+        )
+        for shape in shapes
+        for cache in (WARM, COLD)
+    ]
 
 
 def judge(speedups: Sequence[SpeedupRow], required: float | None) -> GateResult:
@@ -288,20 +252,8 @@ def compute_speedups(record: Record) -> list[SpeedupRow]:
     claim = record.claim or find_claim(record.speedups)
     if claim is None:
         return []
-    return [
-        speedup_row(
-            record.baseline.timing,
-            record.candidate.timing,
-            record.baseline_again,
-            shape,
-            cache,
-            confidence=claim.confidence,
-            required=claim.required or None,
-            gated=shape in claim.gated and cache == WARM,
-        )
-        for shape in dict.fromkeys(row.shape for row in record.baseline.timing)
-        for cache in (WARM, COLD)
-    ]
+    shapes = dict.fromkeys(row.shape for row in record.baseline.timing)
+    return _test_claim(claim, shapes, record.baseline.timing, record.candidate.timing, record.baseline_again)
 
 
 def judge_again(row: SpeedupRow, required: float, gated: bool) -> SpeedupRow:

@@ -52,7 +52,7 @@ def check_budgets(sides: Sequence[BuiltSide], requirements: Mapping[str, Rung], 
                 ("shared memory, bytes", budget.smem_bytes, r.smem_bytes),
                 ("stack, bytes", budget.stack_bytes, r.stack_bytes),
                 ("spills, bytes", budget.spill_bytes, r.spill_bytes),
-                ("device variables, bytes", budget.global_bytes, state),
+                ("device variables, bytes", budget.device_state_bytes, state),
             ):
                 held = actual <= limit
                 name = f"{side.role} {side.variant.name} ({_name_kernel(side, shape, kernel)}): {resource}"

@@ -126,7 +126,6 @@ def generate_trivial_answers(case: Case, references: References, other: Floats |
 
 
 def _replace_part(exact: Floats, parts: Sequence[Floats], number: int, part: Floats) -> Floats:
-    """Return the exact values with one output replaced by ``part``."""
     if len(parts) == 1:
         return part.reshape(exact.shape)
     return np.concatenate([*parts[:number], part, *parts[number + 1 :]]).reshape(exact.shape)

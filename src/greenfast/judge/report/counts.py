@@ -71,7 +71,6 @@ def _table(
 
 
 def _format_ratio(count: int | None, other: int | None) -> str:
-    """Format the ratio of two counts: 1.13x."""
     return f"{count / other:.2f}x" if count is not None and other else formatting.NONE
 
 
@@ -98,7 +97,6 @@ def _by_number(line: str) -> tuple[str, int]:
 
 
 def _kinds(counts: Mapping[str, KernelCounts]) -> str:
-    """Return a table with the most frequent kinds, and one row for all other kinds."""
     total = {kind: 0 for c in counts.values() for kind in c.instructions}
     for c in counts.values():
         for kind, n in c.instructions.items():

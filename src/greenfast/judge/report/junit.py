@@ -93,7 +93,6 @@ def _row(test: ElementTree.Element, row: CorrectnessRow) -> None:
 
 
 def _errors(row: CorrectnessRow) -> list[str]:
-    """Return a case's dimensions and its available errors, one line each."""
     lines = [f"dims: {formatting.dims(row.dims)}"]
     if row.error is not None:
         lines.append(

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from greenfast.judge.record_schema import Record, SpeedupRow
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.speedups import describe_source
+from greenfast.judge.report.facts import describe_source
 from greenfast.spec.freshness import STALE, Freshness
 
 _HEADER = (
@@ -53,19 +53,14 @@ def ladder_table(
 
 
 def _has_shape(record: Record, shape: str) -> bool:
-    """Return True if the record has a speedup at this shape, or no speedups at all."""
-    return shape in {row.shape for row in _speedups(record)} or not _speedups(record)
+    return shape in {row.shape for row in facts.get_speedups(record)} or not facts.get_speedups(record)
 
 
 def _choose_shape(records: Sequence[Record]) -> str:
-    """Return the shape at which most records were gated; empty if none was timed."""
-    counts = Counter(name for record in records for name in {row.shape for row in _speedups(record) if row.gated})
+    counts = Counter(
+        name for record in records for name in {row.shape for row in facts.get_speedups(record) if row.gated}
+    )
     return max(counts, key=lambda name: (counts[name], name), default="")
-
-
-def _speedups(record: Record) -> Sequence[SpeedupRow]:
-    """Return the record's speedups, or its cached ones if it could not time."""
-    return record.quoted.speedups if record.quoted else record.speedups
 
 
 def console_form(record: Record) -> str:
@@ -135,8 +130,7 @@ def _row(path: str, record: Record, shape: str) -> list[str]:
 
 
 def _find_speedup(record: Record, shape: str) -> SpeedupRow | None:
-    """Return the shape's gated speedup, else its first speedup, else None."""
-    rows = [row for row in _speedups(record) if row.shape == shape]
+    rows = [row for row in facts.get_speedups(record) if row.shape == shape]
     return next((row for row in rows if row.gated), rows[0] if rows else None)
 
 
@@ -165,12 +159,10 @@ def _correctness_cell(record: Record) -> str:
 
 
 def _link(path: str) -> str:
-    """Return a link to the record, with the name of its run as the text."""
     return f"[{_name(path)}]({path})"
 
 
 def _name(path: str) -> str:
-    """Return the name of a run: the name of its folder."""
     parts = PurePath(path)
     name = parts.parent.name if parts.suffix == ".json" else parts.name
     return name or path

@@ -8,8 +8,8 @@ from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record, Run
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
+from greenfast.judge.report.facts import describe_source, speedup_line
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.report.speedups import describe_source, speedup_line
 from greenfast.spec.facts import Resources
 from greenfast.spec.printable import printable
 
@@ -88,7 +88,6 @@ def short_form(record: Record) -> str:
 
 
 def _headline(record: Record) -> list[str]:
-    """Return the three summary lines: correctness, performance, resources."""
     return [
         f"**Correctness**: {_correctness_line(record)}",
         f"**Performance**: {_performance_line(record)}",

@@ -212,7 +212,6 @@ _WATCH = _Watch()
 
 
 def _captured(stream: torch.cuda.Stream, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[_Allocated]]:
-    """Capture a call. Return its graph, its result, and every allocation that it made."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     _WATCH.start(stream)
     # Without clear_history the events of the capture before this one are returned too.
@@ -317,12 +316,10 @@ def _download(address: int, nbytes: int) -> bytes:
 
 
 def _steps(graph: driver.CUgraph, memory: _Memory, code: LoadedCode) -> list[Step]:
-    """Return the steps of a graph's nodes, in an order that respects their dependencies."""
     return [step for node in _ordered(graph) for step in _node_steps(node, memory, code)]
 
 
 def _node_steps(node: Any, memory: _Memory, code: LoadedCode) -> list[Step]:
-    """Return the steps of a node: one, those of a child graph, or none."""
     kind = check(driver.cuGraphNodeGetType(node))
     if kind == _NODE.CU_GRAPH_NODE_TYPE_KERNEL:
         return [_kernel(node, memory, code)]
@@ -339,7 +336,6 @@ def _node_steps(node: Any, memory: _Memory, code: LoadedCode) -> list[Step]:
 
 
 def _nodes(graph: driver.CUgraph) -> list[Any]:
-    """Return the nodes of a graph in the order of their capture."""
     _, count = check(driver.cuGraphGetNodes(graph))
     return list(check(driver.cuGraphGetNodes(graph, count))[0]) if count else []
 

@@ -147,7 +147,6 @@ class SolutionProcess:
         return reply.reply
 
     def _read(self, size: int, deadline: float) -> bytes:
-        """Read the next bytes from the pipe of replies."""
         while len(self._buffer) < size:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._answers], [], [], max(0.0, min(left, _LOOK_S)))
@@ -184,7 +183,6 @@ class SolutionProcess:
         return ""
 
     def _describe_ending(self) -> str:
-        """Describe how the process ended."""
         try:
             code = self._child.wait(5)
         except subprocess.TimeoutExpired:

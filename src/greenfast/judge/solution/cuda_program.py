@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +30,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 #: Limits on a block's threads and a grid's blocks per dimension.
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_GRID = (2**31 - 1, 65535, 65535)
+_MAX_CLUSTER = (16, 16, 16)
 _MAX_THREADS = 1024
 _MAX_SHARED = 1 << 20
 _MAX_WORKSPACE = 1 << 37
@@ -65,7 +67,45 @@ def build_workspaces(solution: ResolvedSolution, names: Mapping[str, int]) -> di
     return spaces
 
 
-def evaluate_extents(
+@dataclass(frozen=True)
+class EvaluatedLaunch:
+    """A launch of a solution for a shape. block is (1, 1, 1) if the solution does not give it, as for Triton."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared: int
+    args: tuple[Argument, ...]
+
+
+def evaluate_launch(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> EvaluatedLaunch:
+    """Evaluate the launch with this number. Raises UsageError with the file, the key and the allowed values."""
+    spec, where = solution.config.launches[number], f"launches[{number}]"
+    block = _evaluate_extents(solution, f"{where}.block", spec.block or (), names, _MAX_BLOCK)
+    if (threads := math.prod(block)) > _MAX_THREADS:
+        raise UsageError(f"{solution.path}: {where}.block: {threads} threads; a block has at most {_MAX_THREADS}")
+    shared = _whole(solution, f"{where}.shared", spec.shared, names)
+    if not 0 <= shared <= _MAX_SHARED:
+        raise UsageError(f"{solution.path}: {where}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+    args: list[Argument] = []
+    for n, given in enumerate(spec.args):
+        key = f"{where}.args[{n}]"
+        if isinstance(given, TensorMapSpec):
+            args.append(_tensor_map(solution, key, given, names))
+        elif isinstance(given, str):
+            args.append(_argument(solution, key, given, names))
+        else:
+            args.append(Struct(tuple(_argument(solution, key, field, names) for field in given)))
+    return EvaluatedLaunch(
+        grid=_evaluate_extents(solution, f"{where}.grid", spec.grid, names, _MAX_GRID),
+        block=block,
+        cluster=_evaluate_extents(solution, f"{where}.cluster", spec.cluster, names, _MAX_CLUSTER),
+        shared=shared,
+        args=tuple(args),
+    )
+
+
+def _evaluate_extents(
     solution: ResolvedSolution,
     key: str,
     expressions: Sequence[Expression],
@@ -81,63 +121,20 @@ def evaluate_extents(
     return x, y, z
 
 
-def evaluate_grid(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
-    """Evaluate the grid of the launch with this number. Raises UsageError as above."""
-    return evaluate_extents(
-        solution, f"launches[{number}].grid", solution.config.launches[number].grid, names, _MAX_GRID
-    )
-
-
-def build_arguments(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[Argument, ...]:
-    """Build the arguments of the launch with this number. Raises UsageError as above."""
-    made: list[Argument] = []
-    for n, given in enumerate(solution.config.launches[number].args):
-        key = f"launches[{number}].args[{n}]"
-        if isinstance(given, TensorMapSpec):
-            made.append(_tensor_map(solution, key, given, names))
-        elif isinstance(given, str):
-            made.append(_argument(solution, key, given, names))
-        else:
-            made.append(Struct(tuple(_argument(solution, key, field, names) for field in given)))
-    return tuple(made)
-
-
-def evaluate_block(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> tuple[int, int, int]:
-    """Evaluate the block of the launch with this number. Raises UsageError as above."""
-    key = f"launches[{number}].block"
-    block = evaluate_extents(solution, key, solution.config.launches[number].block or (), names, _MAX_BLOCK)
-    threads = block[0] * block[1] * block[2]
-    if threads > _MAX_THREADS:
-        raise UsageError(f"{solution.path}: {key}: {threads} threads; a block has at most {_MAX_THREADS}")
-    return block
-
-
-def evaluate_shared(solution: ResolvedSolution, number: int, names: Mapping[str, int]) -> int:
-    """Evaluate the bytes of dynamic shared memory of the launch with this number. Raises UsageError as above."""
-    key = f"launches[{number}].shared"
-    shared = _whole(solution, key, solution.config.launches[number].shared, names)
-    if not 0 <= shared <= _MAX_SHARED:
-        raise UsageError(f"{solution.path}: {key}: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
-    return shared
-
-
 def _step(solution: ResolvedSolution, number: int, spec: LaunchSpec, names: Mapping[str, int]) -> Step:
-    config = solution.config
+    config, launch = solution.config, evaluate_launch(solution, number, names)
     kernel = KernelSource(
         entry=spec.kernel,
         source="" if config.language == "cubin" else _source(solution, names),
         name=solution.file.name,
         include_dirs=(solution.file.parent, *([solution.folder] if solution.file.parent != solution.folder else [])),
-        block=evaluate_block(solution, number, names),
-        dynamic_smem_bytes=evaluate_shared(solution, number, names),
+        block=launch.block,
+        dynamic_smem_bytes=launch.shared,
         requires=config.target,
         language=config.language,  # type: ignore[arg-type]  # one of DECLARED
         binary=read_bytes(solution.file) if config.language == "cubin" else b"",
     )
-    cluster = evaluate_extents(solution, f"launches[{number}].cluster", spec.cluster, names, (16, 16, 16))
-    grid, args = evaluate_grid(solution, number, names), build_arguments(solution, number, names)
-    launch = Launch(grid, args, spec.early, cluster, spec.cooperative)
-    return Step(kernel, launch)
+    return Step(kernel, Launch(launch.grid, launch.args, spec.early, launch.cluster, spec.cooperative))
 
 
 def _source(solution: ResolvedSolution, names: Mapping[str, int]) -> str:

@@ -27,11 +27,7 @@ class _Module(ctypes.Structure):
 class _Resource(ctypes.Structure):
     """CUpti_ResourceData."""
 
-    _fields_ = (
-        ("context", ctypes.c_void_p),
-        ("handle", ctypes.c_void_p),
-        ("descriptor", ctypes.POINTER(_Module)),
-    )
+    _fields_ = (("context", ctypes.c_void_p), ("handle", ctypes.c_void_p), ("descriptor", ctypes.POINTER(_Module)))
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)

@@ -286,7 +286,6 @@ def _decode_config(text: bytes, path: Path, implied: Mapping[str, str]) -> Solut
 
 
 def _list_allowed(message: str) -> str:
-    """Return the allowed keys or values for the key in a message of msgspec."""
     kinds: dict[str, type[msgspec.Struct]] = {"launches": LaunchSpec, "workspaces": WorkspaceSpec}
     key = re.search(r"\$\.(\w+)", message)
     kind = kinds.get(key[1], SolutionConfig) if key else SolutionConfig
@@ -298,7 +297,6 @@ def _list_allowed(message: str) -> str:
 
 
 def _check(found: ResolvedSolution) -> None:
-    """What the types cannot say."""
     solution, where = found.config, found.path
     if not solution.file:
         raise UsageError(f"{where}: file: missing; name the solution's source, such as kernel.cu")

@@ -187,7 +187,6 @@ def pool_seeds(per_seed: Sequence[Blocks]) -> list[list[float]]:
 
 
 def _log_ratios(baseline: Blocks, candidate: Blocks) -> tuple[tuple[float, ...], ...]:
-    """Return log(baseline / candidate) of each block, by process."""
     if len(baseline) == 0 or len(candidate) == 0:
         raise ValueError("no processes to compare")
     if len(baseline) != len(candidate):

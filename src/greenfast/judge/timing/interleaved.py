@@ -189,7 +189,6 @@ def _time_cell(
     plans: Mapping[tuple[str, int, str], _Plan],
     rng: random.Random,
 ) -> None:
-    """Time one cell in one set of processes: prepare every label, then time all blocks."""
     shape = cell.shape
     cases = list(cell.cases.values())
 

@@ -69,7 +69,6 @@ def section(record: Run, work: Mapping[str, Work]) -> list[Markup]:
 
 
 def _points(role: str, side: Side, work: Mapping[str, Work], peaks: Peaks) -> Iterator[_Point]:
-    """Return a point per shape and cache state: the median over seeds."""
     for shape, cache in dict.fromkeys((row.shape, row.cache) for row in side.timing):
         us = facts.p50_us(row for row in side.timing if (row.shape, row.cache) == (shape, cache))
         one = work.get(shape)
@@ -141,17 +140,7 @@ def _caption(record: Run) -> str:
 
 def _table(points: Sequence[_Point]) -> Markup:
     letters = _letters(points)
-    header = (
-        "",
-        "shape",
-        "L2",
-        "side",
-        "p50 µs",
-        "TFLOP/s",
-        "of matrix peak",
-        "of special functions",
-        "of bandwidth",
-    )
+    header = ("", "shape", "L2", "side", "p50 µs", "TFLOP/s", "of matrix peak", "of special functions", "of bandwidth")
     rows = [
         (
             letters[p.shape],

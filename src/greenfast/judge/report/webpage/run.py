@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -15,29 +15,17 @@ from greenfast.judge.record_schema import (
     Record,
     Run,
     Side,
-    SpeedupRow,
     largest_named_shape,
 )
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.counts import SHOWN
+from greenfast.judge.report.counts import SHOWN, counts_section
+from greenfast.judge.report.facts import cached_section, describe_source, speedup_table
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.markdown import list_sections
 from greenfast.judge.report.plots import MAX_PANELS
-from greenfast.judge.report.speedups import cached_section, describe_source, speedup_table
 from greenfast.judge.report.webpage import charts, listing, roofline
-from greenfast.judge.report.webpage.limits import limits
 from greenfast.judge.report.webpage.listing import HotCode
-from greenfast.judge.report.webpage.page import (
-    bullets,
-    code,
-    figure,
-    fold,
-    markdown,
-    page,
-    paragraph,
-    part,
-    table,
-)
+from greenfast.judge.report.webpage.page import bullets, code, figure, fold, markdown, page, paragraph, part, table
 from greenfast.judge.report.webpage.roofline import Work
 
 _MAX_HASHES = 2
@@ -95,8 +83,7 @@ def _result_sections(record: AnyRecord, data: PageData) -> list[Section]:
 
 
 def _claims(record: Record) -> list[str]:
-    """Return the claims of a comparison: speedups with intervals, correctness, and the reasons against a merge."""
-    rows = facts.deciding_speedups(get_speedups(record))
+    rows = facts.deciding_speedups(facts.get_speedups(record))
     claims = [f"Not measured in this run, {describe_source(record.quoted)}:"] if record.quoted else []
     for row in rows:
         requirement = f" ({formatting.requirement(row.required)} required)" if row.required else ""
@@ -136,16 +123,8 @@ def identity(record: Run, sha256: str) -> list[tuple[str, str]]:
 
 
 def _deciding(record: Run, side: Side) -> list[Build]:
-    """Return the kernels of the deciding shapes; all kernels if these are unknown."""
-    shapes = {row.shape for row in facts.deciding_speedups(get_speedups(record))}
+    shapes = {row.shape for row in facts.deciding_speedups(facts.get_speedups(record))}
     return [build for build in side.builds if shapes.intersection(build.shapes)] or side.builds
-
-
-def get_speedups(record: Run) -> list[SpeedupRow]:
-    """Return a comparison's speedups, or its cached ones if it could not time."""
-    if not isinstance(record, Record):
-        return []
-    return record.quoted.speedups if record.quoted else record.speedups
 
 
 def gates(record: Run) -> list[Markup]:
@@ -163,7 +142,7 @@ def details(sections: Sequence[Section]) -> list[Markup]:
 
 
 def _speedups(record: Record) -> list[Markup]:
-    rows = get_speedups(record)
+    rows = facts.get_speedups(record)
     if not rows:
         return [paragraph(facts.gate_line(record, "PERFORMANCE"))]
     shown = figure(
@@ -173,47 +152,24 @@ def _speedups(record: Record) -> list[Markup]:
     )
     if record.quoted:
         return [shown, markdown(cached_section(record.quoted))]
-    return [shown, markdown(speedup_table(rows)), fold("all timings", [_timings(record)])]
-
-
-def _timings(record: Run) -> Markup:
-    header = ("side", "shape", "seed", "L2", "p50 µs", "p90 µs", "mean µs", "std µs", "launches")
-    rows = [
-        (
-            *(name, row.shape, str(row.seed), row.cache),
-            *(formatting.micros(us) for us in (row.p50_us, row.p90_us, row.mean_us, row.std_us)),
-            str(row.timed_iters),
-        )
-        for name, side in record.sides()
-        for row in side.timing
-    ]
-    return table(header, rows, right=header[4:])
+    return [shown, markdown(speedup_table(rows))]
 
 
 def _counts(record: Run) -> list[Markup]:
-    """Return the counts at the task's largest shape. The whole record below has the other shapes."""
     sides = record.sides()
     counted = {shape: c for _, side in sides for shape, c in side.counts.items()}
     if not counted:
         return [paragraph("Not counted: the emulator counts what a kernel executes, and these kernels ran elsewhere.")]
     shape = largest_named_shape(counted)
-    by_role = {role: side.counts[shape] for role, side in sides if shape in side.counts}
-    least = record.least_work.get(shape, {})
-    rows, ratios = [], []
-    for key, title in SHOWN.items():
-        values = [getattr(counts, key) for counts in by_role.values()]
-        ratio = values[-1] / values[0] if len(values) > 1 and values[0] else None
-        if ratio:
-            ratios.append((title, ratio))
-        times = [formatting.NONE if ratio is None else f"{ratio:.2f}x"] if len(by_role) > 1 else []
-        least_cell = f"{values[-1] / least[key]:.2f}x" if least.get(key) else formatting.NONE
-        rows.append((title, *(f"{value:,}" for value in values), *times, least_cell))
-    header = ("count", *by_role, *(["ratio"] if len(by_role) > 1 else []), f"{list(by_role)[-1]} / least")
-    lead = f"What one launch at {shape} executes, counted in PTX by the emulator; least: what the problem needs."
-    parts = [paragraph(lead)]
-    if ratios:
-        parts.append(figure(charts.counts(ratios), "Left of the line the candidate does less than the baseline."))
-    return [*parts, table(header, rows, right=header[1:])]
+    first, *_, last = [side.counts.get(shape) for _, side in (*sides, sides[-1])]
+    ratios = [
+        (title, getattr(last, key) / getattr(first, key))
+        for key, title in SHOWN.items()
+        if first is not last and first and last and getattr(first, key) and getattr(last, key)
+    ]
+    caption = f"One launch at {shape}. Left of the line the candidate does less than the baseline."
+    drawn = [figure(charts.counts(ratios), caption)] if ratios else []
+    return [*drawn, markdown(counts_section(sides, record.least_work))]
 
 
 def _blocks(record: Record) -> list[Markup]:
@@ -264,33 +220,7 @@ def _errors(record: Run) -> list[Markup]:
     )
     if not any(row.bound_histogram for _, row in rows):
         caption += " This record has the worst elements only, no distributions."
-    header = ("side", "shape", "seeds", "worst / bound", "kernel error", "format error", "largest error", "status")
-    cells = []
-    for name, shape in dict.fromkeys((name, row.shape) for name, row in rows):
-        group = [row for role, row in rows if (role, row.shape) == (name, shape)]
-        statuses = {facts.row_status(row) for row in group}
-        kernel_errors = [row.kernel_error.relative_error if row.kernel_error else None for row in group]
-        cells.append(
-            (
-                name,
-                shape,
-                str(len(group)),
-                formatting.error(_largest(row.bound_ratio for row in group)),
-                formatting.error(_largest(kernel_errors)),
-                formatting.error(_largest(row.format_error.relative_error for row in group)),
-                formatting.error(_largest(row.error.max_abs_err if row.error else None for row in group)),
-                next(status for status in ("FAIL", "PENDING", "PASS") if status in statuses),
-            )
-        )
-    note = (
-        "Kernel and format error are relative (Frobenius); the format error is of exact arithmetic on the quantized "
-        "inputs, which no kernel can better. Each column is the worst of the seeds."
-    )
-    return [figure(charts.errors(rows), caption), table(header, cells, right=header[2:7]), paragraph(note)]
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+    return [figure(charts.errors(rows), caption)]
 
 
 def repeat(record: Run) -> list[Markup]:
@@ -303,3 +233,89 @@ def repeat(record: Run) -> list[Markup]:
         paragraph(f"{text}{f'; {versions}' if versions else ''}."),
         *([paragraph(f"Seeds of the inputs: {', '.join(map(str, seeds))}.")] if seeds else []),
     ]
+
+
+def limits(record: Run) -> list[str]:
+    """Return one sentence per limit, the most important first."""
+    return [
+        *_describe_source(record),
+        *_describe_correctness(record),
+        *_describe_timing(record),
+        *_describe_method(record),
+    ]
+
+
+def _describe_source(record: Run) -> Iterator[str]:
+    if record.git.dirty:
+        yield (
+            f"The source tree had changes that are not in commit {record.git.sha[:10]}: the hashes above identify the "
+            "kernels, the commit does not."
+        )
+    for gate in record.gates:
+        if gate.status == "PENDING":
+            yield f"{gate.gate} was not decided: {gate.summary}"
+        for check, _, actual, status in gate.checks:
+            if status == "PENDING":
+                yield f"{gate.gate}, not asked: {check} ({actual})"
+
+
+def _describe_correctness(record: Run) -> Iterator[str]:
+    rows = [row for _, side in record.sides() for row in side.correctness]
+    if not rows:
+        return
+    shapes, seeds = {row.shape for row in rows}, {row.seed for row in rows}
+    yield (
+        f"Correct means: on {len(shapes)} shape{'s'[: len(shapes) > 1]} and {len(seeds)} "
+        f"seed{'s'[: len(seeds) > 1]} of the problem's inputs. Other shapes and inputs were not run."
+    )
+    if isinstance(record, Record) and record.parity:
+        same = sum(row.identical for row in record.parity)
+        if same < len(record.parity):
+            yield (
+                f"The two sides' outputs have equal bits on {same} of {len(record.parity)} inputs; elsewhere each is "
+                "held to the bounds alone."
+            )
+
+
+def _describe_timing(record: Run) -> Iterator[str]:
+    if isinstance(record, PhaseRecord):
+        return
+    if isinstance(record, Record) and record.quoted is not None:
+        yield (
+            f"No time was measured in this run. The speedups are another run's, on {record.quoted.device.name}, of "
+            "kernels with equal hashes."
+        )
+        return
+    rows = [row for _, side in record.sides() for row in side.timing]
+    if not rows:
+        yield "Nothing was timed: this page says nothing about speed."
+        return
+    yield f"Times are of one {facts.device(record)}; another device, driver or clock gives others."
+    if isinstance(record, Record):
+        yield from _describe_speedups(record)
+    discarded = sum(row.discarded_iters for row in rows)
+    if discarded:
+        yield f"{discarded} launches were discarded because the clock had fallen."
+    if not any(row.block_mhz for row in rows):
+        yield "Clocks and power were not sampled for each block, so a side that ran on a slower clock would not show."
+
+
+def _describe_speedups(record: Record) -> Iterator[str]:
+    gated = [row for row in record.speedups if row.gated]
+    others = len(record.speedups) - len(gated)
+    if gated and others:
+        names = ", ".join(f"{row.shape} ({row.cache})" for row in gated)
+        chance = formatting.percent(1 - record.speedups[0].confidence)
+        yield (
+            f"Only {names} decided. The other {others} speedups are shown and were not asked for; each interval misses "
+            f"the true value with a chance of {chance}."
+        )
+    fewest = min((row.processes for row in record.speedups), default=0)
+    if 0 < fewest < 3:
+        yield f"Processes timed: {fewest}. So few cannot show how processes differ, and the interval is of these alone."
+
+
+def _describe_method(record: Run) -> Iterator[str]:
+    if any(side.counts for _, side in record.sides()):
+        yield "Counts are of PTX, from which the assembler makes other machine code."
+    yield "A file can be edited: what repeats the run below is the proof, this page is not."

@@ -54,7 +54,6 @@ def program(
 
 
 def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:
-    """Return the function and the text of each argument."""
     launch = solution.config.launches[0] if solution.config.launches else None
     name = launch.kernel if launch else _FUNCTION
     module = import_family(solution.folder, solution.config.file, "")
@@ -69,7 +68,6 @@ def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple
 
 
 def _example(buffer: Buffer) -> torch.Tensor:
-    """Return an input with its example data as a CUDA tensor."""
     bits = np.frombuffer(Path(buffer.path).read_bytes(), np.uint8).copy()
     return torch.from_numpy(bits).cuda().view(_torch_dtype(buffer)).reshape(buffer.shape)
 

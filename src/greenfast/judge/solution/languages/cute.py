@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import entries
-from greenfast.judge.solution.cuda_program import (
-    build_arguments,
-    build_workspaces,
-    evaluate_block,
-    evaluate_constants,
-    evaluate_grid,
-    evaluate_shared,
-)
+from greenfast.judge.solution.cuda_program import build_workspaces, evaluate_constants, evaluate_launch
 from greenfast.judge.solution.languages.compiled import (
     import_solution_module,
     parse_exclusive_target,
@@ -85,28 +78,26 @@ def _step(
     function = getattr(module, spec.kernel, None)
     if not callable(function):
         raise UsageError(f"{where}.kernel: no @cute.jit function {spec.kernel!r} in {solution.file.name}")
-    given = build_arguments(solution, number, names)
-    ptx = _compile(where, function, _host_arguments(where, function, given, names, buffers), target)
-    block = evaluate_block(solution, number, names)
+    launch = evaluate_launch(solution, number, names)
+    ptx = _compile(where, function, _host_arguments(where, function, launch.args, names, buffers), target)
     threads = _THREADS.search(ptx)
-    if threads and block != tuple(int(n or 1) for n in threads.groups()):
-        raise UsageError(f"{where}.block: {list(block)}, and {spec.kernel} launches its kernel with {threads[0]}")
-    shared = evaluate_shared(solution, number, names)
-    if ".extern .shared" in ptx and not shared:
+    if threads and launch.block != tuple(int(n or 1) for n in threads.groups()):
+        raise UsageError(
+            f"{where}.block: {list(launch.block)}, and {spec.kernel} launches its kernel with {threads[0]}"
+        )
+    if ".extern .shared" in ptx and not launch.shared:
         raise UsageError(f"{where}.shared: missing; the kernel has dynamic shared memory: give its bytes")
     kernel = KernelSource(
         entry=_only_entry(where, ptx),
         source=ptx,
         name=solution.file.name,
         include_dirs=(),
-        block=block,
-        dynamic_smem_bytes=shared,
+        block=launch.block,
+        dynamic_smem_bytes=launch.shared,
         requires=parse_exclusive_target(ptx),
         language="ptx",
     )
-    return Step(
-        kernel, Launch(evaluate_grid(solution, number, names), _kernel_arguments(where, ptx, given), spec.early)
-    )
+    return Step(kernel, Launch(launch.grid, _kernel_arguments(where, ptx, launch.args), spec.early))
 
 
 def _host_arguments(
@@ -153,7 +144,6 @@ def _host_argument(key: str, name: str, annotation: str, argument: Argument, buf
 
 
 def _compile(where: str, function: Any, given: list[Any], target: Target) -> str:
-    """Return the PTX of the function's kernel. Raises CompileError with the compiler's message."""
     from cutlass import cute
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

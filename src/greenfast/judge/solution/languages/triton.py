@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import entries
-from greenfast.judge.solution.cuda_program import build_arguments, build_workspaces, evaluate_constants, evaluate_grid
+from greenfast.judge.solution.cuda_program import build_workspaces, evaluate_constants, evaluate_launch
 from greenfast.judge.solution.expressions import evaluate_whole
 from greenfast.judge.solution.languages.compiled import (
     import_solution_module,
@@ -85,7 +85,8 @@ def _call(
     spec = solution.config.launches[number]
     where = f"{solution.path}: launches[{number}]"
     function, heuristics = _function(f"{where}.kernel", module, spec.kernel, solution)
-    given = build_arguments(solution, number, names)
+    launch = evaluate_launch(solution, number, names)
+    given = launch.args
     runtime = [p.name for p in function.params if not p.is_constexpr]
     if len(given) != len(runtime):
         raise UsageError(
@@ -119,7 +120,7 @@ def _call(
     if spec.early:
         options["launch_pdl"] = True
     left = tuple(value for name, value in by_name.items() if signature[name] != "constexpr")
-    return _Call(function, signature, fixed, tuple(divisible), left, evaluate_grid(solution, number, names), options)
+    return _Call(function, signature, fixed, tuple(divisible), left, launch.grid, options)
 
 
 def _function(
@@ -229,7 +230,6 @@ def _step(solution: ResolvedSolution, number: int, call: _Call, target: Target, 
 
 
 def _compile(where: str, call: _Call, target: Target) -> Any:
-    """Compile a launch with Triton. Raises CompileError with Triton's message."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from greenfast.judge.report.compared_with_gpu import MATRIX_METRIC, counts_table
+from benchmarks.emulator_against_gpu import MATRIX_METRIC, counts_table
 
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared"
 
