@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,16 +41,9 @@ class Finding:
     message: str = ""
 
 
-class _EmulatedHere(Request):
-    @property
-    def make_worker(self) -> type[EmulatorHere]:
-        """The emulator without a process, whose start takes longer than a kernel of the corpus."""
-        return EmulatorHere
-
-
 def emulated_here(asked: Request) -> Request:
-    """A run on the emulator, in this process."""
-    return _EmulatedHere(**{name: getattr(asked, name) for name in asked.__dataclass_fields__})
+    """A run on the emulator in this process: a process takes longer to start than a kernel of the corpus."""
+    return replace(asked, start_worker=EmulatorHere)
 
 
 @cache

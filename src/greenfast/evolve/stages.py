@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +32,6 @@ from greenfast.judge.record_schema import DRAWN, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.subject import load_baseline
-from greenfast.judge.task import Shape
 from greenfast.judge.tasks import LoadedTask, find_task, load
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
@@ -109,29 +107,6 @@ class _CachedReferences:
         if key not in self._cache:
             self._cache[key] = self._problem.references(dims, seed, fmt, **variant)
         return self._cache[key]
-
-
-@dataclass(frozen=True)
-class _SearchRequest(Request):
-    """A request that runs kernels in a shared process."""
-
-    shared: SharedWorker | None = None
-
-    @property
-    def make_worker(self) -> Callable[[], Worker]:
-        """Return the shared worker instead of a new one."""
-        shared = self.shared
-        return (lambda: shared) if shared is not None else super().make_worker
-
-    @property
-    def make_emulator(self) -> Callable[[], Worker] | None:
-        """None: the emulator stage comes before the GPU."""
-        return None
-
-    @property
-    def checks_memory(self) -> bool:
-        """Return False: the validation of finalists checks memory."""
-        return False
 
 
 def make_search_request(manifest: Manifest, task: LoadedTask, shapes: list[str], device: str, out: Path) -> Request:
@@ -229,7 +204,7 @@ class Stages:
         If a GPU follows: as ``greenfast judge`` does beside a GPU, one case of each emulated shape, and all variants of
         the smallest one. The validation of finalists runs every case on the GPU.
         """
-        request = _SearchRequest(**_fields(self._emulated), shared=self._emulator)
+        request = dataclasses.replace(self._emulated, start_worker=lambda: self._emulator)
         planned = add_check_plan(request, self.sources.rung, chosen=True, seed=exam_seed)
         if self.gpu_follows and (plan := planned.check_plan):
             emulated = plan.emulated_case_plans
@@ -253,7 +228,7 @@ class Stages:
 
     def on_gpu(self, candidate: Candidate | None) -> tuple[StageResult, BuiltSide | None, dict[tuple[str, int], str]]:
         """Run CORRECTNESS on the GPU for the timed shapes; return the kernels and the digests of their outputs too."""
-        request = _SearchRequest(**_fields(self.raced), shared=self._on_gpu)
+        request = dataclasses.replace(self.raced, start_worker=lambda: self._on_gpu)
         run = self._run_gates(request, candidate, _GATES)
         if isinstance(run, StageResult):
             return run, None, {}
@@ -303,10 +278,6 @@ def hash_programs(side: BuiltSide, dims: Mapping[str, Mapping[str, int]]) -> str
             buffers = [buffer for argument in step.launch.args for buffer in find_buffers(argument)]
             digest.update(msgspec.json.encode((name, code_hash(kernel) or kernel.kernel_hash, facts, buffers)))
     return digest.hexdigest()[:16]
-
-
-def _fields(request: Request) -> dict[str, Any]:
-    return {field.name: getattr(request, field.name) for field in dataclasses.fields(Request)}
 
 
 def compute_pipe_clocks(counts: KernelCounts, target: Target, fmt: str) -> dict[str, float]:
@@ -369,18 +340,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return f"on {self.device}, {self.created[:10]}" if self.device else ""
 
 
-@dataclass(frozen=True)
-class _FullRequest(Request):
-    """A request that checks the whole check plan and times only the gated shapes."""
-
-    @property
-    def built_shapes(self) -> list[Shape]:
-        """All shapes of the check plan."""
-        plan = self.check_plan
-        shapes = [*self.shapes, *(plan.required_shapes if plan else ()), *(plan.random_shapes if plan else ())]
-        return list({shape.name: shape for shape in shapes}.values())
-
-
 def correct_confidence(confidence: float, finalists: int) -> float:
     """Return the confidence per verdict so that all verdicts hold together with ``confidence`` (Bonferroni)."""
     return 1 - (1 - confidence) / max(1, finalists)
@@ -403,8 +362,7 @@ def validate_finalist(
     request = dataclasses.replace(request, timing=timing, seeds=list(request.task.config.seeds))
     timed = request.shapes
     request = add_check_plan(request, implementation.rung or stages.sources.rung, chosen=False)
-    whole = _FullRequest(**{field.name: getattr(request, field.name) for field in dataclasses.fields(request)})
-    request = dataclasses.replace(whole, shapes=timed)
+    request = dataclasses.replace(request, shapes=timed, builds_plan=True)
     outcome = validate(request, stages.baseline(), implementation, observer, required=manifest.required, profile=False)
     return _verdict(outcome.record, outcome.folder, folder)
 

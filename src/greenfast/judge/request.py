@@ -59,6 +59,9 @@ class Request:
     shapes, seeds: the timed cases; without a check plan, also the cases of CORRECTNESS.
     ordinal: the number of the GPU, the emulator's name, or None.
     check_plan: the cases of CORRECTNESS (see ``add_check_plan``); None for a run without a decision.
+    start_worker: starts the process that runs kernels; None for a new one on the device. With it, neither the emulator
+        nor the memory check runs beside a GPU.
+    builds_plan: True to build for all shapes of the check plan, also those that are not timed.
     """
 
     task: LoadedTask
@@ -73,6 +76,8 @@ class Request:
     out: Path
     command: str
     check_plan: CheckPlan | None = None
+    start_worker: Callable[[], Worker] | None = None
+    builds_plan: bool = False
 
     @property
     def case_plans(self) -> tuple[CasePlan, ...]:
@@ -91,23 +96,28 @@ class Request:
     @property
     def built_shapes(self) -> list[Shape]:
         """The shapes that kernels are built for."""
-        return [*self.shapes, *(self.check_plan.random_shapes if self.check_plan else ())]
+        plan = self.check_plan
+        shapes = [*self.shapes, *(plan.required_shapes if plan and self.builds_plan else ())]
+        return list({shape.name: shape for shape in (*shapes, *(plan.random_shapes if plan else ()))}.values())
 
     @property
     def make_emulator(self) -> Callable[[], Worker] | None:
         """A function that starts an emulator beside a GPU, to detect faults that a GPU cannot show; None if unused."""
-        if self.check_plan is None or isinstance(self.ordinal, str):
+        if self.check_plan is None or isinstance(self.ordinal, str) or self.start_worker:
             return None
         return lambda: Worker(timeout_s=max(self.timeout_s, _SMALL_CASE_TIMEOUT_S), make_session=EmulatorSession)
 
     @property
     def checks_memory(self) -> bool:
         """True if the run includes the memory check on the GPU: a run with a check plan on a GPU."""
-        return self.check_plan is not None and self.device is not None and self.device.kind == "gpu"
+        on_gpu = self.device is not None and self.device.kind == "gpu"
+        return self.check_plan is not None and on_gpu and not self.start_worker
 
     @property
     def make_worker(self) -> Callable[[], Worker]:
         """A function that starts a process on the chosen device."""
+        if self.start_worker is not None:
+            return self.start_worker
         if isinstance(self.ordinal, str):
             return lambda: Worker(timeout_s=max(self.timeout_s, _EMULATOR_TIMEOUT_S), make_session=EmulatorSession)
         ordinal = self.ordinal or 0
