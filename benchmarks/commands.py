@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.text import Text
-
 from benchmarks import routing as many_shapes
 from benchmarks import sdpa as attention
 from benchmarks import serving as paged
@@ -95,7 +93,7 @@ class ComparisonConsole(GateConsole):
         times = [f"{r.backend} {r.median_us:.1f}" for r in rows if r.median_us is not None]
         speedups = [f"; {v.title} {ratio:.3f}x" for v in self._versus for ratio in ratios(rows, v).values()]
         text = f"{rows[0].shape:18}{', '.join(times)} µs{''.join(speedups)}"
-        self._console.print(Text(text), soft_wrap=True)
+        self.line(text)
 
 
 def _compare(

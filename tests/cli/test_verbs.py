@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from greenfast.cli.console import GateConsole
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import read_record
@@ -323,3 +325,14 @@ def test_build_is_a_table_of_every_variant_and_target(capsys: pytest.CaptureFixt
         for variant in ("stage1", "stage2")
     )
     assert "LDGSTS" in (tmp_path / "stage2-e4m3-b1_h1_s32_d64-sm_89.sass").read_text()
+
+
+def test_a_pipe_gets_the_current_step_after_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((100.0, 101.0, 140.0, 140.0, 141.0, 180.0, 180.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    console = GateConsole(to_stderr=False)
+    for step in ("soon", "one", "soon after", "two"):
+        console.say(step)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["40", "s", "one"], ["80", "s", "two"]]

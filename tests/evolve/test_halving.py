@@ -10,7 +10,6 @@ import functools
 import operator
 import os
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.cli.evolve import SearchConsole
 from greenfast.device.session import Block, Started, WrongLaunch
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.event_log import EVENTS, read_events
@@ -428,17 +426,6 @@ def test_a_gpu_that_follows_leaves_the_emulator_few_cases(manifest: Manifest, tm
     assert [case for case in asked[True] if case.startswith(f"{small_name} ")] == small
     assert len(asked[True]) - len(small) == len(shapes[True] - {small_name}) >= 1
     assert set(asked[True]) < set(asked[False])
-
-
-def test_a_pipe_gets_the_current_step_after_a_while(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter((100.0, 101.0, 120.0, 120.0, 121.0, 140.0, 140.0))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    console = SearchConsole(to_stderr=False)
-    for step in ("soon", "one", "soon after", "two"):
-        console.say(step)
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["20", "s", "one"], ["40", "s", "two"]]
 
 
 def test_workers_are_one_per_core_and_at_most_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,8 @@ _STYLES = {
     "DEFER": "bold red",
 }
 _MAX_REASONS = 8
+#: Seconds without output after which a file or a pipe gets the current step.
+_QUIET_S = 30.0
 
 
 def status(text: str) -> Text:
@@ -47,45 +49,55 @@ def show(what: Table | Text | str) -> None:
 
 
 class GateConsole:
-    """An Observer that prints each gate when it ends, and a progress line before, on standard error or output."""
+    """Prints each gate when it ends, and the current step before.
+
+    On a terminal the step is a line that the next one replaces. A file or a pipe gets it if nothing was printed for a
+    while. Use as a context manager, which removes the step.
+    """
 
     def __init__(self, *, to_stderr: bool) -> None:
         stream = sys.stderr if to_stderr else sys.stdout
-        width = None if stream.isatty() else 200
-        self._console = Console(stderr=to_stderr, width=width, highlight=False)
-        self._progress = Progress(
-            TextColumn("{task.description:11}"),
-            BarColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not stream.isatty(),
-        )
-        self._tasks: dict[str, object] = {}
+        self._live = stream.isatty()
+        self._console = Console(stderr=to_stderr, width=None if self._live else 200, highlight=False)
+        self._start = self._shown = time.monotonic()
 
     def __enter__(self) -> GateConsole:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.clear()
+
+    def line(self, text: Text | str) -> None:
+        """Print a line."""
+        self.clear()
+        text = Text(text) if isinstance(text, str) else text
+        self._console.print(text, soft_wrap=not self._live)  # in a file, one line per text
+        self._shown = time.monotonic()
+
+    def clear(self) -> None:
+        """Remove the current step from a terminal."""
+        if self._live:
+            self._console.file.write("\r\x1b[K")
+
+    def say(self, text: str) -> None:
+        """Show the current step."""
+        now = time.monotonic()
+        step = f"{now - self._start:6.0f} s  {printable(text)}"
+        if self._live:
+            self._console.file.write(f"\r\x1b[K{step[: self._console.width - 1]}")
+            self._console.file.flush()
+        elif now - self._shown > _QUIET_S:
+            self.line(step)
 
     def progress(self, gate: str, share: float, text: str) -> None:
-        """Move the gate's progress line."""
-        task = self._tasks.get(gate)
-        if task is None:
-            task = self._tasks[gate] = self._progress.add_task(gate, total=1.0, text="")
-        self._progress.update(task, completed=share, text=text)  # type: ignore[arg-type]
+        """Show a gate's progress."""
+        self.say(f"{gate} {share:.0%} {text}")
 
     def gate(self, result: GateResult) -> None:
         """Print a gate's outcome and the reasons of a failure."""
-        task = self._tasks.pop(result.gate, None)
-        if task is not None:
-            self._progress.remove_task(task)  # type: ignore[arg-type]
-        line = Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), printable(result.summary))
-        self._console.print(line, soft_wrap=not self._console.is_terminal)  # in a file, one line per gate
-        for reason in result.reasons[:_MAX_REASONS]:
-            self._console.print(Text(printable(f"{'':12}- {reason}")))
+        self.line(Text.assemble(f"{result.gate:12}", status(f"{result.status:8}"), printable(result.summary)))
+        reasons = [f"- {reason}" for reason in result.reasons[:_MAX_REASONS]]
         if len(result.reasons) > _MAX_REASONS:
-            self._console.print(f"{'':12}- and {len(result.reasons) - _MAX_REASONS} more")
+            reasons.append(f"and {len(result.reasons) - _MAX_REASONS} more")
+        for reason in reasons:
+            self._console.print(Text(printable(f"{'':12}{reason}")))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.text import Text
 
-from greenfast.cli.console import show, status
+from greenfast.cli.console import GateConsole, show, status
 from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest, read_budget
 from greenfast.evolve.proposal import Evaluation, Insight, read_lines, select_best
@@ -36,8 +34,6 @@ from greenfast.judge.store import to_json
 from greenfast.judge.tasks import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 
-#: Seconds without output after which a file or a pipe gets the current step too.
-_QUIET_S = 15.0
 _OF_A_NEW_RUN = ("space", "proposer", "baseline", "shapes", "seeds", "format", "arch", "insights")
 
 
@@ -144,43 +140,12 @@ def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:
     return read_space(path), path.parent
 
 
-class SearchConsole:
-    """Shows a search: a line of progress, and a line for each batch."""
-
-    def __init__(self, *, to_stderr: bool) -> None:
-        stream = sys.stderr if to_stderr else sys.stdout
-        self._live = stream.isatty()
-        self._console = Console(stderr=to_stderr, width=None if self._live else 200, highlight=False)
-        self._start = self._shown = time.monotonic()
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        self.clear()
-        self._console.print(Text(text))
-        self._shown = time.monotonic()
-
-    def clear(self) -> None:
-        """Remove the line of progress."""
-        if self._live:
-            self._console.file.write("\r\x1b[K")
-
-    def say(self, text: str) -> None:
-        """Show the current step; outside of a terminal only if nothing was printed for a while."""
-        now = time.monotonic()
-        step = f"{now - self._start:6.0f} s  {text}"
-        if self._live:
-            self._console.file.write(f"\r\x1b[K{step}")
-            self._console.file.flush()
-        elif now - self._shown > _QUIET_S:
-            self.line(step)
+class SearchConsole(GateConsole):
+    """Prints a line for each batch, and the gates of a finalist's validation without their reasons."""
 
     def gate(self, result: GateResult) -> None:
-        """A gate of a finalist's validation has ended."""
+        """Print a gate's outcome."""
         self.line(f"  {result.gate} {result.status}: {result.summary}")
-
-    def progress(self, gate: str, share: float, text: str) -> None:
-        """A gate of a finalist's validation is under way."""
-        self.say(f"{gate} {share:.0%} {text}")
 
     def batch(self, number: int, evaluations: Sequence[Evaluation], state: State) -> None:
         """A batch has ended."""
