@@ -24,9 +24,10 @@ from greenfast.judge.record_schema import BenchRecord, GateResult
 from greenfast.judge.report.markdown import report
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_output_file, check_writable, new_run_folder, to_json
-from greenfast.judge.task import TaskConfig, Variant
-from greenfast.judge.tasks import chosen_rung
+from greenfast.judge.task import Shape, TaskConfig, Variant
+from greenfast.judge.tasks import LoadedTask, choices
 from greenfast.judge.timing.interleaved import WARM
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
 
@@ -133,3 +134,16 @@ def variant_of_environment(config: TaskConfig, environment: Mapping[str, str]) -
                     f"{name}={environment[name]!r}: allowed values are {config.toggles[name].values}"
                 ) from None
     return config.toggle_variant(toggles)
+
+
+def chosen_rung(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> str:
+    """Return the one rung for all shapes. Raises UsageError if the shapes need different rungs or one has none."""
+    by_rung: dict[str, list[str]] = {}
+    for shape, choice in choices(task, target, fmt, shapes):
+        if isinstance(choice, str):
+            raise UsageError(f"shape {shape.name}: {choice}")
+        by_rung.setdefault(choice.rung, []).append(shape.name)
+    if len(by_rung) > 1:
+        text = "; ".join(f"{rung} for {', '.join(names)}" for rung, names in by_rung.items())
+        raise UsageError(f"--variant auto: the shapes take different variants ({text}); ask for them one by one")
+    return next(iter(by_rung))

@@ -32,7 +32,7 @@ from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
-from greenfast.judge.report.ladder import console_form, ladder_table
+from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.judge.tasks import find_task
 from greenfast.ops.routing_rules import FA3, TORCH
@@ -58,6 +58,16 @@ PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
+
+
+def console_form(record: Record) -> str:
+    """Return the command of a run and its console output, without colours and without the last line (the folder)."""
+    lines = [f"$ {record.command}"]
+    for gate in record.gates:
+        lines.append(f"{gate.gate:12}{gate.status:8}{gate.summary}")
+        lines += [f"{'':12}- {reason}" for reason in gate.reasons]
+    lines += ["", f"{record.decision}  {record.candidate.variant} against {record.baseline.variant}, {record.format}"]
+    return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
 
 
 def evidence(root: Path) -> list[tuple[str, AnyRecord]]:

@@ -189,16 +189,3 @@ def choices(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape])
         except UsageError as e:
             chosen.append((shape, str(e)))
     return chosen
-
-
-def chosen_rung(task: LoadedTask, target: Target, fmt: str, shapes: Sequence[Shape]) -> str:
-    """Return the one rung for all shapes. Raises UsageError if the shapes need different rungs or one has none."""
-    by_rung: dict[str, list[str]] = {}
-    for shape, choice in choices(task, target, fmt, shapes):
-        if isinstance(choice, str):
-            raise UsageError(f"shape {shape.name}: {choice}")
-        by_rung.setdefault(choice.rung, []).append(shape.name)
-    if len(by_rung) > 1:
-        text = "; ".join(f"{rung} for {', '.join(names)}" for rung, names in by_rung.items())
-        raise UsageError(f"--variant auto: the shapes take different variants ({text}); ask for them one by one")
-    return next(iter(by_rung))

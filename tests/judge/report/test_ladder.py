@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from greenfast.judge.record_schema import GitState, Record, Side
-from greenfast.judge.report.ladder import console_form, ladder_table
+from greenfast.judge.report.ladder import ladder_table
 from greenfast.spec.freshness import Freshness
+from scripts.update_results import console_form
 from tests.judge.report.records import gates, pending_record, quoting_record, record, side, speedup_row, timing_row
 
 CAPTION = (

@@ -63,16 +63,6 @@ def _choose_shape(records: Sequence[Record]) -> str:
     return max(counts, key=lambda name: (counts[name], name), default="")
 
 
-def console_form(record: Record) -> str:
-    """Return the command of a run and its console output, without colours and without the last line (the folder)."""
-    lines = [f"$ {record.command}"]
-    for gate in record.gates:
-        lines.append(f"{gate.gate:12}{gate.status:8}{gate.summary}")
-        lines += [f"{'':12}- {reason}" for reason in gate.reasons]
-    lines += ["", f"{record.decision}  {record.candidate.variant} against {record.baseline.variant}, {record.format}"]
-    return "\n".join([*lines, *(f"  - {reason}" for reason in record.reasons)])
-
-
 def _format_group(records: Sequence[tuple[str, Record]], aged: Mapping[str, Freshness], shape: str) -> str:
     stale = {path for path, answer in aged.items() if answer.status == STALE}
     rows = [_stale_row(path, record) if path in stale else _row(path, record, shape) for path, record in records]
