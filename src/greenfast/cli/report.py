@@ -22,11 +22,10 @@ from greenfast.judge.record_io import (
 )
 from greenfast.judge.record_schema import AnyRecord, Record
 from greenfast.judge.report.compare import compare_markdown
-from greenfast.judge.report.history import HEADER, histories
+from greenfast.judge.report.history import HEADER, histories, history_page
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
-from greenfast.judge.report.webpage.history import history_page
 from greenfast.judge.store import check_output_file, read_json, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from greenfast.judge.report.history import HEADER, _code_of, histories
-from greenfast.judge.report.webpage.history import history_page
+from greenfast.judge.report.history import HEADER, _code_of, histories, history_page
 from tests.judge.report.records import pending_record, quoting_record, record, speedup_row
 from tests.judge.report.webpage.reading import read
 

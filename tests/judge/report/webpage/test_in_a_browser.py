@@ -19,8 +19,7 @@ from benchmarks.records import read_benchmark
 from greenfast.judge.pages import record_page
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
-from greenfast.judge.report.history import histories
-from greenfast.judge.report.webpage.history import history_page
+from greenfast.judge.report.history import histories, history_page
 from greenfast.judge.report.webpage.run import PageData, run_page
 from tests.judge.report.records import record
 from tests.judge.report.webpage.test_run import hostile, with_clocks
