@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.cli.console import GateConsole
+from greenfast.cli.evolve import SearchConsole
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import read_record
@@ -332,7 +332,7 @@ def test_a_pipe_gets_the_current_step_after_a_while(
 ) -> None:
     clock = iter((100.0, 101.0, 140.0, 140.0, 141.0, 180.0, 180.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    console = GateConsole(to_stderr=False)
+    console = SearchConsole(to_stderr=False)
     for step in ("soon", "one", "soon after", "two"):
         console.say(step)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["40", "s", "one"], ["80", "s", "two"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -23,8 +24,6 @@ _STYLES = {
     "DEFER": "bold red",
 }
 _MAX_REASONS = 8
-#: Seconds without output after which a file or a pipe gets the current step.
-_QUIET_S = 30.0
 
 
 def status(text: str) -> Text:
@@ -51,9 +50,11 @@ def show(what: Table | Text | str) -> None:
 class GateConsole:
     """Prints each gate when it ends, and the current step before.
 
-    On a terminal the step is a line that the next one replaces. A file or a pipe gets it if nothing was printed for a
-    while. Use as a context manager, which removes the step.
+    The step is a line of a terminal that the next step replaces. Use as a context manager, which removes it.
     """
+
+    #: Seconds without output after which a file or a pipe gets the current step too.
+    quiet_s = math.inf
 
     def __init__(self, *, to_stderr: bool) -> None:
         stream = sys.stderr if to_stderr else sys.stdout
@@ -86,7 +87,7 @@ class GateConsole:
         if self._live:
             self._console.file.write(f"\r\x1b[K{step[: self._console.width - 1]}")
             self._console.file.flush()
-        elif now - self._shown > _QUIET_S:
+        elif now - self._shown > self.quiet_s:
             self.line(step)
 
     def progress(self, gate: str, share: float, text: str) -> None:

@@ -143,6 +143,8 @@ def find_space(given: str | None, folder: Path) -> tuple[Space, Path]:
 class SearchConsole(GateConsole):
     """Prints a line for each batch, and the gates of a finalist's validation without their reasons."""
 
+    quiet_s = 30.0
+
     def gate(self, result: GateResult) -> None:
         """Print a gate's outcome."""
         self.line(f"  {result.gate} {result.status}: {result.summary}")

@@ -87,6 +87,8 @@ def evaluate_launch(solution: ResolvedSolution, number: int, names: Mapping[str,
     shared = _whole(solution, f"{where}.shared", spec.shared, names)
     if not 0 <= shared <= _MAX_SHARED:
         raise UsageError(f"{solution.path}: {where}.shared: {shared} bytes; no GPU's block has more than {_MAX_SHARED}")
+    cluster = _evaluate_extents(solution, f"{where}.cluster", spec.cluster, names, _MAX_CLUSTER)
+    grid = _evaluate_extents(solution, f"{where}.grid", spec.grid, names, _MAX_GRID)
     args: list[Argument] = []
     for n, given in enumerate(spec.args):
         key = f"{where}.args[{n}]"
@@ -96,13 +98,7 @@ def evaluate_launch(solution: ResolvedSolution, number: int, names: Mapping[str,
             args.append(_argument(solution, key, given, names))
         else:
             args.append(Struct(tuple(_argument(solution, key, field, names) for field in given)))
-    return EvaluatedLaunch(
-        grid=_evaluate_extents(solution, f"{where}.grid", spec.grid, names, _MAX_GRID),
-        block=block,
-        cluster=_evaluate_extents(solution, f"{where}.cluster", spec.cluster, names, _MAX_CLUSTER),
-        shared=shared,
-        args=tuple(args),
-    )
+    return EvaluatedLaunch(grid, block, cluster, shared, tuple(args))
 
 
 def _evaluate_extents(
