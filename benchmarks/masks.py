@@ -1,12 +1,14 @@
 """Masks by tiles: attention that skips tiles beside dense attention, ``varlen_attn``, cuDNN and FlexAttention.
 
 python -m benchmarks masks [--cases CASE ...] [--json FILE]     on a Hopper GPU
+python -m benchmarks masks --skipping     the tiles that a skip_threshold skips, and the error, on any machine
 
 Each case is timed interleaved in one process, as graphs of calls from bfloat16 tensors. The mask is made before the
 calls, except by the backends that make it. Errors are relative (Frobenius), against attention in float64 of a sample of
 rows of two heads. ``efficiency`` is the speedup over ``dense`` divided by the ideal one, the ratio of the tiles that
 both visit. ``making`` is the time to make the mask as a share of ``mask``. ``bool`` keeps the kernels' form of its mask
-after the first call.
+after the first call. ``skipped`` is the share of the tiles of 64 queries and 128 keys that ``skip_threshold`` skips, in
+two heads.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +30,8 @@ from benchmarks.records import write_measurements
 from benchmarks.registry import GREENFAST, TORCH, BoundCall, Suite, first_line
 from benchmarks.timing import capture, time_graphs
 from greenfast import BlockMask
+from greenfast.ops import reference
+from greenfast.ops.masked import MaskSpec
 
 TILE, HEAD_DIM = 128, 128
 #: Query heads, KV heads.
@@ -38,6 +42,8 @@ DOCUMENTS = (4000, 120, 2500, 3100, 33, 1700, 2048, 2883)
 WINDOW_TOKENS, WINDOW = 32768, 1024
 #: Keys of each sequence, half of them padding.
 PADDED = (4096, 2048, 1500, 548)
+#: The first skips nothing, and shows the cost of the votes.
+THRESHOLDS = (1e-30, 1e-3, 1e-2, 0.1)
 _SAMPLED_ROWS, _MAX_ERROR = 256, 0.15
 _sdpa: Any = greenfast.sdpa
 _varlen_attn: Any = greenfast.varlen_attn
@@ -87,7 +93,7 @@ def _mask(inputs: MaskInputs) -> BoundCall:
     return BoundCall(inputs.attend(attn_mask=inputs.mask))
 
 
-@_register("options", "greenfast.sdpa with a window or lengths", "fp8", GREENFAST)
+@_register("options", "greenfast.sdpa with a window, lengths or skipped tiles", "fp8", GREENFAST)
 def _options(inputs: MaskInputs) -> BoundCall:
     return BoundCall(inputs.attend(**inputs.options))
 
@@ -227,6 +233,144 @@ def make_padding(heads: tuple[int, int], lengths: Sequence[int] = PADDED, device
     return MaskInputs(q, k, v, allows, _make_mask(allows, len(lengths), tokens, device), options={"kv_lengths": used})
 
 
+def make_local(heads: tuple[int, int], threshold: float, tokens: int = TOKENS, device: str = "cuda") -> MaskInputs:
+    """Return causal inputs whose weights are largest near the query and at the first key, a sink.
+
+    Q and K are N(0, 1/2), plus a common part of the same size whose correlation falls by 1/e in 256 tokens, and in Q
+    plus 0.7, which the sink has 1.5 of.
+    """
+    q, k, v = make_tensors(1, heads, tokens, device)
+    keep = math.exp(-1 / 256)
+    steps = torch.randn(tokens, HEAD_DIM, device=device) * math.sqrt(1 - keep**2)
+    decay = keep ** torch.arange(tokens, dtype=torch.float64, device=device)
+    # A sum over all earlier steps, in chunks whose decay does not underflow.
+    places = torch.empty_like(steps)
+    last = torch.randn(HEAD_DIM, dtype=torch.float64, device=device)
+    for first in range(0, tokens, 4096):
+        chunk = steps[first : first + 4096].double()
+        weights = decay[: len(chunk)].unsqueeze(1)
+        grown = (last * keep + (chunk / weights).cumsum(0)) * weights
+        places[first : first + 4096], last = grown.float(), grown[-1]
+    q, k = 0.7 * (q + places.bfloat16()) + 0.7, 0.7 * (k + places.bfloat16())
+    k[:, :, 0] += 1.5
+    documents = torch.zeros(tokens, dtype=torch.int32, device=device)
+    options = {"skip_threshold": threshold, "is_causal": True}
+    mask = BlockMask.from_segments(documents, causal=True)
+    return MaskInputs(q, k, v, lambda b, h, row, key: key <= row, mask, causal=True, options=options)
+
+
+def measure_skipping(inputs: MaskInputs) -> float:
+    """Return the share of tiles with a key that are skipped, in the first and the last head of the first sequence."""
+    threshold, (_, heads, length, _) = inputs.options["skip_threshold"], inputs.q.shape
+    order = MaskSpec(lists=inputs.options["attn_mask"]).tile_order() if "attn_mask" in inputs.options else None
+    group, skipped, attended = heads // inputs.k.shape[1], 0, 0
+    for head in (0, heads - 1):
+        part = (inputs.q[:1, head, None], inputs.k[:1, head // group, None], inputs.v[:1, head // group, None])
+        codes = greenfast.quantize(*part)
+        q, k = reference.dequantize_queries(codes), reference.dequantize_keys(codes)
+        for first in range(0, length, TILE):
+            rows = torch.arange(first, min(first + TILE, length), device=q.device).unsqueeze(1)
+            keys = torch.arange(k.shape[2], device=q.device)
+            scores = q[:, :, first : first + TILE] @ k.transpose(2, 3) / math.sqrt(inputs.q.shape[3])
+            scores = scores.masked_fill(~inputs.allows(0, head, rows, keys), -math.inf)
+            any_key = torch.nn.functional.max_pool2d(
+                (scores > -math.inf).float(), (reference.SKIP_ROWS, TILE), ceil_mode=True
+            ).bool()
+            attended += int(any_key.sum())
+            of_rows = None if order is None else order[:1, :1, first // TILE, None]
+            skipped += int((any_key & reference.find_skipped_tiles(scores, threshold, of_rows)).sum())
+    return skipped / attended
+
+
+class _Layer(torch.nn.Module):
+    """A layer of a small language model, with heads of 64 columns and rotary embeddings."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Return Q, K and V, (batch, heads, tokens, 64)."""
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4)
+        place = torch.arange(x.shape[1]).unsqueeze(1) * 10000.0 ** (-torch.arange(32) / 32)
+        turned = []
+        for part in (q, k):
+            a, b = part.chunk(2, -1)
+            turned.append(torch.cat([a * place.cos() - b * place.sin(), a * place.sin() + b * place.cos()], -1))
+        return [*turned, v]
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = torch.nn.functional.scaled_dot_product_attention(*self.project(x), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        added: Tensor = self.mlp(self.second(x))
+        return x + added
+
+
+def train_model(text: bytes, steps: int, tokens: int, width: int = 128, layers: int = 2) -> list[list[Tensor]]:
+    """Train a language model of bytes on the CPU, and return Q, K and V of each layer on the end of the text."""
+    torch.manual_seed(0)
+    symbols = torch.tensor(list(text))
+    embed, head = torch.nn.Embedding(256, width), torch.nn.Linear(width, 256)
+    blocks = torch.nn.ModuleList(_Layer(width) for _ in range(layers))
+    parameters = [*embed.parameters(), *head.parameters(), *blocks.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        start = int(torch.randint(0, len(symbols) - 2 * tokens, ()))
+        some = symbols[start : start + tokens + 1]
+        x = embed(some[None, :-1])
+        for block in blocks:
+            x = block(x)
+        loss = torch.nn.functional.cross_entropy(head(x)[0], some[1:])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    print(f"trained: loss {loss.item():.2f} nats a byte")
+    result = []
+    with torch.no_grad():
+        x = embed(symbols[None, -tokens:])
+        for block in blocks:
+            result.append([part.bfloat16() for part in block.project(x)])
+            x = block(x)
+    return result
+
+
+def compare_thresholds(inputs: MaskInputs, diagonal_first: bool = False) -> list[dict[str, float]]:
+    """Return for each threshold the share of skipped tiles, and the error.
+
+    diagonal_first: the causal mask is a BlockMask with one head, whose partial tiles come first.
+    """
+    rows = []
+    for threshold in THRESHOLDS:
+        options = {
+            "skip_threshold": threshold,
+            **({"attn_mask": inputs.mask} if diagonal_first else {"is_causal": True}),
+        }
+        error = measure_error(inputs, inputs.attend(**options)())
+        skipped = measure_skipping(replace(inputs, options=options))
+        rows.append({"threshold": threshold, "skipped": round(skipped, 3), "error": round(error, 4)})
+    return rows
+
+
+def print_skipping(tokens: int = 1024, steps: int = 200) -> None:
+    """Print the skipped tiles and errors of synthetic local attention, and of a small model trained on the pages."""
+    local = make_local((2, 1), 0.0, 4 * tokens, "cpu")
+    cases = {"local": local}
+    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    for n, (q, k, v) in enumerate(train_model(b"".join(page.read_bytes() for page in pages), steps, tokens)):
+        mask = BlockMask.from_segments(torch.zeros(tokens, dtype=torch.int32), causal=True)
+        cases[f"trained, layer {n}"] = MaskInputs(q, k, v, local.allows, mask, causal=True)
+    for case, inputs in cases.items():
+        for diagonal_first in (False, True):
+            for row in compare_thresholds(inputs, diagonal_first):
+                print({"case": case, "diagonal first": diagonal_first, **row}, flush=True)
+
+
 def _make_mask(allows: Callable[..., Any], batch: int, tokens: int, device: str) -> BlockMask:
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     return BlockMask.from_flex(flex.create_block_mask(allows, batch, None, tokens, tokens, device))
@@ -250,6 +394,13 @@ CASES: dict[str, tuple[Callable[[tuple[int, int]], MaskInputs], tuple[str, ...]]
     ),
     "window": (make_window, ("dense", "mask", "options", "varlen", "flex")),
     "padding": (make_padding, ("dense", "mask", "options", "flex")),
+    **{
+        f"local, skip {threshold:g}": (
+            lambda heads, threshold=threshold: make_local(heads, threshold),  # type: ignore[misc]
+            ("dense", "options"),
+        )
+        for threshold in THRESHOLDS
+    },
 }  # fmt: skip
 
 
@@ -309,7 +460,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser("masks", __doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.add_argument("--skipping", action="store_true", help="print what thresholds skip, without times")
     args = parser.parse_args(argv)
+    if args.skipping:
+        return print_skipping()
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     rows = []
     for heads in HEADS:
@@ -321,6 +475,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             measured = time_case(inputs, names)
             efficiency = compare_with_dense(measured["us"], density, dense_density)
             row = {"heads": (*heads, HEAD_DIM), "case": case, "density": round(density, 4), "efficiency": efficiency}
+            if "skip_threshold" in inputs.options:
+                row["skipped"] = round(measure_skipping(inputs), 4)
             rows.append(row | {"making": compare_making(measured["us"])} | measured)
             print(rows[-1], flush=True)
             del inputs

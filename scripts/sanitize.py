@@ -70,13 +70,18 @@ def _randn(*shape: int) -> Any:
 
 
 def _sdpa(precision: str, head_dim: int, causal: bool) -> None:
-    """More work tiles than multiprocessors: blocks load rows of Q where they have read others."""
+    """More work tiles than multiprocessors: blocks load rows of Q where they have read others. Then skipped tiles."""
     import greenfast
 
     attend: Any = greenfast.sdpa
     q, k, v = (_randn(1, 140, 90, head_dim) for _ in range(3))
     attend(q, k, v, is_causal=causal, precision=precision, return_lse=causal)
-    attend(q[:, :2], _randn(1, 2, 700, head_dim), _randn(1, 2, 700, head_dim), precision=precision)
+    k, v = _randn(1, 2, 700, head_dim), _randn(1, 2, 700, head_dim)
+    attend(q[:, :2], k, v, precision=precision)
+    k[:, :, 0] = 4.0
+    attend(
+        q[:, :2] + 1, k, v, is_causal=causal, causal_alignment="lower_right", precision=precision, skip_threshold=0.5
+    )
 
 
 def _kept(precision: str, head_dim: int) -> None:

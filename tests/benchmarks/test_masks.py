@@ -86,3 +86,31 @@ def test_every_case_has_backends_and_its_heads_are_known() -> None:
         assert set(names) <= set(masks.BACKENDS)
     assert sum(masks.DOCUMENTS) == masks.TOKENS
     assert sum(masks.PADDED) == len(masks.PADDED) * max(masks.PADDED) // 2
+
+
+def test_a_larger_threshold_skips_more_and_costs_accuracy() -> None:
+    inputs = masks.make_local(HEADS, 0.0, 1000, "cpu")
+    assert torch.equal(inputs.mask.to_bool(), make_dense(inputs)[:, :1])
+    rows = masks.compare_thresholds(inputs)
+    assert [row["threshold"] for row in rows] == list(masks.THRESHOLDS)
+    skipped, errors = ([row[name] for row in rows] for name in ("skipped", "error"))
+    assert skipped[0] == 0.0
+    assert skipped == sorted(skipped)
+    assert 0.2 < skipped[-1] < 0.9
+    assert errors[0] < 0.1
+    assert errors[-1] > 1.5 * errors[0]
+    assert masks.compare_thresholds(inputs, diagonal_first=True)[-1]["skipped"] > 0.2
+
+
+def test_the_common_part_of_local_inputs_is_as_large_everywhere() -> None:
+    """Beyond the first chunk of its sum too."""
+    inputs = masks.make_local((1, 1), 0.0, 9000, "cpu")
+    for part in inputs.q[0, 0].float().split(3000):
+        assert part.isfinite().all()
+        assert 0.8 < part.std() < 1.2
+
+
+def test_a_small_model_learns_and_its_inputs_are_those_of_attention() -> None:
+    layers = masks.train_model(b"abcdefgh" * 100, 3, 64, width=64, layers=1)
+    assert [part.shape for part in layers[0]] == [(1, 1, 64, 64)] * 3
+    assert all(part.dtype == torch.bfloat16 and part.isfinite().all() for part in layers[0])
