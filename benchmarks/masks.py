@@ -357,7 +357,7 @@ def compare_thresholds(inputs: MaskInputs, diagonal_first: bool = False) -> list
     return rows
 
 
-def print_skipping(tokens: int = 1024, steps: int = 200) -> None:
+def print_skipping(tokens: int = 1024, steps: int = 700) -> None:
     """Print the skipped tiles and errors of synthetic local attention, and of a small model trained on the pages."""
     local = make_local((2, 1), 0.0, 4 * tokens, "cpu")
     cases = {"local": local}
