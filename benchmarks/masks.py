@@ -305,7 +305,8 @@ class _Layer(torch.nn.Module):
         return [*turned, v]
 
     def forward(self, x: Tensor) -> Tensor:
-        attended = torch.nn.functional.scaled_dot_product_attention(*self.project(x), is_causal=True)
+        q, k, v = self.project(x)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         added: Tensor = self.mlp(self.second(x))
         return x + added
@@ -316,8 +317,8 @@ def train_model(text: bytes, steps: int, tokens: int, width: int = 128, layers: 
     torch.manual_seed(0)
     symbols = torch.tensor(list(text))
     embed, head = torch.nn.Embedding(256, width), torch.nn.Linear(width, 256)
-    blocks = torch.nn.ModuleList(_Layer(width) for _ in range(layers))
-    parameters = [*embed.parameters(), *head.parameters(), *blocks.parameters()]
+    blocks = [_Layer(width) for _ in range(layers)]
+    parameters = [x for module in (embed, head, *blocks) for x in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=2e-3)
     loss = torch.zeros(())
     for _ in range(steps):
