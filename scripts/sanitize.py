@@ -54,6 +54,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield name, partial(_sdpa, precision, head_dim, causal)
     for precision, head_dim in product(PRECISIONS, HEAD_DIMS):
         yield f"quantize, attention {precision}, head dim {head_dim}", partial(_kept, precision, head_dim)
+    for head_dim in HEAD_DIMS:
+        yield f"norm, RoPE, head dim {head_dim}", partial(_transform, head_dim)
     for head_dim, rows in product(HEAD_DIMS, (1, 300)):
         name = f"serving {'decode' if rows == 1 else 'prefill'}, append, plan, head dim {head_dim}"
         yield name, partial(_serve, head_dim, rows)
@@ -90,6 +92,20 @@ def _kept(precision: str, head_dim: int) -> None:
     quantize: Any = greenfast.quantize
     codes = quantize(*(_randn(1, 3, 300, head_dim) for _ in range(3)), precision=precision)
     greenfast.attention(codes, is_causal=True)
+
+
+def _transform(head_dim: int) -> None:
+    """Pairs of columns in one thread, in two threads and adjacent ones; norms of each head and over all heads."""
+    import greenfast
+
+    block: Any = greenfast.attention_block
+    q, k, v = (_randn(1, n, 300, head_dim) for n in (4, 2, 2))
+    for rope_dim, interleaved, heads in ((head_dim, False, ((), ())), (24, False, ((4,), (2,))), (24, True, ((), ()))):
+        block(
+            q, k, v, True, q_norm=_randn(*heads[0], head_dim), k_norm=_randn(*heads[1], head_dim),
+            rope=(_randn(300, rope_dim // 2), _randn(300, rope_dim // 2)), rope_dim=rope_dim,
+            rope_interleaved=interleaved,
+        )  # fmt: skip
 
 
 def _serve(head_dim: int, rows: int) -> None:
