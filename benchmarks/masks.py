@@ -164,6 +164,7 @@ def _flex(inputs: MaskInputs) -> BoundCall:
             torch.zeros_like(counts), indices, counts, indices, BLOCK_SIZE=TILE, seq_lengths=lengths
         )
     compile_function: Any = torch.compile
+    torch.compiler.reset()  # each case has sizes of its own, and eight of them would be the limit
     compiled = compile_function(flex.flex_attention, dynamic=False)
     return BoundCall(lambda: compiled(inputs.q, inputs.k, inputs.v, block_mask=mask, enable_gqa=inputs.grouped))
 
@@ -454,6 +455,25 @@ def compare_making(us: Mapping[str, float]) -> dict[str, float]:
     """Return the time to make the mask, as a share of one attention with it."""
     makers = ("from_bool", "from_segments", "from_blocks")
     return {name: round(us[name] / us["mask"], 4) for name in makers if name in us and "mask" in us}
+
+
+def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of a record as a table in Markdown."""
+    lines = [
+        "| heads q:kv, head dim | mask | tiles visited | dense, µs | with options | BlockMask | varlen_attn "
+        "| of the ideal speedup | FlexAttention bf16 | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
+        cells = [f"{us[name]:.0f}" if us.get(name) else "-" for name in ("dense", "options", "mask", "varlen", "flex")]
+        best = max(row["efficiency"].get(name) or 0.0 for name in ("mask", "options"))
+        error = max(row["error"].get(name) or 0.0 for name in ("mask", "options"))
+        lines.append(
+            f"| {heads}:{kv_heads}, {head_dim} | {row['case']} | {row['density']:.1%} | {' | '.join(cells[:4])} | "
+            f"{best:.2f} | {cells[4]} | {error:.3f} |"
+        )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.freshness import current_part, freshness
+from benchmarks.masks import render_table
 from benchmarks.pictures import operator_series
 from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import section
@@ -379,6 +380,13 @@ def test_filling_twice_is_filling_once() -> None:
     once = fill("x <!-- a:begin --> old <!-- a:end --> y", "a", "new", "page.md")
     assert once == "x <!-- a:begin -->\n\nnew\n\n<!-- a:end --> y"
     assert fill(once, "a", "new", "page.md") == once
+
+
+def test_the_table_of_masks_is_the_records() -> None:
+    record = read_content(ROOT / "evidence/masks-h100.json")
+    page = (ROOT / "docs/masks.md").read_text(encoding="utf-8")
+    block = page.split("<!-- masks:begin -->")[1].split("<!-- masks:end -->")[0]
+    assert block.strip() == render_table(record["times"]).strip()
 
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:
