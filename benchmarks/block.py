@@ -116,6 +116,7 @@ def normalize_and_rotate(x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] 
 def contenders(inputs: BlockInputs) -> dict[str, Callable[[], Any]]:
     """Return the calls by name."""
     case, rope = inputs.case, inputs.rope
+    torch.compiler.reset()  # each case has sizes of its own, and eight of them would be the limit
     transform = _compile(normalize_and_rotate, fullgraph=True, dynamic=False)
 
     def prologue() -> tuple[Tensor, Tensor, Tensor]:

@@ -458,13 +458,15 @@ def compare_making(us: Mapping[str, float]) -> dict[str, float]:
 
 
 def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of a record as a table in Markdown."""
+    """Return the rows of a record without skipped tiles as a table in Markdown."""
     lines = [
         "| heads q:kv, head dim | mask | tiles visited | dense, µs | with options | BlockMask | varlen_attn "
         "| of the ideal speedup | FlexAttention bf16 | error |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if row.get("skipped") is not None:
+            continue
         us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
         cells = [f"{us[name]:.0f}" if us.get(name) else "-" for name in ("dense", "options", "mask", "varlen", "flex")]
         best = max(row["efficiency"].get(name) or 0.0 for name in ("mask", "options"))
@@ -472,6 +474,24 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             f"| {heads}:{kv_heads}, {head_dim} | {row['case']} | {row['density']:.1%} | {' | '.join(cells[:4])} | "
             f"{best:.2f} | {cells[4]} | {error:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def render_skipping(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of a record with skipped tiles as a table in Markdown."""
+    lines = [
+        "| heads q:kv, head dim | threshold | tiles skipped | without the option, µs | with it | speedup | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
+        if row.get("skipped") is None or us.get("options") is None:
+            continue
+        threshold = row["case"].rsplit(" ", 1)[1]
+        lines.append(
+            f"| {heads}:{kv_heads}, {head_dim} | {threshold} | {row['skipped']:.0%} | {us['dense']:.0f} | "
+            f"{us['options']:.0f} | {us['dense'] / us['options']:.2f}x | {row['error']['options']:.3f} |"
         )
     return "\n".join(lines)
 

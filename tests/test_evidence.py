@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.freshness import current_part, freshness
-from benchmarks.masks import render_table
+from benchmarks.masks import render_skipping, render_table
 from benchmarks.pictures import operator_series
 from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import section
@@ -385,8 +385,9 @@ def test_filling_twice_is_filling_once() -> None:
 def test_the_table_of_masks_is_the_records() -> None:
     record = read_content(ROOT / "evidence/masks-h100.json")
     page = (ROOT / "docs/masks.md").read_text(encoding="utf-8")
-    block = page.split("<!-- masks:begin -->")[1].split("<!-- masks:end -->")[0]
-    assert block.strip() == render_table(record["times"]).strip()
+    for name, render in (("masks", render_table), ("skipping", render_skipping)):
+        block = page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
+        assert block.strip() == render(record["times"])
 
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:
