@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from tests.ops.test_masked import CASES, make_inputs
+from tests.ops.test_skipping import CASES, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa

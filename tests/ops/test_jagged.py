@@ -127,7 +127,7 @@ def test_agrees_with_float64(
 def test_options_are_those_of_each_sequence_alone(
     build: Callable[..., Any], options: dict[str, Any], alignment: str
 ) -> None:
-    """tests/ops/test_masked.py compares the calls on one sequence with PyTorch."""
+    """tests/ops/test_masks.py compares the calls on one sequence with PyTorch."""
     lengths = LENGTHS if alignment == "lower_right" else SAME
     tensors = [parts(n, h, seed=i) for i, (n, h) in enumerate(zip((*lengths, lengths[1]), (4, 2, 2), strict=True))]
     options = {**options, "causal_alignment": alignment, "enable_gqa": True, "return_lse": True}

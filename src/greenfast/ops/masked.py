@@ -233,8 +233,9 @@ class _MaskCache:
         if found is not None and found[0]() is base:
             return found[1]
         spec = _read_mask(mask, causal, q_len, kv_len, batch)
-        specs = {k: x for k, x in [*self._specs.items()][1 - _MAX_MASKS :] if x[0]() is not None}
-        self._specs = {**specs, key: (weakref.ref(base), spec)}
+        while len(self._specs) >= _MAX_MASKS:
+            self._specs.pop(next(iter(self._specs)), None)
+        self._specs[key] = (weakref.ref(base, lambda _: self._specs.pop(key, None)), spec)
         return spec
 
 

@@ -1,0 +1,240 @@
+"""``sdpa`` with masks, softcap and sinks on the CPU: against float64, over masks, lengths, groups and head dims."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import greenfast
+from greenfast.ops import masked
+
+sdpa: Any = greenfast.sdpa
+compile_function: Any = torch.compile
+LENGTHS = ((1, 1), (7, 300), (130, 129), (300, 300))
+WINDOWS = ((-1, -1), (5, 0), (0, 0), (40, 9), (-1, 3), (200, -1))
+
+
+def make_inputs(q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2), head_dim: int = 64) -> Any:
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+    return [
+        (torch.randn(2, count, rows, head_dim, generator=generator) * 1.5 + 0.3).bfloat16()
+        for count, rows in ((heads[0], q_len), (heads[1], kv_len), (heads[1], kv_len))
+    ]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention in float64. allowed: bool, broadcastable to (B, H, S, KV)."""
+    share = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(share, 1), v.double().repeat_interleave(share, 1)
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], 3)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    return torch.softmax(scores, 3).nan_to_num(0.0) @ v, torch.logsumexp(scores, 3)
+
+
+def check(
+    inputs: Any, allowed: Tensor, softcap: float = 0.0, sinks: Tensor | None = None, limit: float = 0.075,
+    **options: Any,
+) -> None:  # fmt: skip
+    """The limit is 1.4 times the error of fp8 without a mask on such inputs."""
+    q, k, v = inputs
+    wanted, wanted_lse = attend(q, k, v, allowed, softcap, sinks)
+    more = {"enable_gqa": True, "softcap": softcap, "sinks": sinks, **options}
+    out, lse = sdpa(*inputs, return_lse=True, **more)
+    assert torch.equal(out, sdpa(*inputs, **more))
+    assert float((out.double() - wanted).norm()) <= limit * float(wanted.norm())
+    assert torch.equal(lse.isfinite(), wanted_lse.isfinite())
+    finite = wanted_lse.isfinite()
+    assert not finite.any() or (lse - wanted_lse)[finite].square().mean().sqrt() < 0.12  # one score is off by 0.1
+    assert not out[~wanted_lse.isfinite()].any()
+
+
+def places(q_len: int, kv_len: int, alignment: str) -> tuple[Tensor, Tensor]:
+    return torch.arange(q_len)[:, None] + (kv_len - q_len if alignment == "lower_right" else 0), torch.arange(kv_len)
+
+
+@pytest.mark.parametrize(("window", "alignment"), itertools.product(WINDOWS, ("upper_left", "lower_right")))
+def test_windows_lengths_and_causal_masks_agree_with_float64(window: tuple[int, int], alignment: str) -> None:
+    left, right = window
+    for (q_len, kv_len), causal in itertools.product(LENGTHS, (False, True)):
+        inputs = make_inputs(q_len, kv_len)
+        own, keys = places(q_len, kv_len, alignment)
+        end = 0 if causal else right
+        allowed = (keys <= own + end) if end >= 0 else torch.ones(q_len, kv_len, dtype=torch.bool)
+        if left >= 0:
+            allowed = allowed & (keys >= own - left)
+        more: dict[str, Any] = {"window": window, "is_causal": causal, "causal_alignment": alignment}
+        check(inputs, allowed.view(1, 1, q_len, kv_len), **more)
+        lengths = torch.tensor([kv_len, kv_len // 3])
+        check(inputs, allowed & (keys < lengths.view(2, 1, 1, 1)), kv_lengths=lengths, **more)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
+def test_head_dims_groups_and_precisions_agree_with_float64(
+    heads: tuple[int, int], head_dim: int, precision: str
+) -> None:
+    inputs = make_inputs(70, 200, heads, head_dim)
+    mask = torch.rand(2, heads[0], 70, 200, generator=torch.Generator().manual_seed(head_dim)) > 0.5
+    mask[..., 3, :] = False
+    check(inputs, mask, attn_mask=mask, precision=precision)
+    sinks = torch.linspace(-3.0, 40.0, heads[0])
+    check(inputs, mask, 2.0, sinks, attn_mask=greenfast.BlockMask.from_bool(mask), precision=precision)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes", "one sequence", "all"])
+def test_padding_changes_no_bit_whatever_it_holds(side: str) -> None:
+    q, k, v = make_inputs(100, 300)
+    kept = torch.ones(2, 300, dtype=torch.bool)
+    if side in ("left", "right"):
+        kept[1, slice(0, 170) if side == "left" else slice(130, 300)] = False
+    elif side == "holes":
+        kept = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)) > 0.4
+    else:
+        kept[0 if side == "one sequence" else slice(None)] = False
+    mask = kept.view(2, 1, 1, 300)
+    check((q, k, v), mask, attn_mask=mask)
+    first = sdpa(q, k, v, mask, enable_gqa=True)
+    for value in (float("nan"), float("inf"), 1e30):
+        filled = [x.masked_fill(~kept.view(2, 1, 300, 1), value) for x in (k, v)]
+        assert torch.equal(first, sdpa(q, *filled, mask, enable_gqa=True))
+    if side == "right":
+        assert torch.equal(first, sdpa(q, k, v, kv_lengths=kept.sum(1), enable_gqa=True))
+
+
+def test_hostile_inputs_agree_with_float64() -> None:
+    """Biased keys, outlying channels, tiny and huge values, under a mask with rows of one key."""
+    mask = torch.ones(300, 300, dtype=torch.bool).tril() & (torch.rand(300, 300) > 0.7) | torch.eye(300).bool()
+    changes: list[tuple[Any, float]] = [
+        (lambda q, k, v: (q, k + 20.0, v), 0.075),
+        (lambda q, k, v: (q, k, torch.cat([v[..., :1] * 50, v[..., 1:]], -1)), 0.1),
+        (lambda q, k, v: (q * 1e-20, k * 1e-10, v * 1e-30), 0.075),
+        (lambda q, k, v: (q, k, v * 1e30), 0.075),
+    ]
+    for change, limit in changes:
+        inputs = change(*make_inputs(300, 300))
+        q, k, v = inputs
+        wanted, _ = attend(q, k, v, mask)
+        out = sdpa(*inputs, mask, enable_gqa=True)
+        assert float((out.double() - wanted).norm()) <= limit * float(wanted.norm())
+
+
+@pytest.mark.parametrize("kind", ["window", "kv_lengths", "padding", "booleans"])
+def test_gradients_agree_with_float64(kind: str) -> None:
+    inputs = make_inputs(100, 100)
+    own, keys = places(100, 100, "upper_left")
+    lengths = torch.tensor([100, 40])
+    options, allowed = {
+        "window": ({"window": (9, 0)}, (keys <= own) & (keys >= own - 9)),
+        "kv_lengths": ({"kv_lengths": lengths, "is_causal": True}, (keys <= own) & (keys < lengths.view(2, 1, 1, 1))),
+        "padding": ({"attn_mask": (keys >= lengths.view(2, 1, 1, 1) - 40)}, keys >= lengths.view(2, 1, 1, 1) - 40),
+        "booleans": ({"attn_mask": own % 3 != keys % 3}, own % 3 != keys % 3),
+    }[kind]  # fmt: skip
+    found = [x.clone().requires_grad_() for x in inputs]
+    wanted = [x.double().requires_grad_() for x in inputs]
+    grad = torch.randn(2, 4, 100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    sdpa(*found, enable_gqa=True, **options).backward(grad)  # type: ignore[arg-type]
+    exact: Any = attend(wanted[0], wanted[1], wanted[2], allowed)[0]
+    exact.backward(grad.double())
+    for a, b in zip(found, wanted, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert float((a.grad - b.grad.nan_to_num(0.0)).norm()) <= 0.01 * float(b.grad.nan_to_num(0.0).norm())
+
+
+def test_a_graph_of_torch_compile_takes_masks() -> None:
+    q, k, v = make_inputs(130, 200)
+    mask, lengths = torch.rand(130, 200) > 0.5, torch.tensor([200, 31], dtype=torch.int32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return sdpa(q, k, v, mask, enable_gqa=True), sdpa(q, k, v, enable_gqa=True, window=(9, 4), kv_lengths=lengths)
+
+    wanted = call(q, k, v, mask, lengths)
+    for found in (
+        compile_function(call, fullgraph=True, backend="aot_eager")(q, k, v, mask, lengths),
+        torch.export.export(_Module(call), (q, k, v, mask, lengths)).module()(q, k, v, mask, lengths),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def test_a_mask_is_read_once_and_its_form_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    original = masked._read_mask
+
+    def count(*args: Any) -> masked.MaskSpec:
+        read.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(masked, "_read_mask", count)
+    q, k, v = make_inputs(130, 200)
+    mask = torch.rand(1, 1, 300, 200) > 0.5
+    for _ in range(3):  # layers take views of one mask
+        first = sdpa(q, k, v, mask[:, :, :130], enable_gqa=True)
+    assert len(read) == 1
+    mask[0, 0, :50] = True
+    assert not torch.equal(first, sdpa(q, k, v, mask[:, :, :130], enable_gqa=True))
+    assert len(read) == 2
+    held = len(masked._MASKS._specs)
+    del mask
+    gc.collect()
+    assert len(masked._MASKS._specs) == held - 2
+    for _ in range(20):
+        sdpa(q, k, v, torch.rand(130, 200) > 0.5, enable_gqa=True)
+    gc.collect()
+    assert len(masked._MASKS._specs) <= masked._MAX_MASKS
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": 3}, TypeError, "window: 3; "),
+        ({"window": (1, -2)}, ValueError, "window: "),
+        ({"window": (1, 1), "attn_mask": torch.ones(9, 9) > 0}, None, ""),
+        ({"window": (1, 1), "attn_mask": torch.eye(9) > 0}, ValueError, "window: not with attn_mask"),
+        ({"kv_lengths": torch.tensor([1, 2]), "attn_mask": torch.eye(9) > 0}, ValueError, "kv_lengths: not with"),
+        ({"kv_lengths": [1, 2]}, TypeError, "kv_lengths: a list"),
+        ({"kv_lengths": torch.tensor([1.0, 2.0])}, TypeError, "kv_lengths: its dtype is torch.float32"),
+        ({"kv_lengths": torch.tensor([1, 2, 3])}, ValueError, r"kv_lengths: its shape is \(3,\); \(2,\)"),
+        ({"kv_lengths": torch.tensor([1, 10])}, ValueError, r"kv_lengths: \[1, 10\]; numbers from 0 to 9"),
+        ({"softcap": -1.0}, ValueError, "softcap: -1"),
+        ({"softcap": "1"}, TypeError, "softcap: "),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks: its shape is \(3,\); \(4,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, "sinks: its dtype is torch.int32"),
+        ({"attn_mask": torch.eye(8) > 0}, ValueError, "attn_mask: its shape cannot be broadcast"),
+        ({"attn_mask": greenfast.BlockMask.from_bool(torch.eye(8) > 0)}, ValueError, "attn_mask: a BlockMask of 8"),
+        ({"attn_mask": torch.ones(9, 9)}, NotImplementedError, "attn_mask: numbers to add"),
+        ({"precision": "fp8_token", "window": (1, 1)}, NotImplementedError, "precision: 'fp8_token'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(
+    options: dict[str, Any], error: type[Exception] | None, message: str
+) -> None:
+    inputs = make_inputs(9, 9)
+    if error is None:  # a mask of the CPU that masks nothing is left out
+        assert sdpa(*inputs, enable_gqa=True, **options).shape == (2, 4, 9, 64)
+        return
+    with pytest.raises(error, match=f"^{message}"):
+        sdpa(*inputs, enable_gqa=True, **options)
