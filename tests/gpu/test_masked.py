@@ -14,6 +14,7 @@ from tests.ops.test_skipping import CASES, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 sdpa: Any = greenfast.sdpa
+attention: Any = greenfast.attention
 
 
 def make_mask(*shape: int) -> Tensor:
@@ -106,6 +107,26 @@ def test_long_sequences_with_most_tiles_skipped(head_dim: int, options: dict[str
         out = sdpa(q, k, v, **options, enable_gqa=True, skip_threshold=threshold)
         assert out.isfinite().all()
         assert torch.equal(out, sdpa(q, k, v, **options, enable_gqa=True, skip_threshold=threshold))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_codes_take_masks(head_dim: int, precision: str) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(2, heads, rows, head_dim, generator=generator).bfloat16()
+        for heads, rows in ((4, 600), (2, 701), (2, 701))
+    )
+    mask = greenfast.BlockMask.from_bool(make_mask(2, 1, 600, 701))
+    quantize: Any = greenfast.quantize
+    codes = quantize(q, k, v, precision=precision, log_sum_exp=True)
+    for options in ({"window": (90, 0)}, {"attn_mask": mask}, {"kv_lengths": torch.tensor([701, 200])}):
+        wanted, wanted_lse = attention(codes, return_lse=True, **options)
+        on_gpu = {x: y.to("cuda") if isinstance(y, Tensor | greenfast.BlockMask) else y for x, y in options.items()}
+        out, lse = (x.cpu() for x in attention(codes.to("cuda"), return_lse=True, **on_gpu))
+        assert (out.double() - wanted.double()).norm() <= 0.03 * wanted.double().norm()
+        assert torch.equal(lse == -math.inf, wanted_lse == -math.inf)
+        assert (lse - wanted_lse)[wanted_lse.isfinite()].square().mean().sqrt() < 0.01
 
 
 def test_a_graph_reads_new_lengths_and_masks() -> None:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention import schedule
-from greenfast.kernels.attention.config import Mask, MaskLists
+from greenfast.kernels.attention.config import Mask, MaskLists, Sizes
 from greenfast.ops import cuda, masked
 from greenfast.ops.block_mask import BlockMask
+from greenfast.ops.launch_plans import LaunchPlan
 from greenfast.ops.quantized import build_config
-from greenfast.ops.reference import add_mean_scores, compute_mean_scores
+from greenfast.ops.reference import add_mean_scores, compute_mean_scores, quantize
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
@@ -40,7 +41,11 @@ def run_plan(query: Tensor, key: Tensor, value: Tensor, inputs: dict[str, Tensor
     specs |= {"tiles": ((tiles, schedule.TILE_WORDS), "int32"), "tile_count": ((2,), "int32")}
     specs |= {"out": (query.shape, "uint16"), "lse": (query.shape[:3], "float32")}
     found: dict[str, Any] = {"q": as_numpy(query), "k": as_numpy(key), "v": as_numpy(value)}
-    found |= {name: x.numpy() for name, x in inputs.items()}
+    return run_steps(plan, found | {name: x.numpy() for name, x in inputs.items()}, specs)
+
+
+def run_steps(plan: LaunchPlan, found: dict[str, Any], specs: dict[str, Any]) -> dict[str, Any]:
+    """Run the launches of a plan, and return all of their buffers. found: the inputs. specs: of the others."""
     for step in plan.steps:
         to_plan = {**{name: name for name in (*specs, *found)}, **step.names}
         known = {name: found[of] for name, of in to_plan.items() if of in found and of not in step.names}
@@ -164,3 +169,68 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         assert torch.equal(sums.isnan(), wanted_lse.isnan())
         assert torch.equal(sums == -np.inf, wanted_lse == -np.inf)
         assert (sums - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("precision", "head_dim", "options"),
+    [
+        ("fp8", 64, {"window": (70, 0), "alignment": 2, "lengths": [300, 90]}),
+        pytest.param("int8_fine", 128, {"mask": (2, 1)}, marks=pytest.mark.slow),
+        pytest.param("int8", 64, {"mask": (1, 2), "sinks": (0.5, 30.0), "softcap": 4.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_on_codes_with_masks_agrees_with_the_cpu(
+    precision: Any, head_dim: int, options: dict[str, Any]
+) -> None:
+    sizes = Sizes(2, 2, 1, 150, 300)
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(2, count, rows, head_dim, generator=generator).bfloat16()
+        for count, rows in ((2, 150), (1, 300), (1, 300))
+    )
+    left, right = options.get("window", (-1, -1))
+    alignment, softcap, sinks = options.get("alignment", 1), options.get("softcap", 0.0), options.get("sinks")
+    config = build_config(head_dim, torch.bfloat16, precision, key_mean=not sinks)
+    codes = quantize(q, k, v, config)
+    inputs: dict[str, Tensor] = {}
+    lists = None
+    if "lengths" in options:
+        inputs["kv_lengths"] = torch.tensor(options["lengths"], dtype=torch.int32)
+    if "mask" in options:
+        mask = BlockMask.from_bool(tiles_of((*options["mask"], 150, 300), generator))
+        inputs |= {"counts": mask.counts, "entries": mask.entries, "bits": mask.bits}
+        lists = MaskLists(options["mask"][0], options["mask"][1], mask.bits.shape[0])
+    if sinks:
+        inputs["sinks"] = torch.tensor(sinks)
+    config = replace(
+        config, mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT, log_sum_exp=True, scheduled=True, window=left >= 0,
+        sinks=bool(sinks), softcap=softcap, listed=lists is not None, key_mean=False,
+    )  # fmt: skip
+    plan = cuda._build_codes_plan(
+        config, sizes, (left, right), 150 if alignment == 2 else 0, lists, 0.1, 0.0, Target("sm_90a", MULTIPROCESSORS),
+        0, lengths="kv_lengths" in inputs,
+    )  # fmt: skip
+    names = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_scale")
+    found = {name: x.numpy() for name, x in zip(names, codes.tensors(), strict=False)}
+    specs: dict[str, Any] = {"tiles": ((6, schedule.TILE_WORDS), "int32"), "tile_count": ((2,), "int32")}
+    specs |= {"out": (q.shape, "uint16"), "lse": (q.shape[:3], "float32")}
+    found = run_steps(plan, found | {name: x.numpy() for name, x in inputs.items()}, specs)
+    given = [inputs.get(name) for name in ("kv_lengths", "sinks", "counts", "entries", "bits")]
+    wanted, wanted_lse = torch.ops.greenfast.masked_codes_lse(
+        *codes.tensors()[:6],
+        *given,
+        precision,
+        head_dim,
+        300,
+        torch.bfloat16,
+        alignment,
+        left,
+        right,
+        softcap,
+        0.0,
+        0.1,
+    )
+    out, lse = torch.from_numpy(found["out"].view(np.int16)).view(torch.bfloat16), torch.from_numpy(found["lse"])
+    assert float((out.double() - wanted.double()).norm()) < 0.03 * float(wanted.double().norm())
+    assert torch.equal(lse == -np.inf, wanted_lse == -np.inf)
+    assert (lse - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.05

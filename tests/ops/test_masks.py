@@ -15,6 +15,7 @@ import greenfast
 from greenfast.ops import masked
 
 sdpa: Any = greenfast.sdpa
+attention: Any = greenfast.attention
 compile_function: Any = torch.compile
 LENGTHS = ((1, 1), (7, 300), (130, 129), (300, 300))
 WINDOWS = ((-1, -1), (5, 0), (0, 0), (40, 9), (-1, 3), (200, -1))
@@ -130,6 +131,49 @@ def test_hostile_inputs_agree_with_float64() -> None:
         wanted, _ = attend(q, k, v, mask)
         out = sdpa(*inputs, mask, enable_gqa=True)
         assert float((out.double() - wanted).norm()) <= limit * float(wanted.norm())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
+def test_codes_take_the_masks_of_sdpa(precision: Any) -> None:
+    q, k, v = make_inputs(130, 200)
+    mask = greenfast.BlockMask.from_bool(torch.rand(2, 1, 130, 200) > 0.5)
+    codes = greenfast.quantize(q, k, v, precision=precision, log_sum_exp=True)
+    whole = greenfast.quantize(q, k, v, precision=precision, subtract_key_mean=False)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (codes, {"window": (30, 2)}),
+        (codes, {"window": (30, -1), "is_causal": True, "causal_alignment": "lower_right"}),
+        (codes, {"attn_mask": mask}),
+        (codes, {"skip_threshold": 0.01}),
+        (whole, {"softcap": 3.0}),
+        (whole, {"sinks": torch.linspace(-1.0, 5.0, 4), "attn_mask": mask}),
+    ]
+    for kept, options in cases:
+        wanted, wanted_lse = sdpa(q, k, v, enable_gqa=True, precision=precision, return_lse=True, **options)
+        out, lse = attention(kept, return_lse=True, **options)
+        assert torch.equal(out, wanted)
+        assert torch.equal(lse, wanted_lse)
+        assert torch.equal(attention(kept, **options), wanted)
+    lengths = torch.tensor([200, 60])
+    wanted, _ = attend(q, k, v, torch.arange(200) < lengths.view(2, 1, 1, 1))
+    out = attention(codes, kv_lengths=lengths)
+    assert float((out.double() - wanted).norm()) <= 0.075 * float(wanted.norm())
+    compiled = compile_function(lambda x: attention(x, window=(30, 2)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(codes), attention(codes, window=(30, 2)))
+
+
+def test_codes_that_do_not_fit_a_mask_are_refused_by_name() -> None:
+    q, k, v = make_inputs(9, 9)
+    codes = greenfast.quantize(q, k, v)
+    mask = greenfast.BlockMask.from_bool(torch.eye(9) > 0)
+    for kept, options, error, message in (
+        (codes, {"softcap": 3.0}, ValueError, "quantized: softcap and sinks"),
+        (codes, {"attn_mask": torch.eye(9) > 0}, TypeError, "attn_mask: a Tensor"),
+        (codes, {"attn_mask": mask, "is_causal": True}, ValueError, "attn_mask: a BlockMask holds"),
+        (codes, {"window": (1, 1), "return_lse": True}, ValueError, "return_lse: "),
+        (greenfast.quantize(q, k, v, value_scales="channel"), {"window": (1, 1)}, NotImplementedError, "quantized: "),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            attention(kept, **options)
 
 
 @pytest.mark.parametrize("kind", ["window", "kv_lengths", "padding", "booleans"])

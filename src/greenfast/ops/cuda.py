@@ -28,7 +28,7 @@ from greenfast.kernels.attention.config import (
     Strides,
     padded_keys,
 )
-from greenfast.kernels.attention.heuristics import tiling
+from greenfast.kernels.attention.heuristics import Tiling, tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
 from greenfast.ops.block import QKTransform, build_prologue, check_transform, transform_both
@@ -602,6 +602,102 @@ def _masked_plan_key(lse: bool, *args: Any) -> tuple[Any, ...]:
     return ("masked", lse, *kinds)
 
 
+def masked_codes(
+    lse: bool, query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
+    kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None,
+    bits: Tensor | None, precision: str, head_dim: int, key_length: int, dtype: torch.dtype, alignment: int, left: int,
+    right: int, softcap: float, skip_threshold: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.masked_codes`` and ``masked_codes_lse`` of CUDA tensors."""
+    extras = (kv_lengths, sinks, counts, entries, bits)
+    given = [x.contiguous() for x in extras if x is not None]
+    codes = [x if is_aligned(x.data_ptr()) else x.clone() for x in (query, key, value)]
+    shape = query.shape
+    out = query.new_empty((*shape[:3], head_dim), dtype=dtype)
+    sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
+    if out.numel() == 0 or key_length == 0:
+        _fill_without_keys(out, sums if lse else query.new_empty(0, dtype=torch.float32))
+        return out, sums if sinks is None or not lse else sums.copy_(sinks.unsqueeze(1).expand_as(sums))
+    window, shift = (left, right), key_length - shape[2] if alignment == 2 else 0
+    plan_key = (
+        "masked codes", lse, precision, head_dim, key_length, dtype, window, shift, softcap, skip_threshold, scale,
+        *[x is None for x in extras], query.get_device(), shape, key.shape, *[x.shape for x in given],
+    )  # fmt: skip
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        target = get_target(query.get_device())
+        if target.name != hopper.TARGET.name:
+            raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
+        lists = None
+        if counts is not None and bits is not None:
+            lists = MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
+        config = replace(
+            build_config(head_dim, dtype, precision), mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT,
+            log_sum_exp=lse, key_mean=False, scheduled=True, window=left >= 0, sinks=sinks is not None,
+            softcap=softcap, listed=lists is not None, skip=skip_threshold > 0.0,
+        )  # fmt: skip
+        sizes = get_sizes(shape, (*key.shape[:2], key_length))
+        built = _build_codes_plan(
+            config, sizes, window, shift, lists, scale, skip_threshold, target, query.get_device(),
+            lengths=kv_lengths is not None,
+        )  # fmt: skip
+        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
+    results = [query_scale, key_scale, value_scale, *given, out, *([sums] if lse else [])]
+    plan.launch([x.data_ptr() for x in (*codes, *results)])
+    return out, sums
+
+
+def _build_codes_plan(
+    config: AttentionConfig, sizes: Sizes, window: tuple[int, int], shift: int, lists: MaskLists | None, scale: float,
+    skip_threshold: float, target: Target, device: int, *, lengths: bool,
+) -> LaunchPlan:  # fmt: skip
+    """Build the plan of the schedule and of attention on codes."""
+    tiles, limits = _tile_window(config, sizes, window, target)
+    steps = _build_scheduled_steps(
+        config, sizes, tiles, Strides(), limits, shift, lists, scale, skip_threshold, target, lengths=lengths
+    )
+    work, size = lay_out_workspace(schedule.buffer_bytes(schedule.max_tiles(sizes, tiles)))
+    given = {
+        "kv_lengths": lengths, "sinks": config.sinks, "counts": config.listed, "entries": config.listed,
+        "bits": config.listed,
+    }  # fmt: skip
+    names = (
+        *_ATTENTION_BUFFERS[:6], *(name for name, has in given.items() if has), "out",
+        *(("lse",) if config.log_sum_exp else ()),
+    )  # fmt: skip
+    return LaunchPlan(device, steps, names, work, size, config.head_dim)
+
+
+def _tile_window(
+    config: AttentionConfig, sizes: Sizes, window: tuple[int, int], target: Target
+) -> tuple[Tiling, tuple[int, int]]:
+    """Return the tiles for the keys in reach of a window, and its limits for the kernels."""
+    left, right = window
+    seen = sizes.kv_len if left < 0 else min(sizes.kv_len, left + (sizes.q_len if right < 0 else right + 1))
+    tiles = tiling(config, replace(sizes, kv_len=max(1, seen)), target.multiprocessors)[0]
+    return tiles, (max(0, left), max(0, right))
+
+
+def _build_scheduled_steps(
+    config: AttentionConfig, sizes: Sizes, tiles: Tiling, strides: Strides, limits: tuple[int, int], shift: int,
+    lists: MaskLists | None, scale: float, skip_threshold: float, target: Target, *, lengths: bool,
+) -> tuple[LaunchStep, LaunchStep]:  # fmt: skip
+    """Build the launches of the schedule and of attention."""
+    scheduling = LaunchStep(
+        schedule.batch_kernel(lengths=lengths, listed=lists is not None),
+        schedule.batch_launch(config, sizes, tiles, shift, lengths=lengths, window=limits, lists=lists),
+    )
+    attending = LaunchStep(
+        hopper.kernel(config, sizes, target.multiprocessors, tiles=tiles),
+        hopper.launch(
+            config, sizes, scale, strides, target.multiprocessors, tiles=tiles,
+            max_tiles=schedule.max_tiles(sizes, tiles), window=limits, lists=lists, skip_threshold=skip_threshold,
+        ),
+        {"k": "k_codes", "v_t": "v_codes"} | ({} if config.fuse_q_quant else {"q": "q_codes"}),
+    )  # fmt: skip
+    return scheduling, attending
+
+
 def _build_masked_plan(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, window: tuple[int, int], shift: int,
     lists: MaskLists | None, scale: float, skip_threshold: float = 0.0, *, lengths: bool, gathered: bool,
@@ -612,10 +708,8 @@ def _build_masked_plan(
     """
     device, sizes = query.get_device(), get_sizes(query.shape, key.shape)
     target = get_target(device)
-    left, right = window
-    seen = sizes.kv_len if left < 0 else min(sizes.kv_len, left + (sizes.q_len if right < 0 else right + 1))
-    tiles = tiling(config, replace(sizes, kv_len=max(1, seen)), target.multiprocessors)[0]
-    limits, out_strides = (max(0, left), max(0, right)), row_strides(query, config.columns)
+    tiles, limits = _tile_window(config, sizes, window, target)
+    out_strides = row_strides(query, config.columns)
     quantizing = LaunchStep(
         qkv.kernel(config, sizes, lengths=lengths, gathered=gathered),
         qkv.launch(
@@ -623,20 +717,11 @@ def _build_masked_plan(
             gathered=gathered,
         ),
     )  # fmt: skip
-    scheduling = LaunchStep(
-        schedule.batch_kernel(lengths=lengths, listed=lists is not None),
-        schedule.batch_launch(config, sizes, tiles, shift, lengths=lengths, window=limits, lists=lists),
-    )
-    attending = LaunchStep(
-        hopper.kernel(config, sizes, target.multiprocessors, tiles=tiles),
-        hopper.launch(
-            config, sizes, scale, Strides(query=query.stride()[:3], out=out_strides[:3]), target.multiprocessors,
-            tiles=tiles, max_tiles=schedule.max_tiles(sizes, tiles), window=limits, lists=lists,
-            skip_threshold=skip_threshold,
-        ),
-        {"k": "k_codes", "v_t": "v_codes"},
+    scheduled = _build_scheduled_steps(
+        config, sizes, tiles, Strides(query=query.stride()[:3], out=out_strides[:3]), limits, shift, lists, scale,
+        skip_threshold, target, lengths=lengths,
     )  # fmt: skip
-    steps = (quantizing, scheduling, attending)
+    steps = (quantizing, *scheduled)
     used = set().union(*(step.buffers() for step in steps))
     shapes = get_quantized_shapes(query.shape, key.shape, config)
     work, size = lay_out_workspace({

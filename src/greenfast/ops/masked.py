@@ -20,7 +20,7 @@ from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
-from greenfast.ops.quantized import TOKEN, build_config, check_tensors
+from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_codes_once, check_tensors
 from greenfast.ops.symbols import is_known, require
 from greenfast.ops.varlen import MAX_WINDOW, has_key_mean
 
@@ -34,6 +34,12 @@ _MAX_MASKS = 8  # boolean masks whose form for the kernels is kept
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? kv_lengths, Tensor? kv_rows, Tensor? sinks, Tensor? counts, "
     "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
+    "float skip_threshold, float scale"
+)
+_CODES_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
+    "Tensor? kv_lengths, Tensor? sinks, Tensor? counts, Tensor? entries, Tensor? bits, str precision, int head_dim, "
+    "SymInt key_length, ScalarType dtype, int alignment, int window_left, int window_right, float softcap, "
     "float skip_threshold, float scale"
 )
 
@@ -259,10 +265,17 @@ def check_masked(
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError for tensors that the operator does not take."""
     check_tensors(query, key, value)
+    _check_mask(query, key.shape[2], kv_lengths, kv_rows, sinks, counts, entries, bits)
+
+
+def _check_mask(
+    query: Tensor, kv_len: Any, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
+    counts: Tensor | None, entries: Tensor | None, bits: Tensor | None,
+) -> None:  # fmt: skip
     batch, heads, q_len, _ = query.shape
     wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[Any, ...]]] = [
         ("kv_lengths", kv_lengths, torch.int32, (batch,)),
-        ("kv_rows", kv_rows, torch.int32, (batch, key.shape[2])),
+        ("kv_rows", kv_rows, torch.int32, (batch, kv_len)),
         ("sinks", sinks, torch.float32, (heads,)),
     ]
     for name, x, dtype, shape in wanted:
@@ -283,19 +296,24 @@ def check_masked(
     for name, n, whole in (("batch", counts.shape[0], batch), ("heads", counts.shape[1], heads)):
         if not (require(n == 1) or require(n == whole)):
             raise ValueError(f"attn_mask: its {name} is {n}; 1 or {whole} is needed")
-    BlockMask(counts, entries, bits, q_len, key.shape[2])  # checks them
+    BlockMask(counts, entries, bits, q_len, kv_len)  # checks them
     if counts.device != query.device:
         raise ValueError(f"attn_mask: it is on {counts.device}, query on {query.device}; they must agree")
 
 
 def _make_spec(
-    query: Tensor, key: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, counts: Tensor | None,
+    query: Tensor, kv_len: int, kv_lengths: Tensor | None, kv_rows: Tensor | None, counts: Tensor | None,
     entries: Tensor | None, bits: Tensor | None, alignment: int, left: int, right: int,
 ) -> MaskSpec:  # fmt: skip
     lists = None
     if counts is not None and entries is not None and bits is not None:
-        lists = BlockMask(counts, entries, bits, query.shape[2], key.shape[2])
+        lists = BlockMask(counts, entries, bits, query.shape[2], kv_len)
     return MaskSpec(alignment, left, right, kv_lengths, kv_rows, lists)
+
+
+def _check_lengths(kv_lengths: Tensor | None, kv_len: int) -> None:
+    if kv_lengths is not None and ((kv_lengths < 0) | (kv_lengths > kv_len)).any():
+        raise ValueError(f"kv_lengths: {kv_lengths.tolist()}; numbers from 0 to {kv_len} are needed")
 
 
 def _masked_lse_cpu(
@@ -304,11 +322,12 @@ def _masked_lse_cpu(
     window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_masked(query, key, value, kv_lengths, kv_rows, sinks, counts, entries, bits)
-    spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
+    spec = _make_spec(
+        query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right
+    )
     batch, _, q_len, head_dim = query.shape
     kv_len = key.shape[2]
-    if kv_lengths is not None and ((kv_lengths < 0) | (kv_lengths > kv_len)).any():
-        raise ValueError(f"kv_lengths: {kv_lengths.tolist()}; numbers from 0 to {kv_len} are needed")
+    _check_lengths(kv_lengths, kv_len)
     centered = has_key_mean(softcap, sinks)
     config = build_config(head_dim, query.dtype, precision, key_mean=centered)
     out = torch.empty_like(query)
@@ -331,6 +350,41 @@ def _masked_lse_cpu(
             sums = reference.add_mean_scores(sums, scores, 2, scale)  # rows may have no key
         out[one], lse[one] = part, sums
     return out, lse
+
+
+def _masked_codes_lse_cpu(
+    query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
+    kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None,
+    bits: Tensor | None, precision: Precision, head_dim: int, key_length: int, dtype: torch.dtype, alignment: int,
+    window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    codes = QuantizedQKV(
+        query, key, value, query_scale, key_scale, value_scale, None, precision, head_dim, key_length, dtype
+    )
+    _check_mask(query, key_length, kv_lengths, None, sinks, counts, entries, bits)
+    _check_lengths(kv_lengths, key_length)
+    spec = _make_spec(query, key_length, kv_lengths, None, counts, entries, bits, alignment, window_left, window_right)
+    mask = spec.build_bool(query.shape[2], key_length, query.device)
+    return reference.attention(
+        codes, 0, scale, softcap=softcap, sinks=sinks, mask=mask, skip_threshold=skip_threshold,
+        tile_order=spec.tile_order(),
+    )  # fmt: skip
+
+
+def _masked_codes_lse_cuda(*args: Any) -> Any:
+    check_codes_once(args[:6], *args[11:15])
+    return torch_ops.load_cuda().masked_codes(True, *args)
+
+
+def _masked_codes_cuda(*args: Any) -> Any:
+    check_codes_once(args[:6], *args[11:15])
+    return torch_ops.load_cuda().masked_codes(False, *args)[0]
+
+
+def _masked_codes_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    _check_mask(query, args[12], args[5], None, *args[6:10])
+    out = query.new_empty((*query.shape[:3], args[11]), dtype=args[13])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _masked_cpu(*args: Any) -> Tensor:
@@ -366,7 +420,9 @@ def _backward(
     for name, given in (("softcap", softcap != 0.0), ("sinks", sinks is not None)):
         if given:
             raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
-    spec = _make_spec(query, key, kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right)
+    spec = _make_spec(
+        query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right
+    )
     if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     limited = kv_lengths is None and counts is None
@@ -404,6 +460,20 @@ torch.library.register_fake("greenfast::masked_backward", _backward_fake, lib=to
 autograd.register(
     torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
 )
+
+_of_codes: tuple[tuple[str, str, Any, Any, Any], ...] = (
+    (
+        "masked_codes", "Tensor", lambda *args: _masked_codes_lse_cpu(*args)[0], _masked_codes_cuda,
+        lambda *args: _masked_codes_lse_fake(*args)[0],
+    ),
+    ("masked_codes_lse", "(Tensor, Tensor)", _masked_codes_lse_cpu, _masked_codes_lse_cuda, _masked_codes_lse_fake),
+)  # fmt: skip
+for _name, _results, _cpu, _cuda, _fake in _of_codes:
+    torch_ops.LIBRARY.define(f"{_name}({_CODES_ARGUMENTS}) -> {_results}")
+    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
+    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    autograd.register(torch_ops.LIBRARY, _name, torch_ops.CODES_REFUSAL)
 
 MASKED = torch.ops.greenfast.masked.default
 MASKED_LSE = torch.ops.greenfast.masked_lse.default
@@ -454,3 +524,25 @@ def compute_masked(
         launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
         MASKED_CACHE.put(args, launch)
     return out
+
+
+def compute_masked_codes(
+    quantized: QuantizedQKV, spec: MaskSpec, options: ScoreOptions, scale: float, return_lse: bool
+) -> Any:
+    """Compute attention of codes with a mask; with ``return_lse`` also the log-sum-exp, without the mean of the keys.
+
+    Raises ValueError for codes of keys minus a mean, if a score's own value matters, and NotImplementedError for scales
+    that are not of blocks.
+    """
+    if quantized.query_scale.dim() != 3 or quantized.value_scale.dim() != 3 or quantized.key_scale.dim() < 3:
+        raise NotImplementedError("quantized: masks other than causal ones, softcap and sinks need scales of blocks")
+    if quantized.key_mean is not None and not has_key_mean(options.softcap, options.sinks):
+        raise ValueError("quantized: softcap and sinks depend on whole scores; quantize with subtract_key_mean=False")
+    sinks = None if options.sinks is None else options.sinks.to(torch.float32)
+    lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
+    op = torch.ops.greenfast.masked_codes_lse if return_lse else torch.ops.greenfast.masked_codes
+    return op(
+        *quantized.tensors()[:6], spec.kv_lengths, sinks, *lists, quantized.precision, quantized.head_dim,
+        quantized.key_length, quantized.dtype, spec.alignment, spec.left, spec.right, options.softcap,
+        options.skip_threshold, scale,
+    )  # fmt: skip

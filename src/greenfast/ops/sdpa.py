@@ -34,6 +34,7 @@ from greenfast.ops.masked import (
     TOKEN_MASKS,
     ScoreOptions,
     compute_masked,
+    compute_masked_codes,
     is_window_from_first,
     make_spec,
     parse_options,
@@ -60,6 +61,10 @@ from greenfast.ops.varlen import attend_jagged
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
 SDPA_CACHE, BLOCK_CACHE = CallCache(3), CallCache(7)  # plans of calls that skipped the dispatcher
+_NO_MEAN_SCORES = (
+    "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
+    "with subtract_key_mean=False"
+)
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -550,11 +555,15 @@ def attention_block(
 def attention(
     quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
     return_lse: Literal[False] = ...,
+    attn_mask: BlockMask | None = ..., window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ...,
+    kv_lengths: Tensor | None = ..., skip_threshold: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     quantized: QuantizedQKV, *, is_causal: bool = ..., causal_alignment: Alignment = ..., scale: float | None = ...,
     return_lse: Literal[True],
+    attn_mask: BlockMask | None = ..., window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ...,
+    kv_lengths: Tensor | None = ..., skip_threshold: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     quantized: QuantizedQKV,
@@ -563,16 +572,25 @@ def attention(
     causal_alignment: Alignment = "upper_left",
     scale: float | None = None,
     return_lse: bool = False,
+    attn_mask: BlockMask | None = None,
+    window: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    skip_threshold: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * Q K^T) V of quantized inputs; arguments, results and errors as for ``sdpa``.
 
+    attn_mask: a ``greenfast.BlockMask`` or None. It, window, softcap, sinks, kv_lengths and skip_threshold need codes
+    with scales of blocks; softcap and sinks also codes that were quantized with ``subtract_key_mean=False``.
     return_lse: raises ValueError for codes that were quantized with ``subtract_key_mean`` but without ``log_sum_exp``.
     Codes have no gradient: one that reaches the results raises NotImplementedError in the backward pass.
     """
     if has_torch_function_variadic(quantized):
         return _call_torch_function(  # type: ignore[no-any-return]
             attention, (quantized,), quantized, is_causal=is_causal, causal_alignment=causal_alignment, scale=scale,
-            return_lse=return_lse,
+            return_lse=return_lse, attn_mask=attn_mask, window=window, softcap=softcap, sinks=sinks,
+            kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     if not isinstance(quantized, QuantizedQKV):
         raise TypeError(
@@ -583,6 +601,29 @@ def attention(
         check_flag("return_lse", return_lse)
     factor = parse_scale(scale, quantized.head_dim)
     causal = parse_causal(is_causal, causal_alignment)
+    spec = None
+    if (
+        attn_mask is not None
+        or window != (-1, -1)
+        or softcap
+        or skip_threshold
+        or sinks is not None
+        or kv_lengths is not None
+    ):
+        if attn_mask is not None and not isinstance(attn_mask, BlockMask):
+            raise TypeError(f"attn_mask: a {type(attn_mask).__name__}; codes take a BlockMask, as from_bool makes it")
+        if attn_mask is not None and causal:
+            raise ValueError("attn_mask: a BlockMask holds the whole mask; it cannot be combined with is_causal")
+        options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+        batch, _, q_len, _ = quantized.query.shape
+        spec = make_spec(attn_mask, causal, options, q_len, quantized.key_length, batch)
+    if spec is not None:
+        if return_lse and quantized.key_mean is not None and quantized.mean_scores is None:
+            raise ValueError(_NO_MEAN_SCORES)
+        result = compute_masked_codes(quantized, spec, options, factor, return_lse)
+        if not return_lse or quantized.mean_scores is None:
+            return result  # type: ignore[no-any-return]
+        return result[0], reference.add_mean_scores(result[1], quantized.mean_scores, 2, factor)
     args = (
         quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
         quantized.value_scale, quantized.precision, quantized.head_dim, quantized.key_length, quantized.dtype, causal,
@@ -594,10 +635,7 @@ def attention(
         )
         return op(*args)
     if quantized.key_mean is not None and quantized.mean_scores is None:
-        raise ValueError(
-            "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with "
-            "log_sum_exp=True, or with subtract_key_mean=False"
-        )
+        raise ValueError(_NO_MEAN_SCORES)
     out, lse = torch_ops.ATTENTION_LSE(*args)
     if quantized.mean_scores is None:
         return out, lse

@@ -203,10 +203,11 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
 }
 #: The error for a gradient that reaches the results of an operator; None for an operator with gradients.
 _CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
+CODES_REFUSAL = f"greenfast.attention: {_CODES}"
 _REFUSALS = {
     "quantize": f"greenfast.quantize: {_CODES}",
-    "attention": f"greenfast.attention: {_CODES}",
-    "attention_lse": f"greenfast.attention: {_CODES}",
+    "attention": CODES_REFUSAL,
+    "attention_lse": CODES_REFUSAL,
     "sdpa": None,
     "sdpa_lse": None,
     "sdpa_backward": "greenfast.sdpa: its gradients are not differentiable; for second derivatives use PyTorch's "
