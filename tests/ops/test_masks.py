@@ -66,7 +66,7 @@ def places(q_len: int, kv_len: int, alignment: str) -> tuple[Tensor, Tensor]:
     return torch.arange(q_len)[:, None] + (kv_len - q_len if alignment == "lower_right" else 0), torch.arange(kv_len)
 
 
-@pytest.mark.parametrize(("window", "alignment"), itertools.product(WINDOWS, ("upper_left", "lower_right")))
+@pytest.mark.parametrize(("window", "alignment"), list(itertools.product(WINDOWS, ("upper_left", "lower_right"))))
 def test_windows_lengths_and_causal_masks_agree_with_float64(window: tuple[int, int], alignment: str) -> None:
     left, right = window
     for (q_len, kv_len), causal in itertools.product(LENGTHS, (False, True)):

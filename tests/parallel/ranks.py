@@ -105,6 +105,7 @@ def _serve(rank: int, count: int, store: str, meshes: tuple[str, ...], device: s
         else:
             _share_a_gpu()
     dist.init_process_group(backend, store=made, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    dist.barrier()  # a rank may be connected before others are: if it ended then, they would fail to start
     actual = {name: DeviceMesh(device, list(MESHES[name])) for name in meshes}
     cases = importlib.import_module("tests.parallel.cases")
     while True:
