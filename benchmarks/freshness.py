@@ -14,7 +14,7 @@ from benchmarks.sdpa import operator
 from benchmarks.serving import STEPS, serving
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.identity import code_hash
-from greenfast.judge.record_io import check_freshness, of_build, of_launch
+from greenfast.judge.record_io import check_freshness, compare_build, compare_launch
 from greenfast.judge.record_schema import TimedKernel
 from greenfast.spec.arch import Target
 from greenfast.spec.freshness import STALE, Freshness, worst
@@ -66,7 +66,7 @@ def _check_kernels(record: Benchmark) -> dict[str, Freshness]:
     for name, then in record.kernels.items():
         if name in today:
             source, launch = today[name]
-            answers[name] = worst([of_build(name, then, source), of_launch(name, then.launch, launch)])
+            answers[name] = worst([compare_build(name, then, source), compare_launch(name, then.launch, launch)])
     return answers
 
 

@@ -131,7 +131,7 @@ def test_jagged_tensors_agree_with_the_cpu_and_wait_for_nothing(build: Any, caus
 def test_jagged_tensors_agree_with_pytorch() -> None:
     """PyTorch's FlashAttention in bfloat16, on the same offsets."""
     offsets = torch.tensor([0, 700, 701, 831, 1344], device="cuda")
-    inputs = [nested_of(torch.randn(1344, 4, 64, device="cuda").bfloat16(), offsets) for _ in range(3)]
+    inputs = [make_nested(torch.randn(1344, 4, 64, device="cuda").bfloat16(), offsets) for _ in range(3)]
     for causal in (False, True):
         wanted = TORCH_SDPA(*inputs, is_causal=causal)
         with greenfast.use(min_length=0) as routed:
@@ -140,5 +140,5 @@ def test_jagged_tensors_agree_with_pytorch() -> None:
         assert float((out - wanted).values().double().norm()) <= 0.07 * float(wanted.values().double().norm())
 
 
-def nested_of(rows: torch.Tensor, offsets: torch.Tensor) -> Any:
+def make_nested(rows: torch.Tensor, offsets: torch.Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)

@@ -60,7 +60,7 @@ def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x.view(torch.int16).numpy().view(np.uint16)
 
 
-def tiles_of(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def make_tiles(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return booleans with empty, full and partial tiles, and some rows without any key."""
     mask = torch.rand(*shape, generator=generator) > 0.4
     mask[..., :128, 128:256] = True
@@ -133,7 +133,7 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         inputs |= {"kv_lengths": spec.kv_lengths, "kv_rows": spec.kv_rows}
         k, v = (x.masked_fill(kept.logical_not()[:, None, :, None], float("nan")) for x in (k, v))
     if "mask" in options:
-        dense = tiles_of((*options["mask"], q_len, kv_len), generator)
+        dense = make_tiles((*options["mask"], q_len, kv_len), generator)
         if skip:
             dense[..., 0] |= dense.any(-1)
         lists = BlockMask.from_bool(dense)
@@ -197,7 +197,7 @@ def test_attention_on_codes_with_masks_agrees_with_the_cpu(
     if "lengths" in options:
         inputs["kv_lengths"] = torch.tensor(options["lengths"], dtype=torch.int32)
     if "mask" in options:
-        mask = BlockMask.from_bool(tiles_of((*options["mask"], 150, 300), generator))
+        mask = BlockMask.from_bool(make_tiles((*options["mask"], 150, 300), generator))
         inputs |= {"counts": mask.counts, "entries": mask.entries, "bits": mask.bits}
         lists = MaskLists(options["mask"][0], options["mask"][1], mask.bits.shape[0])
     if sinks:

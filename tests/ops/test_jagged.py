@@ -46,7 +46,7 @@ def narrowed(tensors: list[Tensor]) -> Any:
     return result.transpose(1, 2)
 
 
-def offsets_of(tensors: list[Tensor]) -> Tensor:
+def make_offsets(tensors: list[Tensor]) -> Tensor:
     return torch.tensor([0, *(len(x) for x in tensors)]).cumsum(0)
 
 
@@ -162,7 +162,7 @@ def test_agrees_with_pytorch_on_nested_tensors(precision: str) -> None:
 def test_a_causal_mask_from_the_first_key(same: str) -> None:
     """With equal lengths both alignments agree."""
     tensors = [parts(LENGTHS[1], 2, seed=i) for i in range(3)]
-    offsets = offsets_of(tensors[0])
+    offsets = make_offsets(tensors[0])
     q, k, v = (
         narrowed(x) if same.startswith("lengths") else nested(x, offsets if same.startswith("tensor") else None)
         for x in tensors
@@ -224,7 +224,7 @@ def test_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "attend_packed", attended)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
         monkeypatch.setattr(Tensor, name, None)
-    offsets = offsets_of(tensors[0])
+    offsets = make_offsets(tensors[0])
     for x, longest in ((nested(tensors[0], offsets), 349), (nested(tensors[0]), 200)):
         SDPA(x, x, x, is_causal=True)
         (q, k, _, starts_q, starts_k, *_, max_q, max_k, _, _, _, _, _), *_ = [seen.pop()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.ops import masked
+from greenfast.ops import cuda, masked
 
 sdpa: Any = greenfast.sdpa
 attention: Any = greenfast.attention
@@ -174,6 +174,26 @@ def test_codes_that_do_not_fit_a_mask_are_refused_by_name() -> None:
     ):
         with pytest.raises(error, match=f"^{message}"):
             attention(kept, **options)
+
+
+def test_the_gpus_operator_on_codes_checks_masks_and_fills_results_without_keys() -> None:
+    """Neither needs a GPU: both are before a launch."""
+    q, k, v = make_inputs(9, 9)
+    attend_codes: Any = cuda.masked_codes
+    tail = ("fp8", 64, 9, torch.bfloat16, 1, 5, 0, 0.0, 0.0, 0.1)
+    codes = greenfast.quantize(q, k, v).tensors()[:6]
+    for wrong, error in (
+        (torch.tensor([1, 2, 3], dtype=torch.int32), ValueError),
+        (torch.tensor([1, 2]), TypeError),
+        (torch.empty(2, dtype=torch.int32, device="meta"), ValueError),
+    ):
+        with pytest.raises(error, match=r"^kv_lengths: "):
+            attend_codes(True, *codes, wrong, None, None, None, None, *tail)
+    empty = greenfast.quantize(q, k[:, :, :0], v[:, :, :0]).tensors()[:6]
+    for sinks, wanted in ((None, -math.inf), (torch.full((4,), 2.5), 2.5)):
+        out, lse = attend_codes(True, *empty, None, sinks, None, None, None, *tail[:2], 0, *tail[3:])
+        assert torch.equal(out, torch.zeros(2, 4, 9, 64).bfloat16())
+        assert torch.equal(lse, torch.full((2, 4, 9), wanted))
 
 
 @pytest.mark.parametrize("kind", ["window", "kv_lengths", "padding", "booleans"])

@@ -19,7 +19,7 @@ from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
 from greenfast.judge.gates.sides import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_io import check_freshness, of_build, of_launch, read_record
+from greenfast.judge.record_io import check_freshness, compare_build, compare_launch, read_record
 from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
@@ -251,7 +251,10 @@ def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
         elif build.arch == kernel.target.name:
             label = f"the {role} kernel at {name}"
             freshness = worst(
-                (of_build(label, build, kernel.source, kernel), of_launch(label, build.launches.get(name), facts))
+                (
+                    compare_build(label, build, kernel.source, kernel),
+                    compare_launch(label, build.launches.get(name), facts),
+                )
             )
             if freshness.status != CURRENT:
                 state = "is stale" if freshness.status == STALE else "cannot be compared"

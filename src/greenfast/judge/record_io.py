@@ -216,7 +216,7 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
         yield Freshness(CANNOT_TELL, (f"the {what} is a solution's; judge the solution again",))
         return
     if not build.launches:
-        yield of_launch(what, None)
+        yield compare_launch(what, None)
     launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
         family, toggles = load_record_family(record, side)
@@ -232,9 +232,9 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
                 continue
             sources.setdefault(source, []).append(name)
             if then := build.launches.get(name):
-                yield of_launch(f"{what} at {name}", then, now)
+                yield compare_launch(f"{what} at {name}", then, now)
         for source, names in sources.items():
-            yield of_build(f"{what} at {', '.join(names)}", build, source)
+            yield compare_build(f"{what} at {', '.join(names)}", build, source)
     except UsageError as e:
         yield Freshness(STALE, (f"{what} is no more: {e}",))
 
@@ -251,7 +251,7 @@ def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]
     return load_family(task), task.config.toggle_values(side.toggles)
 
 
-def of_build(
+def compare_build(
     what: str, then: Build | TimedKernel, now: KernelSource, compiled: CompiledKernel | None = None
 ) -> Freshness:
     """Whether a kernel of a record has the machine code that its source of today makes.
@@ -283,7 +283,7 @@ def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
     return code_hash(compile_kernel(now, target, isolated=True))
 
 
-def of_launch(what: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
+def compare_launch(what: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
     """Whether a kernel is launched as it was. then: None for a record that does not say."""
     if then is None or now is None:
         return Freshness(CANNOT_TELL, (f"the record does not say how {what} was launched",))

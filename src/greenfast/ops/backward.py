@@ -14,6 +14,13 @@ from greenfast.ops.layout import make_tma_compatible
 _ATEN = torch.ops.aten
 
 
+def refuse_gradients(**given: bool) -> None:
+    """Raise NotImplementedError for the first argument that is given and has no gradients."""
+    for name, has in given.items():
+        if has:
+            raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
+
+
 def sdpa_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -303,10 +303,7 @@ for _name, _schema, _cpu, _cuda, _fake, _refusal in (
     ),
     ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, _block_cuda, _block_fake, None),
 ):  # fmt: skip
-    torch_ops.LIBRARY.define(f"{_name}{_schema}")
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, _schema, _cpu, _cuda, _fake)
     autograd.register(
         torch_ops.LIBRARY, _name, _refusal, backward="block_backward", first=_TENSORS, count=_TENSORS,
         public="greenfast.attention_block",

@@ -493,10 +493,7 @@ for _name, _arguments, _cpu, _cuda, _fake in (
         _block_lists_fake,
     ),
 ):  # fmt: skip
-    torch_ops.LIBRARY.define(f"{_name}({_arguments}) -> (Tensor, Tensor, Tensor)")
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, f"({_arguments}) -> (Tensor, Tensor, Tensor)", _cpu, _cuda, _fake)
 
 BLOCK_MASK = torch.ops.greenfast.block_mask.default
 SEGMENT_MASK = torch.ops.greenfast.segment_mask.default

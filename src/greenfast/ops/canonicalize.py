@@ -123,19 +123,27 @@ def is_jagged(*tensors: Any) -> bool:
     return True
 
 
-def canonicalize_jagged(
+def canonicalize_call(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
-    float32_as: torch.dtype | None, precision: str, window_from_first: bool, kv_lengths: Tensor | None,
-    skip_threshold: float,
+    float32_as: torch.dtype | None, precision: str, options: Any,
+) -> CanonicalCall | Refusal:  # fmt: skip
+    """Return the canonical form of a call on plain or jagged tensors, or its refusal. options: ScoreOptions."""
+    plain = query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as
+    return _canonicalize_jagged(*plain, precision, options) if is_jagged(query, key, value) else canonicalize(*plain)
+
+
+def _canonicalize_jagged(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, causal: int, enable_gqa: bool,
+    float32_as: torch.dtype | None, precision: str, options: Any,
 ) -> CanonicalCall | Refusal:  # fmt: skip
     """Return the canonical form of a call on jagged tensors (B, H, j, D), or its refusal.
 
     Its lengths are the mean lengths, rounded up: the lengths themselves are on the device, and are not read there.
-    window_from_first: the call has a window that is aligned at the first query and key.
+    options: ScoreOptions of ``masked``.
     """
-    if kv_lengths is not None:
+    if options.kv_lengths is not None:
         return Refusal(NotImplementedError, "kv_lengths: nested tensors have lengths of their own")
-    if skip_threshold:
+    if options.skip_threshold:
         return Refusal(NotImplementedError, "skip_threshold: not with nested tensors")
     if dropout_p:
         return Refusal(NotImplementedError, "dropout_p: the kernels have no dropout")
@@ -169,6 +177,7 @@ def canonicalize_jagged(
         return Refusal(
             ValueError, "key, value: their heads cannot be shared; heads of nested tensors are not broadcast"
         )
+    window_from_first = options.window != (-1, -1) and options.alignment == 1
     if (causal == 1 or window_from_first) and not _have_same_lengths(query, key):
         return Refusal(
             NotImplementedError,

@@ -35,9 +35,9 @@ from greenfast.ops.block import QKTransform, build_prologue, check_transform, tr
 from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask, check_segments
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
 from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
-from greenfast.ops.masked import MASKED_ON_HOPPER, check_masked
+from greenfast.ops.masked import MASKED_ON_HOPPER, check_masked, check_masked_codes
 from greenfast.ops.quantized import FINE, build_config, check_tensors
-from greenfast.ops.varlen import check_varlen, has_key_mean
+from greenfast.ops.varlen import PACKED_ON_HOPPER, check_varlen, has_key_mean
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch
@@ -49,6 +49,12 @@ _ATTENTION_BUFFERS = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_
 _build_config = lru_cache(maxsize=1024)(build_config)  # eager calls repeat their options
 
 Shape = tuple[int, ...]
+
+
+def _make_plan_key(kind: str, lse: bool, *args: Any) -> tuple[Any, ...]:
+    """Return the key of the plan of an operator's call: kinds of its tensors, and its other arguments."""
+    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
+    return (kind, lse, *kinds)
 
 
 def choose_kernel(target: Target, config: AttentionConfig, sizes: Sizes) -> Choice:
@@ -370,7 +376,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     precision, causal, scale = args[8:]
     device, shape = query.get_device(), query.shape
     tensors = (query, key, value, *(x for x in options[:4] if x is not None))
-    plan_key = _block_plan_key(query, key, value, *args)
+    plan_key = _make_plan_key("block", False, query, key, value, *args)
     plan = _PLANS.get(plan_key)
     if plan is None:
         check_tensors(query, key, value)
@@ -395,12 +401,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
 
 def get_block_plan(*args: Any) -> LaunchPlan | None:
     """Return the plan of ``block`` for such arguments, or None if their launch needed copies."""
-    return _PLANS.get(_block_plan_key(*args))
-
-
-def _block_plan_key(*args: Any) -> tuple[Any, ...]:
-    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
-    return ("block", *kinds)
+    return _PLANS.get(_make_plan_key("block", False, *args))
 
 
 def _build_block_plan(
@@ -432,7 +433,7 @@ def varlen(
     lengths = [x for x in (cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
     sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32) if lse else out
     options: tuple[Any, ...] = (max_q, max_k, precision, left, right, softcap, scale)
-    plan_key = _varlen_plan_key(lse, query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, *options)
+    plan_key = _make_plan_key("varlen", lse, query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
@@ -464,22 +465,13 @@ def varlen(
 
 def get_varlen_plan(lse: bool, *args: Any) -> LaunchPlan | None:
     """Return the plan of ``varlen`` for such arguments, or None if their launch needed copies."""
-    return _PLANS.get(_varlen_plan_key(lse, *args))
+    return _PLANS.get(_make_plan_key("varlen", lse, *args))
 
 
-def _varlen_plan_key(
-    lse: bool, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
-    sinks: Tensor | None, *options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    tensors = [x for x in (query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks) if x is not None]
-    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
-    return ("varlen", lse, seqused_k is None, sinks is None, *options, *kinds)
-
-
-def require_packed(target: Target) -> None:
-    """Raise NotImplementedError unless the kernels of packed sequences run on a target."""
+def require_hopper(target: Target, what: str) -> None:
+    """Raise NotImplementedError unless a target has kernels with a schedule. what: begins the message."""
     if target.name != hopper.TARGET.name:
-        raise NotImplementedError(f"packed sequences have kernels for Hopper GPUs, this is {target.name}")
+        raise NotImplementedError(f"{what}, this is {target.name}")
 
 
 def _make_packed_tma_compatible(x: Tensor) -> Tensor:
@@ -499,7 +491,7 @@ def _build_varlen_plan(
         cu_seq_q.shape[0] - 1, query.shape[1], key.shape[1], query.shape[0], key.shape[0], max_q, seen
     )
     target = get_target(query.get_device())
-    require_packed(target)
+    require_hopper(target, PACKED_ON_HOPPER)
     mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
     config = replace(
         build_sdpa_config(target, query.shape[2], query.dtype, precision, mask, lse=lse),
@@ -545,7 +537,7 @@ def masked(
     extras = (kv_lengths, kv_rows, sinks, counts, entries, bits)
     options = (precision, alignment, left, right, softcap, skip_threshold, scale)
     given = [x for x in extras if x is not None]
-    plan_key = _masked_plan_key(lse, query, key, value, *extras, *options)
+    plan_key = _make_plan_key("masked", lse, query, key, value, *extras, *options)
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
@@ -560,17 +552,14 @@ def masked(
         if any(x is not y for x, y in zip((query, key, value, *extras), compatible, strict=True)):
             return masked(lse, *compatible, *options)  # type: ignore[call-arg]
         target = get_target(query.get_device())
-        if target.name != hopper.TARGET.name:
-            raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
+        require_hopper(target, MASKED_ON_HOPPER)
         mask = Mask.NONE if right < 0 else Mask.LOWER_RIGHT
         config = replace(
             build_sdpa_config(target, shape[3], query.dtype, precision, mask, lse=lse), key_mean=centered,
             scheduled=True, window=left >= 0, sinks=sinks is not None, softcap=softcap, listed=counts is not None,
             skip=skip_threshold > 0.0,
         )  # fmt: skip
-        lists = None
-        if counts is not None and bits is not None:
-            lists = MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
+        lists = _get_lists(counts, bits)
         built = _build_masked_plan(
             query, key, value, config, (left, right), key.shape[2] - shape[2] if alignment == 2 else 0, lists, scale,
             skip_threshold, lengths=kv_lengths is not None, gathered=kv_rows is not None,
@@ -592,14 +581,16 @@ def masked(
     return out, sums if lse else out
 
 
+def _get_lists(counts: Tensor | None, bits: Tensor | None) -> MaskLists | None:
+    """Return the sizes of a BlockMask's tensors."""
+    if counts is None or bits is None:
+        return None
+    return MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
+
+
 def get_masked_plan(lse: bool, *args: Any) -> LaunchPlan | None:
     """Return the plan of ``masked`` for such arguments, or None if their launch needed copies."""
-    return _PLANS.get(_masked_plan_key(lse, *args))
-
-
-def _masked_plan_key(lse: bool, *args: Any) -> tuple[Any, ...]:
-    kinds = [(x.shape, x.stride(), x.dtype, x.get_device()) if isinstance(x, Tensor) else x for x in args]
-    return ("masked", lse, *kinds)
+    return _PLANS.get(_make_plan_key("masked", lse, *args))
 
 
 def masked_codes(
@@ -610,27 +601,22 @@ def masked_codes(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.masked_codes`` and ``masked_codes_lse`` of CUDA tensors."""
     extras = (kv_lengths, sinks, counts, entries, bits)
-    given = [x.contiguous() for x in extras if x is not None]
-    codes = [x if is_aligned(x.data_ptr()) else x.clone() for x in (query, key, value)]
+    options = (precision, head_dim, key_length, dtype, alignment, left, right, softcap, skip_threshold, scale)
+    codes = (query, key, value, query_scale, key_scale, value_scale)
     shape = query.shape
     out = query.new_empty((*shape[:3], head_dim), dtype=dtype)
     sums = query.new_empty(shape[:3], dtype=torch.float32) if lse else query_scale
-    if out.numel() == 0 or key_length == 0:
-        _fill_without_keys(out, sums if lse else query.new_empty(0, dtype=torch.float32))
-        return out, sums if sinks is None or not lse else sums.copy_(sinks.unsqueeze(1).expand_as(sums))
-    window, shift = (left, right), key_length - shape[2] if alignment == 2 else 0
-    plan_key = (
-        "masked codes", lse, precision, head_dim, key_length, dtype, window, shift, softcap, skip_threshold, scale,
-        *[x is None for x in extras], query.get_device(), shape, key.shape, *[x.shape for x in given],
-    )  # fmt: skip
+    plan_key = _make_plan_key("masked_codes", lse, *codes, *extras, *options)
     plan = _PLANS.get(plan_key)
     if plan is None:
+        check_masked_codes(query, key_length, *extras)
+        if out.numel() == 0 or key_length == 0:
+            out, sums = _fill_without_keys(out, sums)
+            return out, sums if sinks is None else sums.maximum(sinks.view(-1, 1))
+        window, shift = (left, right), key_length - shape[2] if alignment == 2 else 0
         target = get_target(query.get_device())
-        if target.name != hopper.TARGET.name:
-            raise NotImplementedError(f"{MASKED_ON_HOPPER}, this is {target.name}")
-        lists = None
-        if counts is not None and bits is not None:
-            lists = MaskLists(counts.shape[0], counts.shape[1], bits.shape[0])
+        require_hopper(target, MASKED_ON_HOPPER)
+        lists = _get_lists(counts, bits)
         config = replace(
             build_config(head_dim, dtype, precision), mask=Mask.NONE if right < 0 else Mask.LOWER_RIGHT,
             log_sum_exp=lse, key_mean=False, scheduled=True, window=left >= 0, sinks=sinks is not None,
@@ -642,8 +628,10 @@ def masked_codes(
             lengths=kv_lengths is not None,
         )  # fmt: skip
         plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
-    results = [query_scale, key_scale, value_scale, *given, out, *([sums] if lse else [])]
-    plan.launch([x.data_ptr() for x in (*codes, *results)])
+    if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+        codes = (query.clone(), key.clone(), value.clone(), *codes[3:])
+    given = [x.contiguous() for x in extras if x is not None]
+    plan.launch([x.data_ptr() for x in (*codes, *given, out, *([sums] if lse else []))])
     return out, sums
 
 

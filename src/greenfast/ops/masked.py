@@ -16,7 +16,7 @@ from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import parse_number, parse_scale, parse_window
-from greenfast.ops.backward import flash_backward, masked_backward
+from greenfast.ops.backward import flash_backward, masked_backward, refuse_gradients
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
@@ -92,7 +92,7 @@ class MaskSpec:
         place.scatter_reduce_(-1, tiles, index.where(index < counts, tiles.shape[-1]), "amin")
         return place.argsort(dim=-1, stable=True)
 
-    def keys_of(self, sequence: int, kv_len: int) -> Any:
+    def select_keys(self, sequence: int, kv_len: int) -> Any:
         """Return the keys of a sequence to quantize: a slice, or their numbers."""
         if self.kv_lengths is None:
             return slice(None)
@@ -144,11 +144,6 @@ def parse_options(
     if (left, right) == (-1, -1) and cap == 0.0 and sinks is None and kv_lengths is None and threshold == 0.0:
         return NO_OPTIONS
     return ScoreOptions((left, right), cap, sinks, kv_lengths, threshold, 2 if alignment == "lower_right" else 1)
-
-
-def is_window_from_first(options: ScoreOptions) -> bool:
-    """Return whether there is a window, and a query's place in it is counted from the first key."""
-    return options.window != (-1, -1) and options.alignment == 1
 
 
 def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len: Any, batch: Any) -> MaskSpec | None:
@@ -239,8 +234,8 @@ class _MaskCache:
         if found is not None and found[0]() is base:
             return found[1]
         spec = _read_mask(mask, causal, q_len, kv_len, batch)
-        while len(self._specs) >= _MAX_MASKS:
-            self._specs.pop(next(iter(self._specs)), None)
+        for oldest in [*self._specs][: len(self._specs) + 1 - _MAX_MASKS]:  # a copy: other threads may store theirs
+            self._specs.pop(oldest, None)
         self._specs[key] = (weakref.ref(base, lambda _: self._specs.pop(key, None)), spec)
         return spec
 
@@ -266,6 +261,14 @@ def check_masked(
     """Raise TypeError or ValueError for tensors that the operator does not take."""
     check_tensors(query, key, value)
     _check_mask(query, key.shape[2], kv_lengths, kv_rows, sinks, counts, entries, bits)
+
+
+def check_masked_codes(
+    query: Tensor, key_length: Any, kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None,
+    entries: Tensor | None, bits: Tensor | None,
+) -> None:  # fmt: skip
+    """The same for the operator on codes, which ``check_codes`` has accepted. query: their Q."""
+    _check_mask(query, key_length, kv_lengths, None, sinks, counts, entries, bits)
 
 
 def _check_mask(
@@ -334,7 +337,7 @@ def _masked_lse_cpu(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     mask, order = spec.build_bool(q_len, kv_len, query.device), spec.tile_order()
     for b in range(batch):
-        keys, one = spec.keys_of(b, kv_len), slice(b, b + 1)
+        keys, one = spec.select_keys(b, kv_len), slice(b, b + 1)
         q, k, v = query[one], key[one, :, keys], value[one, :, keys]
         seen = mask[b if mask.shape[0] > 1 else 0, :, :, keys].unsqueeze(0)
         if not k.numel():
@@ -361,7 +364,7 @@ def _masked_codes_lse_cpu(
     codes = QuantizedQKV(
         query, key, value, query_scale, key_scale, value_scale, None, precision, head_dim, key_length, dtype
     )
-    _check_mask(query, key_length, kv_lengths, None, sinks, counts, entries, bits)
+    check_masked_codes(query, key_length, kv_lengths, sinks, counts, entries, bits)
     _check_lengths(kv_lengths, key_length)
     spec = _make_spec(query, key_length, kv_lengths, None, counts, entries, bits, alignment, window_left, window_right)
     mask = spec.build_bool(query.shape[2], key_length, query.device)
@@ -382,7 +385,7 @@ def _masked_codes_cuda(*args: Any) -> Any:
 
 
 def _masked_codes_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    _check_mask(query, args[12], args[5], None, *args[6:10])
+    check_masked_codes(query, args[12], *args[5:10])
     out = query.new_empty((*query.shape[:3], args[11]), dtype=args[13])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -417,9 +420,7 @@ def _backward(
 
     No tile is skipped.
     """
-    for name, given in (("softcap", softcap != 0.0), ("sinks", sinks is not None)):
-        if given:
-            raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
+    refuse_gradients(softcap=softcap != 0.0, sinks=sinks is not None)
     spec = _make_spec(
         query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right
     )
@@ -440,23 +441,16 @@ def _backward(
     return reference.compute_gradients(grad, query, key, value, 0, scale, mask=mask)
 
 
-def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 for _name, _results, _cpu, _cuda, _fake in (
     ("masked", "Tensor", _masked_cpu, _masked_cuda, _masked_fake),
     ("masked_lse", "(Tensor, Tensor)", _masked_lse_cpu, _masked_lse_cuda, _masked_lse_fake),
 ):
-    torch_ops.LIBRARY.define(f"{_name}({_ARGUMENTS}) -> {_results}")
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
     autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3)
-torch_ops.LIBRARY.define(f"masked_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-torch_ops.LIBRARY.impl("masked_backward", _backward, "CPU")
-torch_ops.LIBRARY.impl("masked_backward", _backward, "CUDA")
-torch.library.register_fake("greenfast::masked_backward", _backward_fake, lib=torch_ops.LIBRARY)
+torch_ops.define_operator(
+    "masked_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _backward, _backward,
+    torch_ops.infer_gradients,
+)  # fmt: skip
 autograd.register(
     torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
 )
@@ -469,10 +463,7 @@ _of_codes: tuple[tuple[str, str, Any, Any, Any], ...] = (
     ("masked_codes_lse", "(Tensor, Tensor)", _masked_codes_lse_cpu, _masked_codes_lse_cuda, _masked_codes_lse_fake),
 )  # fmt: skip
 for _name, _results, _cpu, _cuda, _fake in _of_codes:
-    torch_ops.LIBRARY.define(f"{_name}({_CODES_ARGUMENTS}) -> {_results}")
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, f"({_CODES_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
     autograd.register(torch_ops.LIBRARY, _name, torch_ops.CODES_REFUSAL)
 
 MASKED = torch.ops.greenfast.masked.default

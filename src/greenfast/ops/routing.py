@@ -28,13 +28,12 @@ from greenfast.ops.canonicalize import (
     CanonicalCall,
     Refusal,
     Shape,
-    canonicalize,
-    canonicalize_jagged,
+    canonicalize_call,
     get_cast_dtype,
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, is_window_from_first, parse_options
+from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -45,6 +44,7 @@ from greenfast.ops.quantized import (
     pad_head_dim_size,
 )
 from greenfast.ops.symbols import is_certain
+from greenfast.ops.varlen import PACKED_ON_HOPPER
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -152,13 +152,9 @@ def explain(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if isinstance(x, Tensor) and type(x) not in _TENSOR_TYPES and not jagged:
             return Explanation(TORCH, f"{name}: a {type(x).__name__}; the kernels take plain tensors")
-    if jagged:
-        form = canonicalize_jagged(
-            query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision,
-            is_window_from_first(options), options.kv_lengths, options.skip_threshold,
-        )  # fmt: skip
-    else:
-        form = canonicalize(query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as)
+    form = canonicalize_call(
+        query, key, value, attn_mask, dropout, causal, enable_gqa, float32_as, precision, options
+    )  # fmt: skip
     if isinstance(form, Refusal):
         return Explanation(TORCH, form.reason)
     for name, shape in (("query", form.query), ("key", form.key)):
@@ -315,7 +311,7 @@ def _explain_cuda(
                 "serving", "a scale for each token, by the serving kernels on temporary pages", precision
             )
         if packed:
-            cuda.require_packed(target)
+            cuda.require_hopper(target, PACKED_ON_HOPPER)
         config = cuda.build_sdpa_config(target, query[3], dtype, precision, causal)
         choice = cuda.choose_kernel(target, config, cuda.get_sizes(query, key))
     except NotImplementedError as e:

@@ -21,7 +21,7 @@ from greenfast.ops.canonicalize import (
     CanonicalCall,
     Refusal,
     canonicalize,
-    canonicalize_jagged,
+    canonicalize_call,
     from_kernel_layout,
     get_cast_dtype,
     is_canonical,
@@ -35,7 +35,6 @@ from greenfast.ops.masked import (
     ScoreOptions,
     compute_masked,
     compute_masked_codes,
-    is_window_from_first,
     make_spec,
     parse_options,
     replay_options,
@@ -320,13 +319,9 @@ def _canonicalized_sdpa(
     """Compute ``sdpa`` of inputs that must be mapped to the kernels' layout, or raise their refusal."""
     check_cast_dtype(float32_as)
     jagged = is_jagged(query, key, value)
-    if jagged:
-        form = canonicalize_jagged(
-            query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision,
-            is_window_from_first(options), options.kv_lengths, options.skip_threshold,
-        )  # fmt: skip
-    else:
-        form = canonicalize(query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as)
+    form = canonicalize_call(
+        query, key, value, attn_mask, dropout_p, causal, enable_gqa, float32_as, precision, options
+    )  # fmt: skip
     if isinstance(form, Refusal):
         instead = _ALTERNATIVE if form.error is NotImplementedError else ""
         raise form.error(f"{form.reason}{instead}{_format_shapes(query, key, value)}")

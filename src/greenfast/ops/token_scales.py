@@ -94,10 +94,7 @@ for _name, _results, _function, _fake in (
     ("sdpa_token", "Tensor", _attend_without_lse, _infer_output),
     ("sdpa_token_lse", "(Tensor, Tensor)", _attend, _infer_outputs),
 ):
-    torch_ops.LIBRARY.define(f"{_name}{_ARGUMENTS} -> {_results}")
-    for _device in ("CPU", "CUDA"):
-        torch_ops.LIBRARY.impl(_name, _function, _device)
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, f"{_ARGUMENTS} -> {_results}", _function, _function, _fake)
     autograd.register(torch_ops.LIBRARY, _name, None, first=3)
     torch.library.register_vmap(
         f"greenfast::{_name}", torch_ops.build_vmap_rule(getattr(torch.ops.greenfast, _name)), lib=torch_ops.LIBRARY

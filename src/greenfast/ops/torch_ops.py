@@ -154,10 +154,19 @@ def _sdpa_lse_fake(
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _backward_fake(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: int, scale: float
+def infer_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the shapes of the gradients of query, key and value, for the operators of backward passes."""
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def define_operator(name: str, schema: str, cpu: Any, cuda: Any, fake: Any) -> None:
+    """Define an operator of this library. fake: returns results without numbers, for tracing."""
+    LIBRARY.define(f"{name}{schema}")
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"greenfast::{name}", fake, lib=LIBRARY)
 
 
 def build_vmap_rule(op: Any) -> Any:
@@ -193,7 +202,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_fake),
     "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
     "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
-    "sdpa_backward": (reference.compute_gradients, sdpa_backward, _backward_fake),
+    "sdpa_backward": (reference.compute_gradients, sdpa_backward, infer_gradients),
     "mean_scores": (
         _mean_scores,
         _mean_scores,
@@ -217,10 +226,7 @@ _REFUSALS = {
 }
 
 for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
-    LIBRARY.define(_name + _SCHEMAS[_name])
-    LIBRARY.impl(_name, _cpu, "CPU")
-    LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _shapes, lib=LIBRARY)
+    define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
     autograd.register(LIBRARY, _name, _REFUSALS[_name])
     _rule = (
         _vmap_refuse_gradient if _name == "refuse_gradient" else build_vmap_rule(getattr(torch.ops.greenfast, _name))

@@ -17,7 +17,7 @@ from torch import Tensor
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
-from greenfast.ops.backward import flash_backward
+from greenfast.ops.backward import flash_backward, refuse_gradients
 from greenfast.ops.call_cache import replay
 from greenfast.ops.canonicalize import get_rows_shape
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
@@ -28,6 +28,7 @@ from greenfast.serving.launch_cache import ATTENTION_CACHE, record_packed
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
 
+PACKED_ON_HOPPER = "packed sequences have kernels for Hopper GPUs"
 _MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
 _ARGUMENTS = (
@@ -143,7 +144,7 @@ def attend_jagged(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute ``sdpa`` of jagged tensors (B, H, j, D). Return the output, and the log-sum-exp (B, H, j) or None.
 
-    ``canonicalize_jagged`` has accepted the arguments. window: aligned at the last query and key of each sequence. No
+    ``canonicalize_call`` has accepted the arguments. window: aligned at the last query and key of each sequence. No
     length is read on the host: the number of all rows replaces a maximum that is not cached.
     """
     starts_q = _get_starts(query)
@@ -325,7 +326,7 @@ def _backward_cpu(
     seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
     window_right: int, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _refuse_gradients(seqused_k, softcap, sinks)
+    refuse_gradients(seqused_k=seqused_k is not None, softcap=softcap != 0.0, sinks=sinks is not None)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, keys in _read_lengths(query, key, cu_seq_q, cu_seq_k, None):
         if rows.start == rows.stop or keys.start == keys.stop:
@@ -345,40 +346,23 @@ def _backward_cuda(
     window_right: int, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``)."""
-    _refuse_gradients(seqused_k, softcap, sinks)
+    refuse_gradients(seqused_k=seqused_k is not None, softcap=softcap != 0.0, sinks=sinks is not None)
     if not query.numel() or not key.numel():
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
     return flash_backward(grad, query, key, value, lengths, (window_left, window_right), scale)
 
 
-def _refuse_gradients(seqused_k: Tensor | None, softcap: float, sinks: Tensor | None) -> None:
-    for name, given in (
-        ("seqused_k", seqused_k is not None),
-        ("softcap", softcap != 0.0),
-        ("sinks", sinks is not None),
-    ):
-        if given:
-            raise NotImplementedError(f"{name}: with it there are no gradients; use torch.no_grad()")
-
-
-def _backward_fake(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 for _name, _results, _cpu, _cuda, _fake in (
     ("varlen", "Tensor", _varlen_cpu, _varlen_cuda, _varlen_fake),
     ("varlen_lse", "(Tensor, Tensor)", _varlen_lse_cpu, _varlen_lse_cuda, _varlen_lse_fake),
 ):
-    torch_ops.LIBRARY.define(f"{_name}({_ARGUMENTS}) -> {_results}")
-    torch_ops.LIBRARY.impl(_name, _cpu, "CPU")
-    torch_ops.LIBRARY.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"greenfast::{_name}", _fake, lib=torch_ops.LIBRARY)
+    torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
     autograd.register(torch_ops.LIBRARY, _name, None, backward="varlen_backward", first=3)
-torch_ops.LIBRARY.define(f"varlen_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-torch_ops.LIBRARY.impl("varlen_backward", _backward_cpu, "CPU")
-torch_ops.LIBRARY.impl("varlen_backward", _backward_cuda, "CUDA")
-torch.library.register_fake("greenfast::varlen_backward", _backward_fake, lib=torch_ops.LIBRARY)
+torch_ops.define_operator(
+    "varlen_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _backward_cpu, _backward_cuda,
+    torch_ops.infer_gradients,
+)  # fmt: skip
 autograd.register(
     torch_ops.LIBRARY,
     "varlen_backward",
