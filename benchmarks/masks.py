@@ -235,16 +235,16 @@ def make_padding(heads: tuple[int, int], lengths: Sequence[int] = PADDED, device
 
 
 def make_local(heads: tuple[int, int], threshold: float, tokens: int = TOKENS, device: str = "cuda") -> MaskInputs:
-    """Return causal inputs whose weights are largest near the query and at the first key, a sink.
+    """Return causal inputs with the largest weights near the query and at the first key, a sink.
 
-    Q and K are N(0, 1/2), plus a common part of the same size whose correlation falls by 1/e in 256 tokens, and in Q
+    Q and K are N(0, 1/2), plus a common part of the same size; its correlation falls by 1/e in 256 tokens, and in Q
     plus 0.7, which the sink has 1.5 of.
     """
     q, k, v = make_tensors(1, heads, tokens, device)
     keep = math.exp(-1 / 256)
     steps = torch.randn(tokens, HEAD_DIM, device=device) * math.sqrt(1 - keep**2)
     decay = keep ** torch.arange(tokens, dtype=torch.float64, device=device)
-    # A sum over all earlier steps, in chunks whose decay does not underflow.
+    # A sum over all earlier steps, in chunks in which the decay does not underflow.
     places = torch.empty_like(steps)
     last = torch.randn(HEAD_DIM, dtype=torch.float64, device=device)
     for first in range(0, tokens, 4096):
@@ -345,7 +345,7 @@ def train_model(text: bytes, steps: int, tokens: int, width: int = 128, layers: 
 def compare_thresholds(inputs: MaskInputs, diagonal_first: bool = False) -> list[dict[str, float]]:
     """Return for each threshold the share of skipped tiles, and the error.
 
-    diagonal_first: the causal mask is a BlockMask with one head, whose partial tiles come first.
+    diagonal_first: the causal mask is a BlockMask with one head; its partial tiles come first.
     """
     rows = []
     for threshold in THRESHOLDS:

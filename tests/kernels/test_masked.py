@@ -72,7 +72,7 @@ def make_tiles(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def make_skippable(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q and K whose weights are largest at the first key, and near the query's place from the end."""
+    """Return Q and K with the largest weights at the first key, and near the query's place from the end."""
     generator = torch.Generator().manual_seed(1)
     places = torch.randn(-(-max(q.shape[2], k.shape[2]) // 64), q.shape[3], generator=generator)
     of_rows = 0.4 * places.repeat_interleave(64, 0)

@@ -19,7 +19,7 @@ TILE, ROWS = 128, 64
 
 
 def make_inputs(q_len: int, kv_len: int, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V whose weights are largest at the first key, and near the query's place from the end."""
+    """Return Q, K and V with the largest weights at the first key, and near the query's place from the end."""
     generator = torch.Generator().manual_seed(q_len)
     q, k, v = (
         torch.randn(2, heads, rows, head_dim, generator=generator)
@@ -61,7 +61,7 @@ def attend(
 
 
 def make_bool(q_len: int, kv_len: int, generator: torch.Generator) -> Tensor:
-    """Return a mask with empty, full and partial tiles, of which partial ones come later than full ones."""
+    """Return a mask with empty, full and partial tiles, partial ones later than full ones."""
     mask = torch.ones(4, q_len, kv_len, dtype=torch.bool)
     mask[1, :, 256:] = torch.rand(q_len, kv_len - 256, generator=generator) > 0.3
     mask[2, :TILE, :TILE] = False

@@ -109,7 +109,7 @@ def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], window: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients by FlashAttention, whose windows are aligned at the last key.
+    """Compute the gradients by FlashAttention. It aligns windows at the last key.
 
     Tensors: (B, S, H, D) with ``lengths`` (None, None, S, KV), or packed, (tokens, H, D), with the starts of sequences
     and their longest lengths.

@@ -30,7 +30,7 @@ TOKEN_MASKS = (
     f"precision: {TOKEN!r} has no masks other than causal ones, softcap, sinks and skip_threshold; 'fp8' has them"
 )
 MASKED_CACHE = CallCache(9)  # calls that skipped the dispatcher; their first 9 arguments are tensors or None
-_MAX_MASKS = 8  # boolean masks whose form for the kernels is kept
+_MAX_MASKS = 8  # boolean masks with a kept form for the kernels
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? kv_lengths, Tensor? kv_rows, Tensor? sinks, Tensor? counts, "
     "Tensor? entries, Tensor? bits, str precision, int alignment, int window_left, int window_right, float softcap, "
@@ -191,7 +191,7 @@ def describe_mask(mask: Any, options: ScoreOptions) -> str:
         parts.append("softcap takes a tanh for each score")
     if options.skip_threshold:
         parts.append(
-            "tiles whose weights are below skip_threshold take the product Q K^T alone, the others a vote in addition"
+            "tiles with weights below skip_threshold take the product Q K^T alone, the others a vote in addition"
         )
     return ", ".join(parts)
 

@@ -62,7 +62,7 @@ class AttentionConfig:
     scheduled: the work tiles come from a schedule made on the device (kernels/attention/schedule.py), as needed by the
     options after it. window: row i attends to no key before i + a shift. sinks: each head has the logit of one more
     key, without a value. listed: each block of ROW_BLOCK rows attends to a list of tiles of ROW_BLOCK keys. skip: tiles
-    of ROW_BLOCK keys whose weights in 64 rows are below a threshold are skipped, after BLASST (Yuan et al., 2025).
+    of ROW_BLOCK keys with weights below a threshold in 64 rows are skipped, after BLASST (Yuan et al., 2025).
 
     Raises UsageError for values that are not listed here, and for combinations that no kernel supports.
     """

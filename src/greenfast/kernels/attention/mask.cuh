@@ -82,7 +82,7 @@ struct KeyMask {
   }
 };
 
-// With kListed: the tiles of a list, of which those with a mask come first (TileLists).
+// With kListed: the tiles of a list; tiles with a mask come first (TileLists).
 struct ListMask {
   static constexpr bool kLaterRowsAreLonger = false;
   // The bits of a thread's two rows for its quad's columns.

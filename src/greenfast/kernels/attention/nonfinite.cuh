@@ -36,11 +36,9 @@ struct NonFiniteRowsFinder {
   // The first of the thread's two rows.
   __device__ __forceinline__ int row() const { return first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-  // Returns the flags of this thread's two rows. The quantizer writes a NaN scale and zero codes for a block that holds
-  // a non-finite number, so that it cannot reach other rows. NaN scores would not work: the half-precision exp2 loses
-  // them. If one group of a block has a NaN scale, all have.
+  // Returns the flags of this thread's two rows. If one group of a block has a NaN scale, all have.
   __device__ __forceinline__ NonFiniteRows find(const ScoreScales<Traits>& scales) const {
-    if constexpr (Traits::kWindow) return find_in_window(scales);
+    if constexpr (Traits::kWindow) return find_in_window();
     const typename Traits::Mask mask{sequence};
     const auto limit = [&](int index) { return max(0, mask.col_limit(index)); };
     const int col_end = limit(first_row + Traits::kRows - 1);
@@ -69,18 +67,10 @@ struct NonFiniteRowsFinder {
   // The same for the tiles of a list. row: the first of the thread's two rows, in the work tile.
   __device__ __forceinline__ NonFiniteRows find_in_list(const TileList& list, int row) const {
     NonFiniteRows nonfinite = {};
-    const size_t first = sequence.first_kv_block(keys);
     for (int group = 0; group < list.count; group += 32) {
       const int i = group + threadIdx.x % 32;
-      const bool listed = i < list.count;
-      const unsigned tile = listed ? list.tile(p, i) : 0, mask = i < list.masked ? list.mask(p, i) : 0;
-      const float k_scale =
-          listed ? ptx::load_written(p.k_scale + (first + tile) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
-      const float v_scale = listed ? ptx::load_written(p.v_scale + first + tile) : 0.0f;
-      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
-      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
-      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
-        const int lane = __ffs(bad) - 1;
+      const unsigned tile = i < list.count ? list.tile(p, i) : 0, mask = i < list.masked ? list.mask(p, i) : 0;
+      visit(i < list.count, tile, [&](int lane, bool bad_keys, bool bad_values) {
         const unsigned of_lane = __shfl_sync(0xffffffffu, mask, lane);
         typename Traits::Mask::Limits bits = {~0u, ~0u};
         if (group + lane < list.masked) Traits::Mask::load(bits, p.lists, of_lane, row);
@@ -88,46 +78,48 @@ struct NonFiniteRowsFinder {
         for (int r = 0; r < 2; ++r) {
           bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 1);
           bits[r] |= __shfl_xor_sync(0xffffffffu, bits[r], 2);
-          nonfinite.scores[r] |= bits[r] != 0 && (bad_keys >> lane & 1);
-          nonfinite.values[r] |= bits[r] != 0 && (bad_values >> lane & 1);
+          nonfinite.scores[r] |= bits[r] != 0 && bad_keys;
+          nonfinite.values[r] |= bits[r] != 0 && bad_values;
         }
-      }
+      });
     }
     return nonfinite;
   }
 
  private:
-  // The same with a first key of each row: looks at each block that holds a non-finite number.
-  __device__ __forceinline__ NonFiniteRows find_in_window(const ScoreScales<Traits>& scales) const {
+  // Calls visit(lane, bad_keys, bad_values) for each lane with a block of keys that holds a non-finite number.
+  template <class Visit>
+  __device__ __forceinline__ void visit(bool has_block, int block, Visit visit) const {
+    const size_t index = sequence.first_kv_block(keys) + block;
+    const float k_scale =
+        has_block ? ptx::load_written(p.k_scale + index * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
+    const float v_scale = has_block ? ptx::load_written(p.v_scale + index) : 0.0f;
+    const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
+    const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
+    for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
+      const int lane = __ffs(bad) - 1;
+      visit(lane, bad_keys >> lane & 1, bad_values >> lane & 1);
+    }
+  }
+
+  // The same with a first key of each row.
+  __device__ __forceinline__ NonFiniteRows find_in_window() const {
     static_assert(Traits::kKeyBlockScales && Traits::kValueBlockScales, "a window has block scales");
     const typename Traits::Mask mask{sequence};
-    NonFiniteRows nonfinite;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float row_factor = scales.row_factor(r);
-      nonfinite.scores[r] = row_factor != row_factor && mask.col_limit(row() + 8 * r) > mask.col_begin(row() + 8 * r);
-      nonfinite.values[r] = false;
-    }
+    NonFiniteRows nonfinite = {};
     const int col_end = mask.col_limit(first_row + Traits::kRows - 1);
-    const size_t first = sequence.first_kv_block(keys);
     for (int group = mask.col_begin(first_row) / kRowBlock; group * kRowBlock < col_end; group += 32) {
       const int block = group + threadIdx.x % 32;
-      const bool any = block * kRowBlock < col_end;
-      const float k_scale =
-          any ? ptx::load_written(p.k_scale + (first + block) * (Traits::kFineScales ? kKeyGroups : 1)) : 0.0f;
-      const float v_scale = any ? ptx::load_written(p.v_scale + first + block) : 0.0f;
-      const unsigned bad_keys = __ballot_sync(0xffffffffu, k_scale != k_scale);
-      const unsigned bad_values = __ballot_sync(0xffffffffu, v_scale != v_scale);
-      for (unsigned bad = bad_keys | bad_values; bad != 0; bad &= bad - 1) {
-        const int lane = __ffs(bad) - 1, key = (group + lane) * kRowBlock;
+      visit(block * kRowBlock < col_end, block, [&](int lane, bool bad_keys, bool bad_values) {
+        const int key = (group + lane) * kRowBlock;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const bool attends = key < mask.col_limit(row() + 8 * r) && key + kRowBlock > mask.col_begin(row() + 8 * r) &&
-                               mask.col_begin(row() + 8 * r) < mask.col_limit(row() + 8 * r);
-          nonfinite.scores[r] |= attends && (bad_keys >> lane & 1);
-          nonfinite.values[r] |= attends && (bad_values >> lane & 1);
+          const int begin = mask.col_begin(row() + 8 * r), limit = mask.col_limit(row() + 8 * r);
+          const bool attends = key < limit && key + kRowBlock > begin && begin < limit;
+          nonfinite.scores[r] |= attends && bad_keys;
+          nonfinite.values[r] |= attends && bad_values;
         }
-      }
+      });
     }
     return nonfinite;
   }

@@ -45,7 +45,7 @@ struct FlashParams {
   const float* v_scale;  // the same with kValueBlockScales, or (batch x kv_heads, head_dim) with kChannelScales
   void* out;             // (batch, heads, q_len, columns) of Cfg::Out, as `rows` says
   float* lse;            // (batch x heads, q_len), natural logarithm; unused without kLse
-  int heads;             // batch x heads; with kScheduled those of one sequence
+  int heads;             // batch x heads; with kScheduled, the heads of one sequence
   int heads_per_kv;      // query heads per KV head
   int q_len;             // rows of Q in each head
   int kv_len;            // rows of K and V in each head: keys

@@ -41,7 +41,8 @@ __device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p
 
 // The keys of a head that are quantized.
 template <class Cfg>
-__device__ __forceinline__ HeadRows<Cfg> keys_of(const QuantizeParams& p, const QuantizeInput& input, int head_index) {
+__device__ __forceinline__ HeadRows<Cfg> select_keys(const QuantizeParams& p, const QuantizeInput& input,
+                                                     int head_index) {
   const int b = head_index / p.kv_heads;
   const int length = Cfg::kLengths ? max(0, min(p.kv_lengths[b], p.kv_len)) : p.kv_len;
   HeadRows<Cfg> head(input, b, head_index % p.kv_heads, length);
@@ -49,7 +50,7 @@ __device__ __forceinline__ HeadRows<Cfg> keys_of(const QuantizeParams& p, const 
   return head;
 }
 
-__device__ __forceinline__ int tiles_of(int length) { return (length + kRowBlock - 1) / kRowBlock; }
+__device__ __forceinline__ int count_tiles(int length) { return (length + kRowBlock - 1) / kRowBlock; }
 
 // Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q of
 // kQueryHeads heads. Block: Cfg::kThreads.
@@ -65,9 +66,9 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   int item = blockIdx.x;
   if (item < p.batch * p.kv_heads * k_blocks) {
     const int head_index = item / k_blocks, tile = item % k_blocks * Cfg::kKeyTiles;
-    const RowsQuantizer<Cfg> rows(shared.rows, keys_of<Cfg>(p, p.k, head_index),
+    const RowsQuantizer<Cfg> rows(shared.rows, select_keys<Cfg>(p, p.k, head_index),
                                   prologue_of<Cfg>(p, false, head_index));
-    const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? tiles_of(rows.head.length) : kv_tiles);
+    const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? count_tiles(rows.head.length) : kv_tiles);
     if (Cfg::kLengths && tile >= stop) return;
     const HeadRows<Cfg> samples(p.samples, head_index / p.kv_heads, head_index % p.kv_heads, kMeanKeys);
     rows.quantize_k(Cfg::kSampled ? samples : rows.head, tile, stop,
@@ -79,8 +80,8 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
   item -= p.batch * p.kv_heads * k_blocks;
   if (item < p.batch * p.kv_heads * kv_tiles) {
     const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
-    const HeadRows<Cfg> head = keys_of<Cfg>(p, p.v, head_index);
-    if (Cfg::kLengths && item % kv_tiles >= tiles_of(head.length)) return;
+    const HeadRows<Cfg> head = select_keys<Cfg>(p, p.v, head_index);
+    if (Cfg::kLengths && item % kv_tiles >= count_tiles(head.length)) return;
     VQuantizer<Cfg>::run(shared.values, head, item % kv_tiles,
                          p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
                          p.v_scale + head_index * kv_tiles);

@@ -33,7 +33,7 @@ struct RowsPrologue {};
 
 // Cfg: kNorm; kAcrossHeads, whether it is over all heads; kWeighted, whether the norm has weights, of type Weight; kRotaryDim, columns that are rotated, or 0;
 // kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and j + kRotaryDim / 2; kAngleStep, the distance
-// of two angles in a table of type Table; kAngleVector, angles whose addresses are aligned.
+// of two angles in a table of type Table; kAngleVector, angles at aligned addresses.
 template <class Cfg>
 struct RowsPrologue<Cfg, true> {
   static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;  // warps that share rows
@@ -42,7 +42,7 @@ struct RowsPrologue<Cfg, true> {
   // Whether a thread holds both columns of each pair, kDistance loads apart.
   static constexpr bool kOwnPairs = kHalf == 32 || kHalf == 64 || kHalf == 128;
   static constexpr int kDistance = kSplit == 1 || kHalf == 32 ? kHalf / 32 : kHalf / 64;
-  static_assert(!Cfg::kGathered && !Cfg::kSampled, "a row's number is that of its angles");
+  static_assert(!Cfg::kGathered && !Cfg::kSampled, "rows and angles have the same numbers");
   static_assert(Cfg::kRotaryDim % 2 == 0 && Cfg::kRotaryDim <= Cfg::kColumns, "pairs of columns");
 
   using In = typename Cfg::In;

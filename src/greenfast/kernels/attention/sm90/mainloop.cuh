@@ -203,7 +203,7 @@ struct Mainloop {
   }
 
  private:
-  // With kOverlap, the tile before one: none, a skipped one, or one whose P V is still to be issued.
+  // With kOverlap, the tile before one: none, a skipped one, or one with a P V that is still to be issued.
   enum class Before { kNone, kSkipped, kTile };
 
   __device__ __forceinline__ static void arrive(ptx::Mbarrier& barrier) {

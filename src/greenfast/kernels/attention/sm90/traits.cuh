@@ -14,7 +14,7 @@
 //   bool kOverlap           P V of a tile overlaps with the softmax of the next
 //   bool kPromoteAccum      O is summed over tiles in fp32; else by the tensor cores, with about 14 bits
 //   bool kScheduled         the work tiles are a schedule's (ScheduledSequence)
-//   bool kListed            the key tiles of a work tile are those of TileLists. Needs kScheduled and kBlockM 128
+//   bool kListed            a work tile has the key tiles of TileLists. Needs kScheduled and kBlockM 128
 //   bool kCausal            row i attends to no key after i + causal_shift
 //   bool kWindow            row i attends to no key before i + window_shift
 //   bool kSkip              a warpgroup skips tiles of small weights (Mainloop). Needs kScheduled and kBlockN == kRowBlock
