@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import greenfast
-from greenfast.ops import torch_ops
+from greenfast.ops import autograd, torch_ops
 from tests.ops.gradient_cases import Sizes, case, gradients
 
 sdpa: Any = greenfast.sdpa
@@ -371,3 +372,23 @@ def test_autocast_casts_what_pytorch_casts(dtype: torch.dtype) -> None:
                 sdpa(q, k, v)
             assert explained.kernel == "torch"
             assert str(dtype) in explained.reason
+
+
+def test_a_first_import_in_inference_mode_does_not_end_training() -> None:
+    """A public function imports its module at its first use."""
+    with torch.inference_mode():
+        first: Any = runpy.run_path(autograd.__file__)
+    assert not first["_MARK"].is_inference()
+    assert not autograd._MARK.is_inference()
+
+
+def test_a_mask_that_inference_has_read_is_for_training_too() -> None:
+    q, k, v = inputs()
+    mask = torch.ones(33, 33, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        wanted = sdpa(q, k, v, mask)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    result = sdpa(*leaves, mask)
+    assert torch.equal(result, wanted)
+    result.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)

@@ -22,7 +22,8 @@ _LSE_MESSAGE = (
 
 #: Saved before the inputs. If PyTorch's attention recomputes a call of this operator, it saves the inputs in another
 #: order, and a checkpoint would use K as Q. The checkpoint compares shapes, and this extra tensor makes it fail.
-_MARK = torch.empty(0)
+with torch.inference_mode(False):  # the first call, which imports this, may be in inference mode
+    _MARK = torch.empty(0)
 
 
 class _Node(torch.autograd.Function):
