@@ -12,7 +12,6 @@ from greenfast.kernels.serving import append
 from greenfast.numerics import serving as serving_numerics
 from greenfast.numerics import serving_append
 from greenfast.ops import canonicalize, reference
-from greenfast.ops import sdpa as public
 from greenfast.spec.arch import Target
 from tests.fuzz import sdpa, serving
 from tests.fuzz.__main__ import draw, faults_of, sources
@@ -47,7 +46,7 @@ def test_a_key_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_mask_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     form_of = canonicalize.canonicalize
-    monkeypatch.setattr(public, "canonicalize", lambda q, k, v, mask, *rest: form_of(q, k, v, None, *rest))
+    monkeypatch.setattr(canonicalize, "canonicalize", lambda q, k, v, mask, *rest: form_of(q, k, v, None, *rest))
     masked = [n for n in range(300) if getattr(draw(n, False, ("sdpa",))[1], "masked", False)]
     assert faults_of(draw(masked[0], False, ("sdpa",))[1], CPU) == ["attn_mask: left out without a word"]
 
