@@ -107,6 +107,24 @@ def test_tiles_by_shape() -> None:
         tiles({**BIG, "D": 96})
 
 
+@pytest.mark.parametrize("causal", [0, 1])
+def test_fixed_tiles_depend_on_no_size(causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(b, h, s, kv) for b in (1, 3, 64) for h in (1, 40) for s in (1, 100, 4096) for kv in (64, 2048, 40000)]
+    for head_dim in heuristics.HEAD_DIMS:
+        dims = [{"B": b, "H": h, "S": s, "KV": kv, "D": head_dim, "CAUSAL": causal} for b, h, s, kv in sizes]
+        assert len({tiles(d) for d in dims}) > 1
+        with monkeypatch.context() as patch:
+            patch.setattr(heuristics, "BATCH_INVARIANT", True)
+            assert len({tiles(d) for d in dims}) == 1
+            assert tiles(dims[0]) in heuristics._candidates(read_dims(dims[0], "e4m3")[0], 40000)
+
+
+def test_the_variable_that_fixes_the_tiles() -> None:
+    assert [heuristics.read_batch_invariant(value) for value in (None, "", "0", "1")] == [False, False, False, True]
+    with pytest.raises(UsageError, match="GREENFAST_BATCH_INVARIANT='yes': allowed are 0 and 1"):
+        heuristics.read_batch_invariant("yes")
+
+
 def test_unsupported_targets_and_formats() -> None:
     with pytest.raises(UsageError, match=r"sm_90a only.*--arch sm_90a"):
         compile_kernel(hopper.kernel(*read_dims({**BIG, "D": 64}, "e4m3")), Target("sm_89"))

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from greenfast.kernels.attention import schedule
+from greenfast.kernels.attention import heuristics, schedule
 from greenfast.kernels.attention.config import Mask, MaskLists, Sizes
+from greenfast.kernels.attention.heuristics import tiling
 from greenfast.ops import cuda, masked
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.launch_plans import LaunchPlan
@@ -169,6 +170,28 @@ def test_attention_with_masks_agrees_with_the_cpu(case: str, monkeypatch: pytest
         assert torch.equal(sums.isnan(), wanted_lse.isnan())
         assert torch.equal(sums == -np.inf, wanted_lse == -np.inf)
         assert (sums - wanted_lse)[wanted_lse.isfinite()].abs().max() < 0.05
+
+
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of four sequences are others than those of one, unless they are fixed."""
+    monkeypatch.setattr(cuda, "get_target", lambda device: Target("sm_90a", MULTIPROCESSORS))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(4, 1, rows, 64, generator=generator).bfloat16() for rows in (200, 300, 300))
+    config = replace(
+        build_config(64, torch.bfloat16, "fp8", key_mean=True), mask=Mask.LOWER_RIGHT, fuse_q_quant=True, scheduled=True
+    )
+    lengths = torch.tensor([150, 300, 0, 220], dtype=torch.int32)
+
+    def attend(some: slice, keys: int) -> Any:
+        options: dict[str, Any] = {"config": config, "window": (-1, 0), "shift": 0, "skip": 0.0}
+        inputs = {"kv_lengths": lengths[some]}
+        return run_plan(q[some], k[some, :, :keys], v[some, :, :keys], inputs, **options)["out"]
+
+    few, many = Sizes(1, 1, 1, 200, 300), Sizes(4, 1, 1, 200, 300)
+    assert tiling(config, few, MULTIPROCESSORS)[0] != tiling(config, many, MULTIPROCESSORS)[0]
+    monkeypatch.setattr(heuristics, "BATCH_INVARIANT", True)
+    batch = attend(slice(None), 300)
+    assert np.array_equal(attend(slice(3, 4), 220), batch[3:])  # padded by other lengths of the batch
 
 
 @pytest.mark.parametrize(

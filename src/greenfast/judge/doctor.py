@@ -304,7 +304,7 @@ def tasks_and_variables(environment: Mapping[str, str]) -> list[Diagnosis]:
 
 
 def _variables(environment: Mapping[str, str], configs: Sequence[TaskConfig]) -> list[Diagnosis]:
-    own = ("GREENFAST_CACHE_DIR", TASKS_VARIABLE, GIT_SHA_VARIABLE, "TORCH_CUDA_ARCH_LIST")
+    own = ("GREENFAST_CACHE_DIR", "GREENFAST_BATCH_INVARIANT", TASKS_VARIABLE, GIT_SHA_VARIABLE, "TORCH_CUDA_ARCH_LIST")
     toggles = {name: config for config in configs for name in config.toggles}
     findings = []
     for name in dict.fromkeys([*own, *_OTHERS_VARIABLES, *toggles]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -65,6 +66,18 @@ def stages_queries(head_dim: int) -> bool:
     return head_dim == HEAD_DIMS[-1]
 
 
+def read_batch_invariant(value: str | None) -> bool:
+    """Return whether GREENFAST_BATCH_INVARIANT asks for it. Raises UsageError unless it is unset, "0" or "1"."""
+    if value not in (None, "", "0", "1"):
+        raise UsageError(f"GREENFAST_BATCH_INVARIANT={value!r}: allowed are 0 and 1, which fixes the tiles")
+    return value == "1"
+
+
+#: The tiles depend on the options alone: a sequence has the same bits in any batch (docs/masks.md). Plans are kept for
+#: the life of a process, so it is read once.
+BATCH_INVARIANT = read_batch_invariant(os.environ.get("GREENFAST_BATCH_INVARIANT"))
+
+
 def _whole_kilobytes(size: int) -> int:
     return -(-size // 1024) * 1024
 
@@ -78,7 +91,13 @@ _COST = {1: 1.0, 2: 1.42, 4: 2.75}
 
 
 def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
-    """Return the fastest tiles for each number of warpgroups (docs/performance-log.md)."""
+    """Return the fastest tiles for each number of warpgroups (docs/performance-log.md).
+
+    Raises UsageError for a head dim that the kernel does not support.
+    """
+    if config.head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
     causal, head_dim = config.causal, config.head_dim
     candidates: tuple[Tiling, ...]
     if head_dim == 64:
@@ -107,9 +126,11 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
 def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
     """Return the tiles for an attention on a GPU with this number of multiprocessors, and the reason.
 
-    They come from the cost model, or from a rule if other tiles were measured to be faster.
-    Raises UsageError for a head dim that the kernel does not support.
+    They come from the cost model, or from a rule if other tiles were measured to be faster. With BATCH_INVARIANT they
+    come from the options alone. Raises UsageError for a head dim that the kernel does not support.
     """
+    if BATCH_INVARIANT:
+        return _fixed_tiling(config), "GREENFAST_BATCH_INVARIANT fixes the tiles"
     chosen, why = planned(config, sizes, multiprocessors)
     rule = _rule(config, sizes.kv_len, chosen)
     if rule is None:
@@ -119,9 +140,6 @@ def tiling(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple
 
 def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tuple[Tiling, str]:
     """Return the tiles of the cost model, without measured rules, and the reason."""
-    if config.head_dim not in HEAD_DIMS:
-        allowed = ", ".join(map(str, HEAD_DIMS))
-        raise UsageError(f"head_dim D={config.head_dim}: the Hopper kernel has tiles for {allowed}")
     candidates = _candidates(config, sizes.kv_len)
 
     def cost(t: Tiling) -> float:
@@ -138,6 +156,14 @@ def planned(config: AttentionConfig, sizes: Sizes, multiprocessors: int) -> tupl
         f"least time for {sizes.batch * sizes.heads} heads of {sizes.q_len} queries on {multiprocessors} "
         "multiprocessors"
     )
+
+
+def _fixed_tiling(config: AttentionConfig) -> Tiling:
+    """Return the tiles with the least time per row on a full GPU, and with float32 sums over any number of keys.
+
+    The lengths of packed sequences are on the device, so the number of keys must not choose.
+    """
+    return min(_candidates(config, ONE_LEVEL_KEYS + 1), key=lambda t: _COST[t.consumers] / t.consumers)
 
 
 @dataclass(frozen=True)
