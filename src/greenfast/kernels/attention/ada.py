@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import make_source
 from greenfast.kernels.attention.config import (
     AttentionConfig,
     Sizes,
@@ -56,14 +56,7 @@ extern "C" __global__ void __launch_bounds__(128, {blocks})
                                  {{out_gap, out_head, out_row, out_heads, out_columns}}}});
 }}
 """
-    return KernelSource(
-        entry=ENTRY,
-        source=source,
-        name=f"{ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(128, 1, 1),
-        dynamic_smem_bytes=smem,
-    )
+    return make_source(ENTRY, source, 128, dynamic_smem_bytes=smem)
 
 
 def launch(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import make_source
 from greenfast.spec.kernel import KernelSource, Launch
 
 #: Queries and keys of a tile.
@@ -56,7 +56,7 @@ pack_mask(const unsigned char* mask, long long batch_stride, long long head_stri
                        {{q_len, kv_len, tiles, bits}});
 }}
 """
-    return _render("pack_mask", source, _PACK_THREADS)
+    return make_source("pack_mask", source, _PACK_THREADS)
 
 
 def pack_launch(sizes: MaskSizes, strides: tuple[int, ...]) -> Launch:
@@ -77,7 +77,7 @@ pack_segments(const {index}* q_segments, const {index}* kv_segments, int causal,
                        {{q_len, kv_len, tiles, bits}});
 }}
 """
-    return _render("pack_segments", source, _PACK_THREADS)
+    return make_source("pack_segments", source, _PACK_THREADS)
 
 
 def segments_launch(sizes: MaskSizes, *, causal: bool) -> Launch:
@@ -95,7 +95,7 @@ list_tiles(const int* tiles, int blocks, int key_tiles, int* counts, int2* entri
   greenfast::list_tiles({{tiles, blocks, key_tiles, counts, entries}});
 }}
 """
-    return _render("list_tiles", source, _LIST_THREADS)
+    return make_source("list_tiles", source, _LIST_THREADS)
 
 
 def list_launch(blocks: int, key_tiles: int) -> Launch:
@@ -116,7 +116,7 @@ list_blocks(const {index}* list_counts, const {index}* indices, int blocks, int 
   greenfast::list_blocks<{index}>({{list_counts, indices, blocks, width, kv_len, counts, entries, bits}});
 }}
 """
-    return _render("list_blocks", source, _LIST_THREADS)
+    return make_source("list_blocks", source, _LIST_THREADS)
 
 
 def blocks_launch(blocks: int, width: int, kv_len: int) -> Launch:
@@ -124,9 +124,3 @@ def blocks_launch(blocks: int, width: int, kv_len: int) -> Launch:
     sizes = (np.int32(n) for n in (blocks, width, kv_len))
     grid = (max(1, -(-blocks // _LIST_WARPS)), 1, 1)
     return Launch(grid, ("list_counts", "indices", *sizes, "counts", "entries", "bits"))
-
-
-def _render(entry: str, source: str, threads: int) -> KernelSource:
-    return KernelSource(
-        entry=entry, source=source, name=f"{entry}.cu", include_dirs=(KERNEL_DIR,), block=(threads, 1, 1)
-    )

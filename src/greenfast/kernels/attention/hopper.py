@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, make_source
 from greenfast.kernels.attention.config import (
     AttentionConfig,
     MaskLists,
@@ -129,15 +129,7 @@ extern "C" __global__ void __launch_bounds__({threads}, 1)
       {q_argument}, k, v);
 }}
 """
-    return KernelSource(
-        entry=ENTRY,
-        source=source,
-        name=f"{ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(threads, 1, 1),
-        dynamic_smem_bytes=smem,
-        requires=TARGET.name,
-    )
+    return make_source(ENTRY, source, threads, dynamic_smem_bytes=smem, requires=TARGET.name)
 
 
 def launch(

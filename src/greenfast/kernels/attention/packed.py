@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, make_source
 from greenfast.kernels.attention import hopper, schedule
 from greenfast.kernels.attention.config import KEY_GROUPS, ROW_BLOCK, AttentionConfig, Sizes, Stride3, Strides
 from greenfast.kernels.attention.heuristics import Tiling, tiling
@@ -124,13 +124,7 @@ quantize_packed_kv(const void* k, const void* v, long long k_head, long long k_r
                                       k_scale, v_scale, k_mean, sequences, block_sequence, kv_heads, key_blocks}});
 }}
 """
-    return KernelSource(
-        entry="quantize_packed_kv",
-        source=source,
-        name="quantize_packed_kv.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(threads, 1, 1),
-    )
+    return make_source("quantize_packed_kv", source, threads)
 
 
 def quantize_launch(sizes: PackedSizes, k_strides: tuple[int, int], v_strides: tuple[int, int]) -> Launch:

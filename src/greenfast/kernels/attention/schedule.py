@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import make_source
 from greenfast.kernels.attention.config import AttentionConfig, MaskLists, Sizes
 from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.spec.kernel import Argument, KernelSource, Launch
@@ -51,13 +51,7 @@ make_schedule({parameters},
                            {arguments});
 }}
 """
-    return KernelSource(
-        entry="make_schedule",
-        source=source,
-        name="make_schedule.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(_THREADS, 1, 1),
-    )
+    return make_source("make_schedule", source, _THREADS)
 
 
 def batch_launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, make_source
 from greenfast.kernels.attention.config import Stride3
 from greenfast.spec.kernel import KernelSource, Launch
 
@@ -39,9 +39,7 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
                          lse_a, lse_b, lse_out, heads, rows, first}});
 }}
 """
-    return KernelSource(
-        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(_THREADS, 1, 1)
-    )
+    return make_source(ENTRY, source, _THREADS)
 
 
 def launch(shape: tuple[int, ...], first: int, a: Stride3, b: Stride3, out: Stride3) -> Launch:

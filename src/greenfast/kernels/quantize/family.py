@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from greenfast.kernels import KERNEL_DIR
+from greenfast.kernels import make_source
 from greenfast.spec.errors import UsageError, unknown
 from greenfast.spec.kernel import KernelSource, Launch
 
@@ -41,9 +41,7 @@ extern "C" __global__ void __launch_bounds__({_THREADS})
   greenfast::quantize_heads<Cfg>(x, codes, scale, elements);
 }}
 """
-    return KernelSource(
-        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(_THREADS, 1, 1)
-    )
+    return make_source(ENTRY, source, _THREADS)
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, make_source
 from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, Sizes, Strides, strides_of
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
@@ -179,12 +179,10 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
                                 v_scale, k_mean, batch, heads, kv_heads, q_len, kv_len, {samples}{chosen}}});
 }}
 """
-    return KernelSource(
-        entry=ENTRY,
-        source=source,
-        name=f"{ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(threads, 1, 1),
+    return make_source(
+        ENTRY,
+        source,
+        threads,
         dynamic_smem_bytes=0 if prologue is None else prologue.shared_bytes(config.head_dim),
     )
 
@@ -252,13 +250,7 @@ compute_row_norms(const void* q, const void* k, long long q_batch, long long q_h
                                      k_inverse, eps, batch, heads, kv_heads, q_len, kv_len}});
 }}
 """
-    return KernelSource(
-        entry="compute_row_norms",
-        source=source,
-        name="compute_row_norms.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(_NORM_THREADS, 1, 1),
-    )
+    return make_source("compute_row_norms", source, _NORM_THREADS)
 
 
 def norms_launch(config: AttentionConfig, sizes: Sizes, strides: Strides, eps: float) -> Launch:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, make_source
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
@@ -153,9 +153,7 @@ extern "C" __global__ void __launch_bounds__({_THREADS}, {_resident(config)})
                           heads, kv_heads, chunk}});
 }}
 """
-    return KernelSource(
-        entry=ENTRY, source=source, name=f"{ENTRY}.cu", include_dirs=(KERNEL_DIR,), block=(_THREADS, 1, 1)
-    )
+    return make_source(ENTRY, source, _THREADS)
 
 
 def _resident(config: AppendConfig) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from greenfast.kernels import CUDA_TYPES, KERNEL_DIR
+from greenfast.kernels import CUDA_TYPES, make_source
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.kernels.serving.config import NARROW_ROWS, ServingConfig, few_rows
 from greenfast.spec.arch import Target
@@ -136,13 +136,7 @@ extern "C" __global__ void __launch_bounds__({_PLAN_THREADS}, 1)
                                                                      parallel_heads, slots);
 }}
 """
-    return KernelSource(
-        entry=PLAN_ENTRY,
-        source=source,
-        name=f"{PLAN_ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(_PLAN_THREADS, 1, 1),
-    )
+    return make_source(PLAN_ENTRY, source, _PLAN_THREADS)
 
 
 def plan_launch(
@@ -196,15 +190,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {config.blocks})
   greenfast::serving::attention<Cfg>(p, k, {"v" if rows else "k"});
 }}
 """
-    return KernelSource(
-        entry=ENTRY,
-        source=source,
-        name=f"{ENTRY}.cu",
-        include_dirs=(KERNEL_DIR,),
-        block=(threads, 1, 1),
-        dynamic_smem_bytes=config.smem_bytes,
-        requires=TARGET.name,
-    )
+    return make_source(ENTRY, source, threads, dynamic_smem_bytes=config.smem_bytes, requires=TARGET.name)
 
 
 def _registers(config: ServingConfig) -> tuple[int, int]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from greenfast.kernels import KERNEL_DIR
-from greenfast.spec.kernel import KernelSource, Launch, Struct
+from greenfast.kernels import make_source
+from greenfast.spec.kernel import Launch, Struct
 
 ENTRY = "token_slots"
 _THREADS, _MOST_BLOCKS = 128, 1024
 
-KERNEL = KernelSource(
-    entry=ENTRY,
-    source=f"""#include "serving/slots.cuh"
+KERNEL = make_source(
+    ENTRY,
+    f"""#include "serving/slots.cuh"
 
 extern "C" __global__ void __launch_bounds__({_THREADS})
 {ENTRY}(const __grid_constant__ greenfast::serving::SlotParams p) {{
   greenfast::serving::find_slots(p);
 }}
 """,
-    name=f"{ENTRY}.cu",
-    include_dirs=(KERNEL_DIR,),
-    block=(_THREADS, 1, 1),
+    _THREADS,
 )
 
 
