@@ -27,8 +27,8 @@ from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import Tiling
 from greenfast.numerics.attention import attention
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.problem import Case
+from tasks.fp8_attention import problem as attention_problem
 
 QUERIES = 512
 LENGTHS = (512, 2048, 8192, 16384, 32768, 131072)

@@ -39,9 +39,9 @@ from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import planned
-from greenfast.problems import attention
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.problem import Case, dtype_of
+from tasks.fp8_attention import problem as attention
 
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (1024, 4096, 16384)

@@ -20,7 +20,7 @@ from greenfast.evolve.stages import estimate
 from greenfast.evolve.t4 import ESTIMATE, PIPE
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space
-from greenfast.problems import attention
+from tasks.fp8_attention import problem as attention
 
 _LENGTH = 512
 _SAME = "STAGES"  # changes no count but those of waits

@@ -52,7 +52,6 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "device": (2, ("device",)),
     "numerics": (2, ("numerics",)),
-    "problems": (3, ("problems",)),
     "library": (3, ("ops", "serving", "integrations", "parallel", "flash_attn", "vllm")),
     "emulator ptx": (3, ("emulator.ptx",)),
     "emulator machine": (4, ("emulator.machine",)),
@@ -84,7 +83,7 @@ ONLY = {
     **{room: {*EMULATOR, "toolchain", "kernels", "spec"} for room in EMULATOR},
 }
 TOP = {"__init__", "__main__"}
-TORCH_ROOMS = {"numerics", "problems", "library"}
+TORCH_ROOMS = {"numerics", "library"}
 #: Modules that only a problem, or the process of a solution, loads.
 TORCH_MODULES = tuple(
     f"greenfast.judge.{name}"

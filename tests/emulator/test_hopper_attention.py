@@ -19,10 +19,10 @@ from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
 from greenfast.numerics.codes import quantize_blocks
 from greenfast.ops import reference
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_attention import problem as attention_problem
 from tests.emulator.kernels import run_source
 
 SMALL = {"B": 1, "H": 2, "S": 150, "D": 64}

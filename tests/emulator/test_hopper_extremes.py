@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.numerics.attention import attention
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.problem import Array, Case
+from tasks.fp8_attention import problem as attention_problem
 from tests.emulator.kernels import run_source
 
 BLOCKS = {"QBLOCK": 16, "KBLOCK": 128, "VBLOCK": 128}

@@ -10,8 +10,8 @@ from greenfast.device.gpu import Gpu
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
+from tasks.fp8_attention import problem as attention_problem
 
 pytestmark = pytest.mark.gpu
 

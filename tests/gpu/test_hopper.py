@@ -22,10 +22,10 @@ from greenfast.kernels.attention.heuristics import ONE_LEVEL_KEYS, Rule, rules, 
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.problems import attention as attention_problem
-from greenfast.problems.attention import mask_of
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_attention import problem as attention_problem
+from tasks.fp8_attention.problem import mask_of
 from tests.kernels.tiling_dims import MULTIPROCESSORS, rule_dims
 
 pytestmark = pytest.mark.gpu

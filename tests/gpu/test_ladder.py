@@ -16,13 +16,13 @@ from greenfast.device.gpu import Gpu
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.task import Rung
 from greenfast.judge.tasks import find_task
-from greenfast.kernels.quantize import family as quantizer
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
-from greenfast.problems import quantize as quantize_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Family, Launch
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_quantize import family as quantizer
+from tasks.fp8_quantize import problem as quantize_problem
 from tasks.fp8_sdpa_stage_c_wmma import problem as sdpa_problem
 from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 

@@ -21,9 +21,9 @@ from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.ops import torch_ops
 from greenfast.ops.layout import row_strides
 from greenfast.ops.quantized import Precision
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_attention import problem as attention_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 

@@ -14,10 +14,10 @@ from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.tasks import find_task
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, Strides, read_dims
-from greenfast.problems import attention as attention_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Case, OutputSpec
+from tasks.fp8_attention import problem as attention_problem
 from tests.emulator.kernels import run_source
 
 CONFIG = find_task("fp8_attention").config

@@ -11,11 +11,11 @@ import pytest
 from greenfast.device.compiler import CompiledKernel, compile_kernel, to_ptx
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.task import load_task
-from greenfast.kernels.quantize import family as quantizer
-from greenfast.problems import quantize as quantize_problem
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource
+from tasks.fp8_quantize import family as quantizer
+from tasks.fp8_quantize import problem as quantize_problem
 
 ADA = Target("sm_89")
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_quantize").config

@@ -14,7 +14,7 @@ from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.ops.quantized import Precision
 from greenfast.ops.sdpa import attention, quantize, sdpa
-from greenfast.problems import attention as attention_problem
+from tasks.fp8_attention import problem as attention_problem
 from tests.emulator.kernels import run_source
 
 CASES = (

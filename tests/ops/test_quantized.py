@@ -13,7 +13,7 @@ import greenfast
 from greenfast.kernels.attention.config import read_dims
 from greenfast.ops.reference import build_rotation, dequantize_keys, dequantize_queries
 from greenfast.ops.sdpa import attention, quantize
-from greenfast.problems import attention as attention_problem
+from tasks.fp8_attention import problem as attention_problem
 
 
 def tensors(

@@ -273,6 +273,6 @@ def _import_family(space: Space) -> Family:
     if not (hasattr(family, "kernel") or hasattr(family, "program")):
         raise UsageError(
             f"space {space.name}: family {space.family!r}: allowed are families below {_OWN[:-1]}, such as "
-            f"{_OWN}attention.tilings"
+            f"{_OWN}attention.tuning_space"
         )
     return cast(Family, family)

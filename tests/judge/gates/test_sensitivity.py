@@ -17,9 +17,9 @@ from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.gates.sensitivity import find_dropped
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
-from greenfast.problems import attention
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, Case, OutputSpec, References
+from tasks.fp8_attention import problem as attention
 
 Floats = NDArray[np.float64]
 Decode = Callable[[dict[str, Array]], Floats]

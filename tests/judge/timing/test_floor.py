@@ -9,8 +9,8 @@ import pytest
 
 from greenfast.judge.record_index import read_content
 from greenfast.judge.timing.floor import floor_of
-from greenfast.problems.attention import least_work
 from greenfast.spec.facts import DeviceInfo
+from tasks.fp8_attention.problem import least_work
 
 EVIDENCE = Path(__file__).parents[3] / "evidence"
 H100 = DeviceInfo(

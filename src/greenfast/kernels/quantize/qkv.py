@@ -197,7 +197,7 @@ def launch(
     gathered: bool = False,
     prologue: Prologue | None = None,
 ) -> Launch:
-    """Return the launch: one block per work tile. Buffers are named as in ``problems.attention``, and k_mean.
+    """Return the launch: one block per work tile. Buffers are named as in the task fp8_attention, and k_mean.
 
     Q is not quantized if ``config.fuse_q_quant``. strides: of query, key and value; contiguous by default.
     sampled, lengths, gathered, prologue: as for ``kernel``; the buffer ``samples`` is (batch, kv_heads, MEAN_KEYS,

@@ -16,12 +16,12 @@ from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.gates.sides import build_side
 from greenfast.judge.task import Shape
 from greenfast.judge.tasks import find_task, load
-from greenfast.kernels.serving import family
 from greenfast.numerics.serving import paged_attention
-from greenfast.problems.serving import VARIANTS, decode, least_work, make_case, references
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import Array, References
+from tasks.serving_attention import family
+from tasks.serving_attention.problem import VARIANTS, decode, least_work, make_case, references
 from tests.serving.oracle import Case, exact
 
 TASK = load(find_task("serving_attention"))

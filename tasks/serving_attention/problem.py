@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from greenfast.judge.tasks import import_file
 from greenfast.kernels.serving.attention import ServingSizes
-from greenfast.kernels.serving.family import query_lengths, read_dims, sizes_of
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.numerics.serving import WEIGHT_LOG2, e4m3, grouped_values, quantize_rows, rows_of_pages
 from greenfast.spec.problem import Array, Case, OutputSpec, References
+
+_family = import_file(Path(__file__).with_name("family.py"))
 
 #: Of bytes that no sequence's key or value has: NaN in E4M3.
 _UNWRITTEN = 0x7F
@@ -50,7 +53,7 @@ class _Batch:
 
 
 def _batch(dims: Mapping[str, int], seed: int, fmt: str, variant: str) -> _Batch:
-    d, sizes = read_dims(dims, fmt), sizes_of(dims, fmt)
+    d, sizes = _family.read_dims(dims, fmt), _family.sizes_of(dims, fmt)
     order = np.random.Generator(np.random.PCG64([seed, 2]))
     lengths = [d["S"], *order.integers(1, d["S"], d["B"] - 1, endpoint=True).tolist()]
     rows = standard_normal((d["H"], sizes.tokens, d["D"]), 1, seed)
@@ -61,7 +64,7 @@ def _batch(dims: Mapping[str, int], seed: int, fmt: str, variant: str) -> _Batch
     for row, length in zip(table, lengths, strict=True):
         count = -(-length // sizes.page)
         row[:count], pages = pages[:count], pages[count:]
-    starts = [0, *accumulate(query_lengths(d["B"], d["Q"]))]
+    starts = [0, *accumulate(_family.query_lengths(d["B"], d["Q"]))]
     return _Batch(sizes, starts, q, list(torch.split(k, lengths)), list(torch.split(v, lengths)), table)
 
 
@@ -77,7 +80,7 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "norm
 
 
 def _case(dims: Mapping[str, int], fmt: str, batch: _Batch) -> Case:
-    d, sizes = read_dims(dims, fmt), batch.sizes
+    d, sizes = _family.read_dims(dims, fmt), batch.sizes
     lengths = [len(x) for x in batch.keys]
     inputs: dict[str, Array] = {
         "q": batch.q.contiguous().numpy(),
@@ -171,6 +174,6 @@ def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]
 
 def least_work(dims: Mapping[str, int]) -> dict[str, int]:
     """Of the first sequence alone, as the others' keys depend on the seed: two products and an exponential a score."""
-    d = read_dims(dims, "e4m3")
+    d = _family.read_dims(dims, "e4m3")
     scores = d["H"] * sum(max(0, d["S"] - i) for i in range(d["Q"]))
     return {"matrix_flops": 4 * scores * d["D"], "exponentials": scores}

@@ -11,9 +11,9 @@ import torch
 from greenfast.kernels.attention.config import KEY_ORDER, Mask, Sizes, read_dims
 from greenfast.numerics.codes import transposed_values
 from greenfast.numerics.formats import dequantize
-from greenfast.problems import attention as attention_problem
-from greenfast.problems.attention import mask_of
 from greenfast.spec.errors import UsageError
+from tasks.fp8_attention import problem as attention_problem
+from tasks.fp8_attention.problem import mask_of
 from tasks.fp8_sdpa_stage_c_wmma import problem as sdpa_problem
 
 PLAIN = {"B": 1, "H": 2, "S": 40, "D": 64}

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.task import load_task
 from greenfast.numerics.formats import quantize
-from greenfast.problems import quantize as quantize_problem
-from greenfast.problems.quantize import decode, make_case, references
+from tasks.fp8_quantize import problem as quantize_problem
+from tasks.fp8_quantize.problem import decode, make_case, references
 
 CONFIG = load_task(Path(__file__).parents[2] / "tasks" / "fp8_quantize").config
 DIMS = {"B": 2, "H": 3, "S": 20, "D": 64}

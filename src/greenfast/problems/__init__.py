@@ -1,1 +1,0 @@
-"""The problems that kernels solve: inputs, references and error bounds."""
