@@ -173,7 +173,7 @@ def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
         (
             "os.path",
             {},
-            r"allowed are families below greenfast\.kernels, such as greenfast\.kernels\.attention\.tilings",
+            r"allowed are families below greenfast\.kernels, such as greenfast\.kernels\.attention\.tuning_space",
         ),
         ("greenfast.kernels.none", {}, "family 'greenfast.kernels.none': allowed are"),
         ("greenfast.kernels.attention.config", {}, "allowed are families"),
