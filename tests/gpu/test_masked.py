@@ -168,18 +168,20 @@ def test_a_mask_that_is_written_to_or_replaced_is_read_again() -> None:
 @pytest.mark.parametrize(
     "name", ["window", "window, causal, lower right", "lengths, causal", "padding", "booleans of heads"]
 )
-def test_gradients_agree_with_the_cpu(name: str) -> None:
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (0.0, True), (5.0, True)])
+def test_gradients_agree_with_the_cpu(name: str, softcap: float, with_sinks: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v, grad = (
         torch.randn(2, heads, rows, 64, generator=generator).bfloat16()
         for heads, rows in ((4, 600), (2, 701), (2, 701), (4, 600))
     )
-    options = {**OPTIONS[name], "enable_gqa": True}
+    options = {**OPTIONS[name], "enable_gqa": True, "softcap": softcap}
     on_gpu = {x: y.cuda() if isinstance(y, Tensor) else y for x, y in options.items()}
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    sdpa(*inputs, **options).backward(grad)
-    of_gpu = [x.cuda().requires_grad_() for x in (q, k, v)]
-    sdpa(*of_gpu, **on_gpu).backward(grad.cuda())
+    sinks = (torch.tensor([-3.0, 0.0, 2.0, 30.0]),) if with_sinks else ()
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
+    sdpa(*inputs[:3], **options, sinks=inputs[3] if sinks else None).backward(grad)
+    of_gpu = [x.detach().cuda().requires_grad_() for x in inputs]
+    sdpa(*of_gpu[:3], **on_gpu, sinks=of_gpu[3] if sinks else None).backward(grad.cuda())
     for wanted, found in zip(inputs, of_gpu, strict=True):
         assert wanted.grad is not None
         assert found.grad is not None

@@ -78,17 +78,23 @@ def test_a_graph_reads_new_lengths() -> None:
     assert not torch.equal(out, first)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (50, 0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [((-1, -1), 0.0, False), ((-1, 0), 0.0, False), ((50, 0), 0.0, True), ((-1, 0), 5.0, True)],
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_agree_with_the_cpu(head_dim: int, window: tuple[int, int]) -> None:
+def test_gradients_agree_with_the_cpu(head_dim: int, window: tuple[int, int], softcap: float, with_sinks: bool) -> None:
     cu, generator = starts([100, 0, 300]), torch.Generator().manual_seed(1)
     given = [torch.randn(400, h, head_dim, generator=generator).bfloat16() for h in (4, 2, 2)]
     grad = torch.randn(400, 4, head_dim, generator=generator).bfloat16()
     results = []
     for device in ("cpu", "cuda"):
         tensors = [x.detach().to(device).requires_grad_() for x in given]
+        if with_sinks:
+            tensors.append(torch.tensor([-3.0, 0.0, 2.0, 30.0], device=device).requires_grad_())
+        options = {"window_size": window, "softcap": softcap, "sinks": tensors[3] if with_sinks else None}
         at = cu.to(device)
-        varlen_attn(*tensors, at, at, 300, 300, enable_gqa=True, window_size=window).backward(grad.to(device))
+        varlen_attn(*tensors[:3], at, at, 300, 300, enable_gqa=True, **options).backward(grad.to(device))
         results.append([x.grad.double().cpu() for x in tensors if x.grad is not None])
     for wanted, found in zip(*results, strict=True):
         assert (found - wanted).norm() <= 0.01 * wanted.norm()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import greenfast
 from greenfast.ops import cuda, masked
+from greenfast.ops.backward import _include_sinks
 
 sdpa: Any = greenfast.sdpa
 attention: Any = greenfast.attention
@@ -196,27 +197,54 @@ def test_the_gpus_operator_on_codes_checks_masks_and_fills_results_without_keys(
         assert torch.equal(lse, torch.full((2, 4, 9), wanted))
 
 
-@pytest.mark.parametrize("kind", ["window", "kv_lengths", "padding", "booleans"])
+SINKS = (-20.0, 0.5, 3.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    "kind", ["window", "kv_lengths", "padding", "booleans", "window, sinks", "booleans, softcap, sinks", "softcap"]
+)
 def test_gradients_agree_with_float64(kind: str) -> None:
     inputs = make_inputs(100, 100)
     own, keys = places(100, 100, "upper_left")
     lengths = torch.tensor([100, 40])
-    options, allowed = {
+    cases: dict[str, tuple[dict[str, Any], Tensor]] = {
         "window": ({"window": (9, 0)}, (keys <= own) & (keys >= own - 9)),
         "kv_lengths": ({"kv_lengths": lengths, "is_causal": True}, (keys <= own) & (keys < lengths.view(2, 1, 1, 1))),
         "padding": ({"attn_mask": (keys >= lengths.view(2, 1, 1, 1) - 40)}, keys >= lengths.view(2, 1, 1, 1) - 40),
         "booleans": ({"attn_mask": own % 3 != keys % 3}, own % 3 != keys % 3),
-    }[kind]  # fmt: skip
-    found = [x.clone().requires_grad_() for x in inputs]
-    wanted = [x.double().requires_grad_() for x in inputs]
+        "softcap": ({}, own >= -1),
+    }  # fmt: skip
+    options, allowed = cases[kind.split(",")[0]]
+    softcap = 4.0 if "softcap" in kind else 0.0
+    sinks = (torch.tensor(SINKS),) if "sinks" in kind else ()
+    found = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
+    wanted = [x.double().requires_grad_() for x in (*inputs, *sinks)]
     grad = torch.randn(2, 4, 100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    sdpa(*found, enable_gqa=True, **options).backward(grad)  # type: ignore[arg-type]
-    exact: Any = attend(wanted[0], wanted[1], wanted[2], allowed)[0]
+    more = {"softcap": softcap, "sinks": found[3] if sinks else None, **options}
+    sdpa(*found[:3], enable_gqa=True, **more).backward(grad)
+    exact: Any = attend(wanted[0], wanted[1], wanted[2], allowed, softcap, wanted[3] if sinks else None)[0]
     exact.backward(grad.double())
     for a, b in zip(found, wanted, strict=True):
         assert a.grad is not None
         assert b.grad is not None
         assert float((a.grad - b.grad.nan_to_num(0.0)).norm()) <= 0.01 * float(b.grad.nan_to_num(0.0).norm())
+
+
+def test_a_backward_pass_without_sinks_computes_them_from_other_sums() -> None:
+    """As on a GPU, where FlashAttention's backward pass knows nothing of sinks. Here PyTorch's of the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 50, 64, generator=generator) for _ in range(4))
+    aten, sinks = torch.ops.aten, torch.tensor(SINKS)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    out, lse, by_sinks = _include_sinks(grad, out, lse, sinks)
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
+    own, keys = places(50, 50, "upper_left")
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
+    result: Any = attend(exact[0], exact[1], exact[2], keys <= own, 0.0, exact[3])[0]
+    result.backward(grad.double())
+    for a, b in zip((*found, by_sinks), exact, strict=True):
+        assert b.grad is not None
+        assert torch.allclose(a.double(), b.grad, atol=1e-5)
 
 
 def test_a_graph_of_torch_compile_takes_masks() -> None:

@@ -293,12 +293,13 @@ def test_soft_caps_and_sinks_without_a_kernel_are_refused(monkeypatch: pytest.Mo
         attend(Layer(), inputs(), s_aux=torch.ones(4))
 
 
-def test_gradients_through_sinks_are_refused() -> None:
-    """Also the sinks' own, if nothing else needs gradients."""
+def test_sinks_have_gradients() -> None:
+    """Also if nothing else needs them."""
     greenfast.register_with_transformers()
-    result = attend(Layer(), inputs(), s_aux=torch.ones(4, requires_grad=True))
-    with pytest.raises(NotImplementedError, match="sinks: with it there are no gradients"):
-        torch.autograd.backward(result.sum())
+    sinks = torch.ones(4, requires_grad=True)
+    torch.autograd.backward(attend(Layer(), inputs(), s_aux=sinks).sum())
+    assert sinks.grad is not None
+    assert sinks.grad.norm() > 0
 
 
 def test_keys_that_are_padding_change_nothing() -> None:

@@ -114,29 +114,31 @@ def test_a_sequence_does_not_depend_on_its_neighbours() -> None:
         assert bool(one.isnan().any()) == (b == 3)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (16, 4)])
-def test_gradients_are_those_of_exact_attention(window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("window", "softcap", "with_sinks"),
+    [((-1, -1), 0.0, False), ((-1, 0), 0.0, True), ((16, 4), 0.0, False), ((16, 0), 3.0, True)],
+)
+def test_gradients_are_those_of_exact_attention(window: tuple[int, int], softcap: float, with_sinks: bool) -> None:
     q, k, v, *lengths = inputs()
-    tensors = [x.requires_grad_() for x in (q, k, v)]
+    sinks = (torch.tensor([-3.0, 0.0, 2.0, 30.0]),) if with_sinks else ()
+    tensors = [x.requires_grad_() for x in (q, k, v, *sinks)]
     wide = [x.detach().double().requires_grad_() for x in tensors]
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    torch.autograd.backward(varlen_attn(*tensors, *lengths, enable_gqa=True, window_size=window), grad)
-    torch.autograd.backward(exact(wide[0], wide[1], wide[2], window)[0], grad.double())
+    options: dict[str, Any] = {"window_size": window, "softcap": softcap, "sinks": tensors[3] if sinks else None}
+    torch.autograd.backward(varlen_attn(*tensors[:3], *lengths, enable_gqa=True, **options), grad)
+    wanted = exact(wide[0], wide[1], wide[2], window, softcap, wide[3] if sinks else None)[0]
+    torch.autograd.backward(wanted, grad.double())
     for x, y in zip(tensors, wide, strict=True):
         assert x.grad is not None
         assert y.grad is not None
         assert relative(x.grad, y.grad) < 0.01
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"softcap": 5.0}, {"sinks": torch.zeros(4)}, {"seqused_k": torch.tensor([1, 0, 0, 1, 1]).int()}],
-    ids=str,
-)
-def test_gradients_that_do_not_exist_are_refused(options: dict[str, Any]) -> None:
+def test_gradients_that_do_not_exist_are_refused() -> None:
     q, k, v, *lengths = inputs()
-    out = varlen_attn(q.requires_grad_(), k, v, *lengths, enable_gqa=True, **options)
-    with pytest.raises(NotImplementedError, match=f"{next(iter(options))}: with it there are no gradients"):
+    used = torch.tensor([1, 0, 0, 1, 1]).int()
+    out = varlen_attn(q.requires_grad_(), k, v, *lengths, enable_gqa=True, seqused_k=used)
+    with pytest.raises(NotImplementedError, match="seqused_k: with it there are no gradients"):
         out.sum().backward()
 
 

@@ -54,7 +54,7 @@ def register_with_transformers(precision: AutoPrecision = "fp8", *, min_length: 
 
     Soft caps (``softcap``: Gemma 2) and sinks (``s_aux``: gpt-oss) are missing in "sdpa". Such layers are therefore
     computed here whatever their length, and raise ValueError for calls that no kernel can compute, such as with
-    dropout. "auto" is "fp8" for them. They have no gradients.
+    dropout. "auto" is "fp8" for them.
 
     Models, and parts of models, raise ValueError when they are constructed or given the name, if they compare the name
     "sdpa", or do not support "sdpa" for other reasons than soft caps and sinks: their masks would be lost. A layer

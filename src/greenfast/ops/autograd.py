@@ -53,32 +53,41 @@ class _Node(torch.autograd.Function):
 class _AttentionNode(_Node):
     """Attention of query, key and value, with gradients on the unquantized inputs.
 
-    backward: the operator of the gradients. Its arguments are the gradient of the output, the ``count`` arguments with
-    gradients (query, key, value, and perhaps tensors or None after them) and the arguments from ``first`` on. public:
-    the public function, for errors.
+    backward: the operator of the gradients, one for each of ``inputs``. Its arguments are the gradient of the output,
+    the inputs before ``first``, and the arguments from ``first`` on. inputs: the positions of the arguments with
+    gradients, tensors or None. public: the public function, for errors.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Any, keys: Any, backward: str, first: int, count: int, public: str, *args: Any) -> Any:
-        ctx.name, ctx.of, ctx.options = public, backward, args[first:]
-        ctx.others = [None] * (len(args) - count)
+    def forward(
+        ctx: Any, op: Any, keys: Any, backward: str, first: int, inputs: tuple[int, ...], public: str, *args: Any
+    ) -> Any:
+        ctx.name, ctx.of, ctx.first, ctx.inputs = public, backward, first, inputs
+        ctx.options = [None if i in inputs else x for i, x in enumerate(args)]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_MARK, *args[:count])
+        ctx.save_for_backward(_MARK, *[args[i] for i in inputs])
         return _redispatch_in_node(op, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, grad_lse = (*grads, None)[:2]
-        _, *inputs = ctx.saved_tensors
-        grads_in: list[Tensor | None] = [None] * len(inputs)
+        _, *saved = ctx.saved_tensors
+        args = [*ctx.options]
+        for i, x in zip(ctx.inputs, saved, strict=True):
+            args[i] = x
+        grads_in: list[Tensor | None] = [None] * len(args)
         if grad is not None:
-            results = getattr(torch.ops.greenfast, ctx.of)(grad, *inputs, *ctx.options)
-            grads_in = [None if x is None else y for x, y in zip(inputs, results, strict=True)]
+            before = [args[i] for i in ctx.inputs if i < ctx.first]
+            results = getattr(torch.ops.greenfast, ctx.of)(grad, *before, *args[ctx.first :])
+            for i, result in zip(ctx.inputs, results, strict=True):
+                grads_in[i] = None if args[i] is None else result
         if grad_lse is not None:
-            needed = ctx.needs_input_grad[6 : 6 + len(inputs)]
-            refused = _refuse_gradients(_LSE_MESSAGE, needed, [x.shape for x in inputs], grad_lse)
-            grads_in = [b if a is None else a if b is None else a + b for a, b in zip(grads_in, refused, strict=True)]
-        return (*[None] * 6, *grads_in, *ctx.others)
+            needed = [i for i in ctx.inputs if ctx.needs_input_grad[6 + i]]
+            refused = _refuse_gradients(_LSE_MESSAGE, [True] * len(needed), [args[i].shape for i in needed], grad_lse)
+            for i, zeros in zip(needed, refused, strict=True):
+                own = grads_in[i]
+                grads_in[i] = zeros if own is None or zeros is None else own + zeros
+        return (*[None] * 6, *grads_in)
 
 
 class _NoGradientNode(_Node):
@@ -163,18 +172,18 @@ def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
 
 
 def register(
-    library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4, count: int = 3,
-    public: str = "greenfast.sdpa",
+    library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4,
+    inputs: tuple[int, ...] = (0, 1, 2), public: str = "greenfast.sdpa",
 ) -> None:  # fmt: skip
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
     message: the error for a gradient that reaches the results, beginning with the public name and a colon. None for an
-    operator with gradients. These come from ``backward``; it, ``first``, ``count`` and ``public`` are as for
+    operator with gradients. These come from ``backward``; it, ``first``, ``inputs`` and ``public`` are as for
     ``_AttentionNode``.
     """
     op = getattr(torch.ops.greenfast, name).default
     kernel = (
-        _build_autograd_kernel(op, _AttentionNode, backward, first, count, public)
+        _build_autograd_kernel(op, _AttentionNode, backward, first, inputs, public)
         if message is None
         else _build_autograd_kernel(op, _NoGradientNode, message)
     )

@@ -106,13 +106,13 @@ def _uses_cudnn(query: Tensor, key: Tensor, value: Tensor, masked: bool, scale: 
 
 
 def flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], window: tuple[int, int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients by FlashAttention. It aligns windows at the last key.
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: tuple[Any, ...],
+    window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients by FlashAttention. It aligns windows at the last key. The last one is the sinks'.
 
     Tensors: (B, S, H, D) with ``lengths`` (None, None, S, KV), or packed, (tokens, H, D), with the starts of sequences
-    and their longest lengths.
+    and their longest lengths. sinks: (H,) or None.
     """
     inputs = [x.contiguous() for x in (query, key, value)]
     causal = window == (-1, 0)
@@ -120,17 +120,35 @@ def flash_backward(
     if not causal and window != (-1, -1):
         options |= {"window_size_left": window[0], "window_size_right": window[1]}
     out, lse, seed, unused, _ = _ATEN._flash_attention_forward(*inputs, *lengths, 0.0, causal, False, **options)
-    grads = _ATEN._flash_attention_backward(
-        grad.contiguous(), *inputs, out, lse, *lengths, 0.0, causal, seed, unused, **options
+    grad = grad.contiguous()
+    by_sinks = query.new_zeros(0)
+    if sinks is not None:
+        rows, lse, by_sinks = _include_sinks(grad.transpose(-3, -2), out.transpose(-3, -2), lse, sinks)
+        out = rows.transpose(-3, -2).contiguous()
+    by_query, by_key, by_value = _ATEN._flash_attention_backward(
+        grad, *inputs, out, lse, *lengths, 0.0, causal, seed, unused, **options
     )
-    by_query, by_key, by_value = grads
-    return by_query, by_key, by_value
+    return by_query, by_key, by_value, by_sinks
+
+
+def _include_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an output and its log-sum-exp with the sinks' weights in their sums, and the gradient of sinks.
+
+    grad, out: (..., H, S, D). lse: (..., H, S). A backward pass computes weights as exp(score - lse), and subtracts the
+    mean gradient of weights, which it computes as the product of a row of grad and out. So it needs no other change.
+    """
+    logits = sinks.float().unsqueeze(-1)
+    out = (out * torch.sigmoid(lse - logits).unsqueeze(-1)).to(out.dtype)
+    lse = torch.logaddexp(lse, logits)
+    mean = (grad.float() * out.float()).sum(-1)
+    by_sinks = -(torch.exp(logits - lse) * mean).sum(-1)
+    return out, lse, by_sinks.sum(0) if by_sinks.dim() > 1 else by_sinks
 
 
 def masked_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients by PyTorch's memory-efficient attention.
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients by PyTorch's memory-efficient attention. The last one is that of sinks, (H,) or None.
 
     mask: bool, broadcastable to (B, H, S, KV). The scores' bias takes S x KV numbers of 16 bits for each of its heads.
     """
@@ -141,12 +159,17 @@ def masked_backward(
     bias = bias[..., :kv_len].expand(batch, heads, q_len, kv_len)
     k, v = (x.repeat_interleave(share, 1) for x in (key, value))
     out, lse, seed, offset = _ATEN._scaled_dot_product_efficient_attention(query, k, v, bias, True, scale=scale)
+    grad = grad.masked_fill(blind, 0.0)
+    by_sinks = query.new_zeros(0)
+    if sinks is not None:
+        out, sums, by_sinks = _include_sinks(grad, out, lse[..., :q_len], sinks)
+        lse = torch.cat([sums, lse[..., q_len:]], -1)  # it is padded
     by_query, *by_keys, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
-        grad.masked_fill(blind, 0.0), query, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False],
+        grad, query, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False],
         scale=scale,
     )  # fmt: skip
     by_key, by_value = (
         torch.empty_like(like).copy_(x.unflatten(1, (-1, share)).sum(2))
         for x, like in zip(by_keys, (key, value), strict=True)
     )
-    return torch.empty_like(query).copy_(by_query), by_key, by_value
+    return torch.empty_like(query).copy_(by_query), by_key, by_value, by_sinks

@@ -305,7 +305,7 @@ for _name, _schema, _cpu, _cuda, _fake, _refusal in (
 ):  # fmt: skip
     torch_ops.define_operator(_name, _schema, _cpu, _cuda, _fake)
     autograd.register(
-        torch_ops.LIBRARY, _name, _refusal, backward="block_backward", first=_TENSORS, count=_TENSORS,
+        torch_ops.LIBRARY, _name, _refusal, backward="block_backward", first=_TENSORS, inputs=(*range(_TENSORS),),
         public="greenfast.attention_block",
     )  # fmt: skip
 torch_ops.register_sdpa_flops(torch.ops.greenfast.block)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import parse_number, parse_scale, parse_window
-from greenfast.ops.backward import flash_backward, masked_backward, refuse_gradients
+from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
@@ -415,30 +415,39 @@ def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
     sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str,
     alignment: int, window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of attention on the unquantized tensors: in float32 on the CPU, else by PyTorch.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of attention on the unquantized tensors, and of the sinks. No tile is skipped.
 
-    No tile is skipped.
+    PyTorch computes them on a GPU. On the CPU, and with softcap, which PyTorch lacks, they are in float32.
     """
-    refuse_gradients(softcap=softcap != 0.0, sinks=sinks is not None)
     spec = _make_spec(
         query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right
     )
+    tensors = (query, key, value)
     if not query.numel() or not key.numel():
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        by_query, by_key, by_value = (torch.zeros_like(x) for x in tensors)
+        return by_query, by_key, by_value, query.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     limited = kv_lengths is None and counts is None
-    if query.is_cuda and limited and (alignment == 2 or query.shape[2] == key.shape[2]):
-        q, k, v, g = (x.transpose(1, 2) for x in (query, key, value, grad))
+    fused = query.is_cuda and softcap == 0.0
+    if fused and limited and (alignment == 2 or query.shape[2] == key.shape[2]):
+        q, k, v, g = (x.transpose(1, 2) for x in (*tensors, grad))
         lengths = (None, None, query.shape[2], key.shape[2])
-        grads = flash_backward(g, q, k, v, lengths, (window_left, window_right), scale)
+        *grads, by_sinks = flash_backward(g, q, k, v, sinks, lengths, (window_left, window_right), scale)
         by_query, by_key, by_value = (
-            torch.empty_like(like).copy_(x.transpose(1, 2)) for x, like in zip(grads, (query, key, value), strict=True)
+            torch.empty_like(like).copy_(x.transpose(1, 2)) for x, like in zip(grads, tensors, strict=True)
         )
-        return by_query, by_key, by_value
+        return by_query, by_key, by_value, by_sinks
     mask = spec.build_bool(query.shape[2], key.shape[2], query.device)
-    if query.is_cuda:
-        return masked_backward(grad, query, key, value, mask, scale)
-    return reference.compute_gradients(grad, query, key, value, 0, scale, mask=mask)
+    if fused:
+        return masked_backward(grad, *tensors, sinks, mask, scale)
+    return reference.compute_score_gradients(grad, *tensors, sinks, 0, scale, mask=mask, softcap=softcap)
+
+
+def _backward_fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None,
+    sinks: Tensor | None, *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch_ops.infer_score_gradients(grad, query, key, value, sinks)
 
 
 for _name, _results, _cpu, _cuda, _fake in (
@@ -446,10 +455,10 @@ for _name, _results, _cpu, _cuda, _fake in (
     ("masked_lse", "(Tensor, Tensor)", _masked_lse_cpu, _masked_lse_cuda, _masked_lse_fake),
 ):
     torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
-    autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3)
+    autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3, inputs=(0, 1, 2, 5))
 torch_ops.define_operator(
-    "masked_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _backward, _backward,
-    torch_ops.infer_gradients,
+    "masked_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _backward, _backward,
+    _backward_fake,
 )  # fmt: skip
 autograd.register(
     torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"

@@ -329,23 +329,47 @@ def compute_gradients(
     query, grad: (B, H, S, D); key, value: (B, HK, KV, D). window, mask: as for ``attention``. Returns the gradients of
     query, key and value, with their dtypes and strides. A row that attends to no key contributes none.
     """
+    return compute_score_gradients(grad, query, key, value, None, causal, scale, window, mask)[:3]
+
+
+def compute_score_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, causal: int, scale: float,
+    window: Window = (-1, -1), mask: Tensor | None = None, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of attention with sinks (H,) and softcap. The last one is the sinks', empty without them.
+
+    The other arguments and results are those of ``compute_gradients``.
+    """
     share = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(share, 1) for x in (key, value))
     grad_q = torch.zeros_like(query)
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    grad_sinks = query.new_zeros(0 if sinks is None else query.shape[1], dtype=torch.float32)
+    sink_logits = k.new_tensor(-math.inf) if sinks is None else sinks.float().view(1, -1, 1, 1)
     for rows in _split_rows(query.shape[2] if key.numel() else 0):
         q, g = query[:, :, rows].float(), grad[:, :, rows].float()
-        scores = _mask_scores(q @ k.transpose(-1, -2) * scale, rows, query.shape[2], causal, window, mask)
-        top = scores.amax(dim=-1, keepdim=True)
-        weights = torch.exp(scores - torch.where(top == -math.inf, torch.zeros_like(top), top))
-        weights /= weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        scores = q @ k.transpose(-1, -2) * scale
+        slope: Tensor | float = scale
+        if softcap:
+            capped = torch.tanh(scores / softcap)
+            scores, slope = softcap * capped, scale * (1.0 - capped.square())
+        scores = _mask_scores(scores, rows, query.shape[2], causal, window, mask)
+        top = torch.maximum(scores.amax(dim=-1, keepdim=True), sink_logits)
+        top = torch.where(top == -math.inf, torch.zeros_like(top), top)
+        weights = torch.exp(scores - top)
+        of_sinks = torch.exp(sink_logits - top)
+        total = (weights.sum(dim=-1, keepdim=True) + of_sinks).clamp(min=torch.finfo(torch.float32).tiny)
+        weights /= total
         grad_v += weights.transpose(-1, -2) @ g
         by_weights = g @ v.transpose(-1, -2)
-        by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdim=True)) * scale
+        mean = (weights * by_weights).sum(-1, keepdim=True)
+        by_scores = weights * (by_weights - mean) * slope
         grad_q[:, :, rows] = (by_scores @ k).to(query.dtype)
         grad_k += by_scores.transpose(-1, -2) @ q
+        if sinks is not None:
+            grad_sinks -= (of_sinks / total * mean).sum((0, 2, 3))
 
     def sum_group(x: Tensor, like: Tensor) -> Tensor:
         return torch.empty_like(like).copy_(x.view(*like.shape[:2], share, *like.shape[2:]).sum(2))
 
-    return grad_q, sum_group(grad_k, key), sum_group(grad_v, value)
+    return grad_q, sum_group(grad_k, key), sum_group(grad_v, value), grad_sinks

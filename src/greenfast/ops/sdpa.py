@@ -138,8 +138,8 @@ def sdpa(
     -inf. NaN or infinity in a query makes its block of 16 rows NaN (with "int8_fine" its row). In a key or value it
     makes all rows NaN that attend to any key of its block of 128. The gradients are of attention on the unquantized
     tensors, and no tile is skipped in them; the backward pass recomputes it in 16 bits. There is no forward mode and no
-    second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError, as do gradients with
-    softcap or sinks.
+    second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError. sinks have gradients.
+    With softcap the backward pass is in float32, which is slower on a GPU.
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head

@@ -161,6 +161,14 @@ def infer_gradients(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+def infer_score_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the shapes of the gradients of query, key, value and sinks; the last is empty without sinks."""
+    by_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *infer_gradients(grad, query, key, value), by_sinks
+
+
 def define_operator(name: str, schema: str, cpu: Any, cuda: Any, fake: Any) -> None:
     """Define an operator of this library. fake: returns results without numbers, for tracing."""
     LIBRARY.define(f"{name}{schema}")

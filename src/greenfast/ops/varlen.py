@@ -72,7 +72,7 @@ def varlen_attn(
     Returns (total_q, H, D) of the inputs' dtype; with ``return_aux.lse`` also the natural log-sum-exp, float32
     (H, total_q), of which the sink is a part. Rows without keys are 0, and -inf or the sink. Rows of query outside of
     all sequences are 0 on the CPU, and not written on a GPU. Gradients are computed for attention on the unquantized
-    tensors; with seqused_k, softcap or sinks there are none.
+    tensors, and for sinks. With softcap they are in float32 and read the lengths. With seqused_k there are none.
 
     Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for block_table, head dims
     and GPUs without a kernel, and gradients that do not exist.
@@ -321,36 +321,55 @@ def _varlen_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return _varlen_fake(query, *args), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
-def _backward_cpu(
+def _backward_by_sequence(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
     seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
     window_right: int, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    refuse_gradients(seqused_k=seqused_k is not None, softcap=softcap != 0.0, sinks=sinks is not None)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients in float32. The lengths are read on the host."""
+    refuse_gradients(seqused_k=seqused_k is not None)
+    by_sinks = query.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, keys in _read_lengths(query, key, cu_seq_q, cu_seq_k, None):
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
-        parts = reference.compute_gradients(
-            _as_batch(grad, rows), _as_batch(query, rows), _as_batch(key, keys), _as_batch(value, keys), 0, scale,
-            (window_left, window_right),
+        *parts, by_part_sinks = reference.compute_score_gradients(
+            _as_batch(grad, rows), _as_batch(query, rows), _as_batch(key, keys), _as_batch(value, keys), sinks, 0,
+            scale, (window_left, window_right), softcap=softcap,
         )  # fmt: skip
+        by_sinks += by_part_sinks
         for whole, part, tokens in zip(grads, parts, (rows, keys, keys), strict=True):
             whole[tokens] = part[0].transpose(0, 1)
-    return grads
+    return *grads, by_sinks
 
 
 def _backward_cuda(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
     seqused_k: Tensor | None, sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int,
     window_right: int, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``)."""
-    refuse_gradients(seqused_k=seqused_k is not None, softcap=softcap != 0.0, sinks=sinks is not None)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients by FlashAttention in PyTorch, which recomputes the forward pass (see ``ops.backward``).
+
+    It has no softcap.
+    """
+    if softcap:
+        return _backward_by_sequence(
+            grad, query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, window_left,
+            window_right, softcap, scale,
+        )  # fmt: skip
+    refuse_gradients(seqused_k=seqused_k is not None)
     if not query.numel() or not key.numel():
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        by_sinks = query.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), by_sinks
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
-    return flash_backward(grad, query, key, value, lengths, (window_left, window_right), scale)
+    return flash_backward(grad, query, key, value, sinks, lengths, (window_left, window_right), scale)
+
+
+def _backward_fake(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+    seqused_k: Tensor | None, sinks: Tensor | None, *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch_ops.infer_score_gradients(grad, query, key, value, sinks)
 
 
 for _name, _results, _cpu, _cuda, _fake in (
@@ -358,10 +377,10 @@ for _name, _results, _cpu, _cuda, _fake in (
     ("varlen_lse", "(Tensor, Tensor)", _varlen_lse_cpu, _varlen_lse_cuda, _varlen_lse_fake),
 ):
     torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
-    autograd.register(torch_ops.LIBRARY, _name, None, backward="varlen_backward", first=3)
+    autograd.register(torch_ops.LIBRARY, _name, None, backward="varlen_backward", first=3, inputs=(0, 1, 2, 6))
 torch_ops.define_operator(
-    "varlen_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _backward_cpu, _backward_cuda,
-    torch_ops.infer_gradients,
+    "varlen_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _backward_by_sequence,
+    _backward_cuda, _backward_fake,
 )  # fmt: skip
 autograd.register(
     torch_ops.LIBRARY,
