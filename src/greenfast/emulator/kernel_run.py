@@ -286,7 +286,7 @@ def run_kernel(
         counts=first.counts.record(),
         faults=[
             *(Fault(level="error", kind=kind, message=text) for kind, text in faults),
-            *map(_convert_finding, first.findings),
+            *map(convert_finding, first.findings),
         ],
         failures=[
             *(text for _, text in faults),
@@ -324,11 +324,35 @@ _LINE = re.compile(r"(?:^| at )([\w.-]+)(?::|\()(\d+)", re.MULTILINE)
 
 def describe_error(request: KernelRequest, error: GreenfastError) -> KernelReport:
     """Return the report of a run that ended with a fault, or that was refused."""
+    return KernelReport(
+        file=request.name,
+        kernel=getattr(error, "kernel", "") or request.kernel or "",
+        target=request.arch or "",
+        grid=request.grid,
+        block=request.block,
+        dynamic_smem_bytes=request.smem,
+        resources=None,
+        seed=request.seed,
+        orders=request.orders or ORDERS,
+        seconds=0.0,
+        outputs=[],
+        printed=getattr(error, "printed", ""),
+        counts=None,
+        faults=[convert_error(error)],
+        failures=[str(error)],
+    )
+
+
+def convert_error(error: GreenfastError) -> Fault:
+    """Return a fault that ended a run, or the reason of a refusal, as data."""
     more: dict[str, Any] = {}
     if isinstance(error, KernelFaultError):
         where = error.location
         reason = error.reason or str(error)
-        level, kind = "error", next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault")
+        level, kind = (
+            error.level,
+            next((kind for kind, pattern in _KINDS.items() if re.search(pattern, reason)), "fault"),
+        )
         if where is not None:
             more = {
                 "instruction": where.instruction,
@@ -346,26 +370,10 @@ def describe_error(request: KernelRequest, error: GreenfastError) -> KernelRepor
         level, kind = next((k for of, k in _ERRORS.items() if isinstance(error, of)), ("error", "error"))
         if place := _LINE.search(str(error)):
             more = {"file": place[1], "line": int(place[2])}
-    return KernelReport(
-        file=request.name,
-        kernel=getattr(error, "kernel", "") or request.kernel or "",
-        target=request.arch or "",
-        grid=request.grid,
-        block=request.block,
-        dynamic_smem_bytes=request.smem,
-        resources=None,
-        seed=request.seed,
-        orders=request.orders or ORDERS,
-        seconds=0.0,
-        outputs=[],
-        printed=getattr(error, "printed", ""),
-        counts=None,
-        faults=[Fault(level=level, kind=kind, message=str(error), **more)],
-        failures=[str(error)],
-    )
+    return Fault(level=level, kind=kind, message=str(error), **more)
 
 
-def _convert_finding(finding: Finding) -> Fault:
+def convert_finding(finding: Finding) -> Fault:
     """Return a finding that did not end the run, in the form of a fault."""
     file, _, line = finding.location.rpartition(":")
     number = int(line) if line.isdigit() else None
