@@ -85,9 +85,12 @@ ONLY = {
 TOP = {"__init__", "__main__"}
 TORCH_ROOMS = {"numerics", "library"}
 #: Modules that only a problem, or the process of a solution, loads.
-TORCH_MODULES = tuple(
-    f"greenfast.judge.{name}"
-    for name in ("formats.defined", "formats.models", "solution.capture", "solution.languages")
+TORCH_MODULES = (
+    "greenfast.emulator.triton",
+    *(
+        f"greenfast.judge.{name}"
+        for name in ("formats.defined", "formats.models", "solution.capture", "solution.languages")
+    ),
 )
 MAX_LINES = 1000
 #: Class names that still have several definitions. The list only shrinks.

@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Module of a verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
-_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "library": None}
+_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "library": None, "run": "emulator"}
 #: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
 _MOVED_VERBS = {
     "bench": ("python -m benchmarks kernel", ""),

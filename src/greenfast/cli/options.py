@@ -330,6 +330,30 @@ def list_(parser: argparse.ArgumentParser) -> None:
     _json(parser, "lists")
 
 
+def run(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast run``."""
+    add = parser.add_argument
+    add("script", type=Path, help="a Python script that launches Triton kernels, or with -m a module such as pytest")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("--target", default="sm_90", metavar="SM", help="GPU that Triton compiles for: sm_80, sm_90 (default), sm_100")
+    add(
+        "--autotune",
+        choices=("first", "all"),
+        default="first",
+        help="of an autotuned kernel, run the first configuration that fits, or each once (default: %(default)s)",
+    )
+    add(
+        "--benchmarks",
+        choices=("skip", "once"),
+        default="skip",
+        help="calls of triton.testing.do_bench: skip or run once; times are NaN (default: %(default)s)",
+    )
+    add("--formal", choices=("fail", "report"), default="fail", help="formal findings: as in `greenfast emulate`")
+    add("--seed", type=count, default=0, metavar="N", help="of the warps' order")
+    add("--json", action="store_true", help="print the report as JSON; the script's own output goes to stderr")
+
+
 def emulate(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast emulate``."""
     add = parser.add_argument
@@ -393,6 +417,7 @@ VERBS: dict[str, _Options] = {
     "evolve": ("search for a faster kernel under the gates", evolve),
     "build": ("compile a task's variants, or the kernels of calls in PyTorch ahead of time, without a GPU", build),
     "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
+    "run": ("run a Python script with its Triton kernels in the PTX emulator, without a GPU", run),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run, a comparison of two, or the history of a folder of runs", report),
     "list": ("the known tasks, or the variants of one", list_),

@@ -1,8 +1,9 @@
-"""A pytest fixture that runs kernels on the emulator: ``pytest_plugins = ["greenfast.emulator.pytest_plugin"]``."""
+"""pytest fixtures that run kernels on the emulator: ``pytest_plugins = ["greenfast.emulator.pytest_plugin"]``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,3 +36,15 @@ def emulate(request: pytest.FixtureRequest) -> Callable[..., KernelReport]:
             raise pytest.fail.Exception(str(e), pytrace=False) from None
 
     return run_or_fail
+
+
+@pytest.fixture
+def emulate_triton(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Run the Triton kernels of a test in the emulator, on CPU tensors and on those with ``device="cuda"``.
+
+    The value is the ``greenfast.emulator.triton.Activation``. A fault of a kernel fails the test at its launch.
+    """
+    pytest.importorskip("triton")
+    activate = importlib.import_module("greenfast.emulator.triton").activate  # only now, because it imports PyTorch
+    with activate(cuda_tensors_as_cpu=True, seed=request.config.getoption("--emulator-seed")) as activation:
+        yield activation

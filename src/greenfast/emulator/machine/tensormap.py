@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import MAP_BYTES, TensorMap
 
-#: The encoded form of a map: a mark, the tensor's address, rank, element size, swizzle, shape, strides, box, checksum.
-#: The form that a GPU's driver writes is not documented.
-_FORM = struct.Struct("<8sQ3B5x5Q5Q5HI")
-_MARK = b"gf-map\0\1"
+#: The encoded form of a map: the tensor's address, a mark, rank, element size, swizzle, shape, strides, box. The form
+#: that a GPU's driver writes is not documented; its first field is the address too.
+_FORM = struct.Struct("<Q8s3B5x5Q5Q5H")
+_MARK = b"gf-map\0\2"
 _LONGEST_BOX, _MOST_DIMENSIONS = 256, 5
 
 
@@ -60,6 +59,15 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
     """
     if layout.buffer not in memory.starts:
         raise UsageError(f"tensor map over {layout.buffer!r}: no buffer of the case")
+    tensor, size = lay_out(layout), memory.sizes[layout.buffer]
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if min(layout.shape) < 1 or (reach := reach + tensor.item) > size:
+        raise _refused(layout, f"shape {layout.shape} with strides {layout.strides} needs {reach} bytes of {size}")
+    return replace(tensor, start=memory.starts[layout.buffer])
+
+
+def lay_out(layout: TensorMap) -> BoundMap:
+    """Return a tensor map over memory that begins at offset 0. Raises UsageError for one that the driver rejects."""
     rank, item = len(layout.shape), np.dtype(layout.dtype).itemsize
     if not 1 <= rank <= _MOST_DIMENSIONS or len(layout.strides) != rank or len(layout.box) != rank:
         raise _refused(layout, f"needs 1 to {_MOST_DIMENSIONS} dimensions, as many strides and box extents as extents")
@@ -83,19 +91,8 @@ def bind(layout: TensorMap, memory: GlobalMemory) -> BoundMap:
         raise _refused(
             layout, f"its box is {inner} bytes wide, less than its swizzle of {layout.swizzle} (not emulated)"
         )
-    reach = sum((extent - 1) * stride for extent, stride in zip(layout.shape, layout.strides, strict=True)) + item
-    if min(layout.shape) < 1 or reach > memory.sizes[layout.buffer]:
-        size = memory.sizes[layout.buffer]
-        raise _refused(layout, f"shape {layout.shape} with strides {layout.strides} needs {reach} bytes of {size}")
     inward: Any = lambda values: tuple(reversed(values))  # noqa: E731
-    return BoundMap(
-        start=memory.starts[layout.buffer],
-        item=item,
-        shape=inward(layout.shape),
-        strides=inward(layout.strides),
-        box=inward(layout.box),
-        swizzle=layout.swizzle,
-    )
+    return BoundMap(0, item, inward(layout.shape), inward(layout.strides), inward(layout.box), layout.swizzle)
 
 
 def encode(tensor: BoundMap, base: int) -> bytes:
@@ -106,14 +103,13 @@ def encode(tensor: BoundMap, base: int) -> bytes:
 
     sizes = (len(tensor.shape), tensor.item, tensor.swizzle)
     extents = (*five(tensor.shape), *five(tensor.strides), *five(tensor.box))
-    data = _FORM.pack(_MARK, base + tensor.start, *sizes, *extents, 0)[:-4]
-    return (data + zlib.crc32(data).to_bytes(4, "little")).ljust(MAP_BYTES, b"\0")
+    return _FORM.pack(base + tensor.start, _MARK, *sizes, *extents).ljust(MAP_BYTES, b"\0")
 
 
 def decode(data: bytes, base: int) -> BoundMap | None:
     """Return the map of 128 bytes, None if ``encode`` did not make them."""
-    mark, address, rank, item, swizzle, *extents, checksum = _FORM.unpack_from(data)
-    if mark != _MARK or zlib.crc32(data[: _FORM.size - 4]) != checksum:
+    address, mark, rank, item, swizzle, *extents = _FORM.unpack_from(data)
+    if mark != _MARK:
         return None
     shape, strides, box = (tuple(extents[n : n + rank]) for n in range(0, 15, _MOST_DIMENSIONS))
     return BoundMap(start=address - base, item=item, shape=shape, strides=strides, box=box, swizzle=swizzle)

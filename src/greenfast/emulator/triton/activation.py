@@ -1,0 +1,217 @@
+"""Run Triton kernels on CPU tensors: ``activate``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from greenfast.emulator.kernel_run import Fault, convert_error, convert_finding
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute
+from greenfast.emulator.triton.driver import SHARED_MEMORY, EmulatorDriver, measure_nothing, run_launch, without_modes
+from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.extras import require
+from greenfast.spec.facts import FORMAL, KernelCounts
+
+#: Configurations of an autotuned kernel that run; benchmarks that run.
+AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
+
+
+class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that ran: kernel, grid in programs, threads of a block, seconds, counts, and formal findings."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    seconds: float
+    printed: str
+    counts: KernelCounts
+    findings: list[Fault]
+
+
+class Activation:
+    """Triton's kernels run in the emulator until ``deactivate``.
+
+    launches: the reports of all launches, in order. faults: of kernels and refusals of launches, also those that the
+    caller caught. skipped_benchmarks: how many did not run.
+    """
+
+    def __init__(
+        self,
+        target: str = "sm_90",
+        *,
+        cuda_tensors_as_cpu: bool = False,
+        autotune: str = "first",
+        benchmarks: str = "once",
+        formal: bool = True,
+        seed: int = 0,
+        on_launch: Callable[[LaunchReport], None] | None = None,
+    ) -> None:
+        require("greenfast.emulator.triton", "triton")
+        self.capability = parse_target(target)
+        for name, value, allowed in (("autotune", autotune, AUTOTUNE), ("benchmarks", benchmarks, BENCHMARKS)):
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+        self.formal, self.seed, self.autotune, self.benchmarks = formal, seed, autotune, benchmarks
+        self.launches: list[LaunchReport] = []
+        self.faults: list[Fault] = []
+        self.skipped_benchmarks = 0
+        self._on_launch = on_launch
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            if cuda_tensors_as_cpu:
+                stack.enter_context(CudaTensors(self.capability))
+            self._replace(stack, torch.device("cuda", 0) if cuda_tensors_as_cpu else torch.device("cpu"))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Activation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.deactivate()
+
+    def deactivate(self) -> None:
+        """Restore Triton and PyTorch."""
+        self._stack.close()
+
+    def _replace(self, stack: contextlib.ExitStack, device: torch.device) -> None:
+        """Set the driver, and replace what would need ptxas or a GPU."""
+        import triton
+        from triton.backends.nvidia.compiler import CUDABackend
+        from triton.compiler.compiler import ASTSource
+        from triton.runtime.autotuner import Autotuner
+
+        if triton.knobs.runtime.interpret:
+            raise UsageError("TRITON_INTERPRET is set: Triton interprets its kernels and launches none; unset it")
+        config = triton.runtime.driver
+        stack.enter_context(replace_attribute(config, "_active", EmulatorDriver(self.capability, device, self._launch)))
+        replaced: list[tuple[Any, str, Any]] = [
+            (CUDABackend, "make_cubin", lambda _, text, *__: text.encode()),
+            # Part of the key of Triton's cache, in which a GPU's run must not find PTX for machine code.
+            (CUDABackend, "hash", lambda backend: f"greenfast emulator-{backend.target.arch}"),
+            # Without the file in the key, a fault could name another file with the same function.
+            (ASTSource, "hash", _add_file(ASTSource.hash)),
+            (triton.testing, "do_bench", self._bench),
+            (triton.testing, "do_bench_cudagraph", self._bench),
+        ]
+        if self.benchmarks == "skip":
+            replaced.append((triton.testing.Mark, "run", self._skip))
+        replaced.append((Autotuner, "_bench", _without_nan(Autotuner._bench)))
+        if self.autotune == "first":
+            replaced.append((Autotuner, "prune_configs", _choose_first(Autotuner.prune_configs)))
+        for owner, name, value in replaced:
+            stack.enter_context(replace_attribute(owner, name, value))
+
+    def _bench(self, call: Callable[[], Any], *args: Any, **options: Any) -> Any:
+        """Run a benchmark's call once, or not at all. Return NaN for each time."""
+        return measure_nothing(self._skip if self.benchmarks == "skip" else call, *args, **options)
+
+    def _skip(self, *args: Any, **options: Any) -> None:
+        self.skipped_benchmarks += 1
+
+    def _launch(
+        self, source: Any, metadata: Any, function: Any, grid: tuple[int, int, int], args: Any, scratch: Any
+    ) -> None:
+        """Run a launch, and raise KernelFaultError for a fault, or for a formal finding if these are failures."""
+        try:
+            with without_modes():
+                result, seconds = run_launch(source, metadata, function, grid, args, scratch, self.seed)
+        except GreenfastError as e:
+            self.faults.append(convert_error(e))
+            raise
+        report = LaunchReport(
+            kernel=function.name,
+            grid=grid,
+            threads=32 * metadata.num_warps,
+            seconds=round(seconds, 3),
+            printed=result.printed,
+            counts=result.counts.record(),
+            findings=[convert_finding(finding) for finding in result.findings],
+        )
+        self.launches.append(report)
+        if result.printed:
+            print(result.printed, end="")
+        if self._on_launch is not None:
+            self._on_launch(report)
+        formal = [f for f in report.findings if f.level == FORMAL]
+        if self.formal and formal:
+            error = KernelFaultError(f"formal finding: {formal[0].message}")
+            error.level, error.kernel = FORMAL, function.name
+            self.faults += formal
+            raise error
+
+
+def activate(
+    target: str = "sm_90",
+    *,
+    cuda_tensors_as_cpu: bool = False,
+    autotune: str = "first",
+    benchmarks: str = "once",
+    formal: bool = True,
+    seed: int = 0,
+    on_launch: Callable[[LaunchReport], None] | None = None,
+) -> Activation:
+    """Run Triton kernels on CPU tensors, in the emulator, until the returned object's ``deactivate`` or end as context.
+
+    target: the GPU that Triton compiles for: sm_80, sm_90 or sm_100. cuda_tensors_as_cpu: whether ``device="cuda"``
+    gives CPU tensors that report a CUDA device, and ``torch.cuda`` answers for the target's GPU, so that code for a
+    GPU runs unchanged. autotune: "first" runs the first configuration that fits, "all" runs each of them once.
+    benchmarks: whether ``triton.testing.do_bench`` and ``perf_report`` run their calls "once", or "skip" them; times
+    are NaN. formal: whether formal findings (docs/emulator.md) are failures. seed: of the order of the warps.
+    on_launch: is called with each report.
+
+    A fault of a kernel is raised at its launch, as KernelFaultError with the line of the Triton source; what the
+    emulator lacks is an UnsupportedError. Raises UsageError for a wrong request.
+    """
+    return Activation(
+        target,
+        cuda_tensors_as_cpu=cuda_tensors_as_cpu,
+        autotune=autotune,
+        benchmarks=benchmarks,
+        formal=formal,
+        seed=seed,
+        on_launch=on_launch,
+    )
+
+
+def parse_target(target: str) -> int:
+    """Return the compute capability of a target, such as 90 of sm_90 or sm_90a. Raises UsageError for others."""
+    match = re.fullmatch(r"sm_(\d+)a?", target)
+    if match is None or int(match[1]) not in SHARED_MEMORY:
+        raise UsageError(f"target {target!r}; allowed: {', '.join(f'sm_{n}' for n in SHARED_MEMORY)}")
+    return int(match[1])
+
+
+def _without_nan(bench: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    """Let a configuration that ran count as faster than one that does not fit, which has an infinite time."""
+    return lambda *args, **options: [0.0 if time != time else time for time in bench(*args, **options)]
+
+
+def _add_file(hash_source: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda source: f"{hash_source(source)}-{getattr(source.fn, 'file_name', '')}"
+
+
+def _choose_first(prune: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return a replacement of Autotuner.prune_configs that keeps the first configuration that a GPU could launch."""
+
+    def choose(tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
+        from triton.compiler.errors import CompileTimeAssertionFailure
+        from triton.runtime.errors import OutOfResources
+
+        configs = prune(tuner, kwargs)
+        for config in configs if len(configs) > 1 else ():
+            try:
+                kernel = tuner.fn.run(*tuner.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+                if kernel is not None:
+                    kernel._init_handles()
+            except (OutOfResources, CompileTimeAssertionFailure):
+                continue
+            return [config]
+        return configs[:1]
+
+    return choose

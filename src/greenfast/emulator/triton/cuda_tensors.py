@@ -1,0 +1,404 @@
+"""CUDA tensors of PyTorch on a machine without a GPU: they are CPU tensors with a label.
+
+Scripts for a GPU allocate with ``device="cuda"`` and query ``torch.cuda``. While ``CudaTensors`` is active, such
+tensors are in the host's memory and report ``device='cuda:0'``. The label belongs to the storage, so views and results
+keep it. The queries are answered for the GPU of the target. What has no meaning here, such as a CUDA graph,
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from greenfast.spec.errors import UnsupportedError
+
+_CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What ``torch.cuda.get_device_properties`` returns, for the GPU of a target."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    L2_cache_size: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 49152
+    warp_size: int = 32
+    is_integrated: bool = False
+    is_multi_gpu_board: bool = False
+    gcnArchName: str = ""  # noqa: N815 (as PyTorch spells it)
+
+
+#: The GPUs of the targets, by compute capability (NVIDIA's data sheets).
+DEVICES = {
+    80: DeviceProperties("NVIDIA A100-SXM4-80GB (emulated)", 8, 0, 80 << 30, 108, 40 << 20, 163 << 10, 164 << 10),
+    90: DeviceProperties("NVIDIA H100 80GB HBM3 (emulated)", 9, 0, 80 << 30, 132, 50 << 20, 227 << 10, 228 << 10),
+    100: DeviceProperties("NVIDIA B200 (emulated)", 10, 0, 180 << 30, 148, 126 << 20, 227 << 10, 228 << 10),
+}
+
+
+class Labels:
+    """The devices of storages. A storage without a label counts as CUDA's: code below Python made it."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._limit = 1024
+
+    def get(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device of a tensor."""
+        label = self.find(tensor)
+        return _CUDA if label is None else label
+
+    def find(self, tensor: torch.Tensor) -> torch.device | None:
+        """Return the device of a tensor, None if it has no label."""
+        entry = self._labels.get(_storage(tensor)._cdata) if tensor.layout == torch.strided else None
+        return None if entry is None or _expired(entry) else entry[1]
+
+    def put(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Label the storage of a tensor."""
+        if tensor.layout != torch.strided:
+            return
+        storage = _storage(tensor)
+        self._labels[storage._cdata] = StorageWeakRef(storage), device  # type: ignore[no-untyped-call]
+        if len(self._labels) > self._limit:
+            self._labels = {key: entry for key, entry in self._labels.items() if not _expired(entry)}
+            self._limit = max(1024, 2 * len(self._labels))
+
+
+def _expired(entry: tuple[StorageWeakRef, torch.device]) -> bool:
+    return bool(entry[0].expired())  # type: ignore[no-untyped-call]
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def parse_device(value: Any) -> torch.device | None:
+    """Return the device that an argument names, None if it names none. An index is a CUDA device's."""
+    if isinstance(value, torch.device):
+        device = value
+    elif isinstance(value, str):
+        try:
+            device = torch.device(value)
+        except RuntimeError:
+            return None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        device = torch.device("cuda", value)
+    else:
+        return None
+    if device.type == "cuda":
+        if device.index not in (None, 0):
+            raise RuntimeError(f"CUDA error: invalid device ordinal (device={device.index}); there is one device here")
+        return _CUDA
+    return device
+
+
+#: Functions that return a tensor of the device that an argument names.
+_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
+
+
+class LabelMode(TorchFunctionMode):
+    """Replaces CUDA devices in calls by the CPU, and labels their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = Labels()
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.device.__get__: lambda t: self.device_of(t),
+            torch.Tensor.is_cuda.__get__: lambda t: self.device_of(t).type == "cuda",  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: lambda t: self.device_of(t).type == "cpu",  # type: ignore[attr-defined]
+            torch.Tensor.get_device: lambda t: 0 if self.device_of(t).type == "cuda" else -1,
+            torch.Tensor.to: self._to,
+            torch.Tensor.cuda: lambda t, device=None, non_blocking=False, memory_format=None: self._move(t, _CUDA),
+            torch.Tensor.cpu: lambda t, memory_format=None: self._move(t, _CPU),
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.pin_memory: lambda t, device=None: t.clone(),
+            torch.Tensor.is_pinned: lambda t, device=None: False,
+            torch.Tensor.record_stream: lambda t, stream: None,
+        }
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device that a tensor reports."""
+        device = tensor.device
+        return self.labels.get(tensor) if device.type == "cpu" else device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of PyTorch with CUDA replaced, and label its results."""
+        kwargs = dict(kwargs or {})
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        device = parse_device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if device is not None and device.type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        result = func(*args, **kwargs)
+        if isinstance(result, (torch.Tensor, tuple, list, dict)):
+            self._label(result, device, args, kwargs)
+        return result
+
+    def _label(self, result: Any, device: torch.device | None, args: Any, kwargs: Any) -> None:
+        """Label new storages of results: with the device that the call names, else with that of its tensors."""
+        new = [t for t in tree_iter(result) if _is_host(t) and self.labels.find(t) is None]
+        if not new:
+            return
+        if device is None:
+            given = [t for t in tree_iter((args, kwargs)) if _is_host(t)]
+            on_gpu = any(self.labels.get(t).type == "cuda" for t in given)
+            device = _CUDA if on_gpu else _CPU
+        for tensor in new:
+            self.labels.put(tensor, device)
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do as Tensor.to: to a device, a dtype, both, or those of another tensor."""
+        target: torch.device | None = None
+        values = list(args)
+        if values and isinstance(values[0], torch.Tensor):
+            other = values.pop(0)
+            target = self.device_of(other)
+            values.insert(0, other.dtype)
+        elif values and (device := parse_device(values[0])) is not None:
+            target = device
+            values.pop(0)
+        elif values and values[0] is None:
+            values.pop(0)
+        if (other := kwargs.pop("other", None)) is not None:
+            target, kwargs["dtype"] = self.device_of(other), other.dtype
+        if kwargs.get("device") is not None:
+            target = parse_device(kwargs["device"])
+        kwargs.pop("device", None)
+        dtype = kwargs.pop("dtype", None)
+        if values and (isinstance(values[0], torch.dtype) or values[0] is None):
+            dtype = values.pop(0)
+        for name, value in zip(("non_blocking", "copy"), values, strict=False):
+            kwargs[name] = value
+        kwargs.pop("non_blocking", None)
+        source = self.device_of(tensor)
+        if target is not None and target.type not in ("cpu", "cuda"):
+            return tensor.to(target, dtype or tensor.dtype, **kwargs)
+        moves = target is not None and target.type != source.type
+        if moves:
+            kwargs["copy"] = True
+        result = tensor.to(dtype or tensor.dtype, **kwargs)
+        if result is not tensor:
+            self.labels.put(result, target if target is not None else source)
+        return result
+
+    def _move(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        return self._to(tensor, target)
+
+    def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        if self.device_of(tensor).type == "cuda" and not force:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return tensor.numpy(force=force)
+
+
+def _is_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+class _Device(contextlib.AbstractContextManager["_Device"]):
+    """torch.cuda.device and torch.cuda.device_of."""
+
+    def __init__(self, device: Any = None) -> None:
+        if not isinstance(device, torch.Tensor):
+            parse_device(device)
+        self.idx = 0
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class CudaStream:
+    """torch.cuda.Stream: launches run at once and in order, so there is nothing to wait for."""
+
+    cuda_stream = 0
+    device_index = 0
+    device = _CUDA
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Accept the arguments of torch.cuda.Stream."""
+
+    def __enter__(self) -> CudaStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True: all work is done."""
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def record_event(self, event: Any = None) -> CudaEvent:
+        """Return an event."""
+        return event or CudaEvent()
+
+
+class CudaEvent:
+    """torch.cuda.Event. The time between two events is NaN: the emulator says nothing about time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Accept the arguments of torch.cuda.Event."""
+
+    def record(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True: all work is done."""
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return NaN."""
+        return float("nan")
+
+
+class _Generator(torch._C.Generator):
+    """torch.Generator, of the CPU for every device."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{name} is not emulated")
+
+    return refuse
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _eager(model: Any = None, **options: Any) -> Any:
+    """torch.compile: return the function itself, which computes the same."""
+    return (lambda function: function) if model is None else model
+
+
+class CudaTensors:
+    """Context in which CUDA tensors are labelled CPU tensors, for the GPU of a compute capability, such as 90."""
+
+    def __init__(self, capability: int) -> None:
+        self.properties = DEVICES.get(capability, DEVICES[90])
+        self.mode = LabelMode()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> CudaTensors:
+        for owner, names in self._replacements():
+            for name, value in names.items():
+                self._stack.enter_context(replace_attribute(owner, name, value))
+        self._stack.enter_context(self.mode)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _replacements(self) -> list[tuple[Any, dict[str, Any]]]:
+        p, stream = self.properties, CudaStream()
+        zero, seed = (lambda *_, **__: 0), (lambda value: torch.default_generator.manual_seed(int(value)))
+        cuda: dict[str, Any] = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": _ignore,
+            "_lazy_init": _ignore,
+            "_is_compiled": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda device: parse_device(device) and None,
+            "device": _Device,
+            "device_of": _Device,
+            "synchronize": _ignore,
+            "get_device_name": lambda device=None: p.name,
+            "get_device_capability": lambda device=None: (p.major, p.minor),
+            "get_device_properties": lambda device=None: p,
+            "get_arch_list": lambda: [f"sm_{p.major}{p.minor}"],
+            "is_bf16_supported": lambda *_, **__: True,
+            "mem_get_info": lambda device=None: (p.total_memory, p.total_memory),
+            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), zero),
+            **dict.fromkeys(("max_memory_reserved",), zero),
+            **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect"), _ignore),
+            "memory_stats": lambda device=None: {},
+            **dict.fromkeys(("manual_seed", "manual_seed_all"), seed),
+            "seed": lambda: torch.default_generator.seed(),
+            "seed_all": lambda: torch.default_generator.seed(),
+            "initial_seed": lambda: torch.default_generator.initial_seed(),
+            "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+            "set_rng_state": lambda state, device=None: torch.default_generator.set_state(state),
+            "Stream": CudaStream,
+            "ExternalStream": CudaStream,
+            "Event": CudaEvent,
+            "current_stream": lambda device=None: stream,
+            "default_stream": lambda device=None: stream,
+            "stream": lambda stream=None: CudaStream(),
+            "set_stream": _ignore,
+            "is_current_stream_capturing": lambda: False,
+            "CUDAGraph": _refuse("torch.cuda.CUDAGraph"),
+            "graph": _refuse("torch.cuda.graph"),
+            "make_graphed_callables": _refuse("torch.cuda.make_graphed_callables"),
+            "cudart": _refuse("torch.cuda.cudart"),
+        }
+        return [
+            (torch.cuda, cuda),
+            (torch, {"Generator": _Generator, "compile": _eager}),
+            (torch.version, {"cuda": "13.0"}),
+            (torch._C, {"_cuda_getCurrentRawStream": zero}),
+            (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _ignore)),
+        ]
+
+
+@contextlib.contextmanager
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and restore it, or its absence, at the end."""
+    absent = object()
+    before = vars(owner).get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,364 @@
+"""A Triton driver without a GPU: kernels are compiled as for one, and their PTX runs in the emulator.
+
+Triton's own compiler produces the PTX. The step after it, ptxas, is left out. A launch copies the storages of its
+tensors into the emulator's memory, and what the kernel changed back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from greenfast.emulator.grid import KernelLaunch, run_chain
+from greenfast.emulator.machine.tensormap import encode, lay_out
+from greenfast.emulator.result import GridResult
+from greenfast.emulator.triton.storage import MemoryRegion, Regions, find_region
+from greenfast.spec.errors import UnsupportedError, UsageError
+from greenfast.spec.kernel import Argument, Launch, Packed, TensorMap
+from greenfast.spec.problem import OutputSpec
+
+#: Facts of each target (CUDA C++ Programming Guide, "Compute Capabilities"): bytes of shared memory per block.
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+_FORMATS = {
+    **{f"{sign}{bits}": f"{kind}{bits // 8}" for sign, kind in (("i", "i"), ("u", "u")) for bits in (8, 16, 32, 64)},
+    **{"i1": "u1", "u1": "u1", "fp16": "f2", "fp32": "f4", "f32": "f4", "fp64": "f8"},
+}
+#: Bytes of a swizzle in the metadata of a tensor descriptor.
+_SWIZZLES = (0, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A loaded kernel."""
+
+    name: str
+    ptx: str
+
+
+class Utilities:
+    """The part of a driver that loads kernels and answers for the device."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def load_binary(
+        self, name: str, binary: bytes, shared: int, device: Any
+    ) -> tuple[Any, LoadedFunction, int, int, int]:
+        """Return a kernel's module, function, registers, spills and the threads that its block may have.
+
+        The registers are 0: PTX does not have them (``count_registers``).
+        """
+        return None, LoadedFunction(name, binary.decode()), 0, 0, 1024
+
+    def unload_module(self, module: Any) -> None:
+        """Do nothing: a kernel is text."""
+
+    def get_device_properties(self, device: Any) -> dict[str, int]:
+        """Return properties as Triton's driver does: clock rates in kHz and a bus width in bits, those of an H100."""
+        return {
+            "max_shared_mem": SHARED_MEMORY[self._capability],
+            "max_num_regs": 65536,
+            "multiprocessor_count": 132,
+            "warpSize": 32,
+            "sm_clock_rate": 1_980_000,
+            "mem_clock_rate": 2_619_000,
+            "mem_bus_width": 5120,
+        }
+
+    def is_stream_capturing(self, stream: int) -> bool:
+        """Return False: nothing is captured here."""
+        return False
+
+    def set_printf_fifo_size(self, size: int) -> None:
+        """Do nothing: printed text has no limit."""
+
+
+class EmulatorDriver:
+    """Triton's driver for one target, with the methods of its ``DriverBase``; ``launch`` runs a kernel."""
+
+    def __init__(self, capability: int, device: torch.device, launch: Callable[..., None]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+        self.utils = Utilities(capability)
+        self.launch = launch
+        self.device = device
+        self.launcher_cls = lambda src, metadata: Launcher(self, src, metadata)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Return False: Triton does not choose this driver by itself."""
+        return False
+
+    def get_current_target(self) -> Any:
+        """Return the GPU that kernels are compiled for."""
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        """Return the device of the tensors that kernels run on."""
+        return self.device
+
+    def get_current_device(self) -> str:
+        """Return a key of Triton's caches that no GPU has."""
+        return f"emulator of sm_{self.target.arch}"
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        """Return the compute capability."""
+        return divmod(int(self.target.arch), 10)
+
+    def get_current_stream(self, device: Any = None) -> int:
+        """Return the default stream: launches run at once, in their order."""
+        return 0
+
+    def set_current_device(self, device: Any) -> None:
+        """Do nothing: there is one device."""
+
+    def get_device_interface(self) -> Any:
+        """Return torch.cuda, for its streams and events."""
+        return torch.cuda
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Return the C++ type of a Triton type."""
+        from triton.backends.nvidia.driver import ty_to_cpp
+
+        return str(ty_to_cpp(ty))
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        """Return the function that times a configuration of an autotuned kernel."""
+        return measure_nothing
+
+    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
+        """Return the buffer that a benchmark overwrites to clear a cache: an empty one."""
+        return torch.empty(0, dtype=torch.int32)
+
+    def clear_cache(self, cache: torch.Tensor) -> None:
+        """Do nothing: there is no cache."""
+
+    def allocate_default_profile_scratch(self, size: int, alignment: int, stream: Any) -> torch.Tensor:
+        """Return zeroed memory for instrumented kernels."""
+        return torch.zeros(size, dtype=torch.int8)
+
+
+def measure_nothing(call: Callable[[], Any], *args: Any, quantiles: Sequence[float] | None = None, **_: Any) -> Any:
+    """Run a call once, in place of ``triton.testing.do_bench``. Return NaN: the emulator says nothing about time."""
+    call()
+    return [float("nan")] * len(quantiles) if quantiles else float("nan")
+
+
+@dataclass
+class Launcher:
+    """Runs the launches of one compiled kernel."""
+
+    driver: EmulatorDriver
+    source: Any
+    metadata: Any
+    calls: int = field(default=0)
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        function: LoadedFunction,
+        kernel_metadata: Any,
+        launch_metadata: Any,
+        enter_hook: Any,
+        exit_hook: Any,
+        *args: Any,
+    ) -> None:
+        """Run a launch as Triton's own launcher does, hooks included. A grid without blocks runs nothing."""
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        blocks = grid_x * grid_y * grid_z
+        if blocks > 0:
+            scratch = self._allocate_scratch(blocks, stream)
+            self.driver.launch(self.source, self.metadata, function, (grid_x, grid_y, grid_z), args, scratch)
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+
+    def _allocate_scratch(self, blocks: int, stream: int) -> tuple[Any, Any]:
+        """Return the global and the profile scratch memory, from the allocators that the user set."""
+        from triton.runtime import _allocation
+
+        metadata = self.metadata
+        count = blocks * metadata.num_ctas
+        memory = profile = None
+        if metadata.global_scratch_size > 0:
+            allocate = _allocation._allocator.get()
+            memory = allocate(metadata.global_scratch_size * count, metadata.global_scratch_align, stream)
+        if metadata.profile_scratch_size > 0:
+            size = metadata.profile_scratch_size * count
+            if _allocation.has_profile_allocator():
+                profile = _allocation._profile_allocator(size, metadata.profile_scratch_align, stream)
+            else:
+                profile = self.driver.allocate_default_profile_scratch(size, metadata.profile_scratch_align, stream)
+        return memory, profile
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    name: str
+    address: int
+
+
+@dataclass(frozen=True)
+class _Descriptor:
+    """A tensor descriptor on the host: its base, and its tensor map over memory that begins there."""
+
+    base: _Pointer
+    content: bytes
+
+
+class Binder:
+    """Converts the arguments of a launch into kernel parameters and regions of memory."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._meta = list(getattr(metadata, "tensordesc_meta", None) or ())
+        self._has_meta = bool(self._meta)
+        self._names = list(source.signature)
+        self._types = list(source.signature.values())
+        self.found: list[MemoryRegion] = []
+        self._values: list[bytes | _Pointer | _Descriptor] = []
+
+    def bind(self, args: Sequence[Any], scratch: Sequence[Any]) -> tuple[Regions, tuple[Argument, ...]]:
+        """Return the regions that arguments point into, and the kernel's parameters."""
+        for name, kind, value in zip(self._names, self._types, args, strict=True):
+            self._add(name, kind, value)
+        for name, value in zip(("global scratch", "profile scratch"), scratch, strict=True):
+            self._values.append(bytes(8) if value is None else self._point(name, value))
+        regions = Regions(self.found)
+        return regions, tuple(self._place(value, regions) for value in self._values)
+
+    def _add(self, name: str, kind: Any, value: Any) -> None:
+        """Add the parameters of one argument; a tuple or a descriptor has several."""
+        if isinstance(kind, tuple):
+            for number, (inner, element) in enumerate(zip(kind, value, strict=True)):
+                self._add(f"{name}[{number}]", inner, element)
+        elif kind == "constexpr":
+            return
+        elif kind.startswith("tensordesc"):
+            self._add_descriptor(name, kind, value)
+        elif kind.startswith("*"):
+            self._values.append(self._point(name, value))
+        else:
+            self._values.append(pack_scalar(name, kind, value))
+
+    def _point(self, name: str, value: Any) -> bytes | _Pointer:
+        if value is None:
+            return bytes(8)
+        if isinstance(value, int):
+            return _Pointer(name, value)
+        region, address = find_region(name, value)
+        self.found.append(region)
+        return _Pointer(name, address)
+
+    def _add_descriptor(self, name: str, kind: str, value: Any) -> None:
+        """Add a tensor map, or base, shape, strides and options if the target has no tensor maps; shape and strides."""
+        shape, strides = [int(n) for n in value.shape], [int(n) for n in value.strides]
+        base = self._point(name, value.base)
+        if not self._has_meta:
+            self._values += [base, *(pack_scalar(name, "i64", n) for n in (*shape, *strides))]
+            self._values += [bytes([value.padding == "nan"]), bytes([value.round_f32_to_tf32])]
+        else:
+            assert isinstance(base, _Pointer)
+            self._values.append(_Descriptor(base, _encode_map(name, kind, value, self._meta.pop(0))))
+        self._values += [pack_scalar(name, "i32", n) for n in shape]
+        self._values += [pack_scalar(name, "i64", n) for n in strides]
+
+    def _place(self, value: bytes | _Pointer | _Descriptor, regions: Regions) -> Argument:
+        if isinstance(value, bytes):
+            return value
+        pointer = value.base if isinstance(value, _Descriptor) else value
+        content = value.content if isinstance(value, _Descriptor) else bytes(8)
+        place = regions.locate(pointer.address)
+        if place is None and pointer.address:
+            raise UsageError(
+                f"{pointer.name}: the address {pointer.address:#x} is in no tensor of the launch; give the tensor"
+            )
+        return content if place is None else Packed(content, ((0, *place),))
+
+
+def _encode_map(name: str, kind: str, value: Any, meta: dict[str, Any]) -> bytes:
+    """Return the tensor map of a descriptor over memory that begins at address 0."""
+    for key, reason in (("fp4_padded", "padded FP4 elements"), ("is_im2col", "im2col mode")):
+        if meta.get(key):
+            raise UnsupportedError(f"{name}: a tensor descriptor with {reason} is not emulated")
+    if value.padding == "nan":
+        raise UnsupportedError(f"{name}: a tensor descriptor with padding='nan' is not emulated")
+    item = int(meta["elem_size"])
+    layout = TensorMap(
+        name,
+        f"uint{8 * item}",
+        tuple(map(int, value.shape)),
+        tuple(int(n) * item for n in value.strides),
+        tuple(map(int, meta["block_size"])),
+        _SWIZZLES[meta["swizzle"]],
+    )
+    return encode(lay_out(layout), 0)
+
+
+def pack_scalar(name: str, kind: str, value: Any) -> bytes:
+    """Return the bytes of a number in a Triton type. Raises UsageError for a number that does not fit."""
+    if kind == "bf16":  # the upper half of a float32, as Triton's launcher packs it
+        return bytes(np.float32(value).tobytes()[2:])
+    if kind not in _FORMATS:
+        raise UnsupportedError(f"{name}: a parameter of type {kind} is not emulated")
+    dtype = np.dtype(_FORMATS[kind])
+    if dtype.kind in "iu":
+        number = int(value)
+        limits = np.iinfo(dtype)
+        if not limits.min <= number <= limits.max:
+            raise UsageError(f"{name}: {number} does not fit into {kind}")
+        return number.to_bytes(dtype.itemsize, "little", signed=dtype.kind == "i")
+    with np.errstate(over="ignore"):
+        return bytes(dtype.type(value).tobytes())
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run without the modes of PyTorch that change tensors' operations."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def run_launch(
+    source: Any,
+    metadata: Any,
+    function: LoadedFunction,
+    grid: tuple[int, int, int],
+    args: Sequence[Any],
+    scratch: Sequence[Any],
+    seed: int,
+) -> tuple[GridResult, float]:
+    """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
+
+    Raises KernelFaultError for a fault of the kernel; the tensors are then unchanged.
+    """
+    start = time.perf_counter()
+    regions, parameters = Binder(source, metadata).bind(args, scratch)
+    clusters = (metadata.num_ctas, 1, 1)
+    x, y, z = grid
+    launch = Launch(
+        (x * metadata.num_ctas, y, z),
+        parameters,
+        early=bool(metadata.launch_pdl),
+        cluster=clusters,
+        cooperative=bool(metadata.launch_cooperative_grid),
+    )
+    step = KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
+    inputs = {region.name: region.view() for region in regions.regions}
+    outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}
+    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True)
+    for name, view in inputs.items():
+        if not np.array_equal(view, result.outputs[name]):
+            view[...] = result.outputs[name]
+    result.outputs = {}
+    return result, time.perf_counter() - start

@@ -1,0 +1,76 @@
+"""The memory of CPU tensors as buffers of a launch: one buffer per storage, so that views of it stay views."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from greenfast.spec.errors import UsageError
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass
+class MemoryRegion:
+    """Bytes of the host's memory, and the name of the first argument that points into them."""
+
+    name: str
+    start: int
+    end: int
+
+    def view(self) -> Bytes:
+        """Return the bytes as a NumPy array in the same memory."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * (self.end - self.start)).from_address(self.start))
+
+
+def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
+    """Return the storage that an argument points into, and the argument's address.
+
+    value: a CPU tensor, or an object with a ``base`` that is one (``triton.reinterpret``).
+    Raises UsageError for other objects and for tensors of other devices.
+    """
+    tensor = value
+    while not isinstance(tensor, torch.Tensor) and hasattr(tensor, "base"):
+        tensor = tensor.base
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name}: {type(value).__name__}; a pointer in the emulator is a CPU tensor of PyTorch")
+    with torch._C.DisableTorchFunction():
+        if tensor.device.type != "cpu":
+            raise UsageError(f"{name}: a tensor on {tensor.device}; the emulator runs on CPU tensors")
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        return MemoryRegion(name, start, start + storage.nbytes()), tensor.data_ptr()
+
+
+class Regions:
+    """The disjoint regions of a launch. Storages that share memory (as of ``torch.from_numpy``) become one."""
+
+    def __init__(self, found: Sequence[MemoryRegion]) -> None:
+        self.regions: list[MemoryRegion] = []
+        for region in sorted((r for r in found if r.end > r.start), key=lambda r: r.start):
+            if self.regions and region.start < self.regions[-1].end:
+                self.regions[-1].end = max(self.regions[-1].end, region.end)
+            else:
+                self.regions.append(MemoryRegion(region.name, region.start, region.end))
+        names: dict[str, int] = {}
+        for region in self.regions:  # one tensor list may give several regions one name
+            count = names[region.name] = names.get(region.name, 0) + 1
+            region.name += f" ({count})" if count > 1 else ""
+        self._starts = [region.start for region in self.regions]
+
+    def locate(self, address: int) -> tuple[str, int] | None:
+        """Return the region of an address and the offset in it; None if it is in no region, such as a null pointer.
+
+        The end of a region belongs to it: it is the address of an empty view there.
+        """
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0 or address > self.regions[index].end:
+            return None
+        return self.regions[index].name, address - self.regions[index].start

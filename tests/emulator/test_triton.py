@@ -1,0 +1,162 @@
+"""Triton kernels on CPU tensors: launches, views, CUDA tensors, autotuning, faults, ``greenfast run``."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from greenfast.cli.main import main
+from greenfast.emulator import KernelFaultError
+from greenfast.emulator.triton import activate
+from greenfast.spec.errors import UnsupportedError, UsageError
+
+pytest_plugins = ["greenfast.emulator.pytest_plugin"]
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, unused-ignore"
+
+
+@triton.jit
+def add(x, y, z, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(z + i, tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def add_unmasked(x, y, z, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < n) + tl.load(y + i, mask=i < n)
+    tl.store(z + i, value)  # the faulty line
+
+
+def test_views_of_one_storage_share_memory() -> None:
+    values = torch.arange(300, dtype=torch.float32)
+    with activate() as activation:
+        add[(2,)](values[:100], values[100:200], values[200:], 100, BLOCK=64)
+        add[(2,)](values, values, values, 64, BLOCK=32)  # in place, by three arguments
+    assert torch.equal(values[:64], 2 * torch.arange(64))
+    assert torch.equal(values[200:], torch.arange(100) + torch.arange(100, 200))
+    assert [launch.kernel for launch in activation.launches] == ["add", "add"]
+
+
+def test_a_fault_names_the_line_of_the_triton_source() -> None:
+    line = add_unmasked.starting_line_number + 4
+    x, z = torch.ones(100), torch.zeros(100)
+    with activate() as activation:
+        with pytest.raises(KernelFaultError, match=rf"write out of bounds.* of 'z'|end of 'z'.*test_triton.py:{line}"):
+            add_unmasked[(2,)](x, x, z, 100, BLOCK=64)
+        assert activation.faults[0].kind == "out-of-bounds"
+        assert (activation.faults[0].file, activation.faults[0].line) == ("test_triton.py", line)
+    assert not z.any(), "a faulty launch changed the tensors"
+
+
+def test_cuda_tensors_are_labelled_cpu_tensors(emulate_triton: Any) -> None:
+    x = torch.randn(100, device="cuda")
+    y = torch.randn(100).cuda()
+    z = torch.empty_like(x)
+    assert x.device == y.device == z[3:].device == (x + y).device == torch.device("cuda", 0)
+    assert x.is_cuda
+    assert not x.cpu().is_cuda
+    assert torch.zeros(3).device.type == "cpu"
+    assert (torch.cuda.get_device_capability(x.device), torch.cuda.current_device()) == ((9, 0), 0)
+    add[(2,)](x, y, z, 100, BLOCK=64)
+    assert torch.equal(z, x + y)
+    with pytest.raises(TypeError, match="convert cuda:0"):
+        z.numpy()
+    layer = torch.nn.Linear(100, 2).to("cuda")
+    layer(z).sum().backward()
+    assert layer.weight.device.type == layer.weight.grad.device.type == "cuda"  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedError, match="CUDAGraph"):
+        torch.cuda.CUDAGraph()
+
+
+def test_pytorch_is_restored() -> None:
+    before = torch.cuda.is_available(), torch.Generator, torch.compile, triton.runtime.driver._active
+    with activate(cuda_tensors_as_cpu=True):
+        assert torch.cuda.is_available()
+    assert (torch.cuda.is_available(), torch.Generator, torch.compile, triton.runtime.driver._active) == before
+    assert torch.ones(3).device.type == "cpu"
+
+
+@triton.autotune(
+    [triton.Config({"BLOCK": 64}, num_warps=64), triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})],
+    key=["n"],
+)
+@triton.jit
+def scan(x, z, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(z + i, tl.cumsum(tl.load(x + i, mask=i < n, other=0.0)), mask=i < n)
+
+
+@triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})
+@triton.jit
+def double(x, n, factor, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) * factor, mask=i < n)
+
+
+def test_heuristics_and_scalars() -> None:
+    x = torch.arange(10, dtype=torch.float64)
+    with activate("sm_80"):
+        double[(1,)](x, 10, 2.5)
+        double[(1,)](x, 10, 2**40)
+    assert torch.equal(x, torch.arange(10, dtype=torch.float64) * 2.5 * 2**40)
+
+
+@pytest.mark.parametrize(("autotune", "runs"), [("first", [64]), ("all", [64, 128, 64])])
+def test_autotuning_runs_configurations_that_fit(autotune: str, runs: list[int]) -> None:
+    """The first of the three needs more threads than a block has."""
+    scan.cache.clear()
+    x, z = torch.ones(40), torch.zeros(40)
+    with activate(autotune=autotune) as activation:
+        scan[(1,)](x, z, 40)
+    assert torch.equal(z, torch.arange(1.0, 41.0))
+    assert len(activation.launches) == len(runs)
+    assert scan.best_config.kwargs == {"BLOCK": runs[-1]}
+
+
+def test_wrong_requests() -> None:
+    with pytest.raises(UsageError, match=r"sm_75.*allowed: sm_80"):
+        activate("sm_75")
+    with pytest.raises(UsageError, match="autotune='best'"):
+        activate(autotune="best")
+
+
+def test_run_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, torch, triton, triton.language as tl
+
+        @triton.jit
+        def copy(x, y, n, BLOCK: tl.constexpr):
+            i = tl.arange(0, BLOCK)
+            tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+        x = torch.randn(100, device="cuda")
+        y = torch.empty_like(x)
+        try:
+            copy[(1,)](x, y, int(sys.argv[1]), BLOCK=128)
+        except Exception:
+            print("caught")
+        else:
+            assert torch.equal(x, y)
+            print("equal")
+        """)
+    )
+    assert main(["run", str(script), "100"]) == 0
+    assert "equal" in capsys.readouterr().out
+    assert main(["run", "--json", str(script), "101"]) == 1, "a fault that the script catches is reported"
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert "caught" in err
+    assert [(f["kind"], f["file"], f["line"]) for f in report["faults"]] == [("out-of-bounds", "mine.py", 7)]
+    assert main(["run", str(tmp_path / "other.py")]) == 2
