@@ -132,6 +132,42 @@ def test_bank_conflicts_are_listed_by_source_line(capsys: pytest.CaptureFixture[
     assert ["bank", "conflicts", "31", "at", "banks.cu:5"] in rows
 
 
+def test_lines_values_and_a_trace_are_shown(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    page, trace = files / "lines.html", files / "new" / "trace.txt"
+    observe = ("--lines", "--lines-html", page, "--watch", "3:i,a*i", "--trace", trace, "--trace-warp", "3:0")
+    ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, *observe)
+    assert (ran.code, ran.err) == (0, "")
+    # Three warps of 32 threads and one of 4: 26 sectors in 8 requests.
+    row = next(line for line in ran.out.splitlines() if "|   if (i < n)" in line)
+    assert row.split()[:2] == ["3", "128"]
+    assert "3.2 (3.2) 3.2 (3.2)        |   if (i < n) y[i] = a * x[i] + y[i];" in row
+    assert "saxpy.cu:3  block 1,0,0 warp 0  ffffffff  i = 32..63, a*i = 64..126 step 2\n" in ran.out
+    assert "st.global.f32" in trace.read_text()
+    assert " 0000000f " in trace.read_text()
+    html = page.read_text()
+    assert "if (i &lt; n) y[i] = a * x[i] + y[i];" in html
+    assert '<tr class="ran"><td>3</td><td>128</td>' in html
+    ran = emulate(capsys, files / "saxpy.cu", *SAXPY_ARGS, *observe, "--json")
+    observed = json.loads(ran.out)["observed"]
+    stores = {line["line"]: line["global_stores"] for line in observed["lines"]}
+    assert stores[3] == {"requests": 4, "transactions": 13, "ideal": 13}
+    assert len(observed["watched"]) == 4
+    assert observed["trace"] == []
+
+
+def test_lines_up_to_a_fault_and_lines_that_nothing_reaches(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    y = ("--grid", "1", "--block", "32", "--arg", "out:y=i32[4]")
+    ran = emulate(capsys, files / "hello.cu", "--arg", "i32:0", *y, "--lines", "--watch", "3:y")
+    assert "never" in ran.out
+    assert "no thread reached line 3 (--watch)" not in ran.out  # the statement is reached, its branch is not taken
+    ran = emulate(capsys, files / "hello.cu", "--arg", "i32:3", *y, "--lines", "--trace", files / "trace.txt")
+    assert "write out of bounds" in ran.err
+    assert "HELLO" not in ran.out
+    assert "|   if (threadIdx.x < n) printf(" in ran.out
+    assert "st.global.u32" not in (files / "trace.txt").read_text()
+    assert_said(emulate(capsys, files / "hello.cu", *y, "--watch", "x"), 2, "--watch 'x': give LINE:EXPRESSION")
+
+
 def test_what_the_kernel_prints_is_shown_also_before_a_fault(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     y = ("--grid", "1", "--block", "32", "--arg", "out:y=i32[4]")
     ran = emulate(capsys, files / "hello.cu", "--arg", "i32:2", *y)

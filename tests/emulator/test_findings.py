@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from greenfast.emulator.findings import NOTE, UNSUPPORTED, Findings, read_suppressions, to_sarif
-from greenfast.emulator.kernel_run import Fault, Line
+from greenfast.emulator.kernel_run import Fault
+from greenfast.emulator.machine.observed import Line
 from greenfast.spec.errors import UsageError
 
 RACE = Fault(level="error", kind="data-race", message="a race of thread 3", file="sum.cu", line=7, thread=(3, 0, 0))

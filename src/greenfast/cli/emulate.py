@@ -11,18 +11,22 @@ import msgspec
 import numpy as np
 
 from greenfast.cli.console import show, table
+from greenfast.emulator.annotated import annotate, annotated_page
 from greenfast.emulator.arguments import read_arguments
 from greenfast.emulator.kernel_run import (
     KernelReport,
     KernelRequest,
+    LoadedKernel,
     describe_error,
     load_expected,
     load_kernel,
     run_kernel,
 )
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.observed import MAX_STEPS, Observe, format_step
+from greenfast.emulator.watches import parse_watch
 from greenfast.judge.report.counts import SHOWN
-from greenfast.judge.store import check_writable, to_json, write_whole
+from greenfast.judge.store import check_output_file, check_writable, to_json, write_whole
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.printable import printable
@@ -43,25 +47,39 @@ def run(args: argparse.Namespace) -> int:
         defines=args.define,
         includes=args.include,
         formal=args.formal == "fail",
+        observe=Observe(
+            lines=args.lines or args.lines_html is not None,
+            watch=args.watch,
+            trace=args.trace_warp if args.trace is not None else None,
+        ),
     )
+    kernel = None
     try:
         arguments = read_arguments(args.arg, args.seed, args.buffer)
         expected = {name: load_expected(name, path, arguments) for name, path in dict(args.expect).items()}
         if args.save is not None:
             check_writable(args.save, "--save")
-        report, outputs = run_kernel(request, load_kernel(request), arguments, expected, args.tolerance)
+        for option, path in (("--trace", args.trace), ("--lines-html", args.lines_html)):
+            check_output_file(path, option)
+        kernel = load_kernel(request)
+        report, outputs = run_kernel(request, kernel, arguments, expected, args.tolerance)
     except GreenfastError as e:
+        report = _write_observed(args, describe_error(request, e), kernel)
         if args.json:
-            print(to_json(describe_error(request, e)), end="")
-        elif isinstance(e, KernelFaultError) and e.printed:  # the output before the fault helps to locate it
-            print(printable(e.printed), end="")
+            print(to_json(report), end="")
+        else:
+            if isinstance(e, KernelFaultError) and e.printed:  # the output before the fault helps to locate it
+                print(printable(e.printed), end="")
+            _show_observed(args, report, kernel)
         raise
+    report = _write_observed(args, report, kernel)
     if args.save is not None:
         report = msgspec.structs.replace(report, saved=_save_outputs(args.save, outputs))
     if args.json:
         print(to_json(report), end="")
     else:
         _show(report)
+        _show_observed(args, report, kernel)
     if not request.formal:
         for fault in report.faults:
             if fault.level != "error":
@@ -77,6 +95,34 @@ def _save_outputs(folder: Path, outputs: dict[str, Array]) -> list[str]:
         np.save(content, data)
         write_whole(folder / f"{name}.npy", content.getvalue())
     return [str(folder / f"{name}.npy") for name in outputs]
+
+
+def _write_observed(args: argparse.Namespace, report: KernelReport, kernel: LoadedKernel | None) -> KernelReport:
+    """Write the files of the observations. Return the report without the trace, which is in its file."""
+    observed = report.observed
+    if observed is None or kernel is None:
+        return report
+    if args.trace is not None:
+        write_whole(args.trace, "".join(f"{format_step(step)}\n" for step in observed.trace).encode())
+    if args.lines_html is not None:
+        write_whole(args.lines_html, annotated_page(report.kernel, observed, kernel.sources).encode())
+    return msgspec.structs.replace(report, observed=msgspec.structs.replace(observed, trace=[]))
+
+
+def _show_observed(args: argparse.Namespace, report: KernelReport, kernel: LoadedKernel | None) -> None:
+    observed = report.observed
+    if observed is None or kernel is None:
+        return
+    shown = observed if args.lines else msgspec.structs.replace(observed, lines=[])
+    if text := annotate(shown, kernel.sources):
+        show("")
+        print(printable(text))
+    reached = {step.line for step in observed.watched}
+    for watch in map(parse_watch, args.watch):
+        if watch.line not in reached:
+            show(f"no thread reached line {watch.line} (--watch)")
+    if observed.omitted:
+        show(f"{observed.omitted} steps were not recorded: more than {MAX_STEPS}")
 
 
 def _show(result: KernelReport) -> None:

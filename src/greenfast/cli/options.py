@@ -37,6 +37,16 @@ def extent(text: str) -> tuple[int, int, int]:
     return x, y, z
 
 
+def traced_warp(text: str) -> tuple[tuple[int, int, int], int]:
+    """X,Y,Z:WARP: a block, of which omitted indices are 0, and the number of a warp in it."""
+    block, colon, warp = text.rpartition(":")
+    parts = block.split(",")
+    if not colon or len(parts) > 3 or not all(part.isascii() and part.isdigit() for part in (*parts, warp)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give X,Y,Z:WARP, such as 0,0,0:0")
+    x, y, z = (*map(int, parts), 0, 0)[:3]
+    return (x, y, z), int(warp)
+
+
 def _whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
@@ -401,7 +411,30 @@ def emulate(parser: argparse.ArgumentParser) -> None:
     )
     add("--tolerance", type=tolerance, default=0.0, metavar="T", help="largest difference from it (default: 0)")
     add("--save", type=Path, metavar="DIR", help="write each output there as NAME.npy")
+    observe(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
+
+
+def observe(parser: argparse.ArgumentParser) -> None:
+    """Options of what the emulator observes in the first order of the warps."""
+    add = parser.add_argument
+    add("--lines", action="store_true", help="print the source with executions and memory accesses of each line")
+    add("--lines-html", type=Path, metavar="FILE", help="write the source with these counts as a web page")
+    add(
+        "--watch",
+        action="append",
+        default=[],
+        metavar="[FILE:]LINE:EXPR,...",
+        help="record the values of expressions when a thread reaches a line of a CUDA source",
+    )
+    add("--trace", type=Path, metavar="FILE", help="write each instruction of one warp, with its threads and values")
+    add(
+        "--trace-warp",
+        type=traced_warp,
+        default=((0, 0, 0), 0),
+        metavar="X,Y,Z:WARP",
+        help="the warp of --trace: its block and its number there (default: 0,0,0:0)",
+    )
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:

@@ -7,5 +7,6 @@ It needs the extra ``emulator`` and imports only the compiler's part of ``device
 from greenfast.emulator.arguments import In, Out
 from greenfast.emulator.kernel_run import Fault, KernelReport, run
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.observed import Observe
 
-__all__ = ["Fault", "In", "KernelFaultError", "KernelReport", "Out", "run"]
+__all__ = ["Fault", "In", "KernelFaultError", "KernelReport", "Observe", "Out", "run"]

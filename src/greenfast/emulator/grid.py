@@ -21,10 +21,12 @@ from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
+from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.phases import PhaseCounts
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.machine.tensormap import bind, encode
+from greenfast.emulator.observer import ObservedScheduler, Observer
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
@@ -102,8 +104,9 @@ def run_grid(
     may_read_left: bool = False,
     keep_formal: bool = False,
     structs: Mapping[str, Struct] | None = None,
+    observe: Observe = NOTHING,
 ) -> GridResult:
-    """Run every block of the grid; later, always, may_read_left, keep_formal, structs: see run_chain.
+    """Run every block of the grid; later, always, may_read_left, keep_formal, structs, observe: see run_chain.
 
     Unwritten output bytes read as ``poison``. A name in both inputs and outputs is one initialised buffer that the
     kernel may change. phases: the phases of an instrumented build, to count each.
@@ -127,6 +130,7 @@ def run_grid(
         may_read_left=may_read_left,
         keep_formal=keep_formal,
         structs=structs,
+        observe=observe,
     )
     if phases and result.unwritten[PHASE_BUFFER]:
         raise UsageError(f"{entry} left {result.unwritten[PHASE_BUFFER]} bytes of its phases' sums unwritten")
@@ -149,6 +153,7 @@ def run_chain(
     keep_formal: bool = False,
     sample: int = 0,
     structs: Mapping[str, Struct] | None = None,
+    observe: Observe = NOTHING,
 ) -> GridResult:
     """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
 
@@ -167,6 +172,8 @@ def run_chain(
     happen only if the first run changed a variable.
 
     keep_formal: keep formal findings in the result and go on; else the first one is raised as a fault.
+
+    observe: what to observe in the first run, not in later ones. A fault carries the observations before it.
     """
 
     def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
@@ -177,7 +184,7 @@ def run_chain(
                 snapshot = MemorySnapshot(
                     chain.memory, [allocation for names in chain.variables for allocation in names.values()]
                 )
-                result = chain.run(seed, outputs, poison, phases)
+                result = chain.run(seed, outputs, poison, phases, Observer(observe) if observe else None)
                 for other in later if always or snapshot.dirty() else ():
                     snapshot.restore(WRITTEN if may_read_left else LEFT)
                     try:
@@ -341,11 +348,19 @@ class _Chain:
         self.read_only = self.inputs.keys() - outputs.keys()
         self.input_writes: dict[str, str] = {}
 
-    def run(self, seed: int, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
+    def run(
+        self,
+        seed: int,
+        outputs: Mapping[str, OutputSpec],
+        poison: int,
+        phases: Sequence[str],
+        observer: Observer | None = None,
+    ) -> GridResult:
         """Run the launches, one after the other."""
+        self.observer = observer
         several = len(self.steps) > 1
         self.launches = LaunchOrder(self.memory, [step.entry for step in self.steps]) if several else None
-        self.counts = Counts()
+        self.counts = observer.make_counts() if observer is not None else Counts()
         self.printed: list[str] = []
         self.by_phase: PhaseCounts | None = None
         for n, step in enumerate(self.steps):
@@ -408,10 +423,15 @@ class _Chain:
         if self.by_phase:
             self.by_phase.begin(machine.lanes)
         try:
-            Scheduler(machine, program, seed + int(machine.blocks[0]), seed).run()
+            order = seed + int(machine.blocks[0]), seed
+            if self.observer is None:
+                Scheduler(machine, program, *order).run()
+            else:
+                ObservedScheduler(machine, program, *order, self.observer).run()
             program.laggards |= machine.races.laggards
         except KernelFaultError as e:
             e.printed = "".join([*self.printed, *machine.output])
+            e.observed = self.observer.observed() if self.observer is not None else None
             raise
         except (GreenfastError, RestartWithReadTracking):
             raise
@@ -434,6 +454,7 @@ class _Chain:
             data[states == UNWRITTEN] = poison
             arrays[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
         result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
+        result.observed = self.observer.observed() if self.observer is not None else None
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
             result.phases = self.by_phase.by_phase(phases, arrays[PHASE_BUFFER])
             for part in result.phases.values():

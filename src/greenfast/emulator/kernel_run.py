@@ -23,11 +23,13 @@ from greenfast.device.compiler import compile_kernel, entries, to_ptx
 from greenfast.emulator.arguments import Arguments, bind_arguments, check_parameters, read_array
 from greenfast.emulator.grid import load_program, run_grid
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.observed import NOTHING, Line, Observe, Observed
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.result import GridResult
+from greenfast.emulator.watches import insert_watches
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, GreenfastError, UnsupportedError, UsageError, unknown
 from greenfast.spec.facts import FORMAL, Finding, KernelCounts, Resources
@@ -54,7 +56,8 @@ class KernelRequest:
 
     source: a .cu or .ptx file, or the text of one. kernel: its name, mangled or not; None for the only kernel.
     arch: None for DEFAULT_TARGET, or the target of PTX. orders: number of runs, each in another order of the warps;
-    None: chosen by size. defines: NAME or NAME=VALUE. formal: whether formal findings are failures.
+    None: chosen by size. defines: NAME or NAME=VALUE. formal: whether formal findings are failures. observe: what to
+    observe in the first order.
     """
 
     source: Path | str
@@ -68,6 +71,7 @@ class KernelRequest:
     defines: Sequence[str] = ()
     includes: Sequence[Path] = ()
     formal: bool = True
+    observe: Observe = NOTHING
 
     @property
     def name(self) -> str:
@@ -92,14 +96,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     nan: int
     bytes: int
     unwritten_bytes: int | None
-
-
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a source and the function that it is in, empty if it is not known."""
-
-    file: str
-    line: int
-    function: str
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +123,8 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report of a run. ``faults`` give the reasons for a failure, ``failures`` the same as text.
 
     Both are empty if no fault was found. ``failures`` omit formal findings if these are only reported. A fault that
-    ends the run gives no outputs and no counts. saved: the files of the outputs, from ``greenfast emulate --save``.
+    ends the run gives no outputs and no counts. observed: the observations that ``observe`` selected, up to a fault.
+    saved: the files of the outputs, from ``greenfast emulate --save``.
     """
 
     file: str
@@ -145,18 +142,20 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: KernelCounts | None
     faults: list[Fault]
     failures: list[str]
+    observed: Observed | None = None
     saved: list[str] = []
 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A compiled kernel. resources: the compiler's report; None for PTX."""
+    """A compiled kernel. resources: the compiler's report; None for PTX. sources: texts by file name."""
 
     ptx: str
     entry: str
     target: str
     resources: Resources | None
     program: Program
+    sources: Mapping[str, str]
 
 
 def run(
@@ -174,6 +173,7 @@ def run(
     includes: Sequence[Path] = (),
     formal: bool = True,
     check: bool = True,
+    observe: Observe = NOTHING,
 ) -> KernelReport:
     """Run a kernel on the PTX emulator, as a launch on a GPU would, and report its faults and counts.
 
@@ -182,7 +182,8 @@ def run(
     change in place; ``In(array)``, ``Out(array)``; a number, which takes the parameter's type if it is Python's; None
     for a null pointer. smem: bytes of dynamic shared memory. arch: target of a CUDA source (default: sm_90a). orders:
     number of runs, each in another order of the warps (default: 3, or 1 for more than 4096 threads), drawn from
-    ``seed``. defines: NAME or NAME=VALUE. formal: whether formal findings (docs/emulator.md) are failures.
+    ``seed``. defines: NAME or NAME=VALUE. formal: whether formal findings (docs/emulator.md) are failures. check: raise
+    a fault instead of returning it in the report. observe: what to observe in the first order, for ``report.observed``.
 
     Returns the report. The arrays hold the results, unless a fault ended the run. Raises KernelFaultError if the kernel
     has a fault and ``check`` is True, UsageError for a wrong request, CompileError, and UnsupportedError for limits of
@@ -192,7 +193,7 @@ def run(
         source = Path(source)
     request = KernelRequest(
         source, kernel, _parse_extent("grid", grid), _parse_extent("block", block), smem, arch, seed, orders,
-        tuple(defines), tuple(includes), formal,
+        tuple(defines), tuple(includes), formal, observe,
     )  # fmt: skip
     loaded = load_kernel(request)
     arguments, arrays = bind_arguments(loaded.program.function, args)
@@ -225,8 +226,10 @@ def load_kernel(request: KernelRequest) -> LoadedKernel:
     ptx, entry, target, resources = _compile(request, text)
     _check_bounds(request, ptx, entry)
     module, program = _load_program(request, ptx, entry)
-    program.function.shapes = read_shapes(_read_sources(request, text, module))
-    return LoadedKernel(ptx, entry, target or module.target, resources, program)
+    sources = _read_sources(request, text, module)
+    defines = [f"#define {define.replace('=', ' ', 1)}" for define in request.defines]
+    program.function.shapes = read_shapes([*defines, *sources.values()])
+    return LoadedKernel(ptx, entry, target or module.target, resources, program, sources)
 
 
 def run_kernel(
@@ -284,6 +287,7 @@ def run_kernel(
         ],
         printed=first.printed,
         counts=first.counts.record(),
+        observed=first.observed,
         faults=[
             *(Fault(level="error", kind=kind, message=text) for kind, text in faults),
             *map(convert_finding, first.findings),
@@ -338,6 +342,7 @@ def describe_error(request: KernelRequest, error: GreenfastError) -> KernelRepor
         outputs=[],
         printed=getattr(error, "printed", ""),
         counts=None,
+        observed=getattr(error, "observed", None),
         faults=[convert_error(error)],
         failures=[str(error)],
     )
@@ -394,6 +399,15 @@ def _check_launch(request: KernelRequest) -> None:
         raise UsageError(
             f"--grid {_format_extent(request.grid)}: at most {_format_extent(_MAX_GRID)} blocks in x, y, z"
         )
+    if request.observe.trace is not None:
+        index, warp = request.observe.trace
+        warps = -(-threads // 32)
+        inside = all(0 <= n < size for n, size in zip(index, request.grid, strict=True)) and 0 <= warp < warps
+        if not inside:
+            raise UsageError(
+                f"--trace-warp {_format_extent(index)}:{warp}: the grid is {_format_extent(request.grid)}, and a block "
+                f"has {warps} warps"
+            )
 
 
 def _check_bounds(request: KernelRequest, ptx: str, entry: str) -> None:
@@ -429,16 +443,24 @@ def _compile(request: KernelRequest, text: str) -> tuple[str, str, str, Resource
     """Return the PTX, the kernel's name in it, the target, and the compiler's resource usage for a CUDA source."""
     name = Path(request.name)
     if name.suffix == ".ptx":
-        if request.arch or request.defines or request.includes:
-            raise UsageError("--arch, --define and --include are for a CUDA source; a PTX file is compiled already")
+        if request.arch or request.defines or request.includes or request.observe.watch:
+            raise UsageError(
+                "--arch, --define, --include and --watch are for a CUDA source; a PTX file is compiled already"
+            )
         return text, _choose_entry(request, entries(text)), "", None
     defines = [_format_define(text) for text in request.defines]
+    text = insert_watches(text, name.name, request.observe.watch)
     if defines:  # messages keep the lines of the file
         text = "\n".join([*defines, f'#line 1 "{name.name}"', text])
     folders = (*((name.resolve().parent,) if isinstance(request.source, Path) else ()), *request.includes)
     source = KernelSource(request.kernel or "", text, name.name, folders, request.block, request.smem)
     target = Target.parse(request.arch or DEFAULT_TARGET)
-    ptx = to_ptx(source, target, isolated=True)
+    try:
+        ptx = to_ptx(source, target, isolated=True)
+    except CompileError as e:
+        if request.observe.watch:
+            e.args = (f"{e}\n(with --watch: its expressions must be valid where the line begins)",)
+        raise
     entry = _choose_entry(request, entries(ptx))
     resources = compile_kernel(dataclasses.replace(source, entry=entry), target, isolated=True).resources
     limit = 1024 * _MAX_SHARED[target.capability]
@@ -460,12 +482,12 @@ def _load_program(request: KernelRequest, ptx: str, entry: str) -> tuple[Module,
         raise UsageError(f"{request.name}: {entry} cannot be read as PTX; is the file whole?") from None
 
 
-def _read_sources(request: KernelRequest, text: str, module: Module) -> list[str]:
+def _read_sources(request: KernelRequest, text: str, module: Module) -> dict[str, str]:
     """Return the texts of the kernel's source and of the headers beside it; none of a PTX file's missing files."""
-    own = [] if request.name.endswith(".ptx") else [text]
+    own = {} if request.name.endswith(".ptx") else {Path(request.name).name: text}
     paths = {Path(name) for name in module.files if Path(name).is_absolute()}
-    headers = [path.read_text(errors="replace") for path in paths if path.suffix != ".ptx" and path.is_file()]
-    return [*(f"#define {define.replace('=', ' ', 1)}" for define in request.defines), *own, *headers]
+    headers = {p.name: p.read_text(errors="replace") for p in sorted(paths) if p.suffix != ".ptx" and p.is_file()}
+    return {**headers, **own}
 
 
 def _format_define(text: str) -> str:
@@ -516,6 +538,7 @@ def _run_orders(
                     may_read_left=True,
                     keep_formal=True,
                     structs=arguments.structs,
+                    observe=NOTHING if n else request.observe,
                 )
             )
         except KernelFaultError as e:
