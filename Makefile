@@ -11,9 +11,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
-.PHONY: judge test test-gpu test-slow sanitize lint clean
+.PHONY: judge validate test test-gpu test-slow sanitize lint clean
 
-judge: $(READY)
+# validate: the former name
+judge validate: $(READY)
 	$(BIN)/greenfast judge fp8_sdpa
 
 test: $(READY)

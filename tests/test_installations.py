@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = sorted({"transformers", *(module for modules in EXTRAS.values() for module in modules)})
 #: Modules -> the packages that bring them, where the names differ.
 PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "markdown_it": "markdown-it-py", "ml_dtypes": "ml-dtypes"}
-WITHOUT_EXTRAS = ("doctor", "init")
+WITHOUT_EXTRAS = ("completion", "doctor", "init")
 ARGUMENTS = {
     "emulate": ["kernel.cu", "--grid", "1", "--block", "32"],
     "report": ["run"],
@@ -100,6 +100,9 @@ def test_commands_that_need_no_extra() -> None:
     assert (doctor.returncode, doctor.stderr) == (0, ""), "attention works without extras, so nothing is at fault"
     assert "MISSING" not in doctor.stdout
     assert "attention works here" in doctor.stdout
+    extra = re.findall(r"^(.*?) +EXTRA +(.*)$", doctor.stdout, re.MULTILINE)
+    assert [what for what, _ in extra] == ["extra judge"], "one row for the extra that is missing"
+    assert extra[0][1].startswith("cannot be imported: "), "the packages are there, and this process refuses them"
     assert "pip install '.[judge]' in a clone of greenfast" in doctor.stdout
     assert re.search(r"^compile check +OK", doctor.stdout, re.MULTILINE)
     assert run_lacking(OPTIONAL, COMMAND, "--help").returncode == 0
@@ -124,13 +127,13 @@ def test_extras_are_those_of_pyproject() -> None:
     assert requirements("cute") == packages["cute"]
     assert requirements("evolve") - {"greenfast[judge]"} == packages["evolve"]
     assert requirements("all") == {"greenfast[evolve,judge,transformers]"}
-    assert "greenfast[all]" in requirements("dev")
+    assert "greenfast[all,docs]" in requirements("dev")
     assert not requirements("dependencies") & {*packages["judge"], "nvidia-cuda-nvdisasm"}
 
 
 def test_the_lock_has_all_that_extras_bring() -> None:
     locked = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
-    for table in ("dependencies", "emulator", "judge", "evolve", "transformers", "dev"):
+    for table in ("dependencies", "emulator", "judge", "evolve", "transformers", "docs", "dev"):
         assert {name for name in requirements(table) if "[" not in name} <= locked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -46,6 +47,32 @@ def by_name(findings: list[Diagnosis]) -> dict[str, Diagnosis]:
 
 def device(capability: str) -> DeviceInfo:
     return DeviceInfo(kind="gpu", name="a GPU", compute_capability=capability, cuda_version="13.0", driver="580.95")
+
+
+def test_the_plain_installation_is_one_row_and_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No package of the extra judge is installed: pip install without an extra."""
+    version = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name in doctor._JUDGE:
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    monkeypatch.setattr(doctor, "_NO_JUDGE", "No module named 'msgspec'")
+    monkeypatch.setattr(
+        "greenfast.device.toolchain.nvdisasm", raising(MachineError("nvdisasm was not found; install it"))
+    )
+    monkeypatch.setattr(doctor, "_why_no_gpu", lambda: "no NVIDIA driver")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if "EXTRA " in line]
+    assert row.split("EXTRA")[0].strip() == "extra judge"
+    assert row.endswith(f"not installed: {', '.join(doctor._JUDGE)}")
+    assert "attention works here" in out
+    assert "MISSING" not in out
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, *answers: DeviceInfo | Exception) -> list[Diagnosis]:

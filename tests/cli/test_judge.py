@@ -175,6 +175,23 @@ def test_code_that_exits_is_an_error_of_its_kind(
     assert not list((tmp_path / "results").rglob("record.json"))
 
 
+def test_the_two_commands_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From an empty folder: ``greenfast init my_kernel``, then ``greenfast judge my_kernel``."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my_kernel", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made == {
+        "problem": "my_kernel/problem", "solution": "my_kernel/solution", "judge": "greenfast judge my_kernel"
+    }  # fmt: skip
+    assert main(["judge", "my_kernel", *NO_GPU]) == 0
+    assert "four_at_a_time against baseline, fp32" in capsys.readouterr().out
+    shutil.rmtree("my_kernel/solution")
+    assert main(["judge", "my_kernel", *NO_GPU]) == 2
+    assert "my_kernel/solution: no such solution" in capsys.readouterr().err
+
+
 def test_a_reference_of_your_choice(scaffold: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(scaffold / "solution", other)

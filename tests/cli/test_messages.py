@@ -105,7 +105,6 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         (("build",), "name a task, or --library for the kernels of calls in PyTorch"),
         (("build", "fp8_sdpa", "--head-dims", "64"), "--head-dims is for --library"),
         (("build", "fp8_sdpa", "--library"), "--library: leave out the task"),
-        (("build", "--library", "--json"), "--library: leave out --json"),
         ((*JUDGE, "--candidate", "stage9"), "unknown variant of task fp8_sdpa 'stage9'; allowed: "),
         ((*JUDGE, "--baseline", "stage9"), "unknown baseline 'stage9'; allowed: kv_lut, scalar, "),
         (("build", "fp8_sdpa", "--variants", "stage1,stage9"), "unknown variant of task fp8_sdpa 'stage9'"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
+from greenfast.cli.progress import Progress
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide, build_side
@@ -40,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     shapes = [config.shape(name) for name in (args.shapes or config.defaults.shapes)]
     targets = [Target.parse(name) for name in (args.arch or [config.defaults.arch])]
     rows = []
-    for target in targets:
-        for fmt in formats:
-            for name in names:
-                side = build_side("built", family, config.variant(name), fmt, shapes, target)
-                rows += _rows(side, target, fmt, args.sass)
+    with Progress("compiling") as progress:
+        for target, fmt, name in itertools.product(targets, formats, names):
+            progress.step = f"compiling {name}, {fmt}, {target.name}"
+            side = build_side("built", family, config.variant(name), fmt, shapes, target)
+            rows += _rows(side, target, fmt, args.sass)
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0

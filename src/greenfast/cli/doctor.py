@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 
+from greenfast.cli.progress import Progress
 from greenfast.judge.doctor import examine, gpu_gates, library, static_gates
 from greenfast.spec.extras import install_command
 
@@ -17,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
 
     The table is plain text, as rich may be missing.
     """
-    findings = examine()
+    with Progress("examining this machine"):
+        findings = examine()
     static = static_gates(findings)
     code = 0 if library(findings) else EXIT_MACHINE
     if args.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
@@ -21,13 +22,17 @@ def run(args: argparse.Namespace) -> int:
         _copy(_SCAFFOLD / args.language, folder / "solution")
     except OSError as e:
         raise MachineError(f"{folder}: cannot be written ({e.strerror})") from e
-    quoted = shlex.quote
+    command = f"greenfast judge {shlex.quote(str(folder))}"
+    if args.json:
+        made = {"problem": str(folder / "problem"), "solution": str(folder / "solution"), "judge": command}
+        print(json.dumps(made, indent=2))
+        return 0
     print(f"""{folder / "problem"}: shapes, inputs, reference, error bound, and a kernel to compare with
 {folder / "solution"}: your kernel
 
 Judge it, with or without a GPU:
 
-  greenfast judge {quoted(str(folder / "solution"))} --problem {quoted(str(folder / "problem"))}
+  {command}
 
 Without a GPU, PERFORMANCE is PENDING and the exit code 4; a CI job that asks for the other gates adds
 --require build,resources,correctness,evidence. Then change the kernel, and the problem to yours: docs/judging.md.""")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from greenfast.device import cache
 from greenfast.device.compiler import CompiledKernel
@@ -19,31 +21,31 @@ if TYPE_CHECKING:
 
 _DEFAULT_TARGET = "sm_90a"
 #: The options of ``greenfast build TASK``.
-_OF_TASK = ("task", "variants", "formats", "shapes", "sass", "json")
+_OF_TASK = ("task", "variants", "formats", "shapes", "sass")
 _GPU_TIMEOUT_S = 30.0
 _CAUSAL = {"both": (False, True), "yes": (True,), "no": (False,)}
 
 
 class _Steps:
-    """A progress counter on a terminal, otherwise one line per compiled kernel."""
+    """A progress counter on a terminal, otherwise one line per compiled kernel. Output goes to a stream."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._done = total, 0
-        self._terminal = sys.stdout.isatty()
+        self._stream, self._terminal = stream, stream.isatty()
 
     def __enter__(self) -> _Steps:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._terminal and self._done:
-            print()
+            print(file=self._stream)
 
     def __call__(self, kernel: CompiledKernel) -> None:
         self._done += 1
         if self._terminal:
-            print(f"\rcompiling {self._done}/{self._total}", end="", flush=True)
+            print(f"\rcompiling {self._done}/{self._total}", end="", file=self._stream, flush=True)
         elif not kernel.from_cache:
-            print(f"{self._done}/{self._total} {kernel.source.entry} {kernel.compile_ms:.0f} ms")
+            print(f"{self._done}/{self._total} {kernel.source.entry} {kernel.compile_ms:.0f} ms", file=self._stream)
 
 
 def _operator() -> ModuleType:
@@ -51,7 +53,7 @@ def _operator() -> ModuleType:
     return importlib.import_module("greenfast.ops.warmup")
 
 
-def _targets(names: list[str] | None) -> list[Target]:
+def _targets(names: list[str] | None, stream: TextIO) -> list[Target]:
     """Return the targets of ``--arch``, else of the first GPU (queried in a separate process), else Hopper."""
     if names:
         return [Target.parse(name) for name in names]
@@ -59,7 +61,7 @@ def _targets(names: list[str] | None) -> list[Target]:
         with Worker(0, timeout_s=_GPU_TIMEOUT_S) as worker:
             return [Target.of_device(worker.info().capability)]
     target = Target(_DEFAULT_TARGET)
-    print(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target")
+    print(f"no GPU here: compiling for {target.name}, {target.description}; --arch names another target", file=stream)
     return [target]
 
 
@@ -68,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     for option in _OF_TASK:
         if getattr(args, option):
             raise UsageError(f"--library: leave out {'the task' if option == 'task' else f'--{option}'}")
-    targets = _targets(args.arch)
+    steps_to = sys.stderr if args.json else sys.stdout
+    targets = _targets(args.arch, steps_to)
     operator = _operator()
+    results = []
     for target in targets:
         left_out: list[str] = []
         sources = operator.kernels_for(
@@ -83,10 +87,16 @@ def run(args: argparse.Namespace) -> int:
             left_out=left_out.append,
         )
         if left_out:
-            print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}")
-        with _Steps(len(sources)) as steps:
+            print(f"no kernel on {target.name}, so calls refuse these: {'; '.join(left_out)}", file=steps_to)
+        with _Steps(len(sources), steps_to) as steps:
             done = operator.warm(sources, target, steps)
-        print(f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s")
+        results.append({"target": target.name, "left_out": left_out, **dataclasses.asdict(done)})
+        text = f"{target.name}: {done.compiled} kernels compiled, {done.cached} already cached, {done.seconds:.1f} s"
+        print(text, file=steps_to)
     entries, size = cache.usage()
+    if args.json:
+        folder = {"folder": str(cache.cache_dir()), "entries": entries, "bytes": size}
+        print(json.dumps({"targets": results, "cache": folder}, indent=2))
+        return 0
     print(f"{cache.cache_dir()}: {entries} entries, {size / 2**20:.1f} MiB")
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast import __version__
-from greenfast.cli.options import VERBS
+from greenfast.cli.options import EXAMPLES, VERBS
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.extras import require
 from greenfast.spec.printable import PrintableStream, printable
@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Module of a verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
-_EXTRAS = {"doctor": None, "emulate": "emulator", "init": None, "library": None, "run": "emulator"}
+_EXTRAS = {"completion": None, "doctor": None, "emulate": "emulator", "init": None, "library": None, "run": "emulator"}
 #: Verb of earlier versions -> the command that replaces it, and the argument that it had by default.
 _MOVED_VERBS = {
     "bench": ("python -m benchmarks kernel", ""),
@@ -55,14 +55,31 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="greenfast",
         description="Verdicts on GPU kernels: green (built, inside its budget, correct) before fast.",
-        epilog="exit codes: 0 all requested gates hold, 1 a kernel fell short, 2 usage or configuration, 3 the "
+        epilog="start: greenfast init my_kernel, then greenfast judge my_kernel. "
+        "exit codes: 0 all requested gates hold, 1 a kernel fell short, 2 usage or configuration, 3 the "
         "machine, 5 a solution's code ended without a verdict; judge: from 11 which gate failed, 4 not all was judged",
     )
     top.add_argument("--version", action="version", version=f"greenfast {__version__}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, (text, options) in VERBS.items():
-        options(verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+        examples = "\n".join(f"  {command}\n      {use}" for command, use in EXAMPLES[name].items())
+        options(
+            verbs.add_parser(
+                name,
+                help=text,
+                description=text[0].upper() + text[1:] + ".",
+                epilog=f"examples:\n{examples}",
+                formatter_class=_HelpFormatter,
+            )
+        )
     return top
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps descriptions, and prints an epilog with examples as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def find_moved_command(arguments: Sequence[str]) -> tuple[str, str] | None:

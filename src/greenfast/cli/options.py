@@ -138,9 +138,9 @@ def judge(parser: argparse.ArgumentParser) -> None:
     add(
         "subject",
         metavar="TASK|SOLUTION",
-        help="a task's name (see `greenfast list`) or folder, to judge one of its variants; or a solution: a folder "
-        "with solution.json, a .cu, .ptx or .py file with the JSON in its header, a solution of FlashInfer-Trace or "
-        "SOL-ExecBench, or a KernelBench file with ModelNew",
+        help="a task's name (see `greenfast list`) or folder, to judge one of its variants; a folder of `greenfast "
+        "init`; or a solution: a folder with solution.json, a .cu, .ptx or .py file with the JSON in its header, a "
+        "solution of FlashInfer-Trace or SOL-ExecBench, or a KernelBench file with ModelNew",
     )
     add(
         "--problem",
@@ -204,6 +204,7 @@ def init(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, nargs="?", default=Path("my_kernel"), help="default: %(default)s")
     add("--language", choices=("cuda", "ptx", "triton", "family"), default="cuda", help="default: %(default)s")
+    _json(parser, "folders and the next command")
 
 
 def evolve(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +269,7 @@ def build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("task", nargs="?", help="a task's name (see `greenfast list`) or folder")
     add("--arch", type=words, metavar="SM,...", help="targets (default: the task's; a GPU's, or sm_90a)")
+    _json(parser, "result")
     of_task = parser.add_argument_group("variants of a task: resources and machine code")
     of_task.add_argument(
         "--variants", nargs="+", metavar="VARIANT", help="names or TOGGLE=VALUE,... settings (default: every rung)"
@@ -275,7 +277,6 @@ def build(parser: argparse.ArgumentParser) -> None:
     of_task.add_argument("--formats", type=words, metavar="A,B", help="number formats (default: the task's own)")
     of_task.add_argument("--shapes", type=words, metavar="A,B", help="shapes to build for (default: the task's)")
     of_task.add_argument("--sass", type=Path, metavar="FOLDER", help="also write each kernel's machine code there")
-    of_task.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
     of_calls = parser.add_argument_group("kernels of calls in PyTorch, into the cache: the first calls compile nothing")
     of_calls.add_argument("--library", action="store_true", help="build these kernels, and no task's")
     of_calls.add_argument("--head-dims", type=numbers, metavar="D,...", help="of the tensors (default: 64,128,256)")
@@ -327,6 +328,7 @@ def report(parser: argparse.ArgumentParser) -> None:
     add("--shape", metavar="NAME", help="of a folder of runs: this shape (default: the one most gated)")
     add("--speedup", type=speedup, metavar="RATIO", help="with --compare: the speedup asked for")
     add("--out", type=Path, metavar="FILE", help="with --compare (default: results/COMPARE.md)")
+    _json(parser, "records, the comparison or the history")
 
 
 def list_(parser: argparse.ArgumentParser) -> None:
@@ -442,6 +444,12 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+def completion(parser: argparse.ArgumentParser) -> None:
+    """Options of ``greenfast completion``."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    _json(parser, "script")
+
+
 _Options: TypeAlias = tuple[str, Callable[[argparse.ArgumentParser], None]]
 #: Verb -> (help, its options), in the order of --help.
 VERBS: dict[str, _Options] = {
@@ -455,4 +463,57 @@ VERBS: dict[str, _Options] = {
     "report": ("the report of a saved run, a comparison of two, or the history of a folder of runs", report),
     "list": ("the known tasks, or the variants of one", list_),
     "doctor": ("what this machine has, what is missing, and the remedy", doctor),
+    "completion": ("a script by which a shell completes verbs and options", completion),
+}
+#: Verb -> example command lines of its --help, each with what it does.
+EXAMPLES: dict[str, dict[str, str]] = {
+    "judge": {
+        "greenfast judge my_kernel": "your kernel, from `greenfast init`",
+        "greenfast judge mine.cu --problem examples/matmul": "one file against a problem",
+        "greenfast judge fp8_sdpa --candidate stage3a": "a rung of a task against the previous one",
+        "greenfast judge my_kernel --require build,resources,correctness,evidence": "in CI, without a GPU",
+    },
+    "init": {
+        "greenfast init my_kernel": "in CUDA",
+        "greenfast init my_kernel --language triton": "in Triton, PTX, or as a family of variants",
+    },
+    "evolve": {
+        "greenfast evolve fp8_sdpa --budget evals=16": "16 random candidates of the task's space",
+        "greenfast evolve fp8_sdpa --proposer tpe --budget time=1h": "a Bayesian search",
+        "greenfast evolve --resume RUN": "go on with a run",
+    },
+    "build": {
+        "greenfast build fp8_sdpa --arch sm_90a": "registers, shared memory and spills of every rung",
+        "greenfast build --library --arch sm_90a --head-dims 128": "compile what greenfast.sdpa will need",
+    },
+    "emulate": {
+        "greenfast emulate kernel.cu --grid 4 --block 32 --arg inout:x=f32[128]:arange": "one argument, 128 floats",
+        "greenfast emulate kernel.ptx --grid 1 --block 32 --arg in:x=FILE.npy --arg out:y=f32[32] --save DIR": "files",
+    },
+    "run": {
+        "greenfast run train.py": "a script that launches Triton kernels",
+        "greenfast run -m pytest tests": "a module, such as the tests of a Triton project",
+    },
+    "profile": {
+        "greenfast profile fp8_sdpa --phases --device emulator": "what each phase of a kernel executes",
+        "greenfast profile fp8_sdpa --ncu": "a Nsight Compute profile, on a GPU",
+    },
+    "report": {
+        "greenfast report RUN": "the report of a run",
+        "greenfast report RUN --html run.html": "as a page",
+        "greenfast report --compare RUN OTHER_RUN": "the timings of two runs",
+        "greenfast report results --html history.html": "a history of all runs",
+    },
+    "list": {
+        "greenfast list": "the tasks",
+        "greenfast list fp8_sdpa": "the rungs and toggles of one",
+    },
+    "doctor": {
+        "greenfast doctor": "exits with 0 if greenfast.sdpa works here",
+    },
+    "completion": {
+        "greenfast completion bash > ~/.local/share/bash-completion/completions/greenfast": "bash",
+        "greenfast completion zsh > ~/.zfunc/_greenfast": "zsh, with fpath+=~/.zfunc before compinit",
+        "greenfast completion fish > ~/.config/fish/completions/greenfast.fish": "fish",
+    },
 }

@@ -7,11 +7,14 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 from rich.text import Text
 
 from greenfast.cli.console import show, table
+from greenfast.cli.progress import Progress
 from greenfast.judge.artifacts import PERFORMANCE, RECORD, PerformanceFile
 from greenfast.judge.pages import write_page
+from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_io import (
     check_demands,
     find_outdated,
@@ -20,13 +23,13 @@ from greenfast.judge.record_io import (
     records_below,
     resolve_aliases,
 )
-from greenfast.judge.record_schema import AnyRecord, Record
-from greenfast.judge.report.compare import compare_markdown
+from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record
+from greenfast.judge.report.compare import compare_markdown, compare_timings
 from greenfast.judge.report.history import HEADER, histories, history_page
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.report.plots import save_plot
-from greenfast.judge.store import check_output_file, read_json, write_whole
+from greenfast.judge.store import check_output_file, read_json, to_json, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 
 _REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
@@ -56,14 +59,16 @@ def run(args: argparse.Namespace) -> int:
     for option, kinds in _FOR.items():
         if getattr(args, option) and kind not in kinds:
             raise UsageError(f"--{option} is for {' or '.join(kinds)}")
+    if args.json and args.short:
+        raise UsageError("--json prints the whole record; leave out --short")
     check_output_file(args.html, "--html")
     if kind == _COMPARISON:
         if len(runs) != 2:
             raise UsageError(f"--compare: give two runs, a baseline and a candidate; these are {len(runs)}")
-        _compare(runs[0], runs[1], args.speedup, args.out or Path("results/COMPARE.md"))
+        _compare(runs[0], runs[1], args.speedup, args.out or Path("results/COMPARE.md"), as_json=args.json)
     elif kind == _TABLE:
         pairs = [(str(path), _read_comparison(path)) for path in runs]
-        print(ladder_table(pairs, aged=find_outdated(pairs)))
+        print(_verdicts(pairs) if args.json else ladder_table(pairs, aged=find_outdated(pairs)))
     elif kind == _HISTORY:
         _show_history(runs[0], args)
     else:
@@ -71,7 +76,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(baseline: Path, candidate: Path, required: float | None, out: Path) -> None:
+def _verdicts(pairs: list[tuple[str, Record]]) -> str:
+    """Return path, decision, reasons and speedups of records as JSON."""
+    rows = [
+        {
+            "run": path,
+            "task": record.task,
+            "baseline": record.baseline.variant,
+            "candidate": record.candidate.variant,
+            "decision": record.decision,
+            "reasons": record.reasons,
+            "speedups": msgspec.to_builtins(record.speedups),
+        }
+        for path, record in pairs
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def _compare(baseline: Path, candidate: Path, required: float | None, out: Path, *, as_json: bool) -> None:
     """Write and print the comparison of two runs (folders, or their perf_baseline.json).
 
     Raises UsageError for files without timings, of different tasks or formats, or timed by different methods.
@@ -83,9 +105,11 @@ def _compare(baseline: Path, candidate: Path, required: float | None, out: Path)
             raise UsageError(f"the runs differ in {field}: {x} ({files[0]}) and {y} ({files[1]})")
     task = a.task or b.task
     a, b = resolve_aliases(a, task), resolve_aliases(b, task)
-    text = compare_markdown(a.require_results(str(files[0])), b.require_results(str(files[1])), required=required)
+    rows = (one.require_results(str(file)) for one, file in zip((a, b), files, strict=True))
+    comparisons = compare_timings(*rows, required=required)
+    text = compare_markdown(comparisons)
     write_whole(out, text)
-    print(text, end="")
+    print(to_json(comparisons) if as_json else text, end="")
 
 
 def _read_comparison(path: Path) -> Record:
@@ -96,45 +120,67 @@ def _read_comparison(path: Path) -> Record:
 
 
 def _show_history(folder: Path, args: argparse.Namespace) -> None:
-    records, skipped = records_below(folder, git=args.git)
+    with Progress(f"reading the runs below {folder}"):
+        records, skipped = records_below(folder, git=args.git)
     if not records:
         raise UsageError("; ".join([f"{folder}: no record of a run is below it", *skipped[:1]]))
     kernels = histories(records, args.shape)
-    for kernel in kernels:
+    if args.json:
+        print(to_json({"kernels": kernels, "left_out": skipped}), end="")
+    for kernel in () if args.json else kernels:
         title = f"{kernel.title}; {kernel.shape or 'nothing timed'}, {kernel.cache} L2"
         show(table(HEADER, kernel.rows(), title=title))
+    if args.html:
+        with Progress(f"writing {args.html}"):
+            write_whole(args.html, history_page(f"Runs below {folder}", kernels, skipped))
+    if args.json:
+        return
     for reason in skipped[:_SHOWN]:
         show(Text(f"  - left out: {reason}"))
     if len(skipped) > _SHOWN:
         show(f"  - and {len(skipped) - _SHOWN} more files")
     if args.html:
-        write_whole(args.html, history_page(f"Runs below {folder}", kernels, skipped))
         show(f"\n{args.html}")
 
 
 def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
     if (args.plot or args.html) and len(runs) > 1:
         raise UsageError(f"--{'plot draws' if args.plot else 'html is of'} one run; give one")
+    texts: list[str] = []
     for path in runs:
         record = _read_comparison(path) if args.plot else read_record(path)
         for reason in check_demands(record).reasons:
             print(f"greenfast: {path}: {reason}; its decision follows from what it asked", file=sys.stderr)
+        if args.plot:
+            _draw(record, args.plot)
         if args.html:
-            write_page(args.html, record, path)
-            print(args.html)
+            with Progress(f"writing {args.html}"):
+                write_page(args.html, record, path)
+        if args.json:
+            texts.append(_json_text(record))
         else:
-            print(_text(record, args.short, args.plot))
+            print(args.html or _text(record, args.short, args.plot))
+    if args.json:
+        print(texts[0] if len(texts) == 1 else f"[{','.join(texts)}]", end="")
+
+
+def _json_text(record: AnyRecord) -> str:
+    """Return a record and its conclusions as JSON; a record of phases or of a benchmark has none."""
+    return to_json(record) if isinstance(record, PhaseRecord) else sealed_json(record, conclusions=True)
+
+
+def _draw(record: AnyRecord, plot: Path) -> None:
+    """Draw a run's timings. Raises UsageError for another kind of file, MachineError if it cannot be written."""
+    if plot.suffix not in (".png", ".svg"):
+        raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
+    try:
+        if isinstance(record, Record):
+            save_plot(record, plot)
+    except OSError as e:
+        raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
 
 
 def _text(record: AnyRecord, short: bool, plot: Path | None) -> str:
-    if plot:
-        if plot.suffix not in (".png", ".svg"):
-            raise UsageError(f"--plot {plot}: the name must end in .png or .svg")
-        try:
-            if isinstance(record, Record):
-                save_plot(record, plot)
-        except OSError as e:
-            raise MachineError(f"{plot} cannot be written ({e.strerror})") from e
     if short and isinstance(record, Record):
         return short_form(record)
     return report(record, plot=str(plot) if plot else None)

@@ -95,7 +95,8 @@ def gpu_gates(findings: Sequence[Diagnosis]) -> bool:
 def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
     """Check all dependencies. environment: the environment variables; None for this process's own."""
     variables = os.environ if environment is None else environment
-    findings = [python(), *packages()]
+    has_judge = not _NO_JUDGE or any(finding.status == "OK" for finding in packages(_JUDGE))
+    findings = [python(), *packages(PACKAGES if has_judge else _CORE)]
     if _NO_LIBRARY:
         return [
             *findings,
@@ -106,7 +107,7 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
     return [
         *findings,
         *([] if _NO_JUDGE else [installation()]),
-        *_toolchain(),
+        *(finding for finding in _toolchain() if has_judge or finding.status != "EXTRA"),
         compile_check(target or Target(_DEFAULT_TARGET)),
         compile_cache(),
         *(finding for _, finding in devices),
@@ -117,7 +118,9 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
 
 def _of_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
     if _NO_JUDGE:
-        return [Diagnosis("judge", "EXTRA", f"not looked at: {_NO_JUDGE}", install_command("judge"))]
+        missing = [finding.what for finding in packages(_JUDGE) if finding.status != "OK"]
+        lacks = f"not installed: {', '.join(missing)}" if missing else f"cannot be imported: {_NO_JUDGE}"
+        return [Diagnosis("extra judge", "EXTRA", lacks, install_command("judge"))]
     return [
         _tool("ncu", ncu(), "the profile of EVIDENCE and of `greenfast profile`", "NVIDIA Nsight Compute"),
         _tool("compute-sanitizer", shutil.which("compute-sanitizer"), "looking for races by hand", "a CUDA toolkit"),
@@ -133,10 +136,10 @@ def python() -> Diagnosis:
     return Diagnosis("Python", "OK" if fits else "MISSING", platform.python_version(), remedy)
 
 
-def packages() -> list[Diagnosis]:
-    """Check the packages of the static gates by their installed metadata, without importing them."""
+def packages(required: Mapping[str, str] = PACKAGES) -> list[Diagnosis]:
+    """Check packages, by name with their least version, by their installed metadata, without importing them."""
     findings = []
-    for name, least in PACKAGES.items():
+    for name, least in required.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -29,6 +29,8 @@ from greenfast.spec.errors import UsageError, unknown
 #: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
 #: writes into a problem.
 CONVERTED, SOLUTIONS = "converted", "converted_solutions"
+#: The folders that ``greenfast init`` makes.
+_PROBLEM, _SOLUTION = "problem", "solution"
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,16 @@ def find_subject(
 ) -> Subject:
     """Find the subject that ``text`` names: a task, or the path of a solution.
 
+    A folder of ``greenfast init``, with a folder ``problem`` and a folder ``solution``, names both.
     problem: a task or a problem of another format; by default the task that the solution names.
     candidate: a variant of the task; by default its candidate. A solution is the candidate itself.
     baseline: as in ``find_baseline``; by default the rung before the named candidate, else the task's baseline.
     Raises UsageError if ``text`` is neither a task nor a solution, or both without a problem.
     """
     path = Path(text)
+    if problem is None and not is_task(text) and not is_solution(path) and is_task(str(path / _PROBLEM)):
+        path, problem = path / _SOLUTION, str(path / _PROBLEM)
+        text = str(path)
     if problem is None and is_task(text):
         if is_solution(path):
             raise UsageError(f"{text}: names a task and a solution; --problem judges the solution")

@@ -19,7 +19,7 @@ from greenfast.judge.pipeline import GateRun
 from greenfast.judge.profiling import profile_candidate
 from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_schema import CorrectnessRow, PlanCoverage, Record
-from greenfast.judge.report.compare import compare_markdown
+from greenfast.judge.report.compare import compare_markdown, compare_timings
 from greenfast.judge.report.markdown import report
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.request import ProgressListener, Request
@@ -93,8 +93,8 @@ def validate(
     folder = _write(record, parent, run)
     if record.speedups:
         required = record.speedups[0].required or None
-        text = compare_markdown(record.baseline.timing, record.candidate.timing, required=required)
-        write_whole(request.out / COMPARISON, text)
+        comparisons = compare_timings(record.baseline.timing, record.candidate.timing, required=required)
+        write_whole(request.out / COMPARISON, compare_markdown(comparisons))
     else:  # Remove the comparison of an older run, so that it is not taken for this run's.
         (request.out / COMPARISON).unlink(missing_ok=True)
     return Outcome(record, folder, run.sides)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from greenfast.judge.record_schema import TimingRow
-from greenfast.judge.report.compare import compare_markdown
+from greenfast.judge.report.compare import compare_markdown, compare_timings
 from greenfast.spec.errors import UsageError
 from tests.judge.report.records import timing_row
 
@@ -16,8 +16,13 @@ CAND = [timing_row("mission", 1, 200.0), timing_row("mission", 0, 200.0), timing
 AVERAGE = math.sqrt(1.5 * 2.0)
 
 
+def markdown(baseline: list[TimingRow], candidate: list[TimingRow], *, required: float | None) -> str:
+    """Return the page of a comparison."""
+    return compare_markdown(compare_timings(baseline, candidate, required=required))
+
+
 def test_rows_average_and_lone_pairs() -> None:
-    text = compare_markdown(BASE, CAND, required=1.15)
+    text = markdown(BASE, CAND, required=1.15)
     assert "## graph slope (warm)" in text
     assert "| mission | B=1 H=8 S=512 D=64 | 0 | 300.0 | 200.0 | 1.500x |" in text
     assert "| mission | B=1 H=8 S=512 D=64 | 1 | 400.0 | 200.0 | 2.000x |" in text
@@ -28,17 +33,17 @@ def test_rows_average_and_lone_pairs() -> None:
 
 
 def test_the_gate() -> None:
-    assert f"{AVERAGE:.3f}x, required 1.75x: FAIL" in compare_markdown(BASE, CAND, required=1.75)
-    assert f"{AVERAGE:.3f}x, nothing required" in compare_markdown(BASE, CAND, required=None)
-    assert "required 2x: PASS" in compare_markdown(BASE[2:], CAND, required=2.0)
-    assert "Only in" not in compare_markdown(BASE, BASE, required=None)
+    assert f"{AVERAGE:.3f}x, required 1.75x: FAIL" in markdown(BASE, CAND, required=1.75)
+    assert f"{AVERAGE:.3f}x, nothing required" in markdown(BASE, CAND, required=None)
+    assert "required 2x: PASS" in markdown(BASE[2:], CAND, required=2.0)
+    assert "Only in" not in markdown(BASE, BASE, required=None)
 
 
 def test_two_cache_states_of_both_sides_are_two_tables() -> None:
     def both(p50_us: float) -> list[TimingRow]:
         return [timing_row("mission", 0, p50_us), timing_row("mission", 0, 3 * p50_us, cache="cold")]
 
-    text = compare_markdown(both(300.0), both(100.0), required=None)
+    text = markdown(both(300.0), both(100.0), required=None)
     cold, warm = text.split("## graph slope (warm)")
     assert "## graph slope (cold)" in cold
     assert "| 900.0 | 300.0 | 3.000x |" in cold
@@ -49,11 +54,11 @@ def test_two_cache_states_of_both_sides_are_two_tables() -> None:
 def test_different_labels_are_refused_by_name(change: dict[str, str]) -> None:
     other = [timing_row("mission", 0, 100.0, **change)]
     with pytest.raises(UsageError, match="never mix two in one comparison") as caught:
-        compare_markdown(BASE, other, required=None)
+        markdown(BASE, other, required=None)
     assert next(iter(change.values())) in str(caught.value)
     assert "graph slope" in str(caught.value)
     with pytest.raises(UsageError, match="never mix"):
-        compare_markdown(BASE, [*CAND, *other], required=None)
+        markdown(BASE, [*CAND, *other], required=None)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +75,4 @@ def test_different_labels_are_refused_by_name(change: dict[str, str]) -> None:
 )
 def test_refusals(base: list[TimingRow], cand: list[TimingRow], required: float | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        compare_markdown(base, cand, required=required)
+        markdown(base, cand, required=required)

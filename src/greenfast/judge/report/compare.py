@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from greenfast.judge.record_schema import TimingRow
 from greenfast.judge.report import formatting
@@ -13,11 +14,37 @@ _Key = tuple[str, int]
 _Label = tuple[str, str]
 
 
-def compare_markdown(baseline: Sequence[TimingRow], candidate: Sequence[TimingRow], *, required: float | None) -> str:
-    """A row per (shape, seed) with both p50s and their ratio, and the geometric mean with its gate.
+@dataclass(frozen=True)
+class TimedPair:
+    """The p50s of both sides for a shape and a seed, in microseconds. speedup: the baseline's over the candidate's."""
 
-    required: the least average speedup as a ratio (1.15 for +15 %); None where nothing is required. Timings of several
-    methods or cache states come as one table each; (shape, seed) pairs of one side only are named.
+    shape: str
+    dims: Mapping[str, int]
+    seed: int
+    baseline_us: float
+    candidate_us: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class TimingComparison:
+    """Both sides under one timing method and cache state. only_in_*: (shape, seed) pairs of one side."""
+
+    method: str
+    cache: str
+    pairs: tuple[TimedPair, ...]
+    average_speedup: float
+    required: float | None
+    only_in_baseline: tuple[_Key, ...]
+    only_in_candidate: tuple[_Key, ...]
+
+
+def compare_timings(
+    baseline: Sequence[TimingRow], candidate: Sequence[TimingRow], *, required: float | None
+) -> list[TimingComparison]:
+    """Return a comparison per timing method and cache state, with the geometric mean of the speedups.
+
+    required: the least average speedup as a ratio (1.15 for +15 %); None where nothing is required.
 
     Raises UsageError where the two sides were not timed by the same methods and cache states (never mix two in one
     comparison), a pair appears twice, a shape has different dimensions, a p50 is not a positive number, nothing is in
@@ -30,8 +57,12 @@ def compare_markdown(baseline: Sequence[TimingRow], candidate: Sequence[TimingRo
         raise UsageError(
             f"baseline was timed by {_labels(base)}, candidate by {_labels(cand)}: never mix two in one comparison"
         )
-    sections = [_section(label, base[label], cand[label], required) for label in sorted(base)]
-    return "\n\n".join(["# Baseline against candidate", *sections]) + "\n"
+    return [_compare(label, base[label], cand[label], required) for label in sorted(base)]
+
+
+def compare_markdown(comparisons: Sequence[TimingComparison]) -> str:
+    """Return a table per comparison, with both p50s, their ratio, and the geometric mean with its gate."""
+    return "\n\n".join(["# Baseline against candidate", *map(_section, comparisons)]) + "\n"
 
 
 def _by_label(side: str, rows: Sequence[TimingRow]) -> dict[_Label, dict[_Key, TimingRow]]:
@@ -52,7 +83,9 @@ def _labels(groups: dict[_Label, dict[_Key, TimingRow]]) -> str:
     return " and ".join(f"{method} ({cache})" for method, cache in sorted(groups))
 
 
-def _section(label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, TimingRow], required: float | None) -> str:
+def _compare(
+    label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, TimingRow], required: float | None
+) -> TimingComparison:
     common = [key for key in base if key in cand]
     if not common:
         raise UsageError(f"baseline and candidate have no (shape, seed) in common under {label[0]} ({label[1]})")
@@ -60,32 +93,37 @@ def _section(label: _Label, base: dict[_Key, TimingRow], cand: dict[_Key, Timing
         if base[key].dims != cand[key].dims:
             a, b = formatting.dims(base[key].dims), formatting.dims(cand[key].dims)
             raise UsageError(f"shape {key[0]} is {a} in the baseline and {b} in the candidate")
-    ratios = [base[key].p50_us / cand[key].p50_us for key in common]
+    times = [(key, base[key].p50_us, cand[key].p50_us) for key in common]
+    pairs = tuple(TimedPair(key[0], base[key].dims, key[1], a, b, a / b) for key, a, b in times)
+    average = math.exp(math.fsum(math.log(pair.speedup) for pair in pairs) / len(pairs))
+    only_in_baseline = tuple(key for key in base if key not in cand)
+    only_in_candidate = tuple(key for key in cand if key not in base)
+    return TimingComparison(*label, pairs, average, required, only_in_baseline, only_in_candidate)
+
+
+def _section(one: TimingComparison) -> str:
     rows = [
         (
-            shape,
-            formatting.dims(base[shape, seed].dims),
-            str(seed),
-            formatting.micros(base[shape, seed].p50_us),
-            formatting.micros(cand[shape, seed].p50_us),
-            formatting.speedup(ratio),
+            pair.shape,
+            formatting.dims(pair.dims),
+            str(pair.seed),
+            formatting.micros(pair.baseline_us),
+            formatting.micros(pair.candidate_us),
+            formatting.speedup(pair.speedup),
         )
-        for (shape, seed), ratio in zip(common, ratios, strict=True)
+        for pair in one.pairs
     ]
     numbers = ("baseline p50 µs", "candidate p50 µs", "speedup")
-    average = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    gate = _gate(one.average_speedup, one.required)
     parts = [
-        f"## {label[0]} ({label[1]})",
+        f"## {one.method} ({one.cache})",
         formatting.table(("shape", "dims", "seed", *numbers), rows, right=numbers),
-        f"**Average speedup** (geometric mean of {len(ratios)}): {_gate(average, required)}",
+        f"**Average speedup** (geometric mean of {len(rows)}): {gate}",
         "A ratio of p50s has no confidence interval: a verdict needs both sides timed interleaved in one run.",
     ]
     parts += [
         f"Only in the {side}: " + ", ".join(f"{shape} seed {seed}" for shape, seed in lone)
-        for side, lone in (
-            ("baseline", [k for k in base if k not in cand]),
-            ("candidate", [k for k in cand if k not in base]),
-        )
+        for side, lone in (("baseline", one.only_in_baseline), ("candidate", one.only_in_candidate))
         if lone
     ]
     return "\n\n".join(parts)
