@@ -25,6 +25,7 @@ BENCHMARKS = {
     "block": ("block:main", "time norm, RoPE and attention, fused with quantization and by torch.compile"),
     "masks": ("masks:main", "time attention that skips tiles beside dense attention, cuDNN and FlexAttention"),
     "token_scales": ("token_scales:main", "measure times and errors of precision fp8_token"),
+    "backward": ("backward:main", "measure the errors of 8-bit backward passes, and train small models with them"),
     "accumulation_error": ("accumulation_error:main", "measure the kernel error against the number of keys"),
     "hopper_tilings": ("hopper_tilings:main", "time all tilings of the Hopper kernel"),
     "tiling_counts": ("tiling_counts:main", "add the emulator's estimates to the files of hopper_tilings"),
