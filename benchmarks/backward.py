@@ -49,7 +49,8 @@ class Recipe:
     for each key. reused: the rounded Q, K and dO of the first two products are the operands of the others too. Their
     scales are multiplied into P and dS before these are rounded, and dQ, dK and dV are rotated back.
     forward: "again": the log-sum-exp and the output come from the backward pass's own scores, and V as it is. "kept":
-    the output is that of a forward pass with the same scores and E4M3 for P V. "fp8": both are of an FP8 forward pass.
+    the output is that of a forward pass with the same scores and E4M3 for P V. "e4m3" and "int8": both are those of such
+    a forward pass, with scores in this format and block scales.
     """
 
     scores: str = "float32"
@@ -75,14 +76,15 @@ _FINE_INT8 = replace(_INT8, rotated=True, fine=True)
 _MIXED = replace(_E4M3, scores="bf16", weights="bf16", centered=True)
 RECIPES = {
     "bf16": _BF16,
-    "bf16, FP8 forward kept": replace(_BF16, forward="fp8"),
-    "bf16, FP8 forward kept, centered": replace(_BF16, centered=True, forward="fp8"),
+    "bf16, FP8 forward kept": replace(_BF16, forward="e4m3"),
+    "bf16, FP8 forward kept, centered": replace(_BF16, centered=True, forward="e4m3"),
+    "bf16, int8 forward kept, centered": replace(_BF16, centered=True, forward="int8"),
     "e4m3": _E4M3,
     "e4m3, centered": replace(_E4M3, centered=True),
     "int8, centered": _INT8,
     "int8 but dO V^T in bf16 (SageBwd), centered": replace(_INT8, weights="bf16"),
     "Q K^T and dO V^T in bf16, e4m3": _MIXED,
-    "the same, FP8 forward kept": replace(_MIXED, forward="fp8"),
+    "the same, FP8 forward kept": replace(_MIXED, forward="e4m3"),
     "Q K^T in int8, dO V^T in bf16, e4m3": replace(_MIXED, scores="int8", rotated=True, fine=True),
     "Q K^T and dO V^T in int8, e4m3": replace(_MIXED, scores="int8", weights="int8", rotated=True, fine=True),
     "int8, fine scales": _FINE_INT8,
@@ -92,7 +94,7 @@ RECIPES = {
 }
 #: Recipes that the models are trained with.
 TRAINED = (
-    "bf16", "bf16, FP8 forward kept, centered", "e4m3, centered", "int8 but dO V^T in bf16 (SageBwd), centered",
+    "bf16", "bf16, FP8 forward kept, centered", "bf16, int8 forward kept, centered", "e4m3, centered", "int8 but dO V^T in bf16 (SageBwd), centered",
     "Q K^T and dO V^T in bf16, e4m3", "int8, fine scales, codes reused",
     "the same, forward kept",
 )  # fmt: skip
@@ -146,11 +148,11 @@ def compute_gradients(
     q_codes, k_codes = encode_all(q, recipe.scores, of_queries), encode_all(k, recipe.scores, of_keys)
     grad_codes, v_codes = encode_all(grad, recipe.weights, of_queries), encode_all(v, recipe.weights, of_keys)
     scores = ((q_codes[0] * q_codes[1]) @ (k_codes[0] * k_codes[1]).mT * scale).masked_fill(hidden, -math.inf)
-    if recipe.forward == "fp8":
-        scores_kept = _round_scores(q, k, scale).masked_fill(hidden, -math.inf)
-        sums, out = _attend_e4m3(scores_kept, v)
-    elif recipe.forward == "kept":
-        sums, out = _attend_e4m3(scores, v)
+    if recipe.forward != "again":
+        kept = scores
+        if recipe.forward != "kept":
+            kept = _round_scores(q, k, recipe.forward).mul(scale).masked_fill(hidden, -math.inf)
+        sums, out = _attend_e4m3(kept, v)
     else:
         sums, out = torch.logsumexp(scores, -1, keepdim=True), torch.softmax(scores, -1) @ v
     p = torch.exp(scores - sums)
@@ -170,12 +172,12 @@ def compute_gradients(
     return dq, dk, dv
 
 
-def _round_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Compute the scores of greenfast's FP8 attention; k is centered or not."""
+def _round_scores(q: Tensor, k: Tensor, fmt: str) -> Tensor:
+    """Compute Q K^T as greenfast's forward pass does; k is centered or not."""
     rotation = make_rotation(q.shape[-1])
-    rounded = (round_blocks(x @ rotation, "e4m3", (rows, 0)) for x, rows in ((q, _QUERY_BLOCK), (k, _KEY_BLOCK)))
+    rounded = (round_blocks(x @ rotation, fmt, (rows, 0)) for x, rows in ((q, _QUERY_BLOCK), (k, _KEY_BLOCK)))
     rows, columns = rounded
-    return rows @ columns.mT * scale
+    return rows @ columns.mT
 
 
 def _attend_e4m3(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +206,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         ctx.causal, ctx.recipe = causal, recipe
         if recipe.forward != "again":
-            precision: Any = {"fp8": "fp8", "kept": "int8_fine"}[recipe.forward]
+            precision: Any = {"e4m3": "fp8", "int8": "int8", "kept": "int8_fine"}[recipe.forward]
             return greenfast.sdpa(q, k, v, is_causal=causal, precision=precision)
         x, y, z = q.float(), k.float(), v.float()
         attended: Tensor = torch.nn.functional.scaled_dot_product_attention(x, y, z, is_causal=causal)
