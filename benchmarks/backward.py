@@ -49,8 +49,8 @@ class Recipe:
     for each key. reused: the rounded Q, K and dO of the first two products are the operands of the others too. Their
     scales are multiplied into P and dS before these are rounded, and dQ, dK and dV are rotated back.
     forward: "again": the log-sum-exp and the output come from the backward pass's own scores, and V as it is. "kept":
-    the output is that of a forward pass with the same scores and E4M3 for P V. "e4m3" and "int8": both are those of such
-    a forward pass, with scores in this format and block scales.
+    the output is that of a forward pass with the same scores and E4M3 for P V. "e4m3" and "int8": both are those of
+    such a forward pass, with scores in this format and block scales.
     """
 
     scores: str = "float32"
@@ -94,10 +94,15 @@ RECIPES = {
 }
 #: Recipes that the models are trained with.
 TRAINED = (
-    "bf16", "bf16, FP8 forward kept, centered", "bf16, int8 forward kept, centered", "e4m3, centered", "int8 but dO V^T in bf16 (SageBwd), centered",
-    "Q K^T and dO V^T in bf16, e4m3", "int8, fine scales, codes reused",
+    "bf16",
+    "bf16, FP8 forward kept, centered",
+    "bf16, int8 forward kept, centered",
+    "e4m3, centered",
+    "int8 but dO V^T in bf16 (SageBwd), centered",
+    "Q K^T and dO V^T in bf16, e4m3",
+    "int8, fine scales, codes reused",
     "the same, forward kept",
-)  # fmt: skip
+)
 
 
 def round_blocks(x: Tensor, fmt: str, block: tuple[int, int]) -> Tensor:

@@ -24,8 +24,8 @@ def test_blocks_have_scales_of_their_own() -> None:
     x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, 20, 70).unsqueeze(1)
     codes, scale = backward.encode(x, "int8", (1, 0))
     assert codes.abs().amax(1).eq(127).all()
-    assert scale.unique().numel() == 70
-    assert backward.encode(x, "int8", (16, 32))[1].unique().numel() == 5 * 2
+    assert len(set(scale[:, 0].tolist())) == 70
+    assert len(set(backward.encode(x, "int8", (16, 32))[1].flatten().tolist())) == 5 * 2
     assert float((codes * scale - x).norm() / x.norm()) < 0.01
 
 
