@@ -35,6 +35,8 @@ _QUERY_BLOCK, _KEY_BLOCK, _TILE = 16, 128, (64, 128)
 KINDS = (
     "normal", "uniform", "outliers", "realistic", "biased keys", "logits 2", "logits 4", "logits 8", "sink 0.98",
 )  # fmt: skip
+#: Kinds of the table of single products.
+SHOWN = ("normal", "outliers", "realistic", "logits 4", *MODELS)
 PRODUCTS = {"scores": "Q K^T", "weights": "dO V^T", "values": "P^T dO", "queries": "dS K", "keys": "dS^T Q"}
 
 
@@ -230,7 +232,7 @@ def attend_with(recipe: Recipe) -> Callable[[Tensor, Tensor, Tensor, bool], Tens
 
 
 @dataclass(frozen=True)
-class ErrorRow:
+class GradientErrors:
     """Relative errors. recipe: its name, or one rounded product and its format, with " fine" for finer scales."""
 
     recipe: str
@@ -242,7 +244,7 @@ class ErrorRow:
 
 
 @dataclass(frozen=True)
-class LossRow:
+class TrainingLoss:
     """The mean loss of a model's last steps, and its relative distance from training with bf16."""
 
     recipe: str
@@ -300,7 +302,7 @@ def single_products() -> dict[str, Recipe]:
     return one | rotated
 
 
-def measure_errors(case: Case, recipes: dict[str, Recipe]) -> list[ErrorRow]:
+def measure_errors(case: Case, recipes: dict[str, Recipe]) -> list[GradientErrors]:
     """Measure the errors of recipes on a case."""
     kind, causal, tensors = case
     exact = compute_exact(*tensors, causal)
@@ -308,11 +310,11 @@ def measure_errors(case: Case, recipes: dict[str, Recipe]) -> list[ErrorRow]:
     for name, recipe in recipes.items():
         found = compute_gradients(*tensors, causal, recipe)
         dq, dk, dv = (float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
-        rows.append(ErrorRow(name, kind, causal, dq, dk, dv))
+        rows.append(GradientErrors(name, kind, causal, dq, dk, dv))
     return rows
 
 
-def measure_losses(name: str, steps: int) -> tuple[Any, list[LossRow]]:
+def measure_losses(name: str, steps: int) -> tuple[Any, list[TrainingLoss]]:
     """Train a model with each recipe. Return the one of bf16, and the losses of all."""
     tail, rows, losses = max(1, steps // 5), [], {}
     kept = None
@@ -320,25 +322,34 @@ def measure_losses(name: str, steps: int) -> tuple[Any, list[LossRow]]:
         model, losses[title] = train(name, attend_with(RECIPES[title]), steps)
         kept = model if kept is None else kept
         loss, wanted = (float(losses[t][-tail:].mean()) for t in (title, TRAINED[0]))
-        rows.append(LossRow(title, name, steps, loss, abs(loss - wanted) / wanted))
+        rows.append(TrainingLoss(title, name, steps, loss, abs(loss - wanted) / wanted))
         print(f"{name}, {title}: loss {loss:.4f}, {rows[-1].distance:.2%} from bf16", flush=True)
     return kept, rows
 
 
-def render_errors(rows: Sequence[ErrorRow], recipes: Sequence[str]) -> str:
-    """Return a table of the largest error of dQ, dK and dV with and without a mask, in per cent, by kind of inputs."""
-    kinds = list(dict.fromkeys(row.inputs for row in rows))
+def find_worst(rows: Sequence[GradientErrors], recipe: str, inputs: str) -> str:
+    """Return the largest error of dQ, dK and dV, with and without a mask and in all layers, in per cent."""
+    own = [r for r in rows if (r.recipe, r.inputs.split(",")[0]) == (recipe, inputs)]
+    return f"{100 * max(max(r.dq, r.dk, r.dv) for r in own):.1f}"
+
+
+def render_products(rows: Sequence[GradientErrors]) -> str:
+    """Return a table of errors with one product rounded: with scales of blocks / with finer ones."""
     lines = []
-    for name in recipes:
-        cells = [
-            f"{100 * max(max(r.dq, r.dk, r.dv) for r in rows if (r.recipe, r.inputs) == (name, kind)):.1f}"
-            for kind in kinds
-        ]
-        lines.append((name, *cells))
-    return table(("products", *kinds), lines)
+    for title in PRODUCTS.values():
+        for fmt in FORMATS:
+            names = (f"{title} {fmt}", *([f"{title} {fmt} fine"] if fmt != "bf16" else []))
+            lines.append((title, fmt, *(" / ".join(find_worst(rows, name, kind) for name in names) for kind in SHOWN)))
+    return table(("product", "format", *SHOWN), lines)
 
 
-def render_losses(rows: Sequence[LossRow]) -> str:
+def render_recipes(rows: Sequence[GradientErrors]) -> str:
+    """Return a table of the errors of recipes."""
+    kinds = (*KINDS, *MODELS)
+    return table(("products", *kinds), [(name, *(find_worst(rows, name, kind) for kind in kinds)) for name in RECIPES])
+
+
+def render_losses(rows: Sequence[TrainingLoss]) -> str:
     """Return a table of the losses of the trained models, and their distances from bf16."""
     names = list(dict.fromkeys(row.model for row in rows))
     lines = []
@@ -364,8 +375,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         losses += rows
         for case in capture_cases(name, model):
             errors += measure_errors(case, singles | RECIPES)
-    for recipes in (singles, RECIPES):
-        print(render_errors(errors, list(recipes)))
-    print(render_losses(losses))
+    print(render_products(errors), render_recipes(errors), render_losses(losses), sep="\n\n")
     device = device_info(None, 60.0)
     write_measurements(args.json, "backward", device, length=args.length, errors=errors, losses=losses)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import backward
 from benchmarks.freshness import current_part, freshness
 from benchmarks.masks import render_skipping, render_table
 from benchmarks.pictures import operator_series
@@ -388,6 +389,18 @@ def test_the_table_of_masks_is_the_records() -> None:
     for name, render in (("masks", render_table), ("skipping", render_skipping)):
         block = page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
         assert block.strip() == render(record["times"])
+
+
+def test_the_tables_of_backward_passes_are_the_records() -> None:
+    record = read_content(ROOT / "evidence/backward-errors.json")
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    errors = [backward.GradientErrors(**row) for row in record["errors"]]
+    losses = backward.render_losses([backward.TrainingLoss(**row) for row in record["losses"]])
+    tables = {
+        "products": backward.render_products(errors), "recipes": backward.render_recipes(errors), "losses": losses,
+    }  # fmt: skip
+    for name, rendered in tables.items():
+        assert page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0].strip() == rendered
 
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:
