@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
 from greenfast.ops.layout import empty_rows
-from greenfast.ops.quantized import build_config, check_tensors, format_value
+from greenfast.ops.quantized import build_config, check_choice, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
+Norm = Literal["rms", "layer"]
+NORMS = ("rms", "layer")
 #: dtypes of weights and tables.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ARGUMENTS = (
@@ -173,12 +175,12 @@ def _broadcast_weight(weight: Tensor) -> Tensor:
 
 
 def _get_angles(cos: Tensor, sin: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
-    """Return the tables as float32 (B or 1, 1, S, rope_dim / 2)."""
+    """Return the tables as float32 (B or 1, 1 or H, S, rope_dim / 2)."""
 
     def get(table: Tensor) -> Tensor:
         if table.shape[-1] == options.rope_dim:
             table = table[..., ::2] if options.interleaved else table[..., : options.rope_dim // 2]
-        return table.float().unsqueeze(-3)
+        return table.float() if table.dim() == 4 else table.float().unsqueeze(-3)
 
     return get(cos), get(sin)
 
@@ -186,6 +188,183 @@ def _get_angles(cos: Tensor, sin: Tensor, options: QKTransform) -> tuple[Tensor,
 def transform_both(query: Tensor, key: Tensor, options: QKTransform) -> tuple[Tensor, Tensor]:
     """Normalize and rotate Q and K by PyTorch."""
     return transform(query, options.q_norm, options), transform(key, options.k_norm, options)
+
+
+class RowArguments(NamedTuple):
+    """The arguments of a call on rows of Q and K: tensors, or one for each part of the sequence; norms and tables."""
+
+    query: Any
+    key: Any
+    value: Any
+    q_norm: Any
+    k_norm: Any
+    norm: Any
+    q_norm_bias: Any
+    k_norm_bias: Any
+    norm_eps: Any
+    rope: Any
+    rope_dim: Any
+    rope_interleaved: Any
+
+
+def simplify(args: RowArguments) -> RowArguments:
+    """Return the call with one tensor each for Q, K and V, and without the norms and tables that no kernel has.
+
+    PyTorch computes these first: LayerNorm, norms of parts of the sequence, and tables of (B, H, S, T), with their
+    norm. Raises TypeError and ValueError that name the argument.
+    """
+    check_choice("norm", args.norm, NORMS)
+    for name, bias, weight in (
+        ("q_norm_bias", args.q_norm_bias, args.q_norm), ("k_norm_bias", args.k_norm_bias, args.k_norm)
+    ):  # fmt: skip
+        if bias is not None and args.norm != "layer":
+            raise ValueError(f'{name}: only norm="layer" has one')
+        if bias is not None and (weight is None or weight is True):
+            raise ValueError(f"{name}: {name.removesuffix('_bias')} is {weight}; weights are needed too")
+    if isinstance(args.query, Tensor):
+        for name, x in (("key", args.key), ("value", args.value)):
+            if isinstance(x, list | tuple):
+                raise TypeError(f"{name}: {len(x)} tensors, query is one; they must agree")
+    elif isinstance(args.query, list | tuple):
+        args = _join_parts(args)
+    check_tensors(args.query, args.key, args.value)
+    if args.norm == "layer" and args.q_norm is not None:
+        query = normalize_centered("q_norm", args.query, args.q_norm, args.q_norm_bias, args.norm_eps)
+        key = normalize_centered("k_norm", args.key, args.k_norm, args.k_norm_bias, args.norm_eps)
+        args = args._replace(query=query, key=key, q_norm=None, k_norm=None)
+    elif args.norm == "layer" and args.k_norm is not None:
+        raise ValueError(f"q_norm: None, k_norm {format_value(args.k_norm)}; norms of both, or of none, are needed")
+    args = args._replace(norm="rms", q_norm_bias=None, k_norm_bias=None)
+    if isinstance(args.rope, Sequence) and any(isinstance(x, Tensor) and x.dim() == 4 for x in args.rope):
+        args = _rotate_heads(args)
+    return args
+
+
+def normalize_centered(name: str, x: Tensor, weight: Any, bias: Any, eps: Any) -> Tensor:
+    """Compute LayerNorm of x (B, H, S, D) in float32, and round it to x's dtype.
+
+    weight, bias: (D,), or (H, D) of a norm over all heads; weight may be True. Raises TypeError and ValueError.
+    """
+    eps = parse_number("norm_eps", eps)
+    weight, bias = _parse_weight(name, weight), None if bias is None else _parse_weight(f"{name}_bias", bias)
+    for label, vector in ((name, weight), (f"{name}_bias", bias)):
+        if vector is not None and (
+            vector.dim() not in (1, 2) or tuple(vector.shape) != (x.shape[1], x.shape[3])[2 - vector.dim() :]
+        ):
+            raise ValueError(
+                f"{label}: its shape is {tuple(vector.shape)}; ({x.shape[3]},), the head dim, is needed, or for a norm "
+                f"over all heads ({x.shape[1]}, {x.shape[3]})"
+            )
+    dims = _get_norm_dims(weight)
+    wide = x.float()
+    wide = wide - wide.mean(dims, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    if weight is not None:
+        wide = wide * _broadcast_weight(weight)
+    if bias is not None:
+        wide = wide + _broadcast_weight(bias)
+    return wide.to(x.dtype)
+
+
+def _join_parts(args: RowArguments) -> RowArguments:
+    """Return the call on the whole sequence: parts with norms of their own are normalized, then all are joined.
+
+    A norm that all parts share stays an argument.
+    """
+    count = len(args.query)
+    for name, x in (("key", args.key), ("value", args.value)):
+        if not isinstance(x, list | tuple) or len(x) != count:
+            raise TypeError(f"{name}: {count} tensors are needed, as query is, one for each part of the sequence")
+    if count == 0:
+        raise ValueError("query: no tensors; at least one part of the sequence is needed")
+    parts = list(zip(args.query, args.key, args.value, strict=True))
+    for part in parts:
+        check_tensors(*part)
+    own_norms = [
+        x for x in (args.q_norm, args.k_norm, args.q_norm_bias, args.k_norm_bias) if isinstance(x, list | tuple)
+    ]
+    for x in own_norms:
+        if len(x) != count:
+            raise ValueError(f"q_norm, k_norm: {len(x)} norms; {count} are needed, one for each part of the sequence")
+    joined = args
+    if own_norms:
+        every = [_repeat(x, count) for x in (args.q_norm, args.k_norm, args.q_norm_bias, args.k_norm_bias)]
+        parts = [
+            _normalize_part(part, args.norm, norms, args.norm_eps)
+            for part, norms in zip(parts, zip(*every, strict=True), strict=True)
+        ]
+        joined = args._replace(q_norm=None, k_norm=None, q_norm_bias=None, k_norm_bias=None)
+    query, key, value = (torch.cat([part[i] for part in parts], 2) for i in range(3))
+    return joined._replace(query=query, key=key, value=value, rope=_join_tables(args.rope, [p[0] for p in parts]))
+
+
+def _repeat(norm: Any, count: int) -> Sequence[Any]:
+    return norm if isinstance(norm, list | tuple) else [norm] * count
+
+
+def _normalize_part(
+    part: tuple[Tensor, Tensor, Tensor], norm: str, norms: tuple[Any, ...], eps: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalize Q and K of a part. norms: weights of Q and K, then their biases."""
+    query, key, value = part
+    if norm == "layer":
+        both = [
+            x if weight is None else normalize_centered(name, x, weight, bias, eps)
+            for name, x, weight, bias in zip(("q_norm", "k_norm"), (query, key), norms[:2], norms[2:], strict=True)
+        ]
+        return both[0], both[1], value
+    options = parse_transform(query, key, norms[0], norms[1], eps, None, None, False)
+    return (*(transform_both(query, key, options) if options else (query, key)), value)
+
+
+def _join_tables(rope: Any, parts: list[Tensor]) -> Any:
+    """Return the tables of the whole sequence. rope: a pair for it, or for each part a pair or None (no rotation)."""
+    if rope is None or not isinstance(rope, list | tuple) or any(isinstance(x, Tensor) for x in rope):
+        return rope
+    if len(rope) != len(parts):
+        raise ValueError(f"rope: {len(rope)} pairs; {len(parts)} are needed, one for each part of the sequence")
+    for pair in rope:
+        if pair is not None and not (
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise TypeError("rope: for each part of the sequence a pair (cos, sin) of tensors, or None, is needed")
+    given = [pair for pair in rope if pair is not None]
+    if not given:
+        return None
+    like = max((pair[0] for pair in given), key=Tensor.dim)
+
+    def fill(pair: Any, part: Tensor, index: int) -> Tensor:
+        if pair is None:  # angles of 0
+            shape = (*like.shape[:-2], part.shape[2], like.shape[-1])
+            return (torch.ones if index == 0 else torch.zeros)(shape, dtype=like.dtype, device=like.device)
+        table = cast(Tensor, pair[index])
+        return table.expand(*like.shape[: like.dim() - table.dim()], *table.shape)
+
+    return tuple(torch.cat([fill(pair, part, i) for pair, part in zip(rope, parts, strict=True)], -2) for i in range(2))
+
+
+def _rotate_heads(args: RowArguments) -> RowArguments:
+    """Normalize and rotate by PyTorch with tables of heads, (B or 1, H, S, T)."""
+    query, key = args.query, args.key
+    cos, sin = args.rope
+    if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape and cos.dim() == 4):
+        raise ValueError("rope: cos and sin must have the same shape")
+    batch, heads, rows = query.shape[:3]
+    if query.shape[:3] != key.shape[:3] or cos.shape[0] not in (1, batch) or tuple(cos.shape[1:3]) != (heads, rows):
+        raise ValueError(
+            f"rope: the shape of cos is {tuple(cos.shape)}; with four dimensions (B or 1, H, S, columns) of query and "
+            f"key are needed, which have {tuple(query.shape[:3])} and {tuple(key.shape[:3])}"
+        )
+    one = parse_transform(
+        query, key, args.q_norm, args.k_norm, args.norm_eps, (cos[0, 0], sin[0, 0]), args.rope_dim,
+        args.rope_interleaved,
+    )  # fmt: skip
+    if cos.requires_grad or sin.requires_grad:
+        raise TypeError("rope: a table requires grad, but no gradient flows to it; use .detach()")
+    if one is None:  # rope is given
+        raise AssertionError
+    query, key = transform_both(query, key, one._replace(cos=cos, sin=sin))
+    return args._replace(query=query, key=key, q_norm=None, k_norm=None, rope=None, rope_dim=None)
 
 
 def _transform_backward(grad: Tensor, x: Tensor, weight: Tensor | None, options: QKTransform) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,16 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
 from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
-from greenfast.ops.block import BLOCK, QUANTIZE_BLOCK, parse_transform, transform, transform_both
+from greenfast.ops.block import (
+    BLOCK,
+    QUANTIZE_BLOCK,
+    Norm,
+    RowArguments,
+    parse_transform,
+    simplify,
+    transform,
+    transform_both,
+)
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import (
@@ -32,6 +41,7 @@ from greenfast.ops.context_stack import ACTIVE
 from greenfast.ops.masked import (
     NO_OPTIONS,
     TOKEN_MASKS,
+    MaskSpec,
     ScoreOptions,
     compute_masked,
     compute_masked_codes,
@@ -55,7 +65,11 @@ from greenfast.ops.quantized import (
 from greenfast.ops.routing import explain
 from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
-from greenfast.ops.varlen import attend_jagged
+from greenfast.ops.varlen import attend_jagged, has_key_mean
+
+RowNorm = Tensor | bool | None
+Tables = tuple[Tensor, Tensor]
+Biases = Tensor | Sequence[Tensor | None] | None
 
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
@@ -382,9 +396,9 @@ def _format_shapes(*tensors: object) -> str:
 
 
 def quantize(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Sequence[Tensor],
+    key: Tensor | Sequence[Tensor],
+    value: Tensor | Sequence[Tensor],
     *,
     precision: Precision = "fp8",
     scales: Literal["block", "head"] = "block",
@@ -392,10 +406,13 @@ def quantize(
     subtract_key_mean: bool = True,
     rotate: bool = True,
     log_sum_exp: bool = False,
-    q_norm: Tensor | bool | None = None,
-    k_norm: Tensor | bool | None = None,
+    q_norm: RowNorm | Sequence[RowNorm] = None,
+    k_norm: RowNorm | Sequence[RowNorm] = None,
+    norm: Norm = "rms",
+    q_norm_bias: Biases = None,
+    k_norm_bias: Biases = None,
     norm_eps: float = 1e-6,
-    rope: tuple[Tensor, Tensor] | None = None,
+    rope: Tables | Sequence[Tables | None] | None = None,
     rope_dim: int | None = None,
     rope_interleaved: bool = False,
 ) -> QuantizedQKV:
@@ -421,10 +438,25 @@ def quantize(
     rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
     rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
     result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+    norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
+    Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
+    D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
+    sequence, or a list of pairs, with None for a part that is not rotated. No kernel computes LayerNorm, norms that
+    differ between parts, and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass. It joins parts
+    by a copy.
 
     Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim without a kernel.
     """
+    check_choice("precision", precision, PRECISIONS)
+    if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
+        simple = simplify(
+            RowArguments(
+                query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
+                rope_interleaved,
+            )
+        )  # fmt: skip
+        query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = simple
     if has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
@@ -432,13 +464,13 @@ def quantize(
             q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim,
             rope_interleaved=rope_interleaved,
         )  # fmt: skip
-    check_choice("precision", precision, PRECISIONS)
     check_choice("scales", scales, ("block", "head"))
     check_flag("subtract_key_mean", subtract_key_mean)
     check_flag("rotate", rotate)
     check_flag("log_sum_exp", log_sum_exp)
     values = scales if value_scales is None else value_scales
     check_choice("value_scales", values, VALUE_SCALES)
+    query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     check_tensors(query, key, value)
     options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
     choices = (precision, scales == "block", values, subtract_key_mean, rotate)
@@ -467,26 +499,60 @@ def quantize(
     )
 
 
+@overload
 def attention_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Sequence[Tensor], key: Tensor | Sequence[Tensor], value: Tensor | Sequence[Tensor],
+    is_causal: bool = ..., scale: float | None = ..., *, precision: Precision = ..., causal_alignment: Alignment = ...,
+    q_norm: RowNorm | Sequence[RowNorm] = ..., k_norm: RowNorm | Sequence[RowNorm] = ..., norm: Norm = ...,
+    q_norm_bias: Biases = ..., k_norm_bias: Biases = ...,
+    norm_eps: float = ..., rope: Tables | Sequence[Tables | None] | None = ..., rope_dim: int | None = ...,
+    rope_interleaved: bool = ..., attn_mask: Tensor | BlockMask | None = ..., return_lse: Literal[False] = ...,
+    window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
+    skip_threshold: float = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_block(
+    query: Tensor | Sequence[Tensor], key: Tensor | Sequence[Tensor], value: Tensor | Sequence[Tensor],
+    is_causal: bool = ..., scale: float | None = ..., *, precision: Precision = ..., causal_alignment: Alignment = ...,
+    q_norm: RowNorm | Sequence[RowNorm] = ..., k_norm: RowNorm | Sequence[RowNorm] = ..., norm: Norm = ...,
+    q_norm_bias: Biases = ..., k_norm_bias: Biases = ...,
+    norm_eps: float = ..., rope: Tables | Sequence[Tables | None] | None = ..., rope_dim: int | None = ...,
+    rope_interleaved: bool = ..., attn_mask: Tensor | BlockMask | None = ..., return_lse: Literal[True],
+    window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
+    skip_threshold: float = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_block(
+    query: Tensor | Sequence[Tensor],
+    key: Tensor | Sequence[Tensor],
+    value: Tensor | Sequence[Tensor],
     is_causal: bool = False,
     scale: float | None = None,
     *,
     precision: Precision = "fp8",
     causal_alignment: Alignment = "upper_left",
-    q_norm: Tensor | bool | None = None,
-    k_norm: Tensor | bool | None = None,
+    q_norm: RowNorm | Sequence[RowNorm] = None,
+    k_norm: RowNorm | Sequence[RowNorm] = None,
+    norm: Norm = "rms",
+    q_norm_bias: Biases = None,
+    k_norm_bias: Biases = None,
     norm_eps: float = 1e-6,
-    rope: tuple[Tensor, Tensor] | None = None,
+    rope: Tables | Sequence[Tables | None] | None = None,
     rope_dim: int | None = None,
     rope_interleaved: bool = False,
-) -> Tensor:
+    attn_mask: Tensor | BlockMask | None = None,
+    return_lse: bool = False,
+    window: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    skip_threshold: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize and rotate Q and K, and compute attention: one pass quantizes them, then one kernel attends.
 
     query: (B, H, S, D); key and value: (B, HK, KV, D) with HK a divisor of H. The dtype is float16 or bfloat16, strides
-    are arbitrary, D is a multiple of 8 up to 256. is_causal, scale, precision, causal_alignment: as for ``sdpa``.
+    are arbitrary, D is a multiple of 8 up to 256. is_causal, scale, precision, causal_alignment, attn_mask,
+    return_lse, window, softcap, sinks, kv_lengths, skip_threshold: as for ``sdpa``. (B, S, H, D) and slices of one
+    packed projection are read in place: pass ``x.transpose(1, 2)``.
     q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
     float16, True for a norm without weights, or None. With weights (H, D) and (HK, D) each norm is over all heads, at
     one more pass over Q and K. Both are of one kind and dtype. norm_eps: added to the mean of the squares. rope: (cos,
@@ -495,18 +561,41 @@ def attention_block(
     rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
     rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
     result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
+    norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
+    Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
+    D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
+    sequence, or a list of pairs, with None for a part that is not rotated. No kernel computes LayerNorm, norms that
+    differ between parts, and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass. It joins parts
+    by a copy.
 
-    Returns (B, H, S, D) of the inputs' dtype, in the memory order of query. The gradients of Q, K, V and the weights
-    are those of norm, RoPE and attention on the unquantized tensors, which the backward pass recomputes.
+    Returns (B, H, S, D) of the inputs' dtype, in the memory order of query, and with ``return_lse`` also the
+    log-sum-exp, float32 (B, H, S). With a mask or ``return_lse`` the same pass quantizes, and the kernel of masks
+    attends. But for calls with gradients, for ``kv_lengths``, and for masks other than booleans (B, H, S, KV) and a
+    BlockMask, PyTorch computes norm and RoPE, and ``sdpa`` the rest. The gradients of Q, K, V and the weights are those
+    of norm, RoPE and attention on the unquantized tensors, which the backward pass recomputes.
     Raises TypeError, ValueError and NotImplementedError as ``quantize`` and ``sdpa`` do, and name the argument.
     """
+    if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
+        simple = simplify(
+            RowArguments(
+                query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
+                rope_interleaved,
+            )
+        )  # fmt: skip
+        query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = simple
     if has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             attention_block, (query, key, value), query, key, value, is_causal, scale, precision=precision,
             causal_alignment=causal_alignment, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope,
-            rope_dim=rope_dim, rope_interleaved=rope_interleaved,
+            rope_dim=rope_dim, rope_interleaved=rope_interleaved, attn_mask=attn_mask, return_lse=return_lse,
+            window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
-    repeats = not (ACTIVE or torch.compiler.is_compiling()) and (
+    scores = NO_OPTIONS
+    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
+        scores = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    check_flag("return_lse", return_lse)
+    masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
+    repeats = not (ACTIVE or masked or torch.compiler.is_compiling()) and (
         rope is None or (type(rope) is tuple and len(rope) == 2)
     )
     if repeats:
@@ -525,15 +614,31 @@ def attention_block(
         query, key, value = (
             x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
         )
+    query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     check_tensors(query, key, value)
     factor = parse_scale(scale, query.shape[3])
     options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
-    if options is None or ACTIVE:
+    needs_grad = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (query, key, value, q_norm, k_norm)
+    )
+    fused = options is not None and not ACTIVE and query.numel() > 0 and key.numel() > 0
+    fused = fused and not needs_grad and kv_lengths is None
+    if masked and fused and _has_code_form(attn_mask, causal, query, key):
+        spec = make_spec(attn_mask, causal, scores, query.shape[2], key.shape[2], query.shape[0])
+        codes = quantize(
+            query, key, value, precision=precision, subtract_key_mean=has_key_mean(scores.softcap, scores.sinks),
+            log_sum_exp=return_lse, q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rope=rope, rope_dim=rope_dim,
+            rope_interleaved=rope_interleaved,
+        )  # fmt: skip
+        return _attend_codes(codes, spec, scores, causal, factor, return_lse)  # type: ignore[no-any-return]
+    if options is None or ACTIVE or masked:
         if options is not None:
             query, key = transform_both(query, key, options)
-        return sdpa(
-            query, key, value, is_causal=is_causal, scale=factor, enable_gqa=True, precision=precision,
-            causal_alignment=causal_alignment,
+        attend: Callable[..., Any] = sdpa
+        return attend(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, is_causal=is_causal, scale=factor, enable_gqa=True, precision=precision,
+            causal_alignment=causal_alignment, return_lse=return_lse, window=window, softcap=softcap, sinks=sinks,
+            kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     args = (query, key, value, *options, precision, causal, factor)
     if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:2] if x is not None]):
@@ -544,6 +649,29 @@ def attention_block(
         return out
     out = BLOCK(*args)
     return out
+
+
+def _is_simple(query: Any, key: Any, value: Any, rope: Any, *biases: Any) -> bool:
+    """Return whether ``simplify`` would change nothing: tensors, no biases, and tables without a head dimension."""
+    return (
+        not isinstance(query, list | tuple)
+        and not isinstance(key, list | tuple)
+        and not isinstance(value, list | tuple)
+        and biases == (None, None)
+        and not (isinstance(rope, list | tuple) and any(isinstance(x, Tensor) and x.dim() == 4 for x in rope))
+    )
+
+
+def _has_code_form(mask: Any, causal: int, query: Tensor, key: Tensor) -> bool:
+    """Return whether attention on codes takes this mask: not padding alone, because codes are of all keys."""
+    if mask is None:
+        return True
+    if isinstance(mask, BlockMask):
+        return not causal
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1:
+        return False
+    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return mask.shape[2:] == whole[2:] and all(n in (1, m) for n, m in zip(mask.shape[:2], whole[:2], strict=True))
 
 
 @overload
@@ -596,7 +724,7 @@ def attention(
         check_flag("return_lse", return_lse)
     factor = parse_scale(scale, quantized.head_dim)
     causal = parse_causal(is_causal, causal_alignment)
-    spec = None
+    spec, options = None, NO_OPTIONS
     if (
         attn_mask is not None
         or window != (-1, -1)
@@ -612,12 +740,19 @@ def attention(
         options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
         batch, _, q_len, _ = quantized.query.shape
         spec = make_spec(attn_mask, causal, options, q_len, quantized.key_length, batch)
+    return _attend_codes(quantized, spec, options, causal, factor, return_lse)  # type: ignore[no-any-return]
+
+
+def _attend_codes(
+    quantized: QuantizedQKV, spec: MaskSpec | None, options: ScoreOptions, causal: int, factor: float, return_lse: bool
+) -> Any:
+    """Compute attention of codes. spec: None if the mask is ``causal``."""
+    if return_lse and quantized.key_mean is not None and quantized.mean_scores is None:
+        raise ValueError(_NO_MEAN_SCORES)
     if spec is not None:
-        if return_lse and quantized.key_mean is not None and quantized.mean_scores is None:
-            raise ValueError(_NO_MEAN_SCORES)
         result = compute_masked_codes(quantized, spec, options, factor, return_lse)
         if not return_lse or quantized.mean_scores is None:
-            return result  # type: ignore[no-any-return]
+            return result
         return result[0], reference.add_mean_scores(result[1], quantized.mean_scores, 2, factor)
     args = (
         quantized.query, quantized.key, quantized.value, quantized.query_scale, quantized.key_scale,
@@ -629,8 +764,6 @@ def attention(
             torch_ops.load_cuda().attention if torch_ops.can_skip_dispatcher(*args[:6]) else torch_ops.ATTENTION
         )
         return op(*args)
-    if quantized.key_mean is not None and quantized.mean_scores is None:
-        raise ValueError(_NO_MEAN_SCORES)
     out, lse = torch_ops.ATTENTION_LSE(*args)
     if quantized.mean_scores is None:
         return out, lse
