@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from greenfast import emulator
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.facts import ERROR, FORMAL
 from tests.emulator.kernels import SEEDS, run
@@ -266,3 +267,24 @@ def test_a_read_of_a_value_that_depends_on_the_order_is_an_error(body: str, bloc
     with pytest.raises(KernelFaultError, match="data race") as raised:
         result(body, blocks=blocks)
     assert raised.value.level == ERROR
+
+
+JOINT = """
+extern "C" __global__ void k(float* y) {
+    __shared__ float sum[1];
+    // Both warps hold 1 and 1 + ulp, as of sums in another order.
+    sum[0] = __int_as_float(0x3f800000 + (threadIdx.x % 2) * (threadIdx.x < 32 ? 1 : ODD));
+    __syncthreads();
+    if (threadIdx.x == 0) y[0] = sum[0];
+}
+"""
+
+
+def test_warps_that_store_the_same_several_values_to_one_place_do_not_race() -> None:
+    """Triton's reductions store redundant sums so; one of the values remains in any order of the warps."""
+    y = np.zeros(1, np.float32)
+    emulator.run(JOINT, grid=1, block=64, args=[y], defines=["ODD=1"])
+    assert 1 <= y[0] < 1.000001
+    for odd in ("0", "2"):
+        with pytest.raises(emulator.KernelFaultError, match="data race on byte 0 of shared memory"):
+            emulator.run(JOINT, grid=1, block=64, args=[y], defines=[f"ODD={odd}"])

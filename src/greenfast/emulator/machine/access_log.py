@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from greenfast.emulator.machine.joint_writes import JOINT_WRITES
 from greenfast.emulator.machine.memory import Arena, GlobalMemory
 from greenfast.emulator.ptx.syntax import Instruction
 
@@ -126,6 +127,8 @@ class GlobalRecord:
         self.dirty: set[int] = set()  # allocations that the launch has written
         self.read: set[int] = set()  # and such that it has read with no record
         self.tracked = {memory.number(name) for name in tracked if name in memory.starts}
+        #: True if stores of several values to one place of shared memory are recorded.
+        self.records_joint_writes = JOINT_WRITES in tracked
         self.inputs = {memory.number(name) for name in inputs}
         self.input_writes: dict[str, str] = {}
 

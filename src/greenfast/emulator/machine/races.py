@@ -31,6 +31,7 @@ from greenfast.emulator.machine.access_log import (
 )
 from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.joint_writes import JOINT_WRITES, JointWrites
 from greenfast.emulator.machine.memory import CHUNK
 from greenfast.emulator.machine.ordering import BLOCK, CLUSTER, DEVICE, Ordering
 from greenfast.emulator.machine.stale_values import StaleReads
@@ -73,6 +74,8 @@ class Races:
         self.laggards: set[int] = set()
         #: Old values that strong reads may return; None: reads return the newest value.
         self.stale: StaleReads | None = None
+        #: Stores of several values to one place; None until a launch restarts to record them.
+        self.joint_writes = JointWrites() if record.records_joint_writes else None
         #: Loads, by id, that look at a place before an atomic access to it.
         self.looks: set[int] = set()
         #: Per place and block: the last strong read, as the access number and the warp.
@@ -304,6 +307,8 @@ class Races:
             if values is not None:
                 unchanged = self.check_warp(table, rows, size, mine, "write", "write", values)
                 silent[unchanged] |= table.unit == unit
+        if self.joint_writes is not None and values is not None:
+            self.joint_writes.record(number, rows, size, values)
         self.atomics.check_write(rows, size, mine, values)
         if self.m.products is not None and self.warp_sync.is_single_block:
             self._check_products(offsets)
@@ -448,6 +453,8 @@ class Races:
         if values is not None:
             changed = find_changed(m.shared, rows * size, size, values)[elements]
             silent, bad = elements[bad & ~changed], bad & changed
+        if values is not None and other == "write" and bad.any():
+            bad = self._find_races_of_writes(bad, rows, elements, size, numbers, values)
         harmful = bad
         if access == "read" and other == "write":
             first_numbers, first_threads = (a.ravel()[late] for a in table.origins(rows, size))
@@ -460,6 +467,22 @@ class Races:
             location = m.describe_shared(int(rows[row]) * size)
             self._report(bool(harmful.any()), access, other, int(numbers[first]), location, block, lane)
         return silent
+
+    def _find_races_of_writes(
+        self, bad: NDArray[np.bool_], rows: Numbers, elements: Numbers, size: int, numbers: Numbers, values: Any
+    ) -> NDArray[np.bool_]:
+        """Return the unordered writes except those of the same several values (JointWrites).
+
+        Raises RestartWithReadTracking to record these if that has not happened, and the writes are by one instruction.
+        """
+        bad = bad.copy()
+        for n in np.flatnonzero(bad).tolist():
+            if self.record.accesses.instructions[numbers[n]] is not self.m.current:
+                continue
+            if self.joint_writes is None:
+                raise RestartWithReadTracking(JOINT_WRITES)
+            bad[n] = not self.joint_writes.agree(int(rows[elements[n]]), size, int(numbers[n]), rows, values)
+        return bad
 
     def _is_unordered(
         self, rows: Numbers, elements: Numbers, size: int, numbers: Numbers, others: Numbers
