@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from tests.cli.command_line import ROOT, environment
 
 CODE = """
 import sys, time
-from greenfast.cli.progress import Progress
-with Progress("compiling stage2", after_s=float(sys.argv[1]), every_s=0.05) as progress:
+from greenfast.cli.progress import ProgressLine
+with ProgressLine("compiling stage2", after_s=float(sys.argv[1]), every_s=0.05) as progress:
     time.sleep(0.2)
     progress.step = "emulating stage2"
     time.sleep(0.2)
@@ -54,7 +54,7 @@ def test_a_short_step_writes_nothing() -> None:
 def test_a_file_receives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
-    with Progress("compiling", after_s=0, every_s=0.01):
+    with ProgressLine("compiling", after_s=0, every_s=0.01):
         time.sleep(0.05)
     assert stream.getvalue() == ""
 

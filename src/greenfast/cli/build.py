@@ -10,7 +10,7 @@ from typing import Any
 
 from greenfast.cli.console import show, table
 from greenfast.cli.options import words
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.gates.sides import BuiltSide, build_side
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = [config.shape(name) for name in (args.shapes or config.defaults.shapes)]
     targets = [Target.parse(name) for name in (args.arch or [config.defaults.arch])]
     rows = []
-    with Progress("compiling") as progress:
+    with ProgressLine("compiling") as progress:
         for target, fmt, name in itertools.product(targets, formats, names):
             progress.step = f"compiling {name}, {fmt}, {target.name}"
             side = build_side("built", family, config.variant(name), fmt, shapes, target)

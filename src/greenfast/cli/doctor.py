@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.judge.doctor import examine, gpu_gates, library, static_gates
 from greenfast.spec.extras import install_command
 
@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
 
     The table is plain text, as rich may be missing.
     """
-    with Progress("examining this machine"):
+    with ProgressLine("examining this machine"):
         findings = examine()
     static = static_gates(findings)
     code = 0 if library(findings) else EXIT_MACHINE

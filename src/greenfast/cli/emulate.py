@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from greenfast.cli.console import show, table
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.emulator.annotated import annotate, annotated_page
 from greenfast.emulator.arguments import read_arguments
 from greenfast.emulator.kernel_run import (
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             check_writable(args.save, "--save")
         for option, path in (("--trace", args.trace), ("--lines-html", args.lines_html)):
             check_output_file(path, option)
-        with Progress(f"compiling {args.file}") as progress:
+        with ProgressLine(f"compiling {args.file}") as progress:
             kernel = load_kernel(request)
             progress.step = f"emulating {args.file}"
             report, outputs = run_kernel(request, kernel, arguments, expected, args.tolerance)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from greenfast.cli.console import GateConsole, show, status
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
 from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
@@ -60,7 +60,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     """Judge the candidate; print each gate when it ends, then the verdict. Return the record and the exit code."""
     required = required_gates(args.require)
     check_output_file(args.html, "--html")
-    with Progress(f"reading {args.subject}"):
+    with ProgressLine(f"reading {args.subject}"):
         subject = find_subject(
             args.subject,
             problem=args.problem,
@@ -73,14 +73,14 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
     if args.traces is not None:
         check_traces(args.traces, task.folder)
     request = read_request(task, args, arch=args.arch or subject.target or None)
-    with Progress("reading the kept records"):
+    with ProgressLine("reading the kept records"):
         kept = [] if args.no_quote else load_kept_records(request, args.quote, _warn)
     note = ""
     if args.arch is None and not subject.target:
         named, request = request.target.name, use_recorded_target(request, kept, *subject.names)
         if request.target.name != named:
             note = f"  - target {request.target.name}, from the kept record, as there is no GPU; --arch selects another"
-    with Progress("loading the baseline and the candidate"):
+    with ProgressLine("loading the baseline and the candidate"):
         baseline, candidate = load_implementations(request, subject)
     chosen = args.shapes is not None or args.seeds is not None
     request = add_check_plan(
@@ -90,7 +90,7 @@ def _judge(args: argparse.Namespace) -> tuple[Record, int]:
         outcome = validate(
             request, baseline, candidate, console, required=args.speedup, profile=not args.no_profile, kept=kept
         )
-    with Progress(f"writing {args.html}"):
+    with ProgressLine(f"writing {args.html}"):
         write_page(args.html, outcome.record, outcome.folder, task, outcome.built)
     if args.traces is not None:
         write_traces(args.traces, outcome.record, task.folder)

@@ -8,7 +8,7 @@ import json
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.judge.environment import now
 from greenfast.judge.profiling import count_phases, take_profile
 from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     both = args.ncu == args.phases
     result: dict[str, object] = {"variant": variant.name}
     if args.phases or both:
-        with Progress(f"counting the phases of {variant.name}"):
+        with ProgressLine(f"counting the phases of {variant.name}"):
             record, folder = count_phases(request, variant)
         result["phases"] = msgspec.to_builtins(record)
         for shape, cycles in record.phase_cycles.items():
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ncu or both:
         check_writable(request.out / config.defaults.results)
         stamp = now().strftime("%Y%m%d-%H%M%S")
-        with Progress(f"profiling {variant.name}"):
+        with ProgressLine(f"profiling {variant.name}"):
             files = [
                 str(take_profile(request, variant, shape, request.seeds[0], stamp, launches=args.launches))
                 for shape in request.shapes

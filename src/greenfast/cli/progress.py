@@ -10,7 +10,7 @@ import time
 _AFTER_S, _EVERY_S = 3.0, 1.0
 
 
-class Progress:
+class ProgressLine:
     """Writes a step and its seconds on one line of a terminal's standard error, from 3 s on.
 
     Use as a context manager around work that prints nothing. Writes nothing if standard error is a file or a pipe.
@@ -24,7 +24,7 @@ class Progress:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         if self._stream is not None and self._stream.isatty():
             self._thread = threading.Thread(target=self._write, daemon=True)
             self._thread.start()

@@ -11,7 +11,7 @@ import msgspec
 from rich.text import Text
 
 from greenfast.cli.console import show, table
-from greenfast.cli.progress import Progress
+from greenfast.cli.progress import ProgressLine
 from greenfast.judge.artifacts import PERFORMANCE, RECORD, PerformanceFile
 from greenfast.judge.pages import write_page
 from greenfast.judge.record_index import sealed_json
@@ -120,7 +120,7 @@ def _read_comparison(path: Path) -> Record:
 
 
 def _show_history(folder: Path, args: argparse.Namespace) -> None:
-    with Progress(f"reading the runs below {folder}"):
+    with ProgressLine(f"reading the runs below {folder}"):
         records, skipped = records_below(folder, git=args.git)
     if not records:
         raise UsageError("; ".join([f"{folder}: no record of a run is below it", *skipped[:1]]))
@@ -131,7 +131,7 @@ def _show_history(folder: Path, args: argparse.Namespace) -> None:
         title = f"{kernel.title}; {kernel.shape or 'nothing timed'}, {kernel.cache} L2"
         show(table(HEADER, kernel.rows(), title=title))
     if args.html:
-        with Progress(f"writing {args.html}"):
+        with ProgressLine(f"writing {args.html}"):
             write_whole(args.html, history_page(f"Runs below {folder}", kernels, skipped))
     if args.json:
         return
@@ -154,7 +154,7 @@ def _show_reports(runs: list[Path], args: argparse.Namespace) -> None:
         if args.plot:
             _draw(record, args.plot)
         if args.html:
-            with Progress(f"writing {args.html}"):
+            with ProgressLine(f"writing {args.html}"):
                 write_page(args.html, record, path)
         if args.json:
             texts.append(_json_text(record))
