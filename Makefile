@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
-.PHONY: judge validate test test-gpu test-slow sanitize lint clean
+.PHONY: judge validate test test-gpu test-slow docs sanitize lint clean
 
 # validate: the former name
 judge validate: $(READY)
@@ -29,6 +29,10 @@ test-gpu: $(READY)
 test-slow: $(READY)
 	$(PYTEST) --numprocesses auto -m slow
 
+# The documentation as a site: site/index.html. A warning, such as a broken link, is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
+
 # Needs a Hopper GPU and compute-sanitizer on the PATH.
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py
@@ -39,7 +43,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site docs/generated .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, 13) and "greenfast needs Python 3.10 to 3.13, but $(PYTHON) is %d.%d; name another, as in: make PYTHON=python3.12" % v)'

@@ -43,19 +43,19 @@ ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"
 README, PICTURE, RESULTS_PAGE = "README.md", "docs/images/speed.svg", "docs/results.md"
 REFERENCE = "docs/reference.md"
-EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator.md", "evidence/emulator-h200.json"
+EMULATOR_PAGE, EMULATOR_RECORD = "docs/emulator-details.md", "evidence/emulator-h200.json"
 #: Pages with the tables of a comparison: page, name of the block, record.
 COMPARED = (
-    ("docs/operator.md", "operator", "evidence/operator-h200.json"),
-    ("docs/serving.md", "serving", "evidence/serving-h100.json"),
+    ("docs/operator-times.md", "operator", "evidence/operator-h200.json"),
+    ("docs/serving-times.md", "serving", "evidence/serving-h100.json"),
 )
 OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
-ROUTING_PAGE = "docs/operator.md"
+ROUTING_PAGE = "docs/operator-times.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
-PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel.md", "docs/images/parallel.svg"
-BATCHING_PAGE, BATCHING_RECORDS = "docs/serving.md", "evidence/continuous-batching*-h100.json"
+PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel-times.md", "docs/images/parallel.svg"
+BATCHING_PAGE, BATCHING_RECORDS = "docs/serving-times.md", "evidence/continuous-batching*-h100.json"
 
 Evidence = Sequence[tuple[str, AnyRecord]]
 

@@ -63,7 +63,7 @@ def test_pages_are_those_that_the_records_make_and_comparisons_are_current_or_sh
     files = generated(ROOT)
     names = ("README", "PICTURE", "RESULTS_PAGE", "EMULATOR_PAGE")
     compared = [page for page, _, record in update_results.COMPARED if (ROOT / record).is_file()]
-    assert "docs/operator.md" in compared
+    assert "docs/operator-times.md" in compared
     for page in (ROOT / name for name in (*(getattr(update_results, name) for name in names), *compared)):
         assert page.read_text(encoding="utf-8") == files[page], "run python scripts/update_results.py"
     for page, _, path in update_results.COMPARED:
@@ -211,7 +211,7 @@ def test_the_readme_states_the_measured_errors() -> None:
 
 
 def test_every_rung_has_a_section_in_the_ladder() -> None:
-    text = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "ladder-rungs.md").read_text(encoding="utf-8")
     for rung in find_task("fp8_sdpa").config.rungs:
         assert re.search(rf"^## .*`{rung.name}`", text, re.MULTILINE), rung.name
 
@@ -334,7 +334,7 @@ def test_the_page_of_the_emulator_gets_the_table_of_its_record(tmp_path: Path) -
     measured.write_text(json.dumps({"device": {"name": "GPU"}, "rows": [row]}))
     assert "| v | s | warp instructions: PTX, machine code | - | 7 | - |" in generated(root)[page]
     page.write_text("")
-    with pytest.raises(UsageError, match=r"docs/emulator\.md: .*must each occur once"):
+    with pytest.raises(UsageError, match=r"docs/emulator-details\.md: .*must each occur once"):
         generated(root)
 
 
@@ -405,7 +405,7 @@ def test_the_tables_of_backward_passes_are_the_records() -> None:
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:
     record = read_content(ROOT / "evidence/varlen-h100.json")
-    page = (ROOT / "docs/operator.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operator-times.md").read_text(encoding="utf-8")
     block = page.split("<!-- varlen:begin -->")[1].split("<!-- varlen:end -->")[0]
     found = [line.strip("| ").split(" | ") for line in block.splitlines() if line[:1] == "|" and line[2:3].isdigit()]
     expected = []
@@ -426,7 +426,7 @@ def test_the_table_of_packed_sequences_is_its_record() -> None:
 
 def test_the_table_of_token_scales_is_its_record() -> None:
     record = read_content(ROOT / "evidence/token-scales-h100.json")
-    page = (ROOT / "docs/operator.md").read_text()
+    page = (ROOT / "docs/operator-times.md").read_text()
     block = page.split("<!-- token-scales:begin -->")[1].split("<!-- token-scales:end -->")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")

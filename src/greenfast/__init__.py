@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from greenfast.serving.plan import ServingPlan as ServingPlan
     from greenfast.serving.plan import append_kv as append_kv
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Public names -> their modules, imported on first use: the command line prints its version without PyTorch.
 _PUBLIC = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
+from greenfast import __version__
 from greenfast.cli.main import parser
 from greenfast.cli.options import EXAMPLES, VERBS
 from greenfast.judge.tasks import find_task
@@ -109,7 +110,8 @@ def test_the_command_is_valid(command: str) -> None:
         assert (ROOT / words[0]).is_file()
     else:
         assert words[:2] == ["pip", "install"]
-        assert re.fullmatch(r"vllm|\.(\[\w+\])?", " ".join(words[2:])), command
+        wheel = re.escape(f"greenfast-{__version__}-py3-none-any.whl")
+        assert re.fullmatch(rf"vllm|\.(\[\w+\])?|{wheel}", " ".join(words[2:])), command
         extras = re.findall(r"\[(\w+)\]", words[2])
         assert [name for name in extras if not re.search(rf"^{name} = \[", PYPROJECT, re.MULTILINE)] == []
 

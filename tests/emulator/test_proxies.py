@@ -1,6 +1,6 @@
 """Fences between the generic and the asynchronous proxy: what lacks one is found, what needs none is not accused.
 
-Which pattern needs one, by what text: docs/emulator.md, "Fences between proxies".
+Which pattern needs one, by what text: docs/emulator-details.md, "Fences between proxies".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ proxy. If an asynchronous access follows a generic access to the same place, and
 is required on the synchronization path between them. It may be executed by the first thread, or by a thread that
 synchronizes with it. After an asynchronous access, its completion includes an implicit fence. The implicit fence of a
 wgmma covers only earlier reads of its warps. A wgmma needs no proxy fence for data that cp.async copied.
-docs/emulator.md, "Fences between proxies", has the reasons.
+docs/emulator-details.md, "Fences between proxies", has the reasons.
 
 For each chunk of 16 bytes, the last generic write and the last generic read of each warp are kept. A fence counts for
 all threads of its warp. In a cluster of several blocks it counts for its whole block, and reads are not kept.
