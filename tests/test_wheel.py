@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from greenfast import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,3 +49,17 @@ def test_nothing_else_is_in_the_wheel(wheel_names: set[str]) -> None:
     assert outside == set()
     unwanted = ("tests", "results", "evidence", "benchmarks", "runner.py", "__pycache__")
     assert {name for name in wheel_names if any(part in unwanted for part in name.split("/"))} == set()
+
+
+def test_wheel_and_sdist_have_the_same_bits_again(tmp_path: Path) -> None:
+    hashes = []
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path / name)]
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
+        built = sorted((tmp_path / name).iterdir())
+        assert [file.name for file in built] == [
+            f"greenfast-{__version__}-py3-none-any.whl", f"greenfast-{__version__}.tar.gz"
+        ]  # fmt: skip
+        hashes.append([hashlib.sha256(file.read_bytes()).hexdigest() for file in built])
+    assert hashes[0] == hashes[1]

@@ -33,7 +33,7 @@ STATIC = "build,resources,correctness,evidence"
 
 def steps() -> list[dict[str, Any]]:
     """The steps of the page's workflow."""
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    _, text = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     found: list[dict[str, Any]] = yaml.safe_load(text)["jobs"]["judge"]["steps"]
     return found
 
@@ -53,6 +53,33 @@ def judge_as_on_the_page() -> int:
     program, *words = shlex.split(os.path.expandvars(command))
     assert program == "greenfast"
     return main(words)
+
+
+def test_the_action_judges_as_the_workflow_of_the_page() -> None:
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    inputs = {name: value["default"] for name, value in action["inputs"].items() if "default" in value}
+    (command,) = [step["run"] for step in action["runs"]["steps"] if step.get("name") == "Judge"]
+    (on_page,) = [step["run"] for step in steps() if step.get("name") == "Judge"]
+    typed = command.replace('"$KERNEL"', "my_kernel").replace(' ${PROBLEM:+--problem "$PROBLEM"}', "")
+    assert shlex.split(typed.replace('"$REQUIRE"', inputs["require"])) == shlex.split(on_page)
+    uses = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+    assert set(yaml.safe_load(uses)[1]["with"]) == {"kernel"} == set(action["inputs"]) - set(inputs)
+
+
+def test_workflows_and_forms_are_valid() -> None:
+    folder = ROOT / ".github"
+    release = yaml.safe_load((folder / "workflows/release.yml").read_text(encoding="utf-8"))
+    publish = release["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}, "trusted publishing: no token is stored"
+    assert "vars.PUBLISH == 'true'" in publish["if"]
+    for form in folder.glob("ISSUE_TEMPLATE/*.yml"):
+        content = yaml.safe_load(form.read_text(encoding="utf-8"))
+        if form.name == "config.yml":
+            continue
+        assert {"name", "description", "body"} <= set(content)
+        ids = [field["id"] for field in content["body"]]
+        assert len(ids) == len(set(ids))
+        assert {field["type"] for field in content["body"]} <= {"dropdown", "textarea", "input"}
 
 
 def spoil(file: Path, old: str, new: str) -> None:
@@ -124,9 +151,9 @@ def test_the_workflow_fails_on_code_that_exits(
     code.write_text(f"{code.read_text()}\nimport os\nos._exit(0)\n")
     Path("verdict.xml").write_text("of an earlier run")
     assert judge_as_on_the_page() == 5
-    assert outcomes(Path("verdict.xml")) == {"my_kernel/solution.verdict": "error"}
+    assert outcomes(Path("verdict.xml")) == {"my_kernel.verdict": "error"}
     assert "ended without a verdict" in Path("verdict.xml").read_text()
-    assert "**no verdict**: `my_kernel/solution`" in (repository / "runner/summary.md").read_text()
+    assert "**no verdict**: `my_kernel`" in (repository / "runner/summary.md").read_text()
     assert "ended without a verdict" in capsys.readouterr().err
 
 
@@ -169,7 +196,7 @@ def test_a_page_that_cannot_be_written_is_an_error_in_the_junit_file(
 ) -> None:
     asked = ("judge", "my_kernel/solution", "--problem", "my_kernel/problem", "--html", ".", "--junit", "verdict.xml")
     assert run_here(capsys, *asked).code == 2
-    assert outcomes(Path("verdict.xml")) == {"my_kernel/solution.verdict": "error"}
+    assert outcomes(Path("verdict.xml")) == {"my_kernel.verdict": "error"}
 
 
 def values(content: Any, field: str) -> list[Any]:
