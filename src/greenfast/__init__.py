@@ -9,7 +9,11 @@ if TYPE_CHECKING:
     from greenfast import flash_attn as flash_attn
     from greenfast.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
     from greenfast.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from greenfast.integrations.calibration import Calibration as Calibration
+    from greenfast.integrations.calibration import calibrate as calibrate
     from greenfast.integrations.continuous_batching import register_continuous_batching as register_continuous_batching
+    from greenfast.integrations.models import Accelerated as Accelerated
+    from greenfast.integrations.models import Policy as Policy
     from greenfast.integrations.switch import use as use
     from greenfast.integrations.transformers import register_with_transformers as register_with_transformers
     from greenfast.ops.block_mask import BlockMask as BlockMask
@@ -31,14 +35,18 @@ __version__ = "0.2.0"
 
 #: Public names -> their modules, imported on first use: the command line prints its version without PyTorch.
 _PUBLIC = {
+    "Accelerated": "greenfast.integrations.models",
     "BlockMask": "greenfast.ops.block_mask",
+    "Calibration": "greenfast.integrations.calibration",
     "Explanation": "greenfast.ops.routing",
     "PagedKVCache": "greenfast.serving.paged_cache",
+    "Policy": "greenfast.integrations.models",
     "QuantizedQKV": "greenfast.ops.quantized",
     "ServingPlan": "greenfast.serving.plan",
     "append_kv": "greenfast.serving.plan",
     "attention": "greenfast.ops.sdpa",
     "attention_block": "greenfast.ops.sdpa",
+    "calibrate": "greenfast.integrations.calibration",
     "context_parallel": "greenfast.parallel.context",
     "explain": "greenfast.ops.routing",
     "explain_call": "greenfast.serving.explain",

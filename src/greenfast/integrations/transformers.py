@@ -8,11 +8,13 @@ import inspect
 import re
 import sys
 import threading
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from greenfast.integrations.models import Accelerated, Layer, Policy
 from greenfast.ops.arguments import parse_length
 from greenfast.ops.context_stack import in_context_parallel
 from greenfast.ops.quantized import SDPA_PRECISIONS, AutoPrecision, check_choice
@@ -36,6 +38,9 @@ _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 _NAME_COMPARISON = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
 #: Code of a layer that passes one of ``_FEATURES``.
 _FEATURE_ARGUMENT = re.compile(rf"\b({'|'.join(_FEATURES)})=self\.")
+#: Classes of attention whose norm and RoPE ``accelerate`` knows.
+_ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen3Attention", "Gemma3Attention", "GptOssAttention")
+_FUSED = "norm, RoPE, quantization and attention by attention_block"
 _EAGER_HINT = 'use attn_implementation="eager"'
 _USE_HINT = 'use attn_implementation="sdpa" under `with greenfast.use():`'
 
@@ -290,3 +295,144 @@ def _format_feature_refusal(module: nn.Module, kwargs: dict[str, Any], reason: s
         f'{type(module).__name__}: its attention has {names}, which "sdpa" lacks, and attn_implementation="{NAME}" '
         f"does not compute this call: {reason}; {_EAGER_HINT}"
     )
+
+
+def accelerate(
+    model: Any, *, precision: AutoPrecision = "fp8", min_length: int | None = None, policy: Policy = Policy(),  # noqa: B008
+) -> Accelerated:  # fmt: skip
+    """Compute the attention of a transformers model by ``greenfast.attention_block``.
+
+        accelerated = greenfast.integrations.transformers.accelerate(model)
+        print(accelerated)
+        model(**batch)
+        accelerated.undo()
+
+    Llama, Mistral, Qwen3, Gemma 3 and gpt-oss: in a forward pass of several tokens without earlier ones (training,
+    scoring, a prompt with ``generate``) norm, RoPE, quantization and attention of a layer are one call. With a cache
+    the keys that it takes are rotated by the model, in addition. All other calls, such as decoding, run the layer's own
+    code with ``attn_implementation="greenfast"`` (``register_with_transformers``), as do other kinds of attention in
+    the model. A call follows the rules of ``greenfast.explain`` with this ``precision`` and ``min_length``; with sinks
+    it is computed here whatever its length, and has no gradients. policy: layers in 16 bits, by "sdpa"; there are no
+    steps.
+
+    Returns the report, with ``undo``. Raises ValueError for models without a known attention, for those that
+    ``register_with_transformers`` refuses, and for a policy that does not fit; TypeError for arguments of the wrong
+    type; ImportError without transformers.
+    """
+    whole = getattr(model, "_orig_mod", model)
+    if not isinstance(whole, nn.Module):
+        raise TypeError(f"model: a {type(model).__name__}; a transformers model is needed")
+    accelerated = Accelerated(precision, min_length, policy)
+    if policy.first_steps or policy.last_steps:
+        raise ValueError("policy: a transformers model has no denoising steps")
+    for name, module in whole.named_modules():
+        kind = type(module).__name__
+        if kind not in _ATTENTIONS:
+            if kind.endswith("Attention"):
+                accelerated.left[name] = f"{kind}: its attention alone runs here"
+            continue
+        if "forward" in vars(module):
+            accelerated.undo()
+            raise ValueError(f"{name}: its forward was replaced already; undo that first")
+        if name in policy.layers and hasattr(module, "sinks"):
+            accelerated.undo()
+            raise ValueError(f'policy: {name} has sinks, which "sdpa" lacks, so it cannot stay in 16 bits')
+        module.forward = _build_forward(Layer(name, accelerated), module)
+        accelerated.replace(name, _FUSED, functools.partial(delattr, module, "forward"))
+    accelerated.finish(type(whole).__name__, _ATTENTIONS)
+    try:
+        _choose_implementation(accelerated, whole)
+    except BaseException:
+        accelerated.undo()
+        raise
+    return accelerated
+
+
+def _choose_implementation(accelerated: Accelerated, model: Any) -> None:
+    """Set ``attn_implementation="greenfast"``, for masks of booleans and for layers' own code."""
+    configs = {id(x.config): x.config for x in model.modules() if hasattr(getattr(x, "config", None), "to_dict")}
+    former = [(config, config._attn_implementation) for config in configs.values()]
+
+    def restore() -> None:
+        for config, name in former:
+            config._attn_implementation = name
+
+    accelerated.add_undo(restore)
+    accelerated.routed = register_with_transformers(accelerated.precision, min_length=accelerated.min_length)
+    model.set_attn_implementation(NAME)
+
+
+def _build_forward(layer: Layer, module: Any) -> Any:
+    """Return the forward of an attention module, bound to it, so that copies of the module have their own."""
+    own = type(module).forward
+
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        def run_own() -> Any:
+            return own(
+                self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+                past_key_values=past_key_values, **kwargs,
+            )  # fmt: skip
+
+        precision = ""
+        sinks = getattr(self, "sinks", None)
+        batch, rows, _ = hidden_states.shape
+        mask = attention_mask if attention_mask is None else attention_mask[..., :rows]
+        causal = mask is None and bool(kwargs.get("is_causal", self.is_causal))
+        if layer.in_16_bits:
+            return _run_in_16_bits(self, run_own)  # type: ignore[no-any-return]
+        if rows > 1 and _is_prompt(self, position_embeddings, mask, past_key_values, kwargs):
+            heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+            precision = layer.choose(
+                hidden_states, (batch, heads, rows, self.head_dim), (batch, kv_heads, rows, self.head_dim), mask,
+                causal, sinks, always=sinks is not None,
+            )  # fmt: skip
+        if not precision or (sinks is not None and torch.is_grad_enabled() and hidden_states.requires_grad):
+            return run_own()  # type: ignore[no-any-return]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (
+            project(hidden_states).view(batch, rows, -1, self.head_dim).transpose(1, 2) for project in projections
+        )
+        options: dict[str, Any] = {"precision": precision, "attn_mask": mask, "is_causal": causal, "sinks": sinks}
+        norms: list[Any] = [getattr(self, "q_norm", None), getattr(self, "k_norm", None)]
+        if norms[0] is not None:
+            plus = 1.0 if type(norms[0]).__name__ == "Gemma3RMSNorm" else 0.0
+            weights = [norm.weight.float() + plus if plus else norm.weight for norm in norms]
+            eps = getattr(norms[0], "eps", None) or norms[0].variance_epsilon
+            options |= {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": eps}
+        cos, sin = position_embeddings
+        if past_key_values is not None:
+            rotate = vars(sys.modules[type(self).__module__])["apply_rotary_pos_emb"]
+            normalized = key if norms[1] is None else norms[1](key)
+            past_key_values.update(rotate(normalized, normalized, cos, sin)[1], value, self.layer_idx)
+        width = cos.shape[-1] * (2 if "GptOss" in type(self).__name__ else 1)
+        out = layer.attend(query, key, value, scale=self.scaling, rope=(cos, sin), rope_dim=width, **options)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, rows, -1)), None
+
+    return types.MethodType(forward, module)
+
+
+def _run_in_16_bits(module: Any, run: Any) -> Any:
+    """Run a layer's own code with transformers' "sdpa", whose masks all layers have."""
+    config = module.config
+    config._attn_implementation = "sdpa"
+    try:
+        return run()
+    finally:
+        config._attn_implementation = NAME
+
+
+def _is_prompt(module: Any, angles: Any, mask: Any, cache: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call attends to its own tokens alone, with arguments that are known."""
+    if angles is None or not (mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)):
+        return False
+    if (module.training and module.attention_dropout) or getattr(module, "attn_logit_softcapping", None):
+        return False
+    if any(kwargs.get(name) is not None for name in (*_FALLBACK_ONLY, *_UNSUPPORTED, "cu_seq_lens_q")):
+        return False
+    if cache is None:
+        return True
+    length = cache.get_seq_length(module.layer_idx)
+    return isinstance(length, int) and length == 0
