@@ -21,8 +21,8 @@ import torch
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import Tiling

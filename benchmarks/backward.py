@@ -24,8 +24,8 @@ from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.sdpa_inputs import make_inputs
 from benchmarks.small_models import MODELS, train
-from greenfast.judge.environment import device_info
 from greenfast.judge.report.formatting import table
+from greenfast.judge.request import device_info
 
 _MAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
 _FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -20,7 +20,7 @@ from benchmarks.serving_cases import GROUPS
 from greenfast.cli.console import GateConsole, show
 from greenfast.cli.options import rounds, words
 from greenfast.judge.pages import digest
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import sealed_json
 from greenfast.judge.store import check_output_file, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 

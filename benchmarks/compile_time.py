@@ -20,7 +20,7 @@ from benchmarks.records import write_measurements
 from greenfast.cli.options import words
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import disassemble
-from greenfast.judge.tasks import find_task, load_family
+from greenfast.judge.task import find_task, load_family
 from greenfast.spec.arch import Target
 
 AIM_COLD_MS, AIM_CACHED_MS = 2000.0, 50.0

@@ -27,11 +27,11 @@ from greenfast.cli.options import words
 from greenfast.device.gpu import Gpu
 from greenfast.device.identity import code_hash
 from greenfast.emulator.grid import run_grid
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
 from greenfast.judge.profiling import ncu, take_profile
 from greenfast.judge.report import formatting
 from greenfast.judge.request import make_request
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 
 #: Operations of the machine's matrix instruction on halves, HMMA.16816.
 _HMMA_FLOPS = 2 * 16 * 8 * 16

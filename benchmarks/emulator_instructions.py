@@ -22,9 +22,9 @@ from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from greenfast.cli.console import show, table
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.session import Executable, KernelImage
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.environment import choose_device, device_info
+from greenfast.judge.request import choose_device, device_info
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.problem import Case as Problem

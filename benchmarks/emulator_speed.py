@@ -27,7 +27,7 @@ from greenfast.emulator.machine.blocks import ThreadSet
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
 from greenfast.judge.report.formatting import table
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.arch import Target
 
 _SHOWN = 15

@@ -30,17 +30,17 @@ import numpy as np
 from benchmarks.options import make_parser
 from benchmarks.timing import interleave
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, GuardedBuffer
+from greenfast.device.session import Executable
 from greenfast.evolve.space import Space, read_space
 from greenfast.judge.error_metrics import worst_bound_ratio
-from greenfast.judge.gates.sides import build_image
+from greenfast.judge.implementation import build_image
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.kernels.attention import hopper, tuning_space
 from greenfast.kernels.attention.config import FORMATS, QUERY_BLOCK, ROW_BLOCK, AttentionConfig, read_dims
 from greenfast.kernels.attention.heuristics import planned
 from greenfast.spec.errors import CompileError, MachineError, UsageError
-from greenfast.spec.problem import Case, dtype_of
+from greenfast.spec.problem import Case, to_dtype
 from tasks.fp8_attention import problem as attention
 
 HEAD_DIMS = (64, 128, 256)
@@ -106,7 +106,7 @@ class Group:
 
 def _allowed(toggles: Toggles, config: AttentionConfig) -> bool:
     try:
-        tuning_space.tiles_of(toggles, config)
+        tuning_space.parse_tiles(toggles, config)
     except UsageError:
         return False
     return True
@@ -167,7 +167,7 @@ def find_fault(gpu: Gpu, toggles: Toggles, dims: Dims, fmt: str, case: Case, ref
         return violations[0]
     if not np.isfinite(out).all():
         return "an output is not finite"
-    ratio = worst_bound_ratio(out, references.exact, references.bound_of("e4m3_polynomial"))
+    ratio = worst_bound_ratio(out, references.exact, references.get_bound("e4m3_polynomial"))
     return "" if ratio <= 1 else f"an error is {ratio:.2f} of its bound"
 
 
@@ -183,7 +183,7 @@ class TilingCell:
             self._buffers[name] = buffer = GuardedBuffer(array.nbytes * heads)
             buffer.upload(np.ascontiguousarray(np.tile(array, (heads, *(1 for _ in array.shape[1:])))))
         for name, spec in one.outputs.items():
-            self._buffers[name] = GuardedBuffer(heads * int(np.prod(spec.shape)) * dtype_of(spec.dtype).itemsize)
+            self._buffers[name] = GuardedBuffer(heads * int(np.prod(spec.shape)) * to_dtype(spec.dtype).itemsize)
 
     def launches(self, toggles: Toggles | None) -> list[Any]:
         """Return the launches of a tiling on these buffers."""

@@ -12,20 +12,17 @@ from greenfast.cli.console import GateConsole, show, table
 from greenfast.cli.judge import required_gates
 from greenfast.cli.options import numbers, words
 from greenfast.device.worker import WorkerError
-from greenfast.judge.artifacts import RECORD, REPORT, side_files
 from greenfast.judge.gates.performance import find_obstacle, time_sides
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.implementation import Implementation
+from greenfast.judge.implementation import CANDIDATE, Implementation
 from greenfast.judge.pages import write_page
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import RECORD, REPORT, sealed_json, side_files
 from greenfast.judge.record_schema import BenchRecord, GateResult
 from greenfast.judge.report.markdown import report
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_output_file, check_writable, new_run_folder, to_json
-from greenfast.judge.task import Shape, TaskConfig, Variant
-from greenfast.judge.tasks import LoadedTask, choices
+from greenfast.judge.task import LoadedTask, Shape, TaskConfig, Variant, choices
 from greenfast.judge.timing.interleaved import WARM
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

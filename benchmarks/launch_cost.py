@@ -24,12 +24,12 @@ from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import interleave
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Bound, Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import Rotation
-from greenfast.judge.gates.sides import build_side
-from greenfast.judge.tasks import find_task, load
+from greenfast.device.session import Executable, KernelImage
+from greenfast.judge.implementation import build_side
+from greenfast.judge.task import find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from greenfast.judge.request import Request, read_request
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 
 #: The task whose problem all comparisons solve.
 _TASK = "fp8_attention"

@@ -30,7 +30,7 @@ from benchmarks.registry import Backend, first_line
 from benchmarks.timing import interleave, time_gpu_ms
 from greenfast.cli.options import rounds as rounds_value
 from greenfast.cli.options import words
-from greenfast.judge.environment import git_state, package_versions
+from greenfast.judge.request import git_state, package_versions
 from greenfast.kernels.attention.config import ROW_BLOCK
 from greenfast.numerics.attention import attention
 from greenfast.parallel import cost

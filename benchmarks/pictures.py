@@ -19,8 +19,7 @@ from benchmarks.report import clocks_line, headline, rate, ratios, reasons, sect
 from benchmarks.report import panels as serving_panels
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.report.plots import clean
-from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.plots import clean, render_svg
 from greenfast.judge.report.webpage.page import bullets, figure, page
 from greenfast.judge.report.webpage.run import details, gates, identity, limits, repeat
 
@@ -147,7 +146,7 @@ def _name(row: Row) -> str:
 def benchmark_page(record: Benchmark, sha256: str = "") -> str:
     """Render the page of a record. sha256: of its file."""
     summary, *others = sections(record)
-    picture = drawing(
+    picture = render_svg(
         "throughput and times of all backends",
         plot_height(record),
         lambda figure: draw_benchmark(figure, record),

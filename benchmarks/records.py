@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from greenfast.judge import record_io as judged
-from greenfast.judge.environment import device_info, git_state, now, package_versions
 from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record, Run, Side, TimedKernel
+from greenfast.judge.request import device_info, git_state, now, package_versions
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import UsageError
 

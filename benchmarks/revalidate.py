@@ -15,8 +15,7 @@ from benchmarks.options import make_parser
 from greenfast.evolve.manifest import Manifest, read_manifest
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages, Verdict, validate_finalist
-from greenfast.judge.environment import choose_device, now
-from greenfast.judge.request import NullListener
+from greenfast.judge.request import NullListener, choose_device, now
 from greenfast.judge.store import read_json, to_json, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 

@@ -16,12 +16,10 @@ from benchmarks.pictures import save_benchmark_plot
 from benchmarks.records import AccuracyRow, Benchmark, HostRow, Row
 from benchmarks.report import benchmark_report, headline
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.artifacts import PLOT, RECORD, REPORT
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.gates.sides import CANDIDATE, BuiltSide
-from greenfast.judge.implementation import find_rung
+from greenfast.judge.implementation import CANDIDATE, BuiltSide, find_rung
 from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import PLOT, RECORD, REPORT, sealed_json
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import ProgressListener, Request
 from greenfast.judge.store import check_writable, new_run_folder

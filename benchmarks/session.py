@@ -25,9 +25,9 @@ from benchmarks.sdpa_backends import BACKENDS
 from benchmarks.sdpa_inputs import Inputs, make_inputs, reference
 from benchmarks.timing import Captured, capture, interleave, time_graphs
 from greenfast.device.bound_launch import BoundLaunch
-from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.numerics.codes import transposed_values
+from greenfast.device.session import KernelImage
+from greenfast.numerics.formats import transposed_values
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 

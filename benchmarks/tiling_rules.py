@@ -80,4 +80,4 @@ def _by_round(times: Sequence[float], rounds: int) -> list[float]:
 
 
 def _tiles(toggles: Mapping[str, int], config: AttentionConfig) -> dict[str, Any]:
-    return asdict(tuning_space.tiles_of(toggles, config))
+    return asdict(tuning_space.parse_tiles(toggles, config))

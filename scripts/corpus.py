@@ -1,8 +1,8 @@
 """Take the corpus of cheats and honest kernels through the gates, and write docs/cheats.md.
 
-PYTHONPATH=src:. python scripts/corpus.py            on the emulator: evidence/cheats-emulator.json
-PYTHONPATH=src:. python scripts/corpus.py --gpu      on the GPU: evidence/cheats-gpu.json
-PYTHONPATH=src:. python scripts/corpus.py --page     the page from these files alone
+python -m scripts.corpus            on the emulator: evidence/cheats-emulator.json
+python -m scripts.corpus --gpu      on the GPU: evidence/cheats-gpu.json
+python -m scripts.corpus --page     the page from these files alone
 
 ``--only A,B`` judges these again and keeps the other rows; a row that was judged again says when, and of which commit.
 
@@ -26,10 +26,10 @@ import msgspec
 from scipy.stats import beta
 
 from greenfast import __version__
-from greenfast.judge.environment import git_state
-from greenfast.judge.record_index import render_record
 from greenfast.judge.report.formatting import without_folders
+from greenfast.judge.request import git_state
 from greenfast.judge.store import read_json, write_whole
+from scripts.kept_records import render_record
 from tests.cheats.corpus import Entry, entries
 from tests.cheats.judging import SEED, request_of
 

@@ -1,6 +1,6 @@
 """Write the table of instructions that the emulator knows into docs/emulator-instructions.md.
 
-PYTHONPATH=src python scripts/emulator_forms.py
+python -m scripts.emulator_forms
 """
 
 from __future__ import annotations

@@ -36,15 +36,15 @@ from benchmarks.sdpa import operator
 from benchmarks.serving import serving as serving_comparison
 from greenfast.device.compiler import compile_kernel, compiler_version
 from greenfast.device.identity import code_hash
-from greenfast.judge.artifacts import RECORD
+from greenfast.judge.record_io import RECORD
 from greenfast.judge.store import write_whole
-from greenfast.judge.tasks import find_task, load_family, task_names
+from greenfast.judge.task import find_task, load_family, task_names
 from greenfast.kernels.merge import merge
 from greenfast.kernels.serving import attention as serving
 from greenfast.kernels.serving.config import HEAD_DIMS, VALUE_LAYOUTS, ServingConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, GreenfastError, UsageError
-from greenfast.spec.kernel import KernelSource, program_of
+from greenfast.spec.kernel import KernelSource, render_program
 from scripts.refresh_hashes import COMPARED, ROOT, recorded_kernels
 from tests.fuzz import serving as fuzz_serving
 from tests.gpu import compile_ahead
@@ -75,7 +75,7 @@ def task_kernels() -> Iterator[Entry]:
         family, config = load_family(task), task.config
         for rung, fmt, shape in product(config.rungs, config.formats, config.shapes):
             try:
-                program = program_of(family, config.rung_variant(rung).values, fmt, shape.dims)
+                program = render_program(family, config.rung_variant(rung).values, fmt, shape.dims)
             except UsageError:  # the rung is not for this shape
                 continue
             for step in program.steps:

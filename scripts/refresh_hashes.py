@@ -1,6 +1,6 @@
 """Reports for every record under evidence/ whether it describes today's kernels, and updates the hashes in its index.
 
-python scripts/refresh_hashes.py [--check]    (--check changes nothing; exit 1 where a record is not current)
+python -m scripts.refresh_hashes [--check]    (--check changes nothing; exit 1 where a record is not current)
 
 A record of an older version whose kernels have the same text and compiler today gets the hash of their machine code
 and their launches. One whose kernels have the same machine code but different text gets the hash of that text, so that
@@ -22,18 +22,25 @@ from benchmarks.records import AnyRecord, Benchmark, read_record
 from benchmarks.sdpa import peers
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, list_launches
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record_index import FIELD, find_index, read_content, read_index, render_index, split
-from greenfast.judge.record_io import is_dropped, load_record_family
+from greenfast.judge.record_io import (
+    FIELD,
+    RECORD,
+    find_index,
+    is_dropped,
+    load_record_family,
+    read_content,
+    read_index,
+)
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.ops.warmup import warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.freshness import CURRENT, Freshness
-from greenfast.spec.kernel import KernelSource, program_of
+from greenfast.spec.kernel import KernelSource, render_program
+from scripts.kept_records import render_index, split
 
 ROOT = Path(__file__).parents[1]
 COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
@@ -83,7 +90,7 @@ def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[Ke
     for shape, of_shape in dims.items():
         if is_dropped(record.task, of_shape):
             continue
-        program = program_of(family, toggles, record.format, of_shape, instrumented=instrumented)
+        program = render_program(family, toggles, record.format, of_shape, instrumented=instrumented)
         today |= list_launches(program, shape, of_shape)
     return today
 
@@ -179,7 +186,7 @@ def write_identities(path: Path, before: AnyRecord, after: AnyRecord) -> None:
         return
     stored = read_json(path, dict[str, Any], "record")
     if FIELD not in stored:
-        raise UsageError(f"{path}: not a kept record; run python scripts/update_results.py")
+        raise UsageError(f"{path}: not a kept record; run python -m scripts.update_results")
     content = read_content(path)
     if isinstance(after, Benchmark) and after.side is None:
         for name, kernel in after.kernels.items():

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
+from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.report.formatting import table
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch

@@ -1,10 +1,10 @@
 """Writes all that is generated from records: README.md's table and picture, docs/, rules of routing and tiles.
 
-python scripts/update_results.py [--check]    (--check changes nothing; exit 1 where something differs)
+python -m scripts.update_results [--check]    (--check changes nothing; exit 1 where something differs)
 
 Records are at evidence/DEVICE/NAME/record.json, as `greenfast judge` or `python -m benchmarks` wrote them. They and
-every other JSON file there get the form of kept records (``judge.record_index``): rows as tables, and the identities of
-kernels in evidence/index.json.
+every other JSON file there get the form of kept records (``scripts.kept_records``): rows as tables, and the identities
+of kernels in evidence/index.json.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from benchmarks.report import batching_table, models_table, section
 from benchmarks.routing import rules, rules_table
 from benchmarks.tiling_rules import derive_tiling_rules
 from greenfast.cli.main import find_moved_command
-from greenfast.judge.artifacts import RECORD
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.record_index import FIELD, INDEX, read_index, render_index, render_record, split, with_identities
+from greenfast.judge.record_io import FIELD, INDEX, RECORD, read_index, with_identities
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.ladder import ladder_table
 from greenfast.judge.store import read_json, to_json, write_whole
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.ops.routing_rules import FA3, TORCH
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.freshness import CURRENT, STALE, Freshness, worst
+from scripts.kept_records import render_index, render_record, split
 
 ROOT = Path(__file__).parents[1]
 MAIN_TASK = "fp8_sdpa"

@@ -24,23 +24,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
 from greenfast.device.gpu_session import GpuSession
 from greenfast.device.helper_kernels import FIELDS, RANGES
-from greenfast.device.session import Block, RunResult, Started
+from greenfast.device.session import Block, Executable, KernelImage, RunResult, Started
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.judge.check_plan import CasePlan, CheckPlan
 from greenfast.judge.emulator_session import EmulatorSession
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import Request
-from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.judge.task import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Launch
-from greenfast.spec.problem import NORMAL, Array, Case, Problem, case_of
+from greenfast.spec.problem import NORMAL, Array, Case, Problem, build_case
 from tests.host_driver import HostDriver
 
 L4 = DeviceInfo(
@@ -128,7 +127,7 @@ def _right(
 ) -> tuple[Case, dict[str, Array]]:
     """A case and its right outputs: the exact reference, cast."""
     made = cast(Problem, problem)
-    case = case_of(made, dict(dims), seed, fmt, variant)
+    case = build_case(made, dict(dims), seed, fmt, variant)
     ((name, spec),) = case.outputs.items()
     given: dict[str, Any] = {} if variant == NORMAL else {"variant": variant}
     exact = made.references(dict(dims), seed, fmt, **given).exact
@@ -407,7 +406,7 @@ class FakeWorker(Worker):
 
 
 #: Modules that look for the GPUs of this machine.
-_ASKING = ("judge.environment", "cli.library")
+_ASKING = ("judge.request", "cli.library")
 
 
 class InOrder(Executor):
@@ -448,7 +447,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> FakeDevice:
     monkeypatch.setattr(Request, "make_emulator", None)  # which would run the real kernels
     for module in ("judge.request", "cli.library"):
         monkeypatch.setattr(f"greenfast.{module}.Worker", start)
-    monkeypatch.setattr("greenfast.judge.environment.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
+    monkeypatch.setattr("greenfast.judge.request.gpu_info", lambda n, limit: start(n, timeout_s=limit).info())
     return device
 
 

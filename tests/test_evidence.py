@@ -21,10 +21,10 @@ from greenfast.cli.options import VERBS
 from greenfast.device.compiler import compile_kernel, kernel_hash
 from greenfast.device.identity import code_hash
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.record_index import FIELD, INDEX, read_content, read_index
+from greenfast.judge.record_io import FIELD, INDEX, read_content, read_index
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
-from greenfast.judge.tasks import find_task, load_family
+from greenfast.judge.task import find_task, load_family
 from greenfast.spec.arch import TARGETS, Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import Freshness
@@ -65,7 +65,7 @@ def test_pages_are_those_that_the_records_make_and_comparisons_are_current_or_sh
     compared = [page for page, _, record in update_results.COMPARED if (ROOT / record).is_file()]
     assert "docs/operator-times.md" in compared
     for page in (ROOT / name for name in (*(getattr(update_results, name) for name in names), *compared)):
-        assert page.read_text(encoding="utf-8") == files[page], "run python scripts/update_results.py"
+        assert page.read_text(encoding="utf-8") == files[page], "run python -m scripts.update_results"
     for page, _, path in update_results.COMPARED:
         if (ROOT / path).is_file():
             record, text = read_benchmark(ROOT / path), (ROOT / page).read_text()

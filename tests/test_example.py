@@ -18,8 +18,7 @@ from greenfast.cli.main import main, parser
 from greenfast.device.compiler import compile_kernel
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import TaskConfig, load_task
-from greenfast.judge.tasks import load
+from greenfast.judge.task import TaskConfig, load, load_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 

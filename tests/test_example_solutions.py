@@ -17,12 +17,11 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
-from greenfast.judge.gates.sides import BuiltProgram
+from greenfast.judge.implementation import BuiltProgram
 from greenfast.judge.solution.cuda_program import build_declared_program
 from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution
-from greenfast.judge.task import Shape, load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, Shape, load, load_task
 from greenfast.spec.arch import Target
 from greenfast.spec.extras import EXTRAS
 from greenfast.spec.kernel import Program

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from benchmarks.records import read_record
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.record_index import INDEX, read_index, render_index
+from greenfast.judge.record_io import INDEX, RECORD, read_index
 from greenfast.judge.record_schema import PhaseRecord, Record
 from greenfast.spec.errors import UsageError
 from scripts import refresh_hashes
+from scripts.kept_records import render_index
 
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 
@@ -73,5 +73,5 @@ def test_a_record_that_is_in_no_index_is_refused(tmp_path: Path) -> None:
     path = tmp_path / RECORD
     path.write_text("{}")
     record = read_record(EVIDENCE / "h100/fp8_sdpa-e4m3-stage2-phases")
-    with pytest.raises(UsageError, match=r"not a kept record; run python scripts/update_results\.py"):
+    with pytest.raises(UsageError, match=r"not a kept record; run python -m scripts\.update_results"):
         refresh_hashes.write_identities(path, record, msgspec.structs.replace(record, created="now"))

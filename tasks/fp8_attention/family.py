@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import load_family
+from greenfast.judge.task import load_family, load_task
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.choice import choose_kernel
 from greenfast.kernels.attention.config import VALUE_FORMAT, AttentionConfig, Sizes, read_dims

@@ -27,16 +27,17 @@ from greenfast.numerics.attention import (
     HALF_WEIGHTS,
     attention,
     attention_with_bounds,
-    scores_of,
+    compute_scores,
 )
-from greenfast.numerics.codes import (
+from greenfast.numerics.formats import (
+    dequantize,
+    quantize,
     quantize_blocks,
     quantize_groups,
     quantize_values,
     scales_of_keys,
     transposed_values,
 )
-from greenfast.numerics.formats import dequantize, quantize
 from greenfast.numerics.inputs import VARIANTS as VARIANTS
 from greenfast.numerics.inputs import standard_normal, varied
 from greenfast.spec.problem import Array, Case, OutputSpec, References
@@ -193,7 +194,7 @@ def log_sum_exp(dims: Mapping[str, int], seed: int, fmt: str) -> NDArray[np.floa
 
 
 def _log_sum_exp(q: Tensor, k: Tensor, config: AttentionConfig, sizes: Sizes) -> NDArray[np.float64]:
-    scores = scores_of(q, k, 1.0 / math.sqrt(config.head_dim), config.softcap)
+    scores = compute_scores(q, k, 1.0 / math.sqrt(config.head_dim), config.softcap)
     mask = mask_of(config.mask, sizes)
     found: NDArray[np.float64] = torch.logsumexp(
         scores if mask is None else scores.masked_fill(~mask, -math.inf), -1

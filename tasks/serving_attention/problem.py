@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from greenfast.judge.tasks import import_file
+from greenfast.judge.task import import_file
 from greenfast.kernels.serving.attention import ServingSizes
 from greenfast.numerics.attention import E4M3_SUM
 from greenfast.numerics.inputs import VARIANTS as VARIANTS

@@ -17,7 +17,7 @@ from benchmarks.registry import KERNEL, Backend, BoundCall
 from benchmarks.sdpa_backends import BACKENDS, FP8
 from benchmarks.sdpa_inputs import INPUTS, Inputs, make_inputs, reference
 from greenfast.kernels.attention import config
-from greenfast.numerics.codes import transposed_values
+from greenfast.numerics.formats import transposed_values
 from greenfast.spec.errors import UsageError
 
 #: Sizes that are all different, so that a swapped pair shows.

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.records import Benchmark
 from benchmarks.runner import BenchResult
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import sealed_json
 from tests.benchmarks.benchmarks import operator_record, peers_record, serving_record
 from tests.benchmarks.command_line import run_benchmark
 from tests.cli.command_line import ROOT, files_below, run_here

@@ -15,7 +15,7 @@ from benchmarks.tuning_cache import Cache, count_evaluations, measure_recall, me
 from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.t4 import read_t4
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_io import read_content
 from tests.evolve import caches
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, load, load_task
 
 TASK = Path(__file__).parent / "doubling"
 

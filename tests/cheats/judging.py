@@ -10,14 +10,18 @@ from pathlib import Path
 from benchmarks.kernel import bench
 from greenfast.judge.gates.evidence import check_promises
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.gates.sides import CANDIDATE, build_side
-from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
+from greenfast.judge.implementation import (
+    CANDIDATE,
+    Implementation,
+    build_rung_implementation,
+    build_side,
+    build_solution_implementation,
+)
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.request import NullListener, Request, add_check_plan, make_request
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, load, load_task
 from greenfast.spec.errors import GreenfastError
 from tests.fakes import EmulatorHere
 

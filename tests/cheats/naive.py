@@ -7,8 +7,8 @@ from cuda.bindings import driver
 from cuda.core import LaunchConfig, launch
 
 from greenfast.device.bound_launch import check
-from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import KernelImage
 from greenfast.spec.kernel import Launch
 from greenfast.spec.problem import Case
 

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from greenfast.judge.error_metrics import error_histogram
-from greenfast.judge.record_index import DIGEST, compute_digest, read_content
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import DIGEST, compute_digest, read_content, read_record
 from greenfast.spec.errors import UsageError
 from tests.cheats.judging import Finding
 

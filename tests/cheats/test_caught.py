@@ -32,7 +32,7 @@ import pytest
 from benchmarks.kernel import bench
 from greenfast.cli.main import main
 from greenfast.device.gpu import Gpu
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord, Record
 from greenfast.judge.request import NullListener, Request, make_request

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.kernel import bench
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.implementation import build_rung_implementation
+from greenfast.judge.implementation import CANDIDATE, build_rung_implementation
 from greenfast.judge.pipeline import GateRun
 from greenfast.judge.request import NullListener, make_request
 from tests.cheats.cheats import CHEATS, FAILURES, doubling

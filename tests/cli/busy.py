@@ -13,8 +13,8 @@ def _wait(*_, **__):
     time.sleep(600)
 """
 _WHILE_BUILDING = """
-import greenfast.judge.gates.sides
-greenfast.judge.gates.sides.compile_kernel = _wait
+import greenfast.judge.implementation
+greenfast.judge.implementation.compile_kernel = _wait
 """
 _WHILE_SAVING = """
 import greenfast.judge.validate

@@ -14,8 +14,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from greenfast.cli.main import main
-from greenfast.judge.record_index import sealed_json
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import read_record, sealed_json
 from tests.cli.command_line import ROOT, run_here
 
 pytestmark = pytest.mark.usefixtures("emulator_here")

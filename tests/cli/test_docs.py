@@ -13,7 +13,7 @@ from benchmarks.__main__ import BENCHMARKS
 from greenfast import __version__
 from greenfast.cli.main import parser
 from greenfast.cli.options import EXAMPLES, VERBS
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.spec.errors import UsageError
 from tests import snippets
 from tests.cli.command_line import ROOT

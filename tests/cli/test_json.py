@@ -10,7 +10,7 @@ import pytest
 
 from greenfast.cli.main import main, parser
 from greenfast.cli.options import VERBS
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_io import read_content
 from tests.cli.command_line import ROOT, run_here
 from tests.judge.report.records import timing_row
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from greenfast.cli.judge import OPEN, UNCHECKED, exit_code
+from greenfast.cli.judge import UNCHECKED, UNDECIDED, exit_code
 from greenfast.cli.main import main
 from greenfast.device import toolchain
 from greenfast.device.compiler import compile_kernel
@@ -101,7 +101,7 @@ def test_what_cannot_be_timed_is_not_all_that_was_asked(scaffold: Path) -> None:
 def test_gates_that_hold_on_part_of_the_exam_are_no_zero(
     scaffold: Path, part: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PERFORMANCE is PENDING here, so the decision does not say PARTIAL; the exit code 0 would read as passed."""
+    """PERFORMANCE is PENDING here, so the decision does not say INCOMPLETE; the exit code 0 would read as passed."""
     assert judge(scaffold, *part) == code, capsys.readouterr()
 
 
@@ -266,9 +266,12 @@ def test_without_an_assembler_ptx_is_emulated(
         (["no_such"], "unknown task or solution 'no_such'; allowed: "),
         (["{}/problem"], "task vector_add has no rungs; `greenfast judge SOLUTION --problem"),
         (["{}/problem", "--problem", "{}/problem"], "problem: holds no solution.json of a solution"),
-        (["fp8_sdpa", "--problem", "{}/problem"], "fp8_sdpa: no such solution; --problem names what a solution solves"),
+        (
+            ["fp8_sdpa", "--problem", "{}/problem"],
+            "fp8_sdpa: no such solution; --problem names the problem of a solution",
+        ),
         (["{}"], "mine: holds no config_forward.json of a task and no solution.json of a solution"),
-        (["{}/solution", "--candidate", "fast"], "solution is a solution, which is the candidate itself"),
+        (["{}/solution", "--candidate", "fast"], "solution is a solution and so the candidate itself"),
         (["{}/solution"], "solution.json: names no problem; --problem names a task or its folder"),
         (["{}/solution", "--problem", "no_such"], "unknown task 'no_such'"),
         (["{}/solution", "--problem", "{}/problem", "--baseline", "no"], "unknown baseline 'no'; allowed: the path of"),
@@ -325,14 +328,14 @@ def test_the_exit_code_is_of_the_first_gate_that_failed() -> None:
 
 def test_the_exit_code_of_what_was_not_judged_depends_on_what_is_required() -> None:
     pending = with_gates(pending_record(), "PENDING", pending="PERFORMANCE")
-    assert exit_code(pending, set(GATES), partial=False) == OPEN == 4
+    assert exit_code(pending, set(GATES), partial=False) == UNDECIDED == 4
     assert exit_code(pending, {"BUILD"}, partial=False) == 0
-    assert exit_code(pending, {"BUILD"}, partial=True) == OPEN
-    assert exit_code(with_gates(pending, "PARTIAL"), {"BUILD"}, partial=False) == OPEN
-    quoting = with_gates(quoting_record(), "PARTIAL")
-    assert exit_code(quoting, set(GATES), partial=False) == OPEN
+    assert exit_code(pending, {"BUILD"}, partial=True) == UNDECIDED
+    assert exit_code(with_gates(pending, "INCOMPLETE"), {"BUILD"}, partial=False) == UNDECIDED
+    quoting = with_gates(quoting_record(), "INCOMPLETE")
+    assert exit_code(quoting, set(GATES), partial=False) == UNDECIDED
     assert exit_code(quoting, {"CORRECTNESS"}, partial=False) == 0, "as if nothing had been quoted"
-    assert exit_code(quoting, {"CORRECTNESS"}, partial=True) == OPEN
+    assert exit_code(quoting, {"CORRECTNESS"}, partial=True) == UNDECIDED
     assert exit_code(with_gates(quoting, "MERGE"), set(GATES), partial=True) == 0, "a kept record covers the rest"
 
 

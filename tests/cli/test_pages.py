@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from greenfast.judge.record_index import read_content
+from greenfast.judge.record_io import read_content
 from tests.cli.command_line import ROOT, run_here
 from tests.fakes import FakeDevice, Script, install, request
 from tests.judge.report.webpage.reading import read
@@ -37,7 +37,7 @@ def test_validate_writes_the_page_of_its_record(capsys: pytest.CaptureFixture[st
     ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--out", tmp_path, "--html", file)
     assert (ran.code, ran.err) == (4, "")
     text = read(file.read_text()).text
-    assert re.search(r"fp8_sdpa: stage1 → stage2 PARTIAL stage2 is (2\.00|1\.99)\d times as fast as stage1", text)
+    assert re.search(r"fp8_sdpa: stage1 → stage2 INCOMPLETE stage2 is (2\.00|1\.99)\d times as fast as stage1", text)
     assert "HMMA" in text  # the machine code of both sides
     assert "of matrix peak" in text or "The peaks of NVIDIA L4 are not known" in text
     assert "% of elements" in text  # errors as distributions

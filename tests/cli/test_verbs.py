@@ -46,7 +46,9 @@ def test_a_run_says_what_holds_and_where_its_files_are(
     gates = [line.split()[:2] for line in ran.out.splitlines()[:5]]
     assert gates == [[gate, "PASS"] for gate in ("BUILD", "RESOURCES", "CORRECTNESS", "PERFORMANCE", "EVIDENCE")]
     missing = "1 of 7 shapes, inputs that nobody knew before the run (a seed was given), nothing drawn"
-    assert f"PARTIAL  stage2 against stage1, e4m3\n  - partial: {missing}; all five gates hold on those\n" in ran.out
+    assert (
+        f"INCOMPLETE  stage2 against stage1, e4m3\n  - incomplete: {missing}; all five gates hold on those\n" in ran.out
+    )
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
     assert last_line(ran).parent == out / "fp8_wmma_baseline"
@@ -77,9 +79,9 @@ def test_the_whole_exam_is_0_and_less_of_it_is_4(
 
     assert ran() == (0, "MERGE")
     assert ran("--shapes", "tiny,page") == (0, "MERGE")
-    assert ran("--shapes", "tiny") == (4, "PARTIAL")
-    assert ran("--exam-seed", "77") == (4, "PARTIAL"), "a repeated exam: its inputs were known"
-    assert ran("--seeds", "0", "--require", "build") == (4, "PARTIAL")
+    assert ran("--shapes", "tiny") == (4, "INCOMPLETE")
+    assert ran("--exam-seed", "77") == (4, "INCOMPLETE"), "a repeated exam: its inputs were known"
+    assert ran("--seeds", "0", "--require", "build") == (4, "INCOMPLETE")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_the_first_command_is_decided_without_a_gpu(
     assert [line.split()[:2] for line in lines[:5]] == [[gate, "PASS"] for gate in GATES]
     assert f"quoted from NVIDIA H100 80GB HBM3, {kept.created[:10]}, commit " in lines[3]
     assert "  - target sm_90a, from the kept record, as there is no GPU; --arch selects another" in lines
-    decision = "MERGE" if kept_exam_is_whole(kept) else "PARTIAL"
+    decision = "MERGE" if kept_exam_is_whole(kept) else "INCOMPLETE"
     assert f"{decision}  {after} against {before}, e4m3" in lines
     record = read_record(last_line(ran))
     assert isinstance(record, Record)
@@ -248,9 +250,9 @@ def test_report_prints_it_again(capsys: pytest.CaptureFixture[str], device: Fake
     folder = last_line(run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--out", tmp_path))
     whole = run_here(capsys, "report", folder)
     assert whole.code == 0
-    assert whole.out.startswith("# fp8_sdpa: stage1 -> stage2, PARTIAL\n")
+    assert whole.out.startswith("# fp8_sdpa: stage1 -> stage2, INCOMPLETE\n")
     short = run_here(capsys, "report", "--short", folder / "record.json")
-    assert short.out.startswith("**PARTIAL**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
+    assert short.out.startswith("**INCOMPLETE**: fp8_sdpa, `stage1` -> `stage2`, e4m3, sm_89\n")
     plot = run_here(capsys, "report", folder, "--plot", tmp_path / "p.svg")
     assert (plot.code, (tmp_path / "p.svg").read_text()[:5]) == (0, "<?xml")
     assert (whole.err, short.err) == ("", "")
@@ -285,7 +287,7 @@ def test_json_is_all_that_is_on_standard_output(
 ) -> None:
     ran = run_here(capsys, "judge", "fp8_sdpa", *SMALL, "--json", "--out", tmp_path)
     record = msgspec.json.decode(ran.out, type=Record)
-    assert record.decision == "PARTIAL"
+    assert record.decision == "INCOMPLETE"
     assert "CORRECTNESS PASS" in ran.err
     ran = run_here(capsys, "profile", "fp8_sdpa", "--phases", "--json", "--shapes", "small", "--out", tmp_path)
     assert list(json.loads(ran.out)["phases"]["phase_cycles"]) == ["b1_h1_s32_d64"]

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, KernelImage, RunResult
 from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import Launch

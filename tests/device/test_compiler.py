@@ -170,7 +170,7 @@ def test_a_pipe_is_no_header(tmp_path: Path, text: str) -> None:
     """The compiler would wait for it until its time is up."""
     os.mkfifo(tmp_path / "pipe.cuh")
     write(tmp_path, header='#define OTHER "pipe.cuh"\n#include OTHER')
-    with pytest.raises(CompileError, match=r"k\.cu: it includes 'pipe\.cuh', which is a pipe or a device"):
+    with pytest.raises(CompileError, match=r"k\.cu: it includes 'pipe\.cuh', a pipe or a device"):
         compile_kernel(source(text + '\nextern "C" __global__ void k() {}', tmp_path), ADA)
 
 
@@ -183,7 +183,7 @@ def test_a_pipe_that_nothing_includes_is_no_matter(tmp_path: Path) -> None:
 def test_a_name_that_may_mean_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_MAX_CANDIDATES", 2)
     write(tmp_path, a="", b="", c="")
-    with pytest.raises(CompileError, match=r"k\.cu: it includes a file by a macro, which may be any of more than 2"):
+    with pytest.raises(CompileError, match=r"k\.cu: it includes a file by a macro, and this may be any of more than 2"):
         compile_kernel(source('#define NAME "a.cuh"\n#include NAME\n' + SIMPLE, tmp_path), ADA)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from greenfast.device import identity
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.cubin import block_fault, read_cubin
-from greenfast.device.elf import Image, ImageError
+from greenfast.device.cubin import Image, ImageError, block_fault, read_cubin
 from greenfast.device.identity import check_code, state_variables
 from greenfast.device.machine_code import disassemble
 from greenfast.spec.arch import Target

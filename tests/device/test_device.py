@@ -12,9 +12,8 @@ import torch
 from cuda.bindings import driver
 
 from greenfast.device.bound_launch import check
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, GuardedBuffer, device_count
-from greenfast.device.session import same_bits
+from greenfast.device.session import Executable, KernelImage, same_bits
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Launch
 from tests.host_driver import HostDriver

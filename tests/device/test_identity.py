@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.elf import Image
+from greenfast.device.cubin import Image
 from greenfast.device.identity import code_hash, launch_differences, launch_facts
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel
-from greenfast.device.elf import Image
-from greenfast.device.module_variables import HEAP_BYTES, variable_bytes
-from greenfast.device.readonly_globals import find_readonly_globals
+from greenfast.device.cubin import Image
+from greenfast.device.module_variables import HEAP_BYTES, find_readonly_globals, variable_bytes
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import KernelSource

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from greenfast.device.resources import parse_resources
+from greenfast.device.compiler_log import parse_resources
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import Resources
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.machine_code import disassemble
-from greenfast.device.pdl import early_launch_faults
+from greenfast.device.machine_code import disassemble, early_launch_faults
 from greenfast.judge.gates.evidence import check_promises
-from greenfast.judge.gates.sides import BuiltProgram, BuiltSide
+from greenfast.judge.implementation import BuiltProgram, BuiltSide
 from greenfast.judge.task import Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper

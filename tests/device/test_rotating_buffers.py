@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import GUARD_BYTES, PAGE_BYTES, POISON, Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.rotating_buffers import (
@@ -24,6 +23,7 @@ from greenfast.device.rotating_buffers import (
     Layout,
     Rotation,
 )
+from greenfast.device.session import Executable, KernelImage
 from greenfast.spec.kernel import Launch, Workspace
 from greenfast.spec.problem import Array, Case, OutputSpec
 from tests.fakes import HostInstrument, HostLaunch, Stamp

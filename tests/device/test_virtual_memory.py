@@ -8,7 +8,7 @@ import pytest
 
 from greenfast.device import virtual_memory
 from greenfast.device.bound_launch import check
-from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, GuardedPages, PhysicalMemory
+from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory
 from greenfast.spec.errors import MachineError
 from tests.host_driver import GRANULE, HostDriver
 
@@ -22,13 +22,15 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
 
 @pytest.mark.parametrize("nbytes", [0, 1, GRANULE, GRANULE + 1, 3 * GRANULE])
 def test_there_is_no_memory_beside_a_mapping(memory: HostDriver, nbytes: int) -> None:
-    pages = GuardedPages(nbytes, 0)
+    physical = PhysicalMemory(nbytes, 0)
+    pages = physical.map()
+    physical.release()  # the mapping keeps it
+    end = pages.pointer + pages.nbytes
     assert pages.nbytes == max(1, -(-nbytes // GRANULE)) * GRANULE
-    assert pages.end == pages.pointer + pages.nbytes
-    for inside in (pages.pointer, pages.end - 1):
+    for inside in (pages.pointer, end - 1):
         check(memory.cuMemsetD8(inside, 7, 1))
         assert ctypes.string_at(inside, 1) == b"\7"
-    for outside in (pages.pointer - 1, pages.end, pages.pointer - GUARD_ADDRESSES, pages.end + GUARD_ADDRESSES - 1):
+    for outside in (pages.pointer - 1, end, pages.pointer - GUARD_ADDRESSES, end + GUARD_ADDRESSES - 1):
         with pytest.raises(MachineError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
             check(memory.cuMemsetD8(outside, 7, 1))
     pages.free()

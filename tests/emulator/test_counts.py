@@ -12,8 +12,8 @@ from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.device.machine_code import disassemble
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.counts import Counts
-from greenfast.judge.record_index import read_content
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.record_io import read_content
+from greenfast.judge.task import find_task, load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, KernelImage, RunResult
 from greenfast.emulator.dependence import find_dependence
 from greenfast.emulator.grid import load_program
 from greenfast.judge.emulator_session import EmulatorSession

@@ -153,6 +153,6 @@ def test_the_order_of_types_counts() -> None:
 
 def test_the_page_lists_what_is_accepted() -> None:
     page = emulator_forms.PAGE.read_text(encoding="utf-8")
-    assert emulator_forms.updated(page) == page, "PYTHONPATH=src python scripts/emulator_forms.py renews it"
+    assert emulator_forms.updated(page) == page, "python -m scripts.emulator_forms renews it"
     for name in FORMS:
         assert f"`{name}`" in page

@@ -17,7 +17,7 @@ from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import QUERY_BLOCK, Strides, read_dims
-from greenfast.numerics.codes import quantize_blocks
+from greenfast.numerics.formats import quantize_blocks
 from greenfast.ops import reference
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.kernel import KernelSource

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import emulator_instructions as benchmark
-from greenfast.device.executable import KernelImage
+from greenfast.device.session import KernelImage
 from greenfast.device.worker import WorkerError
 from greenfast.spec.arch import Target
 from tests.emulator.instructions.case import Case, Words
@@ -108,6 +108,6 @@ def test_the_script_writes_a_record_and_needs_a_gpu_for_the_comparison(
     assert "7 instructions" in capsys.readouterr().out
     result = json.loads(record.read_text())
     assert (result["reference"], len(result["rows"])) == ("definitions", 7)
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: 0)
     assert benchmark.main(argv) == 3
     assert "no comparison without a GPU" in capsys.readouterr().out

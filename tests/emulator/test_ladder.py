@@ -16,12 +16,10 @@ from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.result import GridResult
-from greenfast.judge.artifacts import REPORT
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import REPORT, read_record
 from greenfast.judge.record_schema import Record
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import find_task, load, task_folders
+from greenfast.judge.task import find_task, load, load_task, task_folders
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.arch import Target
@@ -78,7 +76,7 @@ def test_every_variant_is_right(task_name: str, rung: str, fmt: str, target: str
         references = task.problem.references(dims, 1, fmt)
         out = task.problem.decode(result.outputs, fmt)
         gate = task.config.rung(rung).kernel_error or task.config.gates(fmt).kernel_error
-        assert worst_bound_ratio(out, references.exact, references.bound_of(gate.rounding)) <= 1
+        assert worst_bound_ratio(out, references.exact, references.get_bound(gate.rounding)) <= 1
         assert error_stats(out, references.exact, 1).relative_error <= gate.relative_error
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.session import Executable, KernelImage
 from greenfast.emulator import grid
 from greenfast.emulator.grid import run_grid
 from greenfast.emulator.machine.faults import KernelFaultError

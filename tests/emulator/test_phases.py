@@ -16,7 +16,7 @@ from greenfast.emulator.result import GridResult
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.report.markdown import report
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

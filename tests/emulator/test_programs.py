@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable
+from greenfast.device.session import Executable
 from greenfast.emulator import grid
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import GlobalMemory
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.judge.emulator_session import EmulatorSession
-from greenfast.judge.gates.sides import build_image, build_side
+from greenfast.judge.implementation import build_image, build_side
 from greenfast.judge.task import Shape, Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step, Workspace
-from greenfast.spec.problem import Case, OutputSpec, dtype_of
+from greenfast.spec.problem import Case, OutputSpec, to_dtype
 from tests.emulator.kernels import TARGET
 
 N = 64
@@ -140,7 +140,7 @@ def test_buffers_may_hold_the_small_formats(dtype: str) -> None:
         source("copy", "const char* x, char* y", "y[i] = x[i];"),
         Launch((1, 1, 1), ("x", "y")),
     )
-    kind = dtype_of(dtype)
+    kind = to_dtype(dtype)
     x = np.arange(N // kind.itemsize).astype(kind)
     result = EmulatorSession().run(executable(Program((copy,))), Case({"x": x}, {"y": OutputSpec(x.shape, dtype)}), 2)
     assert (result.outputs["y"].dtype, result.outputs["y"].tobytes()) == (kind, x.tobytes())

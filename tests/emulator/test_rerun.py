@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import to_ptx
-from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, KernelImage, RunResult
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.judge.emulator_session import EmulatorSession
 from tests.emulator.kernels import request

@@ -32,7 +32,7 @@ PARAMETERS: Any = SPACE["parameters"]
         ({"name": "s", "parameters": {"KIND": {"values": [1.5]}}}, "KIND=1.5: allowed by the task are"),
         ({"name": "s", "parameters": {"KIND": {"values": [7]}}}, "KIND=7: allowed by the task are"),
         ({"name": "s", "parameters": {"KIND": {"values": [0, 1.0]}}}, "KIND=1.0: toggles are whole numbers"),
-        ({"name": "s", "parameters": {"KIND": {"values": [1, 1]}}}, "KIND: a value stands twice"),
+        ({"name": "s", "parameters": {"KIND": {"values": [1, 1]}}}, "KIND: a value is twice"),
         ({"name": "s", "parameters": {"KIND": {"values": [1], "default": 2}}}, "KIND: default 2 is not one of 1"),
         ({"name": "s", "parameters": {"SPEED": {"values": [1]}}}, "no toggle of task twice is called 'SPEED'; allowed"),
         ({"name": "s", "parameters": {"KIND": {"values": [1], "helpp": ""}}}, "unknown field `helpp`"),
@@ -106,7 +106,7 @@ def test_devices(
     def info(ordinal: int, timeout_s: float) -> DeviceInfo:
         return dataclasses.replace(L4, name=("NVIDIA H100", "NVIDIA H200")[ordinal], sm_count=132)
 
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: 2)
     for module in ("judge.request", "evolve.workers"):
         monkeypatch.setattr(f"greenfast.{module}.device_info", info)
     task = write_search_task(tmp_path / "task")

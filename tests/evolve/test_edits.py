@@ -11,7 +11,7 @@ from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, read_lines
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.stages import make_search_request
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import run_here
 from tests.evolve.doubling import evaluated

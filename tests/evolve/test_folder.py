@@ -16,7 +16,7 @@ from greenfast import __version__
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.run_folder import describe_version_change, lock_run_folder
 from greenfast.evolve.space import Parameter, Space
-from greenfast.judge.environment import git_state
+from greenfast.judge.request import git_state
 from greenfast.spec.errors import MachineError, UsageError
 
 IN_IT = """

@@ -28,7 +28,7 @@ from greenfast.evolve.proposal import Candidate, Context, Evaluation
 from greenfast.evolve.space import Parameter, Space, read_space
 from greenfast.evolve.stages import StageResult, Stages
 from greenfast.evolve.workers import GpuName, GpuWorkers, InProcess, ProcessPool, make_workers, read_workers
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.spec.errors import MachineError
 from greenfast.spec.problem import Case
 from tests.evolve.doubling import KINDS, candidate, write_search_task

@@ -12,8 +12,7 @@ import pytest
 from greenfast.evolve.language import prompt
 from greenfast.evolve.proposal import Context, Insight, read_lines
 from greenfast.evolve.space import Space
-from greenfast.judge.record_index import compute_digest
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import compute_digest, read_record
 from greenfast.judge.report.markdown import report
 from greenfast.judge.store import read_json
 

@@ -15,8 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.evolve.language import MAX_EDIT, MAX_TEXT, EngineerProposer, parse_answer, prompt
-from greenfast.evolve.model import KEY, AnswerLimits, HttpModel, Mailbox, Model, ModelAnswer, prompt_digest
+from greenfast.evolve.language import (
+    KEY,
+    MAX_EDIT,
+    MAX_TEXT,
+    AnswerLimits,
+    EngineerProposer,
+    HttpModel,
+    Mailbox,
+    Model,
+    ModelAnswer,
+    parse_answer,
+    prompt,
+    prompt_digest,
+)
 from greenfast.evolve.proposal import Candidate, Context, Descriptor, Evaluation, Insight, ProposerError
 from greenfast.evolve.proposers import make_proposer
 from greenfast.evolve.space import Parameter, Region, Space
@@ -195,7 +207,7 @@ def test_a_key_that_the_server_sends_back_is_shown_nowhere(
 
 def test_a_key_that_is_no_header_is_refused_and_not_shown(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("sk-a\nsecret", "sk-\u00e4-secret", "sk\0secret"):
-        monkeypatch.setattr("greenfast.evolve.model.os.environ", {KEY: key})
+        monkeypatch.setattr("greenfast.evolve.language.os.environ", {KEY: key})
         with pytest.raises(UsageError, match=f"{KEY} holds characters that no header can") as error:
             model(endpoint)
         assert "secret" not in str(error.value)
@@ -472,7 +484,7 @@ def test_the_budget_of_tokens_holds_over_a_resume() -> None:
 def test_a_proposer_over_http_gets_through_an_endpoint_that_fails(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("greenfast.evolve.model._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("greenfast.evolve.language._FIRST_WAIT", 0.01)
     endpoint.replies = [(429, {"Retry-After": "0"}, b""), 0.05, b"garbage", completion("no"), completion(GOOD)]
     log: list[str] = []
     options = {"model": f"http:{endpoint.url}", "model_name": "m", "timeout": "1"}

@@ -24,7 +24,7 @@ from greenfast.evolve.stages import Stages, Verdict
 from greenfast.evolve.workers import InProcess
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.request import add_check_plan
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
 from tests.evolve.doubling import KINDS, candidate, evaluated, write_search_task
@@ -101,7 +101,7 @@ def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_what_takes_the_place_of_a_gpu_is_noted(
     device: str, gpus: int, cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: gpus)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: gpus)
     space = read_space(write_search_task(tmp_path / "task") / "space.json")
     given = Manifest(created="", task="", space=space, space_folder="", proposer="random", device=device)
     chosen, manifest = choose_gpus(tmp_path, given)
@@ -224,7 +224,7 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert (tmp_path / "again" / kept["after"]["record"] / "record.json").is_file()
 
     (folder / "report.html").unlink()
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: 0)
     assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what a GPU measured can be read without one
     assert "MERGE" in (folder / "report.html").read_text()
     assert (folder / "winner" / "record.json").is_file()
@@ -243,7 +243,7 @@ def pool_here(makes: Sequence[Callable[[], Stages]]) -> InProcess:
 def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 2)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: 2)
     monkeypatch.setattr("greenfast.evolve.workers.device_info", lambda ordinal, timeout_s: L4)
     monkeypatch.setattr("greenfast.evolve.workers.ProcessPool", pool_here)
     stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64), candidate(0, 32)])
@@ -260,7 +260,7 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     assert ("final", (0,)) in events
     assert "Races were spread over GPU 0, 1, each an NVIDIA L4" in (folder / "report.html").read_text()
     before = (folder / EVENTS).read_bytes()
-    monkeypatch.setattr("greenfast.judge.environment.device_count", lambda: 0)
+    monkeypatch.setattr("greenfast.judge.request.device_count", lambda: 0)
     assert run_here(capsys, "evolve", "--resume", folder).code == 0  # what GPUs measured can be read without one
     assert (folder / EVENTS).read_bytes() == before
 
@@ -271,7 +271,7 @@ def test_a_run_that_began_without_a_gpu_goes_on_without_one(
     """Times and estimates cannot be ranked together."""
     stream = written(tmp_path / "stream.jsonl", [candidate(0), candidate(0, 64)])
     with monkeypatch.context() as patched:
-        patched.setattr("greenfast.judge.environment.device_count", lambda: 0)
+        patched.setattr("greenfast.judge.request.device_count", lambda: 0)
         ran = run_here(
             capsys, "evolve", tmp_path / "task", "--proposer", "scripted", "--option", f"file={stream}", "--batch", "1",
             "--out", tmp_path / "runs", "--arch", "sm_89",

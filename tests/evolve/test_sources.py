@@ -17,11 +17,11 @@ from greenfast.evolve.proposal import Candidate, Edit
 from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.stages import hash_programs
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
 from greenfast.judge.request import Request
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import program_of
+from greenfast.spec.kernel import render_program
 from tests.cheats.kernels import KERNELS
 from tests.fakes import request
 
@@ -155,7 +155,7 @@ def test_the_spaces_that_ship_make_kernels_of_their_tasks(path: Path, tmp_path: 
     sources.texts()
     for point in itertools.islice(space.listed(), 60):
         implementation = sources.implementation(Candidate(parameters=point))
-        assert program_of(implementation.family, implementation.variant.values, asked.format, shape.dims).steps
+        assert render_program(implementation.family, implementation.variant.values, asked.format, shape.dims).steps
 
 
 def test_each_setting_of_the_serving_space_is_a_rung(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_an_edit_of_greenfasts_own_kernels(asked: Request, tmp_path: Path) -> No
     text = sources.texts()["top"].text
     plain = sources.implementation(Candidate(parameters={}))
     edited = sources.implementation(Candidate(parameters={}, edits=(Edit("top", f"{text}#define EDITED 1\n"),)))
-    (step,) = program_of(edited.family, edited.variant.values, "e4m3", asked.shapes[0].dims).steps
+    (step,) = render_program(edited.family, edited.variant.values, "e4m3", asked.shapes[0].dims).steps
     of_task, of_greenfast = step.kernel.include_dirs
     assert "#define EDITED 1" in (of_task / "stage3b.cuh").read_text()
     assert (of_greenfast / "ptx" / "mma.cuh").is_relative_to(tmp_path)

@@ -26,9 +26,9 @@ def space_of(constraints: list[str], **values: list[Any]) -> Space:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"A": {"values": [1, 1.0]}}', "A: a value stands twice in 1, 1.0"),
+        ('{"A": {"values": [1, 1.0]}}', "A: a value is twice in 1, 1.0"),
         ('{"A": {"values": [1, 2], "default": 1.0}}', "A: default 1.0 is not one of 1, 2"),
-        ('{"A": {"values": [1]}, "A": {"values": [2]}}', "'A' stands twice in one object"),
+        ('{"A": {"values": [1]}, "A": {"values": [2]}}', "'A' is twice in one object"),
         ('{"A\\n": {"values": [1]}}', "matching regex"),
         ('{"\\u00c4": {"values": [1]}}', "matching regex"),
         ('{"A": {"values": [NaN]}}', "malformed"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from greenfast.device.gpu import Gpu
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.kernels.attention.heuristics import rules

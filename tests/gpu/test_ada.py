@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, read_dims

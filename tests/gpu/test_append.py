@@ -9,8 +9,8 @@ import torch
 
 import greenfast
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu_session import GpuSession
+from greenfast.device.session import Executable, KernelImage
 from greenfast.serving.pages import KVPages, get_page_bytes, view_pages
 from greenfast.spec.arch import Target
 from tests.kernels.serving.appends import CALLS, Append, assert_as_on_the_cpu, random_call, request, run_of

@@ -17,7 +17,7 @@ from benchmarks.registry import KERNEL
 from benchmarks.sdpa import SMALL, peers
 from benchmarks.session import BenchSession
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
+from greenfast.device.session import KernelImage
 from greenfast.judge.task import Shape
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable
 from greenfast.device.rotating_buffers import WRONG_VARIABLES
+from greenfast.device.session import Executable
 from greenfast.device.worker import Worker
-from greenfast.judge.gates.sides import build_image
+from greenfast.judge.implementation import build_image
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch
-from greenfast.spec.problem import Case, OutputSpec, dtype_of
+from greenfast.spec.problem import Case, OutputSpec, to_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +34,8 @@ class Matrices:
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
         rng = np.random.default_rng(seed)
-        x = rng.standard_normal((dims["R"], dims["C"])).astype(dtype_of(self.dtype))
-        w = rng.standard_normal((dims["C"], dims["C"])).astype(dtype_of(self.dtype))
+        x = rng.standard_normal((dims["R"], dims["C"])).astype(to_dtype(self.dtype))
+        w = rng.standard_normal((dims["C"], dims["C"])).astype(to_dtype(self.dtype))
         return Case({"x": x, "w": w}, dict(self.outputs or {"y": OutputSpec(x.shape, self.dtype)}))
 
 

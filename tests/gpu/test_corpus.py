@@ -10,8 +10,8 @@ from cuda.core import ObjectCode
 
 from greenfast.device.bound_launch import BoundLaunch
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import Gpu, GuardedBuffer, load_kernel
+from greenfast.device.session import KernelImage
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Launch
 from tests.emulator.corpus.entry import Bound, Entry, bind

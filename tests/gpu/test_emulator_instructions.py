@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.emulator_instructions import Device, build_images, try_case
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.result import GridResult
 from greenfast.spec.arch import Target

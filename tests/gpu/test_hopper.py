@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import read_dims
 from greenfast.kernels.attention.heuristics import ONE_LEVEL_KEYS, Rule, rules, tiling
 from greenfast.numerics.attention import E4M3_POLYNOMIAL_WEIGHTS, attention, attention_rounding_bound
-from greenfast.numerics.codes import transposed_values
-from greenfast.numerics.formats import dequantize, quantize
+from greenfast.numerics.formats import dequantize, quantize, transposed_values
 from greenfast.spec.arch import Target
 from greenfast.spec.problem import Case, OutputSpec
 from tasks.fp8_attention import problem as attention_problem

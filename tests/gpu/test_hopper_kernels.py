@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, KernelImage, RunResult
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.result import GridResult

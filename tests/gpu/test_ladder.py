@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
-from greenfast.judge.task import Rung
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import Rung, find_task
 from greenfast.numerics.attention import attention, attention_rounding_bound
 from greenfast.numerics.formats import dequantize, quantize
 from greenfast.spec.arch import Target

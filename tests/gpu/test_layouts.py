@@ -14,8 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 import greenfast
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
 from greenfast.device.gpu import Gpu
+from greenfast.device.session import Executable, KernelImage
 from greenfast.kernels.attention import hopper
 from greenfast.kernels.attention.config import Strides, read_dims
 from greenfast.ops import torch_ops

@@ -11,13 +11,11 @@ from cuda.bindings import driver
 
 from greenfast.device.bound_launch import check
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, RunResult
 from greenfast.device.virtual_memory import GUARD_ADDRESSES, Access, PhysicalMemory, is_supported
 from greenfast.device.worker import Worker, WorkerError
-from greenfast.judge.gates.sides import build_image, build_side
-from greenfast.judge.implementation import build_solution_implementation
+from greenfast.judge.implementation import build_image, build_side, build_solution_implementation
 from greenfast.judge.solution.family import RemoteFamily
 from greenfast.judge.solution.schema import SolutionConfig, find_solution
 from greenfast.spec.arch import Target

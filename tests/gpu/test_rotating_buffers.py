@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable
 from greenfast.device.rotating_buffers import WRONG_BITS
+from greenfast.device.session import Executable
 from greenfast.device.worker import Worker
-from greenfast.judge.gates.sides import build_image
+from greenfast.judge.implementation import build_image
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 from greenfast.spec.problem import Case, OutputSpec

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, load, load_task
 
 FAMILY = '''
 import numpy as np

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.judge.artifacts import PerformanceFile
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import PerformanceFile, read_record
 from greenfast.judge.report.markdown import report as render
 from greenfast.judge.report.plots import save_plot
 from greenfast.judge.validate import Outcome, validate

@@ -12,10 +12,8 @@ import msgspec
 import pytest
 
 from benchmarks.kernel import bench
-from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import find_evidence_folders, load_records, load_required_records
-from greenfast.judge.record_index import sealed_json
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import RECORD, read_record, sealed_json
 from greenfast.judge.record_schema import GateResult, Record, Side
 from greenfast.judge.report.markdown import report, short_form
 from greenfast.judge.validate import Outcome, validate
@@ -226,11 +224,11 @@ def timing(**changes: Any) -> Callable[[Record], Record]:
         ),
         (
             edit("candidate", kernel_hash="0" * 16, code_hash=""),
-            "cannot be compared: the source of the candidate kernel at b1_h1_s32_d64 or the compiler's options differ",
+            "cannot be compared: the source of the candidate kernel at b1_h1_s32_d64 or the options differ",
         ),
         (
             edit("candidate", launches={}),
-            "cannot be compared: the record does not say how the candidate kernel at b1_h1_s32_d64",
+            "cannot be compared: the record does not state how the candidate kernel at b1_h1_s32_d64",
         ),
         (
             edit("candidate", compiler="NVRTC 13.9.1"),
@@ -312,7 +310,7 @@ def test_what_was_measured_once_more_can_be_quoted(machines: Machines) -> None:
     [
         (1.5, "PASS", "FAST"),
         (2.5, "FAIL", "SHORT"),
-        (2.04, "PENDING", "cannot tell whether b1_h1_s32_d64 reaches 2.04x"),
+        (2.04, "PENDING", "does not decide whether b1_h1_s32_d64 reaches 2.04x"),
     ],
 )
 def test_the_requirement_of_this_run_decides(machines: Machines, required: float, status: str, says: str) -> None:
@@ -340,7 +338,7 @@ def test_of_several_kernels_the_record_must_say_which_ran(machines: Machines) ->
     assert "the machine code of the candidate kernel at b1_h2_s100_d64 differs" in ragged.summary
     silent = [msgspec.structs.replace(b, shapes=[]) for b in (build, other)]
     gate = performance(machines.quote(kept("silent", *silent)))
-    assert "does not say which of its candidate kernels b1_h1_s32_d64 ran" in gate.summary
+    assert "does not name the candidate kernel that b1_h1_s32_d64 ran" in gate.summary
 
 
 @pytest.mark.usefixtures("made_up_records")

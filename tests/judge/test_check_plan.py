@@ -28,12 +28,11 @@ from greenfast.judge.check_plan import (
 from greenfast.judge.gates.correctness import _row
 from greenfast.judge.record_schema import CorrectnessRow, Record, SolutionSource
 from greenfast.judge.request import Request, add_check_plan
-from greenfast.judge.task import Shape, load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, Shape, load, load_task
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import program_of
-from greenfast.spec.problem import case_of, references_of
+from greenfast.spec.kernel import render_program
+from greenfast.spec.problem import build_case, build_references
 from tests.fakes import L4, Behaviour, Call, FakeDevice, FakeGpu, Script, Watcher, install, request, right, shipped
 from tests.judge.small_task import FAMILY, PROBLEM, write_task
 
@@ -117,10 +116,10 @@ def test_every_rung_takes_what_is_drawn_for_it() -> None:
         for rung in config.rungs:
             for seed in range(3):
                 for shape in draw_shapes(config, task.problem, fmt, seed, rung=rung, emulated=True):
-                    program_of(task.family, config.rung_variant(rung).values, fmt, shape.dims)
+                    render_program(task.family, config.rung_variant(rung).values, fmt, shape.dims)
             for shape in config.shapes:
                 if rung.answers_for(shape.dims):
-                    program_of(task.family, config.rung_variant(rung).values, fmt, shape.dims)
+                    render_program(task.family, config.rung_variant(rung).values, fmt, shape.dims)
 
 
 # What is asked
@@ -226,7 +225,7 @@ def test_a_secret_seed_has_64_bits() -> None:
     for name in TASKS:  # all of whose problems take them
         task = shipped(name)
         shape = min(task.config.shapes, key=lambda s: _compute_extent(s, task.config))
-        case_of(task.problem, shape.dims, 2**64 - 1, task.config.defaults.format, "outliers")
+        build_case(task.problem, shape.dims, 2**64 - 1, task.config.defaults.format, "outliers")
 
 
 def test_a_problem_that_takes_no_long_seeds_is_told_what_does(tmp_path: Path) -> None:
@@ -234,9 +233,9 @@ def test_a_problem_that_takes_no_long_seeds_is_told_what_does(tmp_path: Path) ->
     problem = load(
         load_task(write_task(tmp_path, problem=short.replace(", dtype=np.float32)", ").astype('f4')")))
     ).problem
-    case_of(problem, {"N": 4}, 3, "float")
+    build_case(problem, {"N": 4}, 3, "float")
     with pytest.raises(UsageError, match=r"make_case of N=4, seed 8589934592: .*64 bits: numpy.random.default_rng"):
-        case_of(problem, {"N": 4}, 2**33, "float")
+        build_case(problem, {"N": 4}, 2**33, "float")
 
 
 # Validate
@@ -306,8 +305,8 @@ def test_less_than_the_whole_is_partial(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], missing: list[str]
 ) -> None:
     record = run(monkeypatch, tmp_path / "out", doubling(tmp_path), **options)
-    assert record.decision == "PARTIAL"
-    assert record.reasons == [f"partial: {', '.join(missing)}; all five gates hold on those"]
+    assert record.decision == "INCOMPLETE"
+    assert record.reasons == [f"incomplete: {', '.join(missing)}; all five gates hold on those"]
     assert record.exam is not None
     assert (record.exam.complete, record.exam.missing) == (False, missing)
 
@@ -354,9 +353,7 @@ def test_a_kernel_that_refuses_what_the_ranges_allow(monkeypatch: pytest.MonkeyP
     record = run(monkeypatch, tmp_path / "out", doubling(tmp_path, refusing))
     assert record.decision == "DEFER"
     assert len(record.reasons) == 5
-    assert re.match(
-        r"BUILD: fast refuses drawn_n(\d+)\S*, which the task asks of every kernel: takes no N=\1", record.reasons[0]
-    )
+    assert re.match(r"BUILD: fast refuses drawn_n(\d+)\S*, required of every kernel: takes no N=\1", record.reasons[0])
 
 
 def test_the_formats_error_is_told_and_not_judged_where_nobody_chose_the_case() -> None:
@@ -366,8 +363,8 @@ def test_the_formats_error_is_told_and_not_judged_where_nobody_chose_the_case() 
 
     def row(drawn: bool) -> CorrectnessRow:
         case, wanted = (
-            case_of(task.problem, shape.dims, 1001, "e4m3"),
-            references_of(task.problem, shape.dims, 1001, "e4m3"),
+            build_case(task.problem, shape.dims, 1001, "e4m3"),
+            build_references(task.problem, shape.dims, 1001, "e4m3"),
         )
         found = RunResult({"out": wanted.exact.astype(np.float16)})
         return _row(
@@ -399,7 +396,7 @@ def test_a_measured_exam_completes_one_without_a_gpu(monkeypatch: pytest.MonkeyP
     assert record.reasons[1].startswith("the rest of the exam held in the record quoted from NVIDIA L4")
     assert record.quoted is not None
     incomplete = msgspec.structs.replace(measured, exam=None)
-    assert decided(here, [StoredRecord("there/record.json", "0" * 64, incomplete)]).decision == "PARTIAL"
+    assert decided(here, [StoredRecord("there/record.json", "0" * 64, incomplete)]).decision == "INCOMPLETE"
     seeds = msgspec.structs.replace(task.config, seeds=[0, 1, 2, 3])
     newer = dataclasses.replace(here, task=dataclasses.replace(task, config=seeds))
     assert not covers_missing_cases(record.quoted, kept, newer), "more seeds than the task had then"
@@ -437,6 +434,6 @@ def test_inputs_that_no_seed_changes_are_no_merge(monkeypatch: pytest.MonkeyPatc
     constant = VARIED.replace("default_rng(seed)", "default_rng(seed if dims['N'] != 5 else 0)")
     (task.folder / "problem.py").write_text(constant)
     record = run(monkeypatch, tmp_path / "out", load(load_task(task.folder)))
-    assert record.decision == "PARTIAL"
+    assert record.decision == "INCOMPLETE"
     assert record.exam is not None
     assert record.exam.missing == ["inputs that depend on the seed (tiny)"]

@@ -14,11 +14,17 @@ import pytest
 
 from benchmarks.kernel import bench
 from greenfast.cli.main import main
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.conclusions import conclude
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.record_index import DIGEST, compute_digest, read_content, sealed_json
-from greenfast.judge.record_io import conclude_content, read_record
+from greenfast.judge.record_io import (
+    DIGEST,
+    RECORD,
+    compute_digest,
+    conclude,
+    conclude_content,
+    read_content,
+    read_record,
+    sealed_json,
+)
 from greenfast.judge.record_schema import FIRST_GATES, OBSERVED_GATES, SCHEMA_VERSION, Record
 from greenfast.judge.timing.estimators import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
@@ -214,10 +220,14 @@ EDITS: list[tuple[str, Callable[[Content], None], str]] = [
     ("merged file", drop_the_evidence, r"gates says \["),
     ("merged", set_at("gates", 4, "checks", 0, 3, to="FAIL"), r"gates\[4\] \(EVIDENCE\)"),
     ("merged", set_at("gates", 0, "status", to="FAIL"), "decision says MERGE, but recomputed it is DEFER"),
-    ("merged", set_at("exam", to=None), "decision says MERGE, but recomputed it is PARTIAL"),
-    ("merged", set_at("exam", "missing", to=["1 of 2 shapes"]), "decision says MERGE, but recomputed it is PARTIAL"),
-    ("merged", less_was_asked, "decision says MERGE, but recomputed it is PARTIAL"),
-    ("merged", set_at("exam", "drawn", to={"drawn_s3": {"S": 3}}), "decision says MERGE, but recomputed it is PARTIAL"),
+    ("merged", set_at("exam", to=None), "decision says MERGE, but recomputed it is INCOMPLETE"),
+    ("merged", set_at("exam", "missing", to=["1 of 2 shapes"]), "decision says MERGE, but recomputed it is INCOMPLETE"),
+    ("merged", less_was_asked, "decision says MERGE, but recomputed it is INCOMPLETE"),
+    (
+        "merged",
+        set_at("exam", "drawn", to={"drawn_s3": {"S": 3}}),
+        "decision says MERGE, but recomputed it is INCOMPLETE",
+    ),
 ]
 
 
@@ -258,7 +268,7 @@ def slower_blocks(content: Content) -> None:
         (slower_blocks, "DEFER", "PERFORMANCE: .* SLOWER; required"),
         (set_at("claim", "gated", to=[]), "DEFER", "no shape decides: none is gated"),
         (set_at("claim", to=None), "PENDING", "PERFORMANCE: "),
-        (lambda content: content.pop("exam"), "PARTIAL", "partial: a check plan"),
+        (lambda content: content.pop("exam"), "INCOMPLETE", "incomplete: a check plan"),
     ],
 )
 def test_conclusions_follow_from_the_measurements_in_a_file(
@@ -305,7 +315,7 @@ def test_a_newer_record_is_refused_in_words(merged: Content, tmp_path: Path) -> 
     for content in (merged | {"schema_version": 4}, {"schema_version": 99, "kind": "of the future"}):
         path = written(tmp_path, content)
         version = content["schema_version"]
-        message = f"{path}: schema_version {version} is newer than this greenfast, which reads records up to 3"
+        message = f"{path}: schema_version {version} is newer than this greenfast; it reads records up to 3"
         with pytest.raises(UsageError, match=message):
             read_record(path)
 

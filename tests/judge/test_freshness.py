@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from greenfast import kernels
 from greenfast.device.compiler import compile_kernel, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, list_launches
 from greenfast.judge.record_io import check_freshness, load_record_family, read_record
@@ -20,7 +21,7 @@ from greenfast.judge.record_schema import AnyRecord, BenchRecord, Build, Record,
 from greenfast.kernels import KERNEL_DIR
 from greenfast.kernels.attention import hopper
 from greenfast.spec.arch import Target
-from greenfast.spec.kernel import Launch, program_of
+from greenfast.spec.kernel import Launch, render_program
 from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.kernels.ladder_task import SMALL, toggles
 
@@ -32,7 +33,7 @@ KEPT = {"hopper": "h200/fp8_attention-int8-hopper", "ladder": "h100/fp8_sdpa-e4m
 def of_today(record: AnyRecord, side: Side, build: Build) -> Build:
     """With the hashes of today's machine code, also where the kept record is stale."""
     name, then = next(iter(build.launches.items()))
-    program = program_of(*load_record_family(record, side), record.format, then.dims)
+    program = render_program(*load_record_family(record, side), record.format, then.dims)
     source, _ = list_launches(program, name.partition(" launch ")[0], then.dims)[name]
     compiled = compile_kernel(source, Target.parse(build.arch))
     return msgspec.structs.replace(build, code_hash=code_hash(compiled), kernel_hash=kernel_hash(source))
@@ -69,8 +70,8 @@ def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(KERNEL_DIR, copy)
     shutil.copytree(ladder.FOLDER, copy / "ladder")
     monkeypatch.setattr(ladder, "FOLDER", copy / "ladder")
-    for family in (hopper, ladder):
-        monkeypatch.setattr(family, "KERNEL_DIR", copy)
+    for module in (kernels, ladder):
+        monkeypatch.setattr(module, "KERNEL_DIR", copy)
     return copy
 
 

@@ -12,11 +12,11 @@ from greenfast.device.machine_code import disassemble
 from greenfast.judge.pages import find_hot_code, find_window
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Record
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
-from greenfast.spec.kernel import program_of
+from greenfast.spec.kernel import render_program
 from tests.cli.command_line import ROOT
 from tests.fakes import Watcher, request, shipped
 
@@ -111,7 +111,7 @@ def test_of_several_launches_the_one_that_paces_them(tmp_path: Path) -> None:
     evidence = next(gate for gate in record.gates if gate.gate == "EVIDENCE")
     assert "8 qgmma" in evidence.summary
     found = find_hot_code(record, task)
-    attention = program_of(task.family, few.values, "e4m3", asked.shapes[0].dims).steps[1].kernel
+    attention = render_program(task.family, few.values, "e4m3", asked.shapes[0].dims).steps[1].kernel
     kernel = compile_kernel(attention, Target("sm_90a"), isolated=True)
     wanted = find_window("candidate", "few_rows", disassemble(kernel.cubin, attention.entry))
     assert [(one.where, one.instructions) for one in found.windows] == [(wanted.where, wanted.instructions)] * 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from greenfast.judge.pages import digest, record_page, work_of
+from greenfast.judge.pages import digest, find_work, record_page
 from greenfast.judge.record_schema import Record
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from tests.judge.report.records import correctness_row, record, side, timing_row
 from tests.judge.report.webpage.reading import read
 
@@ -33,7 +33,7 @@ def timed(shape: str, dims: dict[str, int]) -> Record:
 
 def test_work_of_a_shape_of_the_task() -> None:
     name = TASK.config.shape("mission").name
-    (found,) = work_of(timed(name, DIMS), TASK).values()
+    (found,) = find_work(timed(name, DIMS), TASK).values()
     assert found.least["matrix_flops"] == FLOPS
     assert NBYTES <= found.moved_bytes <= NBYTES + 8 * 32
 
@@ -46,7 +46,7 @@ def test_a_record_does_not_choose_what_is_computed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TASK.problem, "make_case", never)
     name = TASK.config.shape("mission").name
     for shape, dims in ((name, {**DIMS, "S": 2**40}), ("no such shape", DIMS)):
-        (found,) = work_of(timed(shape, dims), TASK).values()
+        (found,) = find_work(timed(shape, dims), TASK).values()
         assert (dict(found.least), found.moved_bytes) == ({}, 0)
 
 
@@ -56,7 +56,7 @@ def test_what_the_record_holds_comes_first() -> None:
     rows = [msgspec.structs.replace(row, shape="mine", case_bytes=77) for row in rows]
     candidate = msgspec.structs.replace(one.candidate, correctness=rows)
     one = msgspec.structs.replace(one, least_work={"mine": {"matrix_flops": 5}}, candidate=candidate)
-    (found,) = work_of(one, None).values()
+    (found,) = find_work(one, None).values()
     assert (dict(found.least), found.moved_bytes) == ({"matrix_flops": 5}, 77)
 
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.artifacts import RECORD
 from greenfast.judge.cached_timing import load_records
-from greenfast.judge.record_index import INDEX, read_content, render_index, render_record, split
-from greenfast.judge.record_io import read_record, records_below
-from greenfast.judge.store import read_json
-from greenfast.judge.tables import pack, unpack
+from greenfast.judge.record_io import INDEX, RECORD, read_content, read_record, records_below
+from greenfast.judge.store import read_json, unpack
 from greenfast.spec.errors import UsageError
+from scripts.kept_records import pack, render_index, render_record, split
 
 EVIDENCE = Path(__file__).parents[2] / "evidence"
 NAME = "h100/fp8_sdpa-e4m3-stage2"

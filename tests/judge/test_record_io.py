@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.kernel import bench
 from greenfast.judge import record_io
-from greenfast.judge.record_index import sealed_json
-from greenfast.judge.record_io import check_freshness, find_outdated, read_record
+from greenfast.judge.record_io import check_freshness, find_outdated, read_record, sealed_json
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, GateResult, Record, Side
 from greenfast.judge.store import to_json
 from greenfast.judge.validate import validate
@@ -114,7 +113,7 @@ def test_other_text_with_the_same_machine_code_is_current(record: Record, folder
     assert said(record) == "current"
     older = with_side(record, builds=[msgspec.structs.replace(b, code_hash="") for b in record.candidate.builds])
     assert said(older) == (
-        "cannot tell: the source of the candidate kernel at tiny or the compiler's options differ, and the record has "
+        "cannot tell: the source of the candidate kernel at tiny or the options differ, and the record has "
         "no hash of machine code"
     )
 
@@ -164,7 +163,7 @@ def test_another_compiler_cannot_tell(record: Record, folder: Path, monkeypatch:
 
 def test_a_record_that_does_not_say_how_it_launched_cannot_be_compared(record: Record) -> None:
     older = with_side(record, builds=[msgspec.structs.replace(b, launches={}) for b in record.candidate.builds])
-    assert said(older) == "cannot tell: the record does not say how the candidate kernel was launched"
+    assert said(older) == "cannot tell: the record does not state how the candidate kernel was launched"
 
 
 def test_a_record_is_not_stale_because_of_anything_else(record: Record, folder: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.records import record_schema as all_schemas
-from greenfast.judge.record_index import read_content
-from greenfast.judge.record_io import record_schema
+from greenfast.judge.record_io import read_content, record_schema
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED: dict[str, Any] = json.loads((ROOT / "docs" / "record.schema.json").read_text(encoding="utf-8"))

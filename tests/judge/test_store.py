@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from greenfast.judge.artifacts import PerformanceFile
+from greenfast.judge.record_io import PerformanceFile
 from greenfast.judge.store import check_writable, new_run_folder, read_json, to_json, write_whole
 from greenfast.spec.errors import MachineError, UsageError
 

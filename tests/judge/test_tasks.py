@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from greenfast.judge.solution.family import RemoteFamily
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import find_task, load, load_family, task_folders
+from greenfast.judge.task import find_task, load, load_family, load_task, task_folders
 from greenfast.judge.validate import validate
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import UsageError

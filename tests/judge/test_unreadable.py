@@ -86,7 +86,7 @@ def test_a_name_that_stands_twice_in_an_object_is_named(name: str, tmp_path: Pat
     assert name in str(found.value)
     key = re.findall(r'"(\w+)"', TWICE[name].replace("\\u006d", "m"))
     twice = next(word for word in key if key.count(word) > 1)
-    assert f"{twice!r} stands twice in one object; give each name once" in str(found.value)
+    assert f"{twice!r} is twice in one object; give each name once" in str(found.value)
     assert "\n" not in str(found.value)
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_gives_a_name_twice_is_told_of() -> None:
     text = '{"candidates": [{"rationale": "a", "rationale": "b", "parameters": {}}, {"parameters": {}}]}'
     found = parse_answer(text, space)
     assert len(found.candidates) == 1
-    assert "'rationale' stands twice in one object" in found.faults[0]
+    assert "'rationale' is twice in one object" in found.faults[0]
 
 
 def test_no_file_of_the_project_has_a_name_twice() -> None:

@@ -13,16 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenfast.judge.conclusions import conclude
 from greenfast.judge.gates.performance import draw_order_seed
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.record_io import read_record
+from greenfast.judge.record_io import conclude, read_record
 from greenfast.judge.record_schema import GateResult, Record, Status
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import LoadedTask, load
+from greenfast.judge.task import LoadedTask, load, load_task
 from greenfast.judge.timing.estimators import speedup_row
 from greenfast.judge.validate import Outcome, validate
-from greenfast.spec.kernel import Program, program_of
+from greenfast.spec.kernel import Program, render_program
 from tests.fakes import FEW, L4, Behaviour, FakeDevice, Script, Watcher, install, request, right
 from tests.judge import behaviours
 from tests.judge.report.records import timing_row
@@ -218,9 +216,9 @@ def test_a_baseline_with_a_slow_replay_is_not_merged_against(
     run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def captured(family: Any, values: Mapping[str, int], *rest: Any, **names: Any) -> Program:
-        return dataclasses.replace(program_of(family, values, *rest, **names), function_us=7.0)
+        return dataclasses.replace(render_program(family, values, *rest, **names), function_us=7.0)
 
-    monkeypatch.setattr("greenfast.judge.gates.sides.program_of", captured)
+    monkeypatch.setattr("greenfast.judge.implementation.render_program", captured)
     record = run(baseline=Script(us=10.0, sigma=0.0), candidate=Script(us=5.0, sigma=0.0)).record
     assert record.decision == "UNCHECKED"
     slow = "the replayed baseline is slower than the function: 10 µs, 7 µs"

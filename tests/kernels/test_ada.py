@@ -11,7 +11,7 @@ import torch
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.kernels.attention import ada
 from greenfast.kernels.attention.config import FORMATS, Strides, read_dims
 from greenfast.spec.arch import Target

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.kernel import chosen_rung
-from greenfast.judge.task import Shape
-from greenfast.judge.tasks import choices, find_task, load
+from greenfast.judge.task import Shape, choices, find_task, load
 from greenfast.kernels.attention import ada, hopper
 from greenfast.kernels.attention.config import FORMATS, read_dims
 from greenfast.spec.arch import TARGETS, Target

@@ -9,7 +9,7 @@ import pytest
 
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.machine_code import count_instructions, disassemble
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.kernels.attention import heuristics, hopper
 from greenfast.kernels.attention.config import AttentionConfig, Mask, Sizes, Strides, read_dims
 from greenfast.kernels.attention.heuristics import Tiling

@@ -48,7 +48,7 @@ def test_a_space_allows_nothing_that_the_family_refuses(head_dim: int) -> None:
     points = list(read_space(TASK / f"space_d{head_dim}.json").listed())
     assert len(points) >= 50
     for point in points:
-        tuning_space.tiles_of({name: int(value) for name, value in point.items()}, config)
+        tuning_space.parse_tiles({name: int(value) for name, value in point.items()}, config)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_space_allows_nothing_that_the_family_refuses(head_dim: int) -> None:
 )
 def test_a_rule_is_named(change: dict[str, int], rule: str) -> None:
     config, _ = read_dims({"B": 1, "H": 1, "S": 1, "D": 128}, "e4m3")
-    tuning_space.tiles_of(GOOD, config)
+    tuning_space.parse_tiles(GOOD, config)
     with pytest.raises(UsageError, match=rule):
-        tuning_space.tiles_of({**GOOD, **change}, config)
+        tuning_space.parse_tiles({**GOOD, **change}, config)
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule.key}, {rule.keys}")

@@ -9,7 +9,7 @@ import torch
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.numerics.inputs import VARIANTS, standard_normal, varied
 from greenfast.spec.errors import UsageError
-from greenfast.spec.problem import NORMAL, case_of, references_of, variants_of
+from greenfast.spec.problem import NORMAL, build_case, build_references, list_variants
 from tests.fakes import shipped
 from tests.numerics.simulated_kernel import QuantizedInputs, run_kernel
 
@@ -37,12 +37,12 @@ def test_each_variant_changes_what_it_says() -> None:
 @pytest.mark.parametrize("name", ["fp8_sdpa", "fp8_attention", "fp8_quantize"])
 def test_every_problem_has_them_with_references_that_hold(name: str) -> None:
     problem = shipped(name).problem
-    assert variants_of(problem) == VARIANTS
+    assert list_variants(problem) == VARIANTS
     digests = set()
     for variant in (NORMAL, *VARIANTS):
         for fmt in ("e4m3", "int8"):
-            digests.add(case_of(problem, DIMS, 5, fmt, variant).digest)
-            assert np.abs(references_of(problem, DIMS, 5, fmt, variant).exact).max() > 0
+            digests.add(build_case(problem, DIMS, 5, fmt, variant).digest)
+            assert np.abs(build_references(problem, DIMS, 5, fmt, variant).exact).max() > 0
     assert len(digests) == (4 if name == "fp8_quantize" else 8)
 
 
@@ -53,7 +53,7 @@ def test_a_right_kernel_stays_within_its_bound(variant: str, fmt: str) -> None:
     for seq_len, seed in ((2, 1), (33, 2), (100, 3)):
         dims = {"B": 1, "H": 2, "S": seq_len, "D": 64}
         q, k, v = (x.float() for x in varied(standard_normal((2, seq_len, 64), 3, seed), variant, seed))
-        wanted = references_of(problem, dims, seed, fmt, variant)
+        wanted = build_references(problem, dims, seed, fmt, variant)
         out = run_kernel(QuantizedInputs(q, k, v, fmt), truncate=True).double().numpy()
         assert worst_bound_ratio(out, wanted.exact, wanted.bound) <= gate.bound_factor
         assert error_stats(out, wanted.exact, 1.0).relative_error <= gate.relative_error

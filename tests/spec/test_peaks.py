@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from greenfast.spec.facts import DeviceInfo
-from greenfast.spec.peaks import Peaks, least_times_us, peaks_of
+from greenfast.spec.limits import Peaks, get_peaks, least_times_us
 
 H200 = DeviceInfo(
     kind="gpu",
@@ -38,7 +38,7 @@ def test_data_sheets(
     name: str, capability: str, sms: int, mhz: int, fmt: str, teraflops: float, terabytes: float
 ) -> None:
     device = replace(H200, name=name, compute_capability=capability, sm_count=sms, sm_clock_mhz=mhz)
-    found = peaks_of(device, fmt)
+    found = get_peaks(device, fmt)
     assert found is not None
     assert found.matrix_flops / 1e12 == pytest.approx(teraflops, rel=0.01)
     assert found.memory_bytes / 1e12 == terabytes
@@ -48,7 +48,7 @@ def test_data_sheets(
     "device", [None, replace(H200, kind="emulated"), replace(H200, sm_count=0), replace(H200, compute_capability="7.0")]
 )
 def test_no_peaks_of_what_is_not_known(device: DeviceInfo | None) -> None:
-    assert peaks_of(device, "e4m3") is None
+    assert get_peaks(device, "e4m3") is None
 
 
 def test_least_times_by_hand() -> None:

@@ -10,7 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 from greenfast.spec.errors import UsageError
-from greenfast.spec.problem import NORMAL, Case, OutputSpec, Problem, References, case_of, references_of, variants_of
+from greenfast.spec.problem import (
+    NORMAL,
+    Case,
+    OutputSpec,
+    Problem,
+    References,
+    build_case,
+    build_references,
+    list_variants,
+)
 
 DIMS = {"R": 2, "C": 3}
 
@@ -65,21 +74,21 @@ def made(**changes: Any) -> Problem:
 )
 def test_references_that_do_not_hold(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as error:
-        references_of(made(**changes), DIMS, 4, "fp32", "shifted")
+        build_references(made(**changes), DIMS, 4, "fp32", "shifted")
     assert says in str(error.value)
     assert "references of R=2 C=3, seed 4, variant shifted: " in str(error.value)
 
 
 def test_right_ones_are_given_on() -> None:
-    assert (references_of(made(bound=np.zeros((2, 3))), DIMS, 0, "fp32").bound == 0).all()
-    assert case_of(made(), DIMS, 0, "fp32").inputs["x"].max() == 0
-    assert case_of(made(), DIMS, 0, "fp32", "shifted").inputs["x"].min() == 1
-    assert variants_of(made()) == ("shifted",)
+    assert (build_references(made(bound=np.zeros((2, 3))), DIMS, 0, "fp32").bound == 0).all()
+    assert build_case(made(), DIMS, 0, "fp32").inputs["x"].max() == 0
+    assert build_case(made(), DIMS, 0, "fp32", "shifted").inputs["x"].min() == 1
+    assert list_variants(made()) == ("shifted",)
 
 
 def test_a_case_beyond_all_memory_is_one_line_with_its_place() -> None:
     with pytest.raises(UsageError) as error:
-        case_of(made(), {"R": 2**40, "C": 2**10}, 0, "fp32")
+        build_case(made(), {"R": 2**40, "C": 2**10}, 0, "fp32")
     assert "make_case of R=1099511627776 C=1024, seed 0: " in str(error.value)
     assert "its dimensions are too large: " in str(error.value)
     assert "(test_problem.py, line " in str(error.value)
@@ -111,7 +120,7 @@ X, Y = np.zeros(3, np.float32), OutputSpec((3,), "float32")
 def test_what_is_no_case(case: Case, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Made, "make_case", lambda *_: case)
     with pytest.raises(UsageError) as error:
-        case_of(made(), DIMS, 4, "fp32")
+        build_case(made(), DIMS, 4, "fp32")
     assert f"make_case of R=2 C=3, seed 4: {says}" in str(error.value)
 
 
@@ -119,4 +128,4 @@ def test_what_is_no_case(case: Case, says: str, monkeypatch: pytest.MonkeyPatch)
 def test_variants_that_are_no_names(variants: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Made, "VARIANTS", variants)
     with pytest.raises(UsageError, match=r"VARIANTS is .*; a tuple of names is allowed"):
-        variants_of(made())
+        list_variants(made())

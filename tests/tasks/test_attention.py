@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from greenfast.kernels.attention.config import KEY_ORDER, Mask, Sizes, read_dims
-from greenfast.numerics.codes import transposed_values
-from greenfast.numerics.formats import dequantize
+from greenfast.numerics.formats import dequantize, transposed_values
 from greenfast.spec.errors import UsageError
 from tasks.fp8_attention import problem as attention_problem
 from tasks.fp8_attention.problem import mask_of
@@ -60,7 +59,7 @@ def test_the_bound_of_e4m3_weights_is_the_wider_one() -> None:
     found = attention_problem.references(PLAIN, 0, "e4m3")
     assert (found.bounds["e4m3"] > 8 * found.bound).all()
     with pytest.raises(UsageError, match=r"fp4.*e4m3"):
-        found.bound_of("fp4")
+        found.get_bound("fp4")
 
 
 def test_least_work_counts_what_the_mask_leaves() -> None:

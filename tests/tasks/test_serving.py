@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
-from greenfast.judge.gates.sides import build_side
-from greenfast.judge.task import Shape
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.implementation import build_side
+from greenfast.judge.task import Shape, find_task, load
 from greenfast.numerics.serving import paged_attention
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

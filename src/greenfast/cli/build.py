@@ -13,9 +13,9 @@ from greenfast.cli.options import words
 from greenfast.cli.progress import ProgressLine
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import count_instructions, disassemble
-from greenfast.judge.gates.sides import BuiltSide, build_side
+from greenfast.judge.implementation import BuiltSide, build_side
 from greenfast.judge.store import write_whole
-from greenfast.judge.tasks import find_task, load_family
+from greenfast.judge.task import find_task, load_family
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 

@@ -19,7 +19,7 @@ _STYLES = {
     "FAIL": "bold red",
     "PENDING": "yellow",
     "MERGE": "bold green",
-    "PARTIAL": "yellow",
+    "INCOMPLETE": "yellow",
     "UNCHECKED": "yellow",
     "DEFER": "bold red",
 }

@@ -26,7 +26,7 @@ from greenfast.emulator.kernel_run import (
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.observed import MAX_STEPS, Observe, format_step
 from greenfast.emulator.watches import parse_watch
-from greenfast.judge.report.counts import SHOWN
+from greenfast.judge.report.facts import SHOWN
 from greenfast.judge.store import check_output_file, check_writable, to_json, write_whole
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import KernelCounts

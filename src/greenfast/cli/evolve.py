@@ -31,7 +31,7 @@ from greenfast.evolve.space import Space, read_space
 from greenfast.evolve.workers import read_workers
 from greenfast.judge.record_schema import GateResult
 from greenfast.judge.store import to_json
-from greenfast.judge.tasks import find_task
+from greenfast.judge.task import find_task
 from greenfast.spec.errors import GreenfastError, UsageError
 
 _OF_A_NEW_RUN = ("space", "proposer", "baseline", "shapes", "seeds", "format", "arch", "insights")

@@ -15,7 +15,7 @@ from greenfast.judge.cached_timing import load_kept_records, use_recorded_target
 from greenfast.judge.formats.traces import check_traces, write_traces
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import sealed_json
 from greenfast.judge.record_schema import Record
 from greenfast.judge.report import formatting
 from greenfast.judge.report.junit import junit, junit_error
@@ -27,7 +27,7 @@ from greenfast.judge.validate import Outcome, validate
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 
 #: Exit codes of runs in which no gate failed: something was not judged; a check of a required gate was not done.
-OPEN, UNCHECKED = 4, 6
+UNDECIDED, UNCHECKED = 4, 6
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,17 +124,17 @@ def required_gates(names: Sequence[str]) -> set[str]:
 def exit_code(record: Record, required: set[str], partial: bool) -> int:
     """Return 0 if the required gates hold on the whole exam, else the code of the first gate that failed.
 
-    Return OPEN if no gate failed and something was not judged, UNCHECKED if only a check of a required gate was not
-    done. partial: True if options left out a part of the exam: a record with a PENDING gate has no decision for that.
+    Return UNDECIDED if no gate failed and something was not judged, UNCHECKED if only a check of a required gate was
+    not done. partial: True if options left out a part of the exam. A record with a PENDING gate then has no decision.
     A kept record covers that part if the decision is MERGE, and counts only if PERFORMANCE is required.
     """
     for result in record.gates:
         if result.status == "FAIL":
             return GATES[result.gate].exit_code
     undecided = any(record.gate_status(gate) == "PENDING" for gate in required)
-    lacks_cases = record.decision == "PARTIAL" and (record.quoted is None or "PERFORMANCE" in required)
+    lacks_cases = record.decision == "INCOMPLETE" and (record.quoted is None or "PERFORMANCE" in required)
     if undecided or lacks_cases or (partial and record.decision != "MERGE"):
-        return OPEN
+        return UNDECIDED
     return UNCHECKED if any(gate.unchecked for gate in record.gates if gate.gate in required) else 0
 
 

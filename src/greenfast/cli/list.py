@@ -8,8 +8,7 @@ import json
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.judge.task import TaskConfig, load_task
-from greenfast.judge.tasks import choices, find_task, load, task_folders
+from greenfast.judge.task import TaskConfig, choices, find_task, load, load_task, task_folders
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 

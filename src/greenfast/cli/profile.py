@@ -9,12 +9,11 @@ import msgspec
 
 from greenfast.cli.console import show, table
 from greenfast.cli.progress import ProgressLine
-from greenfast.judge.environment import now
 from greenfast.judge.profiling import count_phases, take_profile
-from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
-from greenfast.judge.request import read_request
+from greenfast.judge.report.facts import PHASE_HEADER, phase_rows
+from greenfast.judge.request import now, read_request
 from greenfast.judge.store import check_writable
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 
 

@@ -12,16 +12,18 @@ from rich.text import Text
 
 from greenfast.cli.console import show, table
 from greenfast.cli.progress import ProgressLine
-from greenfast.judge.artifacts import PERFORMANCE, RECORD, PerformanceFile
 from greenfast.judge.pages import write_page
-from greenfast.judge.record_index import sealed_json
 from greenfast.judge.record_io import (
+    PERFORMANCE,
+    RECORD,
+    PerformanceFile,
     check_demands,
     find_outdated,
     read_record,
     record_schema,
     records_below,
     resolve_aliases,
+    sealed_json,
 )
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record
 from greenfast.judge.report.compare import compare_markdown, compare_timings

@@ -45,8 +45,8 @@ def _tool_for(ptx: str) -> Path | None:
 @functools.cache
 def _release(tool: Path) -> tuple[str, tuple[int, int]]:
     """Return an assembler's release, and the newest PTX version that it supports."""
-    said = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
-    version = _VERSION.search(said)
+    output = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
+    version = _VERSION.search(output)
     if version is None:
         return "of unknown release", (0, 0)
     major, minor = int(version[2]), int(version[3])

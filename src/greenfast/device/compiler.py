@@ -19,12 +19,10 @@ from cuda.core import ProgramOptions
 from cuda.core.utils import make_program_cache_key
 
 from greenfast.device import assembler, cache, compiler_process, nvrtc, toolchain
+from greenfast.device.compiler_log import parse_resources, readable
 from greenfast.device.cubin import cubin_capability, cubin_entries, cubin_resources, read_cubin
-from greenfast.device.diagnostics import readable
-from greenfast.device.fixed_clock import fix_clock
-from greenfast.device.includes import includes, includes_by_a_macro
 from greenfast.device.module_variables import variable_bytes
-from greenfast.device.resources import parse_resources
+from greenfast.device.nvrtc import fix_clock
 from greenfast.device.sandbox import COMPILER_BYTES
 from greenfast.device.tool_process import OUTPUT_BYTES
 from greenfast.spec.arch import Target
@@ -32,7 +30,7 @@ from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.facts import Resources
 from greenfast.spec.kernel import KernelSource
 
-# NVRTC looks for quoted includes in the program's folder first, by default the current one, where a stray file could
+# NVRTC looks for quoted includes in the program's folder first, by default the current one. There a stray file could
 # silently replace a project header. This folder does not exist; it also keeps the current one out of the line table.
 _NO_FOLDER = "/greenfast-rendered/"
 #: Maximum number of files that an include by a macro may refer to.
@@ -140,7 +138,7 @@ def compiler_version() -> str:
     empty = KernelSource(
         entry="", source="// which compiler is this?\n", name="version.cu", include_dirs=(), block=(1, 1, 1)
     )
-    return _compiler_of(to_ptx(empty, Target("sm_90")))
+    return _read_compiler(to_ptx(empty, Target("sm_90")))
 
 
 def compile_options(source: KernelSource, target: Target) -> tuple[str, ...]:
@@ -170,10 +168,10 @@ def entries(ptx: str) -> list[str]:
 def _compiler(source: KernelSource, ptx: str) -> str:
     if source.language == "cubin":
         return "given as machine code"
-    return assembler.compiler(ptx) if source.language == "ptx" else _compiler_of(ptx)
+    return assembler.compiler(ptx) if source.language == "ptx" else _read_compiler(ptx)
 
 
-def _compiler_of(ptx: str) -> str:
+def _read_compiler(ptx: str) -> str:
     version = _COMPILER.search(ptx)
     return f"NVRTC {version[1]}" if version else "NVRTC"
 
@@ -221,8 +219,8 @@ def _build(
         code_type="c++",
         options=_options(source, target, (), assemble),
         target_type="cubin" if assemble else "ptx",
-        # Replaces the names of folders, which do not determine the content. The compiler version in the key has no
-        # patch release.
+        # In place of the names of folders: they do not determine the content. The key has the compiler version without
+        # its patch release.
         extra_digest=b"numbered folders;" + content + toolchain.fingerprint(),
     )
     folders = [*(str(folder.resolve()) for folder in source.include_dirs), *map(str, toolchain.include_dirs())]
@@ -424,7 +422,7 @@ def _list_files(source: KernelSource, folders: Sequence[str]) -> list[Path]:
             files.append(path)
         if len(files) > _MAX_CANDIDATES:
             raise CompileError(
-                f"{source.name}: it includes a file by a macro, which may be any of more than {_MAX_CANDIDATES} in "
+                f"{source.name}: it includes a file by a macro, and this may be any of more than {_MAX_CANDIDATES} in "
                 f"{', '.join(folders)}; write the name out, or keep the source in a folder of its own"
             )
     return sorted(files)
@@ -433,6 +431,31 @@ def _list_files(source: KernelSource, folders: Sequence[str]) -> list[Path]:
 def _require_no_pipe(source: KernelSource, name: str, status: os.stat_result) -> None:
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise CompileError(
-            f"{source.name}: it includes {name!r}, which is a pipe or a device: a compiler would wait for it; include "
+            f"{source.name}: it includes {name!r}, a pipe or a device: a compiler would wait for it; include "
             "ordinary files"
         )
+
+
+_INCLUDE = re.compile(
+    rb'(?:^[ \t]*#[ \t]*include[ \t]*|\b__has_include[ \t]*\([ \t]*)(["<])([^">\n]+)[">]', re.MULTILINE
+)
+#: Any directive that opens a file, also forms that _INCLUDE does not match: with a macro or a comment.
+_ANY_INCLUDE = re.compile(rb"(?:#|%:)(?:\s|/\*.*?\*/)*(?:include|import)|\b__has_include", re.DOTALL)
+_ASKS_FOR_IT = re.compile(rb"(?:#[ \t]*ifn?def[ \t]+|\bdefined[ \t]*\(?[ \t]*)__has_include\b")
+_SPLICE = re.compile(rb"\\[ \t]*\r?\n")
+
+
+@functools.lru_cache(maxsize=512)
+def includes(text: bytes) -> list[tuple[bytes, bytes]]:
+    """(opening quote, name) of each include: a process hashes the same headers for every kernel.
+
+    Conditions are not evaluated, so some may never be read.
+    """
+    return _INCLUDE.findall(_SPLICE.sub(b"", text))
+
+
+@functools.lru_cache(maxsize=512)
+def includes_by_a_macro(text: bytes) -> bool:
+    """Return whether a source may open a file that is not in ``includes``."""
+    rest = _INCLUDE.sub(b"", _ASKS_FOR_IT.sub(b"", _SPLICE.sub(b"", text)))
+    return _ANY_INCLUDE.search(rest) is not None

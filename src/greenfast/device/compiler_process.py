@@ -1,7 +1,7 @@
 """Run NVRTC in a separate process, so that a crash of NVRTC ends only that process.
 
 The process starts with the first compile and serves all later ones; after a crash the next compile starts a new one. It
-does not use ``multiprocessing``, which imports the caller's main module again: a script without a guard would break.
+does not use ``multiprocessing``: that imports the caller's main module again, and a script without a guard would break.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Compiler:
                 return nvrtc.run(job)
             try:
                 return self._process.run(job)
-            except BaseException:  # an interrupt leaves an answer in the pipe, which a later job must not read
+            except BaseException:  # after an interrupt an answer is in the pipe; a later job must not read it
                 self._close()
                 raise
 

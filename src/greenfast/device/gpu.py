@@ -11,11 +11,11 @@ from cuda.bindings import driver
 from cuda.core import Device, EventOptions, ObjectCode, system
 
 from greenfast.device.bound_launch import BoundLaunch, check
-from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.session import Executable, KernelImage
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo
 from greenfast.spec.kernel import PHASE_BUFFER, Workspace
-from greenfast.spec.problem import Array, Case, OutputSpec, dtype_of
+from greenfast.spec.problem import Array, Case, OutputSpec, to_dtype
 
 #: Guard bytes before and after every buffer. They and unwritten outputs are 0xFF: NaN as float32, float16 and E4M3.
 GUARD_BYTES = 4096
@@ -167,7 +167,7 @@ class Bound:
     def outputs(self) -> dict[str, Array]:
         """Return the current content of the outputs."""
         return {
-            name: self._buffers[name].download(spec.shape, dtype_of(spec.dtype)) for name, spec in self._outputs.items()
+            name: self._buffers[name].download(spec.shape, to_dtype(spec.dtype)) for name, spec in self._outputs.items()
         }
 
     def violations(self) -> list[str]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu
 from greenfast.device.helper_kernels import Instruments
 from greenfast.device.memory_check import check_memory
 from greenfast.device.rotating_buffers import Rotation
-from greenfast.device.session import Block, RunResult, Started, output_digest, same_bits
+from greenfast.device.session import Block, Executable, RunResult, Started, output_digest, same_bits
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
 from greenfast.spec.kernel import PHASE_BUFFER
@@ -19,7 +18,7 @@ from greenfast.spec.problem import Case
 
 
 class GpuSession:
-    """A Session on one GPU."""
+    """Kernels on one GPU. Every method can be called through a Worker. ``EmulatorSession`` has the same methods."""
 
     def __init__(self, ordinal: int) -> None:
         self._start(Gpu(ordinal))
@@ -30,7 +29,7 @@ class GpuSession:
         self._timed: dict[str, Rotation] = {}
 
     def info(self) -> DeviceInfo:
-        """The device."""
+        """Describe the device."""
         return self._gpu.info()
 
     def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
@@ -48,27 +47,27 @@ class GpuSession:
         return check_memory(self._gpu, self._own_kernels(), executable, case)
 
     def _own_kernels(self) -> Instruments:
-        """The judge's own kernels, loaded when they are first needed."""
+        """Return the judge's own kernels, loaded at the first call."""
         if self._instruments is None:
             self._instruments = Instruments(self._gpu)
         return self._instruments
 
     def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
-        """Bind cases under a key for timing, launch each, and warm up. seed: as of ``time``."""
+        """Bind cases under a key for timing, launch each, and warm up. seed: as in ``time``."""
         self._timed[key] = rotation = Rotation(self._gpu, self._own_kernels(), executable, cases)
         digests = [output_digest(outputs) for outputs in rotation.outputs]
         return Started(digests, rotation.wrong or rotation.time(warmup, 0, cold=False, seed=seed)[2])
 
     def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
-        """Time one block of launches, each with one of the key's cases. seed: of all that is drawn."""
+        """Time one block of launches, each with one of the key's cases. seed: of all random draws."""
         return Block(*self._timed[key].time(warmup, iters, cold=cold, seed=seed))
 
     def finish(self, key: str) -> None:
-        """Free what was bound."""
+        """Free the memory of a bound program."""
         self._timed.pop(key).free()
 
     def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
-        """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
+        """Return the mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
         bound = self._gpu.bind(executable, case)
         bound.run()
         cycles = np.mean([bound.run()[PHASE_BUFFER].mean(axis=0) for _ in range(repeats)], axis=0)
@@ -76,5 +75,5 @@ class GpuSession:
         return dict(zip(executable.phases, map(float, cycles), strict=True))
 
     def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
-        """Raises MachineError: a GPU counts cycles per phase, not instructions."""
+        """Raise MachineError: a GPU counts cycles per phase, not instructions."""
         raise MachineError("instructions are counted by phase in the emulator only")

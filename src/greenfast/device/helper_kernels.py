@@ -13,8 +13,8 @@ from cuda.bindings import driver
 
 from greenfast.device.bound_launch import BoundLaunch, check
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import GUARD_BYTES, Gpu, GuardedBuffer, whole_pages
+from greenfast.device.session import KernelImage
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch
 
@@ -81,7 +81,7 @@ class Instruments:
         self._spin()
 
     def flush_l2(self) -> None:
-        """Write zeros over twice the L2 cache, which also keeps the device busy."""
+        """Write zeros over twice the L2 cache. This also keeps the device busy."""
         check(driver.cuMemsetD8Async(self.flushed.pointer, 0, self.flushed.nbytes, self._gpu.stream.handle))
 
     def clobber_smem(self, key: int) -> None:

@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 
 from greenfast.device.compiler import CompiledKernel
-from greenfast.device.cubin import read_attributes
-from greenfast.device.elf import ALLOC, UNDEFINED, Image, ImageError
+from greenfast.device.cubin import ALLOC, UNDEFINED, Image, ImageError, read_attributes
 from greenfast.device.machine_code import disassemble
 from greenfast.device.module_variables import HEAP_BYTES, HEAP_FUNCTIONS
 from greenfast.spec.errors import DamagedCodeError
 from greenfast.spec.facts import LaunchFacts
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Struct, TensorMap
 
-# Attributes of .nv.info with symbol numbers, which change with every unused constant.
+# Attributes of .nv.info with symbol numbers. These change with every unused constant.
 _PARAM_CBANK, _EXTERNS = 0x0A, 0x0F
 # c[0x4] holds the addresses of the module's variables, including unused ``static constexpr`` members.
 _ADDRESSES = ".nv.constant4"

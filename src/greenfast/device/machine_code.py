@@ -1,4 +1,4 @@
-"""The machine code (SASS) of a compiled kernel, and its instructions by kind."""
+"""The machine code (SASS) of a compiled kernel: its instructions by kind, and faults that its control flow shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from greenfast.device import cache, toolchain
-from greenfast.device.elf import Image, ImageError
+from greenfast.device.cubin import Image, ImageError
 from greenfast.device.tool_process import ToolError, memory_for, run_tool
 from greenfast.spec.errors import DamagedCodeError
 
@@ -141,7 +141,7 @@ def find_unawaited_stores(sass: str) -> list[str]:
 
 
 def _select_kernel(cubin: bytes, entry: str) -> list[str]:
-    """Return options that skip the other kernels, which takes 10 s for a library; empty if they do not apply."""
+    """Return options that skip the other kernels, to save 10 s for a library; empty if they do not apply."""
     try:
         symbols = Image(cubin).symbols
     except ImageError:  # nvdisasm reports the damage
@@ -157,3 +157,33 @@ def _find_section(listing: str, entry: str) -> str:
         raise DamagedCodeError(f"the machine code has no kernel {entry!r}")
     end = listing.find("\n//-----", start)
     return listing[start:] if end < 0 else listing[start:end].rstrip() + "\n"
+
+
+_WAIT = "ACQBULK"
+# Accesses to global memory, without bulk copies (UBLKCP, UTMALDG): the instruction does not show their addresses.
+_ACCESSES = frozenset(("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UTMASTG", "UTMAREDG"))
+
+
+def early_launch_faults(sass: str) -> list[str]:
+    """List accesses to global memory that may happen before the wait, in a listing from ``machine_code.disassemble``.
+
+    One line each, with the instruction and its address in the kernel; empty for a kernel that may be launched early.
+    Every path from the entry is followed, as if every branch could go both ways.
+    """
+    code, labels = parse_listing(sass)
+    faults = [
+        f"{opcode} at {address}: a load of constant memory, and the compiler may move it ahead of the wait"
+        for address, _, opcode, _ in code
+        if opcode.split(".")[0] == "LDG" and "CONSTANT" in opcode
+    ]
+    if not any(opcode == _WAIT for _, _, opcode, _ in code):
+        return [*faults, f"no {_WAIT}: the kernel never waits for the launch before it"]
+    for index in sorted(find_reachable(code, labels, 0, _is_wait)):
+        address, _, opcode, _ = code[index]
+        if opcode.split(".")[0] in _ACCESSES and "CONSTANT" not in opcode:
+            faults.append(f"{opcode} at {address}: reached without a wait for the launch before")
+    return faults
+
+
+def _is_wait(opcode: str, operands: str) -> bool:
+    return opcode == _WAIT

@@ -25,13 +25,12 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from greenfast.device.bound_launch import BoundLaunch, check
-from greenfast.device.executable import Executable
 from greenfast.device.gpu import Gpu, describe_changed_variables
 from greenfast.device.helper_kernels import Instruments
-from greenfast.device.session import RunResult, same_bits
+from greenfast.device.session import Executable, RunResult, same_bits
 from greenfast.device.virtual_memory import Access, Mapping, PhysicalMemory, has_read_only, is_supported
 from greenfast.spec.errors import MachineError, UnsupportedError
-from greenfast.spec.problem import Array, Case, dtype_of
+from greenfast.spec.problem import Array, Case, to_dtype
 
 #: By run: whether buffers are flush with the end of their pages, and the byte of uninitialized memory. The bytes are
 #: NaN and -1, 0, and numbers that are neither (0.75 in float32).
@@ -52,7 +51,7 @@ def check_memory(gpu: Gpu, instruments: Instruments, executable: Executable, cas
     """
     ordinal = int(gpu.device.device_id)
     if not is_supported(ordinal):
-        raise UnsupportedError("this device has no virtual memory management, which the memory check needs")
+        raise UnsupportedError("this device has no virtual memory management for the memory check")
     violations: list[str] = []
     outputs: list[dict[str, Array]] = []
     for at_end, fill in RUNS:
@@ -176,7 +175,7 @@ class _GuardedCase:
         for name, spec in self._case.outputs.items():
             pages = self._pages[name]
             data = self._left[name][pages.offset : pages.offset + pages.nbytes]
-            outputs[name] = data.copy().view(dtype_of(spec.dtype)).reshape(spec.shape)
+            outputs[name] = data.copy().view(to_dtype(spec.dtype)).reshape(spec.shape)
         return outputs
 
     def _poison_allocations(self, step: int) -> None:

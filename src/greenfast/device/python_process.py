@@ -37,7 +37,7 @@ def module_path(*, current_last: bool = False, needed: Sequence[object] = ()) ->
     """Return the absolute folders in which this process finds modules, for a process that it starts.
 
     The current folder is left out, or comes last with ``current_last``: there it cannot replace any module of Python or
-    of an installed package. needed: functions and objects whose modules the process imports; their folders come last.
+    of an installed package. needed: functions and objects; the folders of their modules come last.
     """
     here = os.path.realpath(os.getcwd())
     entries = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
@@ -100,7 +100,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 class PythonProcess:
-    """A process that calls ``function(connection, *arguments)``, both of which are pickled.
+    """A process that calls ``function(connection, *arguments)``; both are pickled.
 
     It ignores interrupts, and ends when this process ends or closes its end of ``connection``.
     connection: raises EOFError or OSError once the process has ended.
@@ -123,7 +123,7 @@ class PythonProcess:
         finally:
             theirs.close()
         self._finalizer = weakref.finalize(self, _end, self._process, self.connection)
-        with contextlib.suppress(OSError):  # it has ended already, which the first answer shows
+        with contextlib.suppress(OSError):  # it has ended already; the first answer shows this
             self.connection.send((function, arguments))
 
     @property

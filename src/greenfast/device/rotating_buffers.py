@@ -19,14 +19,13 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from greenfast.device.bound_launch import BoundLaunch, MovableMap, check
-from greenfast.device.executable import Executable
 from greenfast.device.gpu import GUARD_BYTES, POISON, Gpu, whole_pages
 from greenfast.device.helper_kernels import DigestRange, Instruments
-from greenfast.device.session import WrongLaunch
+from greenfast.device.session import Executable, WrongLaunch
 from greenfast.device.virtual_memory import Access, PhysicalMemory, is_supported
 from greenfast.spec.errors import MachineError
 from greenfast.spec.kernel import Workspace
-from greenfast.spec.problem import Array, Case, dtype_of
+from greenfast.spec.problem import Array, Case, to_dtype
 
 NUM_BUFFER_SETS = 3
 _ALIGNMENT = 512  # bytes; the driver's allocations have it too
@@ -56,7 +55,7 @@ class Layout:
 
     @classmethod
     def for_cases(cls, cases: Sequence[Case], workspaces: Mapping[str, Workspace]) -> Layout:
-        """Return the layout that can hold each of these cases."""
+        """Return the layout that can hold each case."""
         sizes: dict[str, int] = {}
         inputs = [(name, array.nbytes) for case in cases for name, array in case.inputs.items()]
         outputs = [(name, spec.nbytes) for case in cases for name, spec in case.outputs.items()]
@@ -207,7 +206,7 @@ class Rotation:
     """A program with several cases in device memory, ready to be timed.
 
     outputs: results of the first launch of each case, for the caller to check. Later launches must give the same bits.
-    wrong: the first of these launches that wrote outside of its outputs; None if all were correct.
+    wrong: the first of them that wrote outside of its outputs; None if all were correct.
 
     If the driver supports it, a program's inputs are mapped read-only. A write to them, even one that is undone, ends
     the process with an illegal address.
@@ -285,7 +284,7 @@ class Rotation:
         outputs = {}
         for name, spec in case.outputs.items():
             data = self._layout.slice_buffer(result, name, spec.nbytes)
-            outputs[name] = data.copy().view(dtype_of(spec.dtype)).reshape(spec.shape)
+            outputs[name] = data.copy().view(to_dtype(spec.dtype)).reshape(spec.shape)
             data[:] = self._layout.slice_buffer(image, name, spec.nbytes)
         self.outputs.append(outputs)
         if self.wrong is None and not np.array_equal(result, image):
@@ -421,8 +420,8 @@ class Rotation:
             self._sums = self._allocate(nbytes)
         check(driver.cuMemsetD8Async(self._sums.pointer, 0, nbytes, self._gpu.stream.handle))
 
-    def _sum(self, launch: int, which: int) -> int:
-        return self._sums.pointer + 8 * (launch * _SUMS + which)
+    def _sum(self, launch: int, number: int) -> int:
+        return self._sums.pointer + 8 * (launch * _SUMS + number)
 
     def _read_sums(self, launches: int) -> NDArray[np.uint64]:
         """Wait for the device, and return the digests of the first launches: (launches, _SUMS)."""

@@ -57,7 +57,7 @@ _LIMITS = {
 }
 
 #: Files that code and its libraries read in an ordinary installation. The folders of other processes in /proc are
-#: excluded: Landlock does not protect their environments, which may contain secrets.
+#: excluded: Landlock does not protect their environments, and these may contain secrets.
 _PROC_NAMES = ("cpuinfo", "devices", "driver", "filesystems", "loadavg", "meminfo", "modules", "stat", "sys", "version")
 _SYSTEM = (
     *("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/sys/devices/system", "/proc/self"),
@@ -68,7 +68,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 #: The system calls that Python, PyTorch, compilers and build tools need, with their numbers on x86_64 and aarch64
 #: ("-": the machine has no such call). All others are refused, such as those that
 #: - reach other processes: ptrace, process_vm_readv, kcmp, pidfd_getfd, process_madvise, migrate_pages;
-#: - change modes, owners, times or attributes of files, or a length by name, which Landlock does not cover;
+#: - change modes, owners, times or attributes of files, or a length by name (Landlock does not cover them);
 #: - share memory by System V or POSIX queues;
 #: - are large interfaces: io_uring, userfaultfd, bpf, perf_event_open, keyctl, mount, unshare, setns, inotify, seccomp.
 _CALLS = (
@@ -140,7 +140,7 @@ _IOCTL_KINDS = tuple(kind << 8 for kind in range(256) if kind not in (0x12, 0x54
 _STREAM, _SEQPACKET, _TYPE = 1, 5, 0xF
 _CGROUP = "greenfast-"
 
-#: An argument's number, the bits of it that count, and the values of these that are allowed.
+#: An argument's number, the bits of it that count, and the allowed values of these bits.
 Check = tuple[int, int, Sequence[int]]
 _ALL = 0xFFFFFFFF
 
@@ -227,7 +227,7 @@ def _leave_network() -> None:
     if _LIBC.unshare(_CLONE_NEWNET | _CLONE_NEWIPC) == 0:
         return
     _checked(_LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC))
-    with contextlib.suppress(OSError):  # without the maps the user is nobody, which does no harm
+    with contextlib.suppress(OSError):  # without the maps the user is nobody; this does no harm
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -329,7 +329,7 @@ def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tupl
     small_ioctl: Sequence[Check] = ((1, _ALL, _IOCTL),)
     return {
         "clone": (_EPERM, [[(0, _NAMESPACES, (0,))]]),
-        "clone3": (_ENOSYS, never),  # its flags are in memory, which a filter cannot read; libraries fall back to clone
+        "clone3": (_ENOSYS, never),  # a filter cannot read its flags in memory; libraries fall back to clone
         "fcntl": (_EPERM, [[(1, _ALL, _FCNTL)]]),
         "ioctl": (_EPERM, [small_ioctl, [(1, 0xFF00, _IOCTL_KINDS)]] if gpu else [small_ioctl]),
         "kill": (_EPERM, signal_to),
@@ -352,15 +352,15 @@ def _filtered_calls(gpu: bool, own: int, signals_scoped: bool) -> dict[str, tupl
         "socket": (_EPERM, [[(0, _ALL, (1,)), connected]] if gpu else never),
         "socketpair": (_EPERM, [[connected]]),
         "connect": (_ENOENT if gpu else _EPERM, never),
-        # Processes stay in the group that the judge ends and halts. Ninja, which builds extensions of PyTorch, starts
+        # Processes stay in the group that the judge ends and halts. Ninja builds extensions of PyTorch. It starts
         # each in a new group and stops if that fails, so the call reports success and does nothing.
         "setpgid": (0, never),
     }
 
 
 _Instruction = tuple[int, int, int, int]
-# The filter's language: load a word, compare, jump, mask, answer. Answers: SECCOMP_RET_ERRNO, whose lowest bits are the
-# error, and SECCOMP_RET_ALLOW.
+# The filter's language: load a word, compare, jump, mask, answer. Answers: SECCOMP_RET_ERRNO with the error in the
+# lowest bits, and SECCOMP_RET_ALLOW.
 _LOAD, _EQUAL, _AT_LEAST, _JUMP, _AND, _ANSWER = 0x20, 0x15, 0x35, 0x05, 0x54, 0x06
 _REFUSE, _ALLOW = 0x00050000, 0x7FFF0000
 

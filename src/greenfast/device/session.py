@@ -1,15 +1,51 @@
-"""The interface of a session on a device, served by worker processes, and its results."""
+"""A compiled program, and the results of running it on a device."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from greenfast.device.executable import Executable
-from greenfast.spec.facts import DeviceInfo, Finding, KernelCounts
-from greenfast.spec.problem import Array, Case
+from greenfast.spec.facts import Finding, KernelCounts
+from greenfast.spec.kernel import Allocation, Launch, Workspace
+from greenfast.spec.problem import Array
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A compiled kernel: cubin, entry, block, dynamic shared memory, phase names, and PTX for the emulator.
+
+    variables: of its module; no launch may change them. tables: read-only variables by its PTX; they are compared too
+    if the driver returns their addresses.
+    """
+
+    cubin: bytes
+    entry: str
+    block: tuple[int, int, int]
+    dynamic_smem_bytes: int
+    phases: tuple[str, ...] = ()
+    ptx: str = ""
+    variables: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled program: its kernels with their launches, its scratch buffers and its allocations."""
+
+    steps: tuple[tuple[KernelImage, Launch], ...]
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    allocations: tuple[Allocation, ...] = ()
+
+    @classmethod
+    def single(cls, image: KernelImage, plan: Launch) -> Executable:
+        """One launch of one kernel."""
+        return cls(((image, plan),))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the phase counters of an instrumented build (with one launch); else empty."""
+        return self.steps[0][0].phases
 
 
 @dataclass(frozen=True)
@@ -62,40 +98,6 @@ class Block:
     samples_us: list[float]
     clocks: dict[str, float]
     wrong: WrongLaunch | None = None
-
-
-class Session(Protocol):
-    """A device that runs kernels; every method can be called through a Worker."""
-
-    def info(self) -> DeviceInfo:
-        """Describe the device."""
-
-    def run(self, executable: Executable, case: Case, repeats: int) -> RunResult:
-        """Run a case ``repeats`` times, each in separate memory, and compare the outputs bit by bit."""
-
-    def check_memory(self, executable: Executable, case: Case) -> RunResult:
-        """Run a case between unmapped pages and with different uninitialized memory (device/memory_check.py)."""
-
-    def prepare(self, key: str, executable: Executable, cases: Sequence[Case], warmup: int, seed: int) -> Started:
-        """Bind cases under a key for timing, launch each, and warm up. seed: as in ``time``."""
-
-    def time(self, key: str, warmup: int, iters: int, cold: bool, seed: int) -> Block:
-        """Time one block of launches, each with one of the key's cases (see Rotation.time).
-
-        seed: of all random draws.
-        """
-
-    def finish(self, key: str) -> None:
-        """Free the memory of a bound program."""
-
-    def phases(self, executable: Executable, case: Case, repeats: int) -> dict[str, float]:
-        """Mean SM cycles per block and phase of an instrumented build, after one run to warm up."""
-
-    def phase_counts(self, executable: Executable, case: Case) -> dict[str, KernelCounts]:
-        """Return the counts of each phase of an instrumented build.
-
-        Raises MachineError if the device does not count.
-        """
 
 
 def same_bits(a: dict[str, Array], b: dict[str, Array]) -> bool:

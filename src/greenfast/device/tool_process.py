@@ -61,8 +61,8 @@ def run_tool(
     environment = {key: os.environ[key] for key in _KEPT if key in os.environ}
     # The module is run as a file, without packages: it starts in a few hundredths of a second.
     command = [sys.executable or "python3", "-I", "-S", sandbox.__file__, json.dumps(job)]
-    printed, said = folder / "stdout", folder / "stderr"
-    with printed.open("wb") as output, said.open("wb") as errors:
+    output_file, error_file = folder / "stdout", folder / "stderr"
+    with output_file.open("wb") as output, error_file.open("wb") as errors:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -76,11 +76,11 @@ def run_tool(
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:
             raise ToolError(f"did not end within {seconds} s") from None
-        finally:  # also what it started, and on an interrupt
+        finally:  # its children too, and on an interrupt
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    ended = Ended(code, _text(printed), _text(said))
+    ended = Ended(code, _text(output_file), _text(error_file))
     lacks = any(words in ended.errors + ended.output[-2000:] for words in _OUT_OF_MEMORY)
     if code != 0 and lacks:
         raise ToolError(f"needs more than the {memory_bytes >> 20} MiB of memory that it may use for this input")

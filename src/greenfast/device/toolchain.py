@@ -122,7 +122,7 @@ def _header_folders() -> list[Path]:
 
 
 def _cccl_folder(include: Path) -> list[Path]:
-    """Return CCCL's own folder, which it has since CUDA 13; empty if its headers are among the others."""
+    """Return CCCL's own folder (since CUDA 13); empty if its headers are among the others."""
     if (include / _CCCL_HEADER).is_file():
         return []
     package: str | None = find_nvidia_header_directory("cccl")

@@ -118,23 +118,3 @@ class Mapping:
         if self._is_mapped:
             check(driver.cuMemUnmap(self.pointer, self.nbytes))
         check(driver.cuMemAddressFree(self._base, self._reserved))
-
-
-class GuardedPages:
-    """Memory with one mapping, between addresses without memory."""
-
-    def __init__(self, nbytes: int, ordinal: int, access: Access = Access.READ_WRITE) -> None:
-        memory = PhysicalMemory(nbytes, ordinal)
-        try:
-            self._mapping = memory.map(access)
-        finally:
-            memory.release()  # the mapping keeps it
-        self.nbytes, self.pointer, self.end = self._mapping.nbytes, self._mapping.pointer, self._mapping.end
-
-    def set_access(self, access: Access) -> None:
-        """Change the device's access (see Mapping.set_access)."""
-        self._mapping.set_access(access)
-
-    def free(self) -> None:
-        """Free the memory and its addresses."""
-        self._mapping.free()

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from greenfast.device.executable import Executable
 from greenfast.device.gpu_session import GpuSession
 from greenfast.device.python_process import PythonProcess
-from greenfast.device.session import Block, RunResult, Started
+from greenfast.device.session import Block, Executable, RunResult, Started
 from greenfast.device.worker_main import serve
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import DeviceInfo, KernelCounts
@@ -77,18 +76,18 @@ class Worker:
             self._connection.send((method, args))
         return self._answer(method, self._timeout_s)
 
-    def _answer(self, what: str, seconds: float) -> Any:
+    def _answer(self, method: str, seconds: float) -> Any:
         """The child's next answer. If it is an error or late, closes the worker. Raises as every method does."""
-        with self._failures(what):
+        with self._failures(method):
             if not self._connection.poll(seconds):
                 self.close()
-                raise self._lost(f"hang: {what} did not end within {seconds:g} s; its process was killed")
+                raise self._lost(f"hang: {method} did not end within {seconds:g} s; its process was killed")
             status, value = self._connection.recv()
         if status == "unsupported":
-            raise UnsupportedByDeviceError(f"{what}: {value}")
+            raise UnsupportedByDeviceError(f"{method}: {value}")
         if status == "error":
             self.close()
-            raise WorkerError(f"{what}: {value}")
+            raise WorkerError(f"{method}: {value}")
         return value
 
     def _lost(self, message: str) -> WorkerError:
@@ -96,13 +95,13 @@ class Worker:
         return UnsupportedByDeviceError(message, ended=True) if self._emulates else WorkerError(message)
 
     @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
+    def _failures(self, method: str) -> Iterator[None]:
         """Report a broken pipe as the crash that caused it."""
         try:
             yield
         except (EOFError, OSError) as e:
             code = self._process.exit_code(5)
-            raise self._lost(f"crash: the process ended during {what} (exit {code})") from e
+            raise self._lost(f"crash: the process ended during {method} (exit {code})") from e
 
     def info(self) -> DeviceInfo:
         """The device."""

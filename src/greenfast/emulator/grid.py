@@ -50,7 +50,7 @@ from greenfast.spec.kernel import (
     find_pointers,
     value_bytes,
 )
-from greenfast.spec.problem import Array, OutputSpec, dtype_of
+from greenfast.spec.problem import Array, OutputSpec, to_dtype
 
 #: Threads that run at once. More would need more memory (some hundred bytes of registers each) and gain little.
 MAX_LANES = 16_384
@@ -452,7 +452,7 @@ class _Chain:
             data, states = memory.get_bytes(name), memory.get_states(name)
             unwritten[name] = int((states == UNWRITTEN).sum())
             data[states == UNWRITTEN] = poison
-            arrays[name] = data.copy().view(dtype_of(o.dtype)).reshape(o.shape)
+            arrays[name] = data.copy().view(to_dtype(o.dtype)).reshape(o.shape)
         result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
         result.observed = self.observer.observed() if self.observer is not None else None
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:

@@ -81,7 +81,7 @@ class Log:
         return self.replaying and (self.events[self._next].kind, self.events[self._next].key) == (kind, key)
 
     def count_pending(self, kind: str, keys: Sequence[EventKey]) -> int:
-        """Count how many of these events, from the first on, come next in the file."""
+        """Count the first events of a list that are next in the file."""
         events = 0
         for event, key in zip(self.events[self._next :], keys, strict=False):
             if (event.kind, event.key) != (kind, key):

@@ -30,10 +30,10 @@ from greenfast.evolve.proposal import Candidate
 from greenfast.evolve.stages import Stages
 from greenfast.evolve.workers import GpuName, GpuWorkers
 from greenfast.judge.check_plan import timed_seeds
-from greenfast.judge.gates.sides import BuiltSide
-from greenfast.judge.timing.floor import floor_of
+from greenfast.judge.implementation import BuiltSide
 from greenfast.judge.timing.interleaved import balanced, drawn_warmup
 from greenfast.spec.errors import MachineError
+from greenfast.spec.limits import compute_floor
 from greenfast.spec.problem import least_work
 
 _BLOCKS, _LAUNCHES, _WARMUP = 6, 12, 20
@@ -147,7 +147,7 @@ def _run_rounds(stages: Stages, runners: Mapping[str, _Runner], rng: random.Rand
         for number in range(_MAX_ROUNDS):
             stages.progress(f"round {number + 1}: {len(alive) - 1} candidates")
             for shape in request.shapes:
-                floor = floor_of(request.device, least_work(problem, shape.dims), 0, cold=False)
+                floor = compute_floor(request.device, least_work(problem, shape.dims), 0, cold=False)
                 orders = balanced(alive, rng)
                 for _ in range(_BLOCKS << number):
                     medians = {label: _time_block(worker, label, shape.name, rng, clocks) for label in next(orders)}

@@ -1,6 +1,6 @@
 """Proposers, and ``make_proposer`` by their names.
 
-optuna's random and grid samplers do not know a space's constraints, which few settings of a space may satisfy. So
+optuna's random and grid samplers ignore a space's constraints, and few settings of a space may satisfy them. So
 ``random`` and ``exhaustive`` use the space itself, and only ``tpe`` uses optuna.
 """
 
@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from greenfast.evolve.language import STRATEGIES, EngineerProposer
-from greenfast.evolve.model import DEFAULT_TIMEOUTS, AnswerLimits, make_model
+from greenfast.evolve.language import DEFAULT_TIMEOUTS, STRATEGIES, AnswerLimits, EngineerProposer, make_model
 from greenfast.evolve.proposal import Candidate, Context, Evaluation, Proposer, build_archive, read_lines
 from greenfast.evolve.space import MAX_LISTED, MAX_STEPS, Parameter, Space, Value
 from greenfast.spec.errors import UsageError, unknown
@@ -301,7 +300,7 @@ class EvolutionaryProposer(RandomProposer):
     def _make_child(
         self, space: Space, elites: Sequence[Evaluation], rng: random.Random, batch: Sequence[Point]
     ) -> Candidate | None:
-        """Make a new child of these elites. Return None without elites, or if no child is new."""
+        """Make a new child of the elites. Return None without elites, or if no child is new."""
         for attempt in range(self._TRIES if elites else 0):
             parents = [_draw_by_rank(elites, rng)]
             point = dict(parents[0].parameters)

@@ -16,8 +16,7 @@ from greenfast.evolve.loop import State
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Descriptor, Evaluation, build_archive, describe, select_best
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.report.plots import BASELINE, CANDIDATE
-from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.plots import BASELINE, CANDIDATE, render_svg
 from greenfast.judge.report.webpage.page import bullets, figure, page, paragraph, table
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import UsageError
@@ -55,7 +54,7 @@ def write_report(folder: Path, manifest: Manifest, state: State) -> None:
 
 
 def _with_all_parameters(manifest: Manifest, e: Evaluation) -> Evaluation:
-    """Add the default parameters, which readers of the T4 format expect. Outside the space: return it unchanged."""
+    """Add the default parameters that readers of the T4 format expect. Return it unchanged outside the space."""
     try:
         complete = manifest.space.complete(e.candidate.parameters)
     except UsageError:
@@ -164,7 +163,7 @@ def _kind(state: State) -> str:
 
 
 def _fitness_caption(state: State) -> str:
-    values = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, which are no speeds"
+    values = "Times of races" if _kind(state) == "seconds" else "Estimates by counts, not speeds"
     return f"{values}, by the order of evaluation; the line is the best so far, the dashed one the baseline."
 
 
@@ -188,7 +187,7 @@ def _draw_fitness(state: State) -> Markup:
         axes.set_ylim(bottom=0)
         axes.legend(fontsize=10, frameon=False)
 
-    return drawing("fitness of the candidates over time", 3.0, draw)
+    return render_svg("fitness of the candidates over time", 3.0, draw)
 
 
 def _stage_table(state: State) -> Markup:
@@ -232,7 +231,7 @@ def _lineage(manifest: Manifest, state: State) -> list[Markup]:
         f"{describe(manifest.space, c)} [{c.origin or 'proposed'}]{f': {c.rationale}' if c.rationale else ''}"
         for c in ancestors[:_MAX_ROWS]
     ]
-    return [paragraph("The best, and what it was made from, the nearest first."), bullets(lines)]
+    return [paragraph("The best and its ancestors, the nearest first."), bullets(lines)]
 
 
 def _candidates(manifest: Manifest, state: State) -> list[Markup]:
@@ -250,7 +249,7 @@ def _candidates(manifest: Manifest, state: State) -> list[Markup]:
         )
         for e in ranked[:_MAX_ROWS]
     ]
-    parts = [table(("hash", "settings", "ended", "µs", "said"), rows, right=("µs",))]
+    parts = [table(("hash", "settings", "ended", "µs", "feedback"), rows, right=("µs",))]
     if len(ranked) > _MAX_ROWS:
         parts.append(paragraph(f"{len(ranked) - _MAX_ROWS} more are in index.sqlite."))
     return parts

@@ -22,15 +22,15 @@ from greenfast.evolve.sources import Sources
 from greenfast.evolve.space import check
 from greenfast.evolve.stages import Stages, keep_winner, make_search_request
 from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_workers
-from greenfast.judge.environment import EMULATOR, choose_devices, git_state, now, package_versions
+from greenfast.judge.request import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.subject import load_baseline
-from greenfast.judge.tasks import find_task, load
+from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import MachineError, UsageError
 
 INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"
 _UNTIMED = (
-    "candidates run on the PTX emulator, on small shapes, and are ordered by estimates from what it counts; "
+    "candidates run on the PTX emulator, on small shapes, and are ordered by estimates from its counts; "
     "no speed is measured and no finalist is validated"
 )
 #: A disk with less free space is full before a batch is done.
@@ -108,8 +108,8 @@ def describe_version_change(manifest: Manifest) -> str:
     if then == here:
         return ""
     return (
-        f"this run was begun by greenfast {then}, and goes on with {here}: what each measured may be of different "
-        "kernels; begin a new run where they have to be compared"
+        f"this run was begun by greenfast {then}, and goes on with {here}: each may have measured different "
+        "kernels; begin a new run to compare them"
     )
 
 

@@ -24,7 +24,7 @@ from greenfast.judge.task import Rung, Variant
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.extras import EXTRAS, require
-from greenfast.spec.kernel import Family, Program, program_of
+from greenfast.spec.kernel import Family, Program, render_program
 
 #: Prefix of the families that a space may name. A user's own family belongs to a task.
 _OWN = "greenfast.kernels."
@@ -110,7 +110,7 @@ class Sources:
         complete = self.space.decode(candidate.parameters)
         edits = self._edited(candidate)
         if self._solution is not None:
-            return self._of_solution(self._solution, candidate.key, complete, edits)
+            return self._write_solution(self._solution, candidate.key, complete, edits)
         config, toggles = self._request.task.config, {name: int(value) for name, value in complete.items()}
         if self.space.family:
             assert self.rung is not None
@@ -134,7 +134,7 @@ class Sources:
             family=cast(Family, PatchedFamily(implementation.family, copies)),
         )
 
-    def _of_solution(
+    def _write_solution(
         self, resolved: ResolvedSolution, key: str, complete: Mapping[str, Value], edits: Mapping[str, str]
     ) -> Implementation:
         """Write a copy of the solution with other constants and edits into a new folder; return its implementation."""
@@ -217,7 +217,7 @@ class PatchedFamily:
         self, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
     ) -> Program:
         """Return the family's program with the patched include folders."""
-        made = program_of(self._family, toggles, fmt, dims, instrumented=instrumented)
+        made = render_program(self._family, toggles, fmt, dims, instrumented=instrumented)
         steps = []
         for step in made.steps:
             folders = tuple(self._copies.get(folder.resolve(), folder) for folder in step.kernel.include_dirs)
@@ -255,7 +255,7 @@ def _check_reads(edit: Edit, replaced: str) -> None:
 
 def _list_included_files(text: str) -> list[str]:
     """List the names in the directives of a source that read files."""
-    return [found[1].strip() for found in _READS.finditer(re.sub(r"(?:\\|\?\?/)[ \t]*\r?\n", "", text))]
+    return [directive[1].strip() for directive in _READS.finditer(re.sub(r"(?:\\|\?\?/)[ \t]*\r?\n", "", text))]
 
 
 def _check_types(space: Space, types: tuple[type, ...], rule: str) -> None:

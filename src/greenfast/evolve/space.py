@@ -45,7 +45,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A part of a source that an edit may replace: the lines between two markers, or the whole file without markers.
 
     file: path in the solution; or in the folder ``kernels`` of the task, else in greenfast's kernels. begin, end: texts
-    of the marker lines, which are kept. text: the current text; filled in when a run starts.
+    of the marker lines; these are kept. text: the current text; filled in when a run starts.
     """
 
     file: str
@@ -208,7 +208,7 @@ def check(space: Space) -> None:
     for name, parameter in space.parameters.items():
         values = parameter.values
         if len(set(values)) != len(values):  # 1 and 1.0 are one value
-            raise UsageError(f"space {space.name}: {name}: a value stands twice in {_format_values(values)}")
+            raise UsageError(f"space {space.name}: {name}: a value is twice in {_format_values(values)}")
         if not any(parameter.start == v and type(parameter.start) is type(v) for v in values):
             raise UsageError(
                 f"space {space.name}: {name}: default {parameter.default!r} is not one of {_format_values(values)}"

@@ -21,24 +21,22 @@ from greenfast.device.worker import Worker
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.proposal import Candidate, Descriptor, Stage
 from greenfast.evolve.sources import Sources, copy_folder
-from greenfast.judge.artifacts import RECORD, REPORT
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.registry import GATES
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide
-from greenfast.judge.implementation import Implementation
+from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation
 from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_index import compute_digest, read_measurements
+from greenfast.judge.record_io import RECORD, REPORT, compute_digest, read_measurements
 from greenfast.judge.record_schema import DRAWN, Record
 from greenfast.judge.request import NullListener, ProgressListener, Request, add_check_plan, make_request
 from greenfast.judge.store import to_json, write_whole
 from greenfast.judge.subject import load_baseline
-from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.judge.task import LoadedTask, find_task, load
 from greenfast.judge.validate import validate
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, MachineError, UsageError
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.kernel import find_buffers
-from greenfast.spec.peaks import matrix_rate
+from greenfast.spec.limits import matrix_rate
 from greenfast.spec.problem import Problem, References
 
 #: Emulator time limit per case in seconds. A candidate beyond it is dropped, though its kernel may be correct.
@@ -210,7 +208,7 @@ class Stages:
             emulated = plan.emulated_case_plans
             chosen = tuple(case for case in plan.case_plans if case.shape == plan.small_shape or case in emulated)
             planned = dataclasses.replace(planned, check_plan=dataclasses.replace(plan, case_plans=chosen))
-        # What is undecided here, a GPU checks again.
+        # A GPU checks undecided cases again.
         run = self._run_gates(planned, candidate, _GATES, undecided_passes=self.gpu_follows)
         if isinstance(run, StageResult):
             return run

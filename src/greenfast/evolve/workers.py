@@ -24,7 +24,7 @@ from greenfast.device.python_process import PythonProcess
 from greenfast.device.worker import WorkerError
 from greenfast.evolve.manifest import Manifest
 from greenfast.evolve.stages import StageResult, Stages
-from greenfast.judge.environment import device_info
+from greenfast.judge.request import device_info
 from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import DeviceInfo
 
@@ -109,7 +109,7 @@ class ProcessPool:
             self._idle.put(process)
 
     def start(self, slot: int, job: Job) -> Callable[[], Any]:
-        """As the protocol says."""
+        """Return results as ``Workers.results``."""
         return self._threads.submit(self._processes[slot].call, job).result
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ def make_workers(text: str, manifest: Manifest, folder: Path, stages: Stages) ->
     count = read_workers(text, manifest.batch)
     if count == 1:
         return InProcess(stages)
-    for name in _THREADS:  # for the new processes, which share the cores
+    for name in _THREADS:  # The new processes share the cores.
         os.environ.setdefault(name, "1")
     return ProcessPool([functools.partial(Stages, manifest, folder, gpu_follows=stages.gpu_follows)] * count)
 

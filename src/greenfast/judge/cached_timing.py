@@ -15,11 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from greenfast.judge.artifacts import RECORD, record_files
 from greenfast.judge.gates.performance import build_cached_performance, gated_shapes, judge_again
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE
+from greenfast.judge.implementation import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import GateRun, pending
-from greenfast.judge.record_io import check_freshness, compare_build, compare_launch, read_record
+from greenfast.judge.record_io import RECORD, check_freshness, compare_build, compare_launch, read_record, record_files
 from greenfast.judge.record_schema import FIRST_GATES, Build, CachedTiming, GateResult, Record, Side, TimingRow
 from greenfast.judge.request import Request
 from greenfast.judge.task import Timing
@@ -27,7 +26,7 @@ from greenfast.judge.timing.interleaved import METHOD, WARM
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import CURRENT, STALE, worst
-from greenfast.spec.problem import NORMAL, case_of
+from greenfast.spec.problem import NORMAL, build_case
 
 EVIDENCE = "evidence"
 _TASKS = "tasks"
@@ -247,7 +246,7 @@ def _compare_kernels(role: str, side: Side, run: GateRun) -> list[str]:
     for name, (kernel, facts) in launches.items():
         build = _find_build(side, name)
         if build is None:
-            mismatches.append(f"does not say which of its {role} kernels {name} ran")
+            mismatches.append(f"does not name the {role} kernel that {name} ran")
         elif build.arch == kernel.target.name:
             label = f"the {role} kernel at {name}"
             freshness = worst(
@@ -287,7 +286,7 @@ def _compare_inputs(record: Record, run: GateRun) -> list[str]:
                     continue
                 key = shape.name, row.seed
                 if key not in digests and row.dims == shape.dims and not mismatches:
-                    digests[key] = case_of(request.task.problem, shape.dims, row.seed, request.format).digest
+                    digests[key] = build_case(request.task.problem, shape.dims, row.seed, request.format).digest
                 if row.dims != shape.dims or digests.get(key, row.inputs_digest) != row.inputs_digest:
                     mismatches[f"had other inputs at {shape.name} seed {row.seed}"] = None
     return list(mismatches)
@@ -326,5 +325,5 @@ def _compare_verdicts(record: Record, run: GateRun) -> list[str]:
         if row is None or not row.gated:
             mismatches.append(f"did not gate {shape}")
         elif row.required != (required or 0.0) and judge_again(row, required or 0.0, True).verdict == "INCONCLUSIVE":
-            mismatches.append(f"cannot tell whether {shape} reaches {required or 1:g}x")
+            mismatches.append(f"does not decide whether {shape} reaches {required or 1:g}x")
     return mismatches

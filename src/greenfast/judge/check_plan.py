@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from greenfast.judge.record_schema import DRAWN
 from greenfast.judge.task import Drawing, Range, Rung, Shape, TaskConfig
 from greenfast.spec.errors import UsageError
-from greenfast.spec.problem import NORMAL, Problem, case_of, variants_of
+from greenfast.spec.problem import NORMAL, Problem, build_case, list_variants
 
 #: Range of secret seeds: 64 bits, above the seeds in task files, with room for the seeds that follow it.
 _LEAST_SEED, _LAST_SEED = 2**32, 2**64 - 2**16
-#: The minimum number of seeds per shape. Each timed launch draws its inputs from the cases of these seeds.
+#: The minimum number of seeds per shape. Each timed launch draws its inputs from their cases.
 MIN_SEEDS = 3
 _TRIES, _EDGE_TRIES, _LONG_TRIES = 2000, 200, 200
-#: A dimension whose range reaches this size gets a small shape that is longer than a tile in this dimension.
+#: A dimension with a range up to this size gets a small shape that is longer than a tile in this dimension.
 _LONG = 64
 #: A shape of at least this share of the largest one is large.
 _LARGE = 0.25
@@ -129,7 +129,7 @@ def build_check_plan(
     draws: bool = True,
     secret: bool = True,
 ) -> CheckPlan:
-    """Plan the cases of these shapes and seeds, the variants and the random shapes.
+    """Plan the cases of the shapes and seeds, the variants and the random shapes.
 
     rung: the candidate's rung; None if the candidate is not a rung.
     seed: the source of all randomness; None for no random shapes and no variants.
@@ -196,7 +196,7 @@ def _assign_variants(
     Each variant runs on ``small``, on each of ``long_shapes``, on a large and on an odd shape. Every other shape gets
     one variant. On the emulator, shapes beyond its limit get none.
     """
-    variants = variants_of(problem)
+    variants = list_variants(problem)
     if not variants:
         return
     rng = random.Random(f"variants {seed}")
@@ -286,7 +286,7 @@ def _explain_rejection(
     if dims in known or (rung is not None and not rung.answers_for(dims)):
         return ""
     try:
-        case_of(problem, dims, seed, fmt)
+        build_case(problem, dims, seed, fmt)
     except UsageError as e:
         return str(e)
     return None
@@ -367,4 +367,4 @@ def _compute_size(dims: Mapping[str, int], drawing: Drawing) -> int:
 def _find_small_shape(problem: Problem, fmt: str, shapes: Sequence[Shape], seed: int) -> Shape:
     """Return the smallest shape with at least _LEAST_BYTES of inputs and outputs, or the largest if none has."""
     by_size = sorted(shapes, key=lambda shape: math.prod(shape.dims.values()))
-    return next((s for s in by_size if case_of(problem, s.dims, seed, fmt).nbytes >= _LEAST_BYTES), by_size[-1])
+    return next((s for s in by_size if build_case(problem, s.dims, seed, fmt).nbytes >= _LEAST_BYTES), by_size[-1])

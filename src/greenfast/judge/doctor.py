@@ -38,10 +38,9 @@ try:
 except ImportError as e:
     _NO_LIBRARY = str(e)
 try:
-    from greenfast.judge.environment import GIT_SHA_VARIABLE, git_state
     from greenfast.judge.profiling import ncu
-    from greenfast.judge.task import TaskConfig, load_task
-    from greenfast.judge.tasks import TASKS_VARIABLE, task_folders
+    from greenfast.judge.request import GIT_SHA_VARIABLE, git_state
+    from greenfast.judge.task import TASKS_VARIABLE, TaskConfig, load_task, task_folders
 except ImportError as e:
     _NO_JUDGE = str(e)
 
@@ -54,7 +53,7 @@ PACKAGES = _CORE | _JUDGE
 _PYTHON = ((3, 10), (3, 13))
 _GPU_TIMEOUT_S = 30.0
 _DEFAULT_TARGET = "sm_89"
-# Variables of others that decide what is found here.
+# Variables of other programs that this depends on.
 _OTHERS_VARIABLES = ("XDG_CACHE_HOME", "CUDA_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES")
 _PROBE = """#include <cuda_fp8.h>
 #include <mma.h>
@@ -112,11 +111,11 @@ def examine(environment: Mapping[str, str] | None = None) -> list[Diagnosis]:
         compile_cache(),
         *(finding for _, finding in devices),
         clocks([target for target, _ in devices]),
-        *_of_judge(variables),
+        *_diagnose_judge(variables),
     ]
 
 
-def _of_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
+def _diagnose_judge(variables: Mapping[str, str]) -> list[Diagnosis]:
     if _NO_JUDGE:
         missing = [finding.what for finding in packages(_JUDGE) if finding.status != "OK"]
         lacks = f"not installed: {', '.join(missing)}" if missing else f"cannot be imported: {_NO_JUDGE}"
@@ -154,8 +153,8 @@ def packages(required: Mapping[str, str] = PACKAGES) -> list[Diagnosis]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the release part of a version: (2, 13, 0) for 2.13.0+cu130."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def installation() -> Diagnosis:
@@ -184,10 +183,10 @@ def _toolchain() -> Iterator[Diagnosis]:
         yield _missing("nvdisasm", e, "EXTRA")
 
 
-def _missing(what: str, error: Exception, status: Status = "MISSING") -> Diagnosis:
+def _missing(name: str, error: Exception, status: Status = "MISSING") -> Diagnosis:
     """Return a finding for an error. Its message has the form "fault; remedy"."""
-    found, _, remedy = str(error).partition("; ")
-    return Diagnosis(what, status, " ".join(found.split()), " ".join(remedy.split()) or "see the rows above")
+    fault, _, remedy = str(error).partition("; ")
+    return Diagnosis(name, status, " ".join(fault.split()), " ".join(remedy.split()) or "see the rows above")
 
 
 def compile_check(target: Target) -> Diagnosis:
@@ -195,12 +194,12 @@ def compile_check(target: Target) -> Diagnosis:
     source = KernelSource("probe", _PROBE, "probe.cu", (), (32, 1, 1))
     try:
         kernel = compile_kernel(source, target, use_cache=False)
-        found = f"{kernel.compiler}, {target.name}: {kernel.compile_ms:.0f} ms"
+        summary = f"{kernel.compiler}, {target.name}: {kernel.compile_ms:.0f} ms"
         if _has_disassembler():
-            found += f", {count_instructions(disassemble(kernel.cubin, source.entry))['total']} instructions"
+            summary += f", {count_instructions(disassemble(kernel.cubin, source.entry))['total']} instructions"
     except (GreenfastError, RuntimeError, OSError) as e:
         return _missing("compile check", e)
-    return Diagnosis("compile check", "OK", found)
+    return Diagnosis("compile check", "OK", summary)
 
 
 def _has_disassembler() -> bool:
@@ -238,25 +237,27 @@ def gpus() -> list[tuple[Target | None, Diagnosis]]:
     if reason:
         remedy = "PERFORMANCE needs one: install the NVIDIA driver, and give a container its GPU"
         return [(None, Diagnosis("GPU", "OPTIONAL", reason, remedy))]
-    found: list[tuple[Target | None, Diagnosis]] = []
+    findings: list[tuple[Target | None, Diagnosis]] = []
     for ordinal in range(device_count()):
         try:
             info = gpu_info(ordinal, _GPU_TIMEOUT_S)
         except GreenfastError as e:
-            remedy = "PERFORMANCE needs it; see what nvidia-smi says of it"
-            found.append((None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
+            remedy = "PERFORMANCE needs it; run nvidia-smi"
+            findings.append((None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", " ".join(str(e).split()), remedy)))
             continue
-        found.append(_gpu(ordinal, info))
-    return found
+        findings.append(_gpu(ordinal, info))
+    return findings
 
 
 def _gpu(ordinal: int, info: DeviceInfo) -> tuple[Target | None, Diagnosis]:
-    what = f"{info.name}, compute capability {info.compute_capability}, driver {info.driver} (CUDA {info.cuda_version})"
+    summary = (
+        f"{info.name}, compute capability {info.compute_capability}, driver {info.driver} (CUDA {info.cuda_version})"
+    )
     try:
         target = Target.of_device(info.capability)
     except UsageError as e:
-        return None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", f"{what}: {e}", "PERFORMANCE needs another")
-    return target, Diagnosis(f"GPU {ordinal}", "OK", f"{what}, target {target.name}")
+        return None, Diagnosis(f"GPU {ordinal}", "OPTIONAL", f"{summary}: {e}", "PERFORMANCE needs another")
+    return target, Diagnosis(f"GPU {ordinal}", "OK", f"{summary}, target {target.name}")
 
 
 def _why_no_gpu() -> str | None:
@@ -301,7 +302,7 @@ def tasks_and_variables(environment: Mapping[str, str]) -> list[Diagnosis]:
         except UsageError as e:
             broken.append(Diagnosis(f"task {folder.name}", "OPTIONAL", "its config does not hold", str(e)))
     names = ", ".join(config.name for config in configs)
-    remedy = "" if names else "reinstall greenfast, which brings its tasks, or repair the tasks named below"
+    remedy = "" if names else "reinstall greenfast with its tasks, or repair the tasks named below"
     known = Diagnosis("tasks", "OK" if names else "MISSING", names or "none", remedy)
     return [known, *broken, *_variables(environment, configs)]
 

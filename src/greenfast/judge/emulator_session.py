@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from greenfast.device.executable import Executable, KernelImage
-from greenfast.device.session import Block, RunResult, Started, same_bits
+from greenfast.device.session import Block, Executable, KernelImage, RunResult, Started, same_bits
 from greenfast.emulator.grid import KernelLaunch, load_program, run_chain, run_grid
 from greenfast.emulator.kernel_run import REPEAT_THREADS
 from greenfast.emulator.program import Program
@@ -111,7 +110,7 @@ class EmulatorSession:
 
 
 def _program(image: KernelImage) -> Program:
-    """Return the program of a kernel. Raises UnsupportedError also for what another compiler took for PTX."""
+    """Return the program of a kernel. Raises UnsupportedError for PTX that only another compiler accepts too."""
     try:
         return load_program(image.ptx, image.entry)[1]
     except UsageError as e:

@@ -17,18 +17,18 @@ from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel, compile_kernel, compiler_version
 from greenfast.device.identity import code_hash
 from greenfast.device.machine_code import disassemble
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.implementation import BuiltSide
+from greenfast.judge.record_io import RECORD
 from greenfast.judge.record_schema import AnyRecord, BenchRecord, PhaseRecord, Record, Run, Side
 from greenfast.judge.report import facts
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
 from greenfast.judge.report.webpage.run import PageData, run_page
 from greenfast.judge.store import write_whole
-from greenfast.judge.tasks import LoadedTask, find_task, load
+from greenfast.judge.task import LoadedTask, find_task, load
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
-from greenfast.spec.kernel import program_of
+from greenfast.spec.kernel import render_program
 from greenfast.spec.problem import least_work
 
 #: Reason why the page of a saved record has no machine code for a solution.
@@ -41,7 +41,7 @@ _NOT_BUILT = (
 def write_page(
     file: Path | None, record: AnyRecord, run: Path, task: LoadedTask | None = None, built: Sequence[BuiltSide] = ()
 ) -> None:
-    """Write the page of a record, whose file or folder is ``run``. Do nothing if no file is named."""
+    """Write the page of a record. run: the record's file or folder. Do nothing if no file is named."""
     if file is not None:
         write_whole(file, record_page(record, digest(run), task, built))
 
@@ -49,21 +49,21 @@ def write_page(
 def record_page(
     record: AnyRecord, sha256: str = "", task: LoadedTask | None = None, built: Sequence[BuiltSide] = ()
 ) -> str:
-    """The page of a record. sha256: of its file. task: the record's; searched for by its name where it is not given.
+    """Return the page of a record. sha256: of its file. task: the record's; searched for by its name if it is None.
 
-    built: the sides of the run, if it has just ended; else the kernels are compiled again where the cache does not have
-    them. Nothing runs.
+    built: the sides of the run, if it has just ended; else the kernels are compiled again unless the cache has them.
+    Nothing runs.
     """
     code = HotCode(missing="an instrumented build has other code")
     if not isinstance(record, PhaseRecord):
         try:
-            task = task or _task_of(record)
+            task = task or _load_task(record)
             code = find_hot_code(record, task, built)
         except GreenfastError as e:
             code = HotCode(missing=str(e).splitlines()[0].rstrip(".:"))
         if not built and any(side.solution for _, side in record.sides()):
             code = HotCode(missing=_NOT_BUILT)
-    return run_page(record, PageData(work=work_of(record, task), code=code, sha256=sha256))
+    return run_page(record, PageData(work=find_work(record, task), code=code, sha256=sha256))
 
 
 def digest(run: Path) -> str:
@@ -71,8 +71,8 @@ def digest(run: Path) -> str:
     return hashlib.sha256((run / RECORD if run.is_dir() else run).read_bytes()).hexdigest()
 
 
-def _task_of(record: Run) -> LoadedTask:
-    """The task that a record names. Raises UsageError for one that is not known by its name.
+def _load_task(record: Run) -> LoadedTask:
+    """Return the task that a record names. Raises UsageError for one that is not known by its name.
 
     A record must not choose a folder from which code is loaded.
     """
@@ -81,18 +81,18 @@ def _task_of(record: Run) -> LoadedTask:
     return load(find_task(record.task))
 
 
-def work_of(record: Run, task: LoadedTask | None) -> dict[str, Work]:
+def find_work(record: Run, task: LoadedTask | None) -> dict[str, Work]:
     """Return the problem's minimum work by timed shape, from the record, else from today's task."""
     dims = {row.shape: row.dims for _, side in record.sides() for row in side.timing}
     rows = [row for _, side in record.sides() for row in side.correctness]
     moved = {row.shape: row.case_bytes for row in rows if row.case_bytes}
-    found = {}
+    work = {}
     for name, sizes in dims.items():
         known = task if task is not None and _has(task, name, sizes) else None
         least = record.least_work.get(name) or (least_work(known.problem, sizes) if known else {})
         nbytes = moved.get(name) or (known.problem.make_case(sizes, 0, record.format).nbytes if known else 0)
-        found[name] = Work(least, nbytes)
-    return found
+        work[name] = Work(least, nbytes)
+    return work
 
 
 def _has(task: LoadedTask, shape: str, dims: Mapping[str, int]) -> bool:
@@ -157,9 +157,9 @@ def _rebuild_kernels(record: Run, side: Side, shape: str, task: LoadedTask) -> l
     only = side.builds if len(side.builds) == 1 else []  # Older records do not list the shapes of a kernel.
     builds = {build.entry: build for build in side.builds if shape in build.shapes} or {b.entry: b for b in only}
     if not builds:
-        raise UsageError(f"the record does not say which kernel {shape or 'a shape'} ran")
+        raise UsageError(f"the record does not name the kernel that {shape or 'a shape'} ran")
     toggles = task.config.toggle_values(side.toggles)
-    program = program_of(task.family, toggles, record.format, task.config.shape(shape).dims)
+    program = render_program(task.family, toggles, record.format, task.config.shape(shape).dims)
     kernels = []
     for source in dict.fromkeys(step.kernel for step in program.steps):
         build = builds.get(source.entry)

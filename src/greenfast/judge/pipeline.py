@@ -1,4 +1,4 @@
-"""The pipeline of gates: what a gate is, and one pass of one or two implementations through the gates."""
+"""The pipeline of gates: the type of a gate, and one pass of one or two implementations through the gates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ import msgspec
 from greenfast import __version__
 from greenfast.device import assembler
 from greenfast.device.identity import code_hash
-from greenfast.judge.environment import git_state, now, package_versions
-from greenfast.judge.gates.sides import CANDIDATE, BuiltSide, count_side_instructions
-from greenfast.judge.implementation import Implementation, build_rung_implementation
+from greenfast.judge.implementation import (
+    CANDIDATE,
+    BuiltSide,
+    Implementation,
+    build_rung_implementation,
+    count_side_instructions,
+)
 from greenfast.judge.record_schema import (
     Build,
     CachedTiming,
@@ -31,7 +35,7 @@ from greenfast.judge.record_schema import (
     read_status,
 )
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.request import ProgressListener, Request
+from greenfast.judge.request import ProgressListener, Request, git_state, now, package_versions
 from greenfast.judge.task import ErrorGate, KernelErrorGate, Variant
 from greenfast.spec.facts import KernelCounts
 from greenfast.spec.problem import least_work
@@ -48,7 +52,7 @@ class Gate:
     sections: returns the sections of a record's report. Its second argument is the path
         of the figure of the record, if there is one.
     conclude: returns the result that follows from a record's measurements and from the rows of its result.
-    runs_kernels: True if the gate launches kernels. The report shows the sections of these gates first.
+    runs_kernels: True if the gate launches kernels. The report shows their sections first.
     """
 
     name: str

@@ -12,11 +12,9 @@ from pathlib import Path
 import nvtx
 
 from greenfast.device.gpu import Gpu
-from greenfast.judge.gates.sides import build_side
-from greenfast.judge.implementation import build_rung_implementation, build_solution_implementation
+from greenfast.judge.implementation import build_rung_implementation, build_side, build_solution_implementation
 from greenfast.judge.solution.schema import find_solution
-from greenfast.judge.task import load_task
-from greenfast.judge.tasks import load
+from greenfast.judge.task import load, load_task
 from greenfast.spec.arch import Target
 
 
@@ -27,8 +25,8 @@ def main(text: str) -> None:
     shape = task.config.shape(job["shape"])
     target = Target.parse(job["arch"])
     if job["solution"]:
-        found = find_solution(Path(job["solution"]))
-        implementation = build_solution_implementation(task.config, found, target, task.problem, job["ordinal"])
+        resolved = find_solution(Path(job["solution"]))
+        implementation = build_solution_implementation(task.config, resolved, target, task.problem, job["ordinal"])
     else:
         implementation = build_rung_implementation(task.config, task.family, task.config.toggle_variant(job["toggles"]))
     with nvtx.annotate("build"):

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from greenfast.device.python_process import environment, isolated, module_path
-from greenfast.judge.artifacts import RECORD
-from greenfast.judge.gates.sides import CANDIDATE, build_side
-from greenfast.judge.implementation import Implementation, build_rung_implementation
+from greenfast.judge.implementation import CANDIDATE, Implementation, build_rung_implementation, build_side
 from greenfast.judge.pipeline import GateRun
-from greenfast.judge.record_index import sealed_json
+from greenfast.judge.record_io import RECORD, sealed_json
 from greenfast.judge.record_schema import PhaseRecord
 from greenfast.judge.request import NullListener, Request
 from greenfast.judge.store import check_writable, new_run_folder
 from greenfast.judge.task import Shape, Variant
 from greenfast.spec.errors import MachineError
 from greenfast.spec.facts import KernelCounts
-from greenfast.spec.kernel import program_of
+from greenfast.spec.kernel import render_program
 
 PROFILE_NAME = "profile.ncu-rep"
 _NCU_TIMEOUT_S = 300
@@ -53,7 +51,7 @@ def take_profile(
         raise MachineError("ncu is not on the PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
     if isinstance(implementation, Variant):
         implementation = build_rung_implementation(request.task.config, request.task.family, implementation)
-    program = program_of(implementation.family, implementation.variant.values, request.format, shape.dims)
+    program = render_program(implementation.family, implementation.variant.values, request.format, shape.dims)
     solution = implementation.solution
     job = {
         "task": str(request.task.folder),

@@ -1,48 +1,474 @@
-"""Read saved records, one or all of a folder and its git history, and detect changes of their kernels since."""
+"""The files of records: their contents, their conclusions when they are read, and changes of their kernels since.
+
+A record's file has measurements and a digest of them. The digest detects damage and manual edits. It is not a
+signature: anyone who edits a record can compute a new one. Therefore all conclusions are computed whenever a file is
+read:
+
+- Block medians give each speedup with its interval, noise floor and verdict.
+- The numbers and limits of each correctness row give its gates.
+- Rows, speedups and builds give the results of the gates (``Gate.conclude``).
+- The gates and the check plan give the decision with its reasons.
+
+A file of version 2, and the record that ``greenfast judge --json`` prints, have conclusions too. They must be equal to
+the computed ones.
+
+A kept record names its index by a relative path, ``"index": "../../index.json"``. The index has an entry for each
+record below its folder, with the compiler, hashes and launches of every kernel. A change of the kernels' text that
+keeps their machine code edits the index and no record.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import itertools
+import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
 from greenfast.device.compiler import CompiledKernel, compile_kernel, compile_options, compiler_version, kernel_hash
 from greenfast.device.identity import code_hash, launch_differences, list_launches
-from greenfast.judge.artifacts import RECORD, record_files
-from greenfast.judge.conclusions import Mismatch, conclude, find_mismatch
-from greenfast.judge.record_index import DIGEST, INDEX, compute_digest, read_content
+from greenfast.judge.check_plan import NOTHING_DRAWN
+from greenfast.judge.gates.correctness import judge_row
+from greenfast.judge.gates.performance import compute_speedups, judge_again
+from greenfast.judge.gates.registry import GATES
+from greenfast.judge.pipeline import conclude_checks, pending
 from greenfast.judge.record_schema import (
+    FIRST_GATES,
+    OBSERVED_GATES,
     OLDEST_VERSION,
     SCHEMA_VERSION,
     AnyRecord,
     BenchRecord,
     Build,
+    CachedTiming,
+    CorrectnessRow,
+    Decision,
+    GateResult,
+    Limits,
     PhaseRecord,
+    PlanCoverage,
     Record,
     Run,
     Side,
     TimedKernel,
+    TimingRow,
 )
-from greenfast.judge.store import convert_json
-from greenfast.judge.tasks import find_task, load_family
+from greenfast.judge.report.facts import describe_source, side_status
+from greenfast.judge.store import convert_json, read_json, to_json
+from greenfast.judge.task import find_task, load_family
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
-from greenfast.spec.facts import LaunchFacts
+from greenfast.spec.facts import LaunchFacts, Resources
 from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
-from greenfast.spec.kernel import Family, KernelSource, program_of
+from greenfast.spec.kernel import Family, KernelSource, render_program
+
+DIGEST = "digest"
+
+
+def compute_digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON of a record's content without its digest, as 64 hexadecimal digits.
+
+    Canonical: UTF-8, keys sorted, no spaces, numbers as Python's ``json`` writes them (the shortest that reads back).
+    """
+    undigested = {name: value for name, value in content.items() if name != DIGEST}
+    text = json.dumps(undigested, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_measurements(record: Run) -> dict[str, Any]:
+    """Return the content of a record's file: plain data without the conclusions and without the digest."""
+    content: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    for name in ("decision", "reasons", "speedups"):
+        content.pop(name, None)
+    quoted = content.get("quoted")
+    for row in quoted["speedups"] if quoted else ():
+        del row["verdict"]
+    sides = [content[role] for role in ("baseline", "candidate", "side") if content.get(role)]
+    for row in (row for side in sides for row in side["correctness"]):
+        row["gates"] = {name: held for name, held in row["gates"].items() if name in OBSERVED_GATES}
+    if quoted or content.get("claim"):
+        content["gates"] = [
+            {"gate": gate["gate"]} if gate["gate"] == "PERFORMANCE" else gate for gate in content["gates"]
+        ]
+    return content
+
+
+def sealed_json(record: Run, *, conclusions: bool = False) -> str:
+    """Return the JSON text of a record's file, with the digest as the last field. conclusions: include them too."""
+    content = msgspec.json.decode(msgspec.json.encode(record)) if conclusions else read_measurements(record)
+    return to_json(content | {DIGEST: compute_digest(content)})
+
+
+INDEX = "index.json"
+FIELD = "index"
+#: The field that every kernel has, and the fields that identify a kernel.
+KERNEL = "kernel_hash"
+IDENTITY = ("arch", "options", "compiler", KERNEL, "code_hash", "launch", "launches")
+_POINTER = re.compile(rf"(\.\./)*{re.escape(INDEX)}")
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """Read a record's file as plain data; of a kept record with its entry in the index.
+
+    Raises UsageError for any other file, and for a kept record that was edited or has no entry.
+    """
+    content: dict[str, Any] = read_json(path, dict[str, Any], "record")
+    return with_identities(content, path) if FIELD in content else content
+
+
+def with_identities(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a kept record's content with its identities from the index. Raises UsageError as ``read_content``."""
+    index, name = find_index(content, path)
+    if content.get(DIGEST) != (digest := compute_digest(content)):
+        raise UsageError(f"{path}: its digest is {content.get(DIGEST)}, but its content's is {digest}; it was edited")
+    entry = read_index(index).get(name)
+    if entry is None:
+        raise UsageError(f"{path}: {index} has no entry {name}; a kept record needs one")
+    whole = copy.deepcopy({field: value for field, value in content.items() if field not in (FIELD, DIGEST)})
+    try:
+        for pointer, identity in entry["identities"].items():
+            _resolve(whole, pointer).update(identity)
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise UsageError(f"{index}: the entry {name} does not fit its record ({e!r})") from e
+    return whole | {DIGEST: entry[DIGEST]} if DIGEST in entry else whole
+
+
+def find_index(content: Mapping[str, Any], path: Path) -> tuple[Path, str]:
+    """Return the index that a kept record names, and the record's name in it. Raises UsageError for any other file."""
+    pointer = content.get(FIELD)
+    if not isinstance(pointer, str) or not _POINTER.fullmatch(pointer):
+        raise UsageError(f"{path}: index is {pointer!r}, not {INDEX} of a folder above it")
+    index = path.resolve().parent.joinpath(pointer).resolve()
+    return index, path.resolve().relative_to(index.parent).as_posix()
+
+
+def read_index(path: Path) -> Mapping[str, dict[str, Any]]:
+    """Read the entries of an index by their record's path from its folder. Raises UsageError if there is none."""
+    try:
+        return _read_index(path, path.stat().st_mtime_ns)
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read ({e.strerror}); a kept record needs its index") from e
+
+
+@lru_cache(maxsize=8)
+def _read_index(path: Path, _modified: int) -> Mapping[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = read_json(path, dict[str, dict[str, Any]], "index of records")
+    return entries
+
+
+def _resolve(value: Any, pointer: str) -> Any:
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+RECORD = "record.json"
+REPORT = "VALIDATION_REPORT.md"
+PLOT = "performance.png"
+BUILD_META = "build_meta.json"
+CORRECTNESS = "correctness_summary.json"
+PERFORMANCE = "perf_baseline.json"
+
+#: Gates in every row of correctness_summary.json: false if there was no output to measure, null if not judged.
+_ERROR_GATES = ("max_abs_err_pass", "mean_abs_err_pass", "pct_bad_pass")
+
+_RESOURCES = (
+    *("registers", "shared_memory_bytes", "static_smem_bytes", "dynamic_smem_bytes", "stack_bytes"),
+    *("spill_store_bytes", "spill_load_bytes"),
+)
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Return the record files below a folder, sorted by path. Pipes and devices are excluded: reads may block."""
+    return sorted(path for path in folder.rglob(RECORD) if path.is_file())
+
+
+class PerformanceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of perf_baseline.json. If ``results`` is empty, ``pending`` is the reason."""
+
+    results: list[TimingRow]
+    task: str = ""
+    variant: str = ""
+    format: str = ""
+    pending: str | None = None
+
+    def require_results(self, where: str) -> list[TimingRow]:
+        """Return the rows. Raises UsageError if there are none."""
+        if not self.results:
+            raise UsageError(f"{where}: holds no timings ({self.pending or 'none were taken'})")
+        return self.results
+
+
+def build_meta(run: Run, side: Side) -> dict[str, Any]:
+    """Build the content of build_meta.json: toggles, compiler, resources, source tree and device."""
+    builds = [
+        {
+            "dims": b.dims,
+            "entry": b.entry,
+            "kernel_hash": b.kernel_hash,
+            "code_hash": b.code_hash,
+            **_resources(b.resources),
+            "machine_code": b.machine_code,
+        }
+        for b in side.builds
+    ]
+    first = side.builds[0] if side.builds else None
+    return {
+        "timestamp": run.created,
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "build": {
+            **side.toggles,
+            "arch": run.arch,
+            "flags": first.options if first else [],
+            "compiler": first.compiler if first else "",
+            "kernels": builds,
+        },
+        "git": run.git,
+        "device": run.device,
+        "environment": run.environment,
+    }
+
+
+def _resources(r: Resources | None) -> dict[str, int | None]:
+    """Return the resources by name; None for each if the kernel's PTX was not assembled."""
+    resources = {} if r is None else {**asdict(r), "shared_memory_bytes": r.smem_bytes}
+    return {name: resources.get(name) for name in _RESOURCES}
+
+
+def correctness_summary(run: Run, side: Side) -> dict[str, Any]:
+    """Build the content of correctness_summary.json: errors and gates per (shape, seed).
+
+    Values are None for cases that did not run. ``all_pass`` is None if such cases are the only obstacle.
+    """
+    results = []
+    for row in side.correctness:
+        error = row.error
+        results.append(
+            {
+                "shape": row.shape,
+                **row.dims,
+                "seed": row.seed,
+                "max_abs_err": error.max_abs_err if error else None,
+                "mean_abs_err": error.mean_abs_err if error else None,
+                "max_rel_err": error.max_rel_err if error else None,
+                "pct_bad": error.pct_bad if error else None,
+                "format_error": row.format_error,
+                "kernel_error": row.kernel_error,
+                "bound_ratio": row.bound_ratio,
+                "inputs_digest": row.inputs_digest,
+                "variant": row.variant,
+                "drawn": row.drawn,
+                "gates": dict.fromkeys(_ERROR_GATES, _unmeasured(row)) | row.gates,
+                "pass": row.passed if row.gates else None,
+                "notes": row.notes,
+            }
+        )
+    return {
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "results": results,
+        "all_pass": {"PASS": True, "FAIL": False}.get(side_status(side)),
+        "pending": _pending(run, "CORRECTNESS"),
+    }
+
+
+def _unmeasured(row: CorrectnessRow) -> bool | None:
+    return False if row.gates and row.format_is_judged else None
+
+
+def performance(run: Run, side: Side) -> dict[str, Any]:
+    """Build the content of perf_baseline.json: timings per (shape, seed) and cache state, with dimensions."""
+    return {
+        "task": run.task,
+        "variant": side.variant,
+        "format": run.format,
+        "results": [{**msgspec.structs.asdict(row), **row.dims} for row in side.timing],
+        "pending": _explain_missing_timings(run),
+    }
+
+
+def side_files(run: Run, side: Side) -> dict[str, Any]:
+    """Return the contents of an implementation's three files by name."""
+    return {
+        BUILD_META: build_meta(run, side),
+        CORRECTNESS: correctness_summary(run, side),
+        PERFORMANCE: performance(run, side),
+    }
+
+
+def _explain_missing_timings(run: Run) -> str | None:
+    if isinstance(run, Record) and run.quoted is not None:
+        return f"nothing was timed here; PERFORMANCE was {describe_source(run.quoted)}"
+    return _pending(run, "PERFORMANCE")
+
+
+def _pending(run: Run, gate: str) -> str | None:
+    for result in run.gates:
+        if result.gate == gate and result.status == "PENDING":
+            return result.summary
+    return None
+
+
+#: Tolerance between a stored and a computed figure: the last digit may differ between processors.
+_LAST_DIGIT = 1.1e-4
+_Run = TypeVar("_Run", bound=Run)
+
+
+class Mismatch(NamedTuple):
+    """A field of a record's file, its stored value, and the value that follows from the measurements."""
+
+    field: str
+    stored: Any
+    computed: Any
+
+
+def conclude(record: _Run) -> _Run:
+    """Return a record with the conclusions that follow from its measurements.
+
+    Raises ValueError if timings are not paired, or belong to an implementation that is not correct.
+    """
+    replace = msgspec.structs.replace
+    sides = {name: getattr(record, name, None) for name in ("baseline", "candidate", "side")}
+    record = replace(record, **{name: _judge_rows(side) for name, side in sides.items() if side is not None})
+    if isinstance(record, Record):
+        record = replace(record, **_conclude_speedups(record), gates=_list_results(record))
+    gates = [
+        GATES[result.gate].conclude(record, result) if result.gate in GATES else conclude_checks(result)
+        for result in record.gates
+    ]
+    record = replace(record, gates=gates)
+    if isinstance(record, Record):
+        exam = _conclude_coverage(record)
+        decision, reasons = decide(gates, record.quoted, exam)
+        record = replace(record, exam=exam, decision=decision, reasons=reasons)
+    return record
+
+
+def _conclude_speedups(record: Record) -> dict[str, Any]:
+    """Return the speedups, and the cached ones with the verdicts that follow from their figures."""
+    speedups, quoted = compute_speedups(record), record.quoted
+    if find_mismatch(msgspec.to_builtins(record.speedups), msgspec.to_builtins(speedups)) is None:
+        speedups = record.speedups  # They differ in the last digit at most.
+    if quoted is not None:
+        rows = [judge_again(row, row.required, row.gated) for row in quoted.speedups]
+        quoted = msgspec.structs.replace(quoted, speedups=rows)
+    return {"speedups": speedups, "quoted": quoted}
+
+
+def _list_results(record: Record) -> list[GateResult]:
+    """Return the first result of each gate. A gate that every record must list is PENDING if it has none."""
+    results: dict[str, GateResult] = {}
+    for result in record.gates:
+        results.setdefault(result.gate, result)
+    for name in FIRST_GATES:
+        results.setdefault(name, pending(name, "the record has no result of it"))
+    return list(results.values())
+
+
+def _judge_rows(side: Side) -> Side:
+    def judge(row: CorrectnessRow, limits: Limits | None) -> CorrectnessRow:
+        return row if limits is None else msgspec.structs.replace(row, gates=judge_row(row, limits))
+
+    rows = [judge(row, side.limits.get(row.shape)) for row in side.correctness]
+    return msgspec.structs.replace(side, correctness=rows)
+
+
+def _conclude_coverage(record: Record) -> PlanCoverage:
+    """Return the coverage of the check plan, without the parts that no row of the candidate has.
+
+    The task's shapes at the time of the run are unknown.
+    """
+    exam = record.exam or PlanCoverage(seed=None, complete=False, missing=["a check plan"])
+    missing, rows = list(exam.missing), record.candidate.correctness
+    if record.gate_status("CORRECTNESS") == "PASS":
+        if exam.seed is not None and not any(row.drawn and row.seed == exam.seed for row in rows):
+            missing.append(f"the cases of seed {exam.seed}")
+        dims = {row.shape: row.dims for row in rows if row.drawn and row.seed == (exam.seed or 0)}
+        missing += [name for name, sizes in exam.drawn.items() if dims.get(name) != sizes]
+    if exam.seed is None and not missing and record.quoted is None:
+        missing.append(NOTHING_DRAWN)
+    complete = not missing or (exam.complete and record.quoted is not None)
+    return msgspec.structs.replace(exam, complete=complete, missing=missing)
+
+
+def find_mismatch(stored: Any, computed: Any, field: str = "") -> Mismatch | None:
+    """Return the first value of plain data that differs from the computed one. Fields that one lacks are left out."""
+    if isinstance(stored, Mapping) and isinstance(computed, Mapping):
+        prefix = f"{field}." if field else ""
+        pairs = [(stored[key], computed[key], prefix + key) for key in stored if key in computed]
+    elif isinstance(stored, list) and isinstance(computed, list) and len(stored) == len(computed):
+        names = [f"[{i}]" + (f" ({name})" if (name := _name_row(row)) else "") for i, row in enumerate(computed)]
+        pairs = [(one, other, field + name) for one, other, name in zip(stored, computed, names, strict=True)]
+    elif isinstance(stored, float) and isinstance(computed, float):
+        return None if abs(stored - computed) <= _LAST_DIGIT else Mismatch(field, stored, computed)
+    elif stored == computed:
+        return None
+    else:
+        shown = [[_name_row(row) or row for row in one] if isinstance(one, list) else one for one in (stored, computed)]
+        return Mismatch(field, *shown)
+    return next(filter(None, (find_mismatch(*pair) for pair in pairs)), None)
+
+
+def _name_row(row: Any) -> str:
+    return str(row.get("gate") or row.get("shape") or "") if isinstance(row, Mapping) else ""
+
+
+def decide(
+    gates: Sequence[GateResult], quoted: CachedTiming | None = None, exam: PlanCoverage | None = None
+) -> tuple[Decision, list[str]]:
+    """Decide from the gates and the check plan, and return the decision with its reasons.
+
+    DEFER: a gate failed. PENDING: a gate is pending. UNCHECKED: all gates passed, but a check was skipped.
+    INCOMPLETE: all gates passed on a part of the plan. MERGE: all gates passed on the full plan with every check.
+    """
+    missing = exam.missing if exam is not None else []
+    is_completed = quoted is not None and exam is not None and exam.complete and bool(missing)
+    decision, reasons = _decide(gates, [] if is_completed else missing)
+    if exam is not None and exam.seed is not None and not exam.drawn and NOTHING_DRAWN not in missing:
+        reasons.append("no shapes were drawn: the task declares no ranges of them")
+    if quoted is not None and is_completed:
+        reasons.append(f"the rest of the exam held in the record {describe_source(quoted)}")
+    if quoted is not None:
+        reasons.append(f"PERFORMANCE {describe_source(quoted)}: not measured in this run")
+    return decision, reasons
+
+
+def _decide(gates: Sequence[GateResult], missing: Sequence[str]) -> tuple[Decision, list[str]]:
+    failed = [r for r in gates if r.status == "FAIL"]
+    if failed:
+        return "DEFER", [f"{r.gate}: {reason}" for r in failed for reason in (r.reasons or [r.summary])]
+    waiting = [r for r in gates if r.status == "PENDING"]
+    if waiting:
+        return "PENDING", [f"{r.gate}: {reason}" for r in waiting for reason in (r.reasons or [r.summary])]
+    unchecked = [f"{r.gate}: {check}" for r in gates for check in r.unchecked]
+    if unchecked:
+        return "UNCHECKED", [*unchecked, *(f"incomplete: {part}" for part in missing)]
+    if missing:
+        return "INCOMPLETE", [f"incomplete: {', '.join(missing)}; {_describe_all(gates)} hold on those"]
+    return "MERGE", [f"{_describe_all(gates)} hold"]
+
+
+def _describe_all(gates: Sequence[GateResult]) -> str:
+    return f"all {'five' if len(gates) == 5 else len(gates)} gates"
+
 
 #: Names of fields that are mappings by shape.
 _BY_SHAPE = {"counts", "launches", "limits", "least_work", "phase_cycles", "phase_counts"}
 _SHOWN = 200
 _Named = TypeVar("_Named", bound=msgspec.Struct)
-_Run = TypeVar("_Run", bound=Run)
 
 
 def read_record(run: Path) -> AnyRecord:
@@ -61,7 +487,7 @@ def read_run(run: Path, kinds: Any) -> Any:
     version = content.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UsageError(
-            f"{path}: schema_version {version} is newer than this greenfast, which reads records up to "
+            f"{path}: schema_version {version} is newer than this greenfast; it reads records up to "
             f"{SCHEMA_VERSION}; pip install -U greenfast"
         )
     kind = content.get("kind")
@@ -94,7 +520,7 @@ def conclude_content(record: _Run, content: Mapping[str, Any], path: Path) -> _R
             f"{path}: a record of version {record.schema_version} has too few fields to verify it; measure again: "
             f"{record.command}"
         )
-    edited = "the record was edited or damaged, so it says nothing"
+    edited = "the record was edited or damaged"
     try:
         concluded = conclude(record)
     except ValueError as e:
@@ -210,13 +636,13 @@ def _check_side(record: Run, side: Side, label: str) -> Iterator[Freshness]:
     yield from answers or [Freshness(STALE, (f"the task no longer has any shape of the {label}",))]
 
 
-def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[Freshness]:
+def _check_build(record: Run, side: Side, build: Build, label: str) -> Iterator[Freshness]:
     """Yield the freshness of a kernel, and of its launch for each shape. Shapes that the task dropped are left out."""
     if side.solution is not None:
-        yield Freshness(CANNOT_TELL, (f"the {what} is a solution's; judge the solution again",))
+        yield Freshness(CANNOT_TELL, (f"the {label} is a solution's; judge the solution again",))
         return
     if not build.launches:
-        yield compare_launch(what, None)
+        yield compare_launch(label, None)
     launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
         family, toggles = load_record_family(record, side)
@@ -225,18 +651,18 @@ def _check_build(record: Run, side: Side, build: Build, what: str) -> Iterator[F
             shape = name.partition(" launch ")[0]
             if is_dropped(record.task, dims):
                 continue
-            program = program_of(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
+            program = render_program(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
             source, now = list_launches(program, shape, dims).get(name, (None, None))
             if source is None:
-                yield Freshness(STALE, (f"the {what} of {name} is launched no more",))
+                yield Freshness(STALE, (f"the {label} of {name} is launched no more",))
                 continue
             sources.setdefault(source, []).append(name)
             if then := build.launches.get(name):
-                yield compare_launch(f"{what} at {name}", then, now)
+                yield compare_launch(f"{label} at {name}", then, now)
         for source, names in sources.items():
-            yield compare_build(f"{what} at {', '.join(names)}", build, source)
+            yield compare_build(f"{label} at {', '.join(names)}", build, source)
     except UsageError as e:
-        yield Freshness(STALE, (f"{what} is no more: {e}",))
+        yield Freshness(STALE, (f"{label} is no more: {e}",))
 
 
 def is_dropped(task: str, dims: Mapping[str, int]) -> bool:
@@ -252,12 +678,12 @@ def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]
 
 
 def compare_build(
-    what: str, then: Build | TimedKernel, now: KernelSource, compiled: CompiledKernel | None = None
+    label: str, then: Build | TimedKernel, now: KernelSource, compiled: CompiledKernel | None = None
 ) -> Freshness:
-    """Whether a kernel of a record has the machine code that its source of today makes.
+    """Compare a recorded kernel's machine code with the code of today's source.
 
     Equal text under the same compiler and options makes equal code; other text is compiled and its code compared.
-    what: the kernel in words, such as "the candidate kernel at b1_h8_s512_d64". compiled: ``now``, where it is at hand.
+    label: the kernel in words, such as "the candidate kernel at b1_h8_s512_d64". compiled: ``now``, if compiled.
     """
     compiler = compiled.compiler if compiled else compiler_version()
     if then.compiler != compiler:
@@ -269,12 +695,12 @@ def compare_build(
         if not then.code_hash:
             return Freshness(
                 CANNOT_TELL,
-                (f"the source of {what} or the compiler's options differ, and the record has no hash of machine code",),
+                (f"the source of {label} or the options differ, and the record has no hash of machine code",),
             )
         today = code_hash(compiled) if compiled else _code_of_today(kernel_hash(now), now, target)
     except (CompileError, UsageError) as e:
-        return Freshness(STALE, (f"{what} cannot be built any more: {str(e).splitlines()[0].rstrip(':')}",))
-    return Freshness() if today == then.code_hash else Freshness(STALE, (f"the machine code of {what} differs",))
+        return Freshness(STALE, (f"{label} cannot be built any more: {str(e).splitlines()[0].rstrip(':')}",))
+    return Freshness() if today == then.code_hash else Freshness(STALE, (f"the machine code of {label} differs",))
 
 
 @lru_cache(maxsize=1024)  # records share kernels, and shapes of a record do
@@ -283,26 +709,30 @@ def _code_of_today(text: str, now: KernelSource, target: Target) -> str:
     return code_hash(compile_kernel(now, target, isolated=True))
 
 
-def compare_launch(what: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
-    """Whether a kernel is launched as it was. then: None for a record that does not say."""
+def compare_launch(label: str, then: LaunchFacts | None, now: LaunchFacts | None = None) -> Freshness:
+    """Compare the launch of a kernel with the recorded one. then: None if the record has no launch."""
     if then is None or now is None:
-        return Freshness(CANNOT_TELL, (f"the record does not say how {what} was launched",))
-    found = launch_differences(then, now)
-    return Freshness(STALE, tuple(f"{difference} of {what} differs" for difference in found)) if found else Freshness()
+        return Freshness(CANNOT_TELL, (f"the record does not state how {label} was launched",))
+    differences = launch_differences(then, now)
+    return (
+        Freshness(STALE, tuple(f"{difference} of {label} differs" for difference in differences))
+        if differences
+        else Freshness()
+    )
 
 
 _TIMEOUT_S = 60
 
 
 def records_below(folder: Path, *, git: bool = False) -> tuple[list[tuple[str, Record | BenchRecord]], list[str]]:
-    """Path and record of each run below a folder, and why other records were left out.
+    """Return the path and record of each run below a folder, and the reasons for skipped records.
 
-    git: also of the versions that the git history of the folder holds; a run that is there twice, as its hashes were
-    renewed, counts once. Raises UsageError for what is no folder, MachineError where git fails.
+    git: also the versions in the git history of the folder. A run that is there twice, because its hashes were
+    renewed, counts once. Raises UsageError unless it is a folder, MachineError if git fails.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: not a folder")
-    found: dict[tuple[str, ...], tuple[str, Record | BenchRecord]] = {}
+    records: dict[tuple[str, ...], tuple[str, Record | BenchRecord]] = {}
     skipped: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         files = [(str(path.relative_to(folder)), path) for path in record_files(folder)]
@@ -314,12 +744,12 @@ def records_below(folder: Path, *, git: bool = False) -> tuple[list[tuple[str, R
                 continue
             if isinstance(record, Record | BenchRecord):
                 variants = [side.variant for _, side in record.sides()]
-                found.setdefault((record.created, record.command, record.format, *variants), (name, record))
-    return list(found.values()), skipped
+                records.setdefault((record.created, record.command, record.format, *variants), (name, record))
+    return list(records.values()), skipped
 
 
 def _versions(folder: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
-    """(name, file) of each version of a record that was committed, the newest first."""
+    """Yield (name, file) of each committed version of a record, the newest first."""
     log = _git(folder, "log", "--format=%H", "--raw", "--no-abbrev", "--no-renames", "--diff-filter=AM", "--", ".")
     commit, seen = "", set()
     for line in log.decode(errors="replace").splitlines():

@@ -1,8 +1,8 @@
 """The schema of a run's record: its measurements, with everything that is needed to repeat the run.
 
 Records are JSON files. ``greenfast report`` reads them. Field names contain the units. A file has no conclusions
-(``judge.record_index``): gates of rows, speedups, verdicts, PERFORMANCE and the decision are computed when it is read
-(``judge.conclusions``).
+(``judge.record_io``): gates of rows, speedups, verdicts, PERFORMANCE and the decision are computed when it is read
+(``judge.record_io``).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from greenfast.spec.problem import NORMAL
 #: digest, no limits of the gates, no A/A blocks and no exam.
 SCHEMA_VERSION, OLDEST_VERSION = 3, 2
 
-#: Relative tolerance of a floating-point sum, and tolerance of times, which are rounded to a thousandth.
+#: Relative tolerance of a floating-point sum, and tolerance of times: these are rounded to a thousandth.
 _ROUNDING, _LAST_DIGITS_US = 1e-9, 1.1e-3
 
-#: Prefix of the names of random shapes, which are drawn at run time.
+#: Prefix of the names of random shapes. They are drawn at run time.
 DRAWN = "drawn_"
 
 Status = Literal["PASS", "FAIL", "PENDING"]
-#: PARTIAL: all gates hold on a part of the check plan. UNCHECKED: all gates hold, but a check was skipped.
-Decision = Literal["MERGE", "PARTIAL", "DEFER", "PENDING", "UNCHECKED"]
+#: INCOMPLETE: all gates hold on a part of the check plan. UNCHECKED: all gates hold, but a check was skipped.
+Decision = Literal["MERGE", "INCOMPLETE", "DEFER", "PENDING", "UNCHECKED"]
 #: FAST: the whole interval is at or above the required speedup. SHORT: faster beyond the noise, but the whole interval
-#: is below the requirement. SLOWER: the whole interval is below the noise. NO EFFECT: none of these, and the whole
+#: is below the requirement. SLOWER: the whole interval is below the noise. NO EFFECT: no other verdict, and the whole
 #: interval is within 1 % of 1; this margin does not depend on the noise.
 #: INCONCLUSIVE: the interval is too wide for the other verdicts, or the noise is above the margin.
 SpeedVerdict = Literal["FAST", "SHORT", "NO EFFECT", "SLOWER", "INCONCLUSIVE"]
@@ -245,7 +245,7 @@ class ParityRow(_Data, frozen=True, kw_only=True):
 class TimingRow(_Data, frozen=True, kw_only=True):
     """The timing of one implementation on one (shape, seed).
 
-    seed: the seed of the first inputs of these blocks. Each launch draws its inputs from all timed seeds.
+    seed: the seed of the first inputs of the blocks. Each launch draws its inputs from all timed seeds.
     method, cache: the timing method and the state of the L2 cache.
     block_medians_us: nested [process][block].
     block_mhz, block_watts: clock and power in the middle of each block, nested likewise; empty if the driver does not
@@ -394,8 +394,8 @@ def read_status(gates: Sequence[GateResult], gate: str) -> Status:
 class Run(_Data, frozen=True, kw_only=True):
     """The fields that all records share: the request, the environment and the results of the gates.
 
-    least_work: the problem's minimum counts by shape and by name in KernelCounts, for shapes whose instructions were
-        counted.
+    least_work: the problem's minimum counts by shape and by name in KernelCounts, for shapes with counted
+        instructions.
     order_seed: seed of the random order of timing blocks and launches; None if nothing was timed and in older records.
     """
 
@@ -431,7 +431,7 @@ class PhaseRecord(Run, frozen=True, kw_only=True, tag_field="kind", tag="phases"
     """The phases of an implementation's instrumented build.
 
     phase_cycles: mean SM cycles per block, by shape and phase.
-    phase_counts: executed instructions by shape and phase, from the emulator, which has no cycles.
+    phase_counts: executed instructions by shape and phase, from the emulator; it has no cycles.
     """
 
     side: Side

@@ -1,7 +1,7 @@
 """Atomic writes of results, and strict reading of JSON files: a duplicate name in an object is an error.
 
-Readers of JSON differ in which of the two they take, most without a word, so that a person and the judge could see
-different things in one file.
+Most readers of JSON silently take one of the two, not always the same. A person and the judge could then see different
+things in one file.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from greenfast.judge.tables import is_table, unpack
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.files import read_file
 
 
 def decode(text: bytes, kind: Any = Any) -> Any:
     """Decode a JSON text to this type. Raises msgspec.DecodeError (or its subclass ValidationError), RecursionError."""
-    found = msgspec.json.decode(text)
+    value = msgspec.json.decode(text)
     json.loads(text, object_pairs_hook=once, parse_int=str, parse_float=str)  # of any length
-    return found if kind is Any else msgspec.json.decode(text, type=kind)
+    return value if kind is Any else msgspec.json.decode(text, type=kind)
 
 
 def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -35,12 +34,12 @@ def once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     if len(made) < len(pairs):
         seen: set[Any] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise msgspec.DecodeError(f"{twice!r} stands twice in one object; give each name once")
+        raise msgspec.DecodeError(f"{twice!r} is twice in one object; give each name once")
     return made
 
 
 def to_json(value: object, *, dense: bool = False) -> str:
-    """JSON of a record or of plain data, one row per line: an element of a list, or a mapping of plain values.
+    """Return the JSON of a record or of plain data with one row per line: a list element or a mapping of plain values.
 
     dense: without spaces.
     """
@@ -94,8 +93,8 @@ def check_output_file(file: Path | None, option: str) -> None:
     if file is None:
         return
     if file.exists() and not file.is_file():
-        what = "a folder" if file.is_dir() else "no regular file"
-        raise UsageError(f"{option} {file}: {what}; give the name of a file")
+        kind = "a folder" if file.is_dir() else "no regular file"
+        raise UsageError(f"{option} {file}: {kind}; give the name of a file")
     check_writable(file.parent, option)
 
 
@@ -151,7 +150,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_json(path: Path, kind: Any, name: str) -> Any:
-    """Read a file of this kind of data. Raises UsageError that names the file and what is wrong with it."""
+    """Read a file of this kind of data. Raises UsageError with the file and its fault."""
     try:
         content = unpack(decode(read_file(path)))
     except OSError as e:
@@ -171,3 +170,59 @@ def convert_json(content: Any, kind: Any, path: Path, name: str) -> Any:
 
 def _other(path: Path, name: str, why: Exception) -> UsageError:
     return UsageError(f"{path}: not a {name} as greenfast writes it: {why}")
+
+
+#: Tables in kept records: the cell of a field that a row lacks, and the name of the first element of a list.
+ABSENT, FIRST = "-", "[0]"
+_KEYS = {"table", "rows"}
+_ALL_KEYS = {*_KEYS, "shared", "texts"}
+
+
+class _Fields(dict[str, Any]):
+    """The fields of a row's field, or by place the elements of its list; not the content of a cell."""
+
+
+def unpack(value: Any) -> Any:
+    """Return the data of tables as ``scripts/kept_records.py`` makes them. Raises an exception of Python for damage."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value] if any(isinstance(item, dict | list) for item in value) else value
+    if not isinstance(value, dict):
+        return value
+    if not is_table(value):
+        return {name: unpack(item) for name, item in value.items()}
+    columns, shared, texts = value["table"], value.get("shared", {}), value.get("texts", {})
+    paths = [column.split(".") for column in columns]
+    unshared = [column for column in columns if column not in shared]
+
+    def build(cells: Sequence[Any]) -> dict[str, Any]:
+        values = {**shared, **dict(zip(unshared, cells, strict=True))}
+        for column, words in texts.items():
+            values[column] = words[values[column]]
+        return _build_row(paths, [values[column] for column in columns])
+
+    rows = value["rows"]
+    return {name: build(row) for name, row in rows.items()} if isinstance(rows, dict) else [build(r) for r in rows]
+
+
+def is_table(value: dict[str, Any]) -> bool:
+    """Return whether a mapping is a table."""
+    return _KEYS <= value.keys() <= _ALL_KEYS
+
+
+def _build_row(paths: Sequence[Sequence[str]], cells: Sequence[Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for (*outer, name), cell in zip(paths, cells, strict=True):
+        if cell != ABSENT:
+            fields = row
+            for part in outer:
+                fields = fields.setdefault(part, _Fields())
+            fields[name] = unpack(cell)
+    return {name: _restore_lists(value) for name, value in row.items()}
+
+
+def _restore_lists(fields: Any) -> Any:
+    """Turn nested fields named by a list's places into lists again."""
+    if not isinstance(fields, _Fields):
+        return fields
+    items = {name: _restore_lists(value) for name, value in fields.items()}
+    return [items[f"[{n}]"] for n in range(len(items))] if FIRST in items else items

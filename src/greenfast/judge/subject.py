@@ -22,8 +22,7 @@ from greenfast.judge.implementation import Implementation, build_rung_implementa
 from greenfast.judge.request import Request
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution, is_solution
-from greenfast.judge.task import CONFIG_NAME, Variant
-from greenfast.judge.tasks import LoadedTask, find_task, is_task, load, task_names
+from greenfast.judge.task import CONFIG_NAME, LoadedTask, Variant, find_task, is_task, load, task_names
 from greenfast.spec.errors import UsageError, unknown
 
 #: The folders, next to the results, of problems and of solutions that were converted: no solution, whatever its name,
@@ -84,33 +83,33 @@ def find_subject(
         task_too = "" if problem else f"no {CONFIG_NAME} of a task and "
         raise UsageError(f"{path}: holds {task_too}no {SOLUTION_CONFIG} of a solution")
     if not path.exists() and problem:
-        raise UsageError(f"{path}: no such solution; --problem names what a solution solves")
+        raise UsageError(f"{path}: no such solution; --problem names the problem of a solution")
     if not path.exists():
         raise unknown("task or solution", text, [*task_names(), "the folder of a task", "the path of a solution"])
     if candidate is not None:
-        raise UsageError(f"--candidate {candidate}: {text} is a solution, which is the candidate itself")
+        raise UsageError(f"--candidate {candidate}: {text} is a solution and so the candidate itself")
     task = load(find_task(import_problem(problem or _name_problem(find_solution(path)), out, workloads)))
     solution = find_solution(import_solution(path, task.folder, out))
     return _with_baseline(task, solution, baseline, out)
 
 
-def import_problem(asked: str, out: Path, workloads: Path | None = None) -> str:
-    """A task's name or folder: ``asked`` itself, or the folder that a foreign problem is converted to, below ``out``.
+def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
+    """Return the task of a problem: ``name`` itself, or the folder below ``out`` with the converted foreign problem.
 
     Raises UsageError for a problem that cannot be judged, and for workloads of a problem that takes none.
     """
-    path = Path(asked)
+    path = Path(name)
     if is_definition(path):
         return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
     if workloads is not None:
         raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
-    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else asked
+    return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else name
 
 
 def import_solution(path: Path, problem: Path, out: Path) -> Path:
-    """A solution's path: ``path`` itself, or the folder that a foreign one is converted to.
+    """Return a solution's path: ``path`` itself, or the folder that a foreign one is converted to.
 
-    problem: the folder of the task that it is judged by. Raises UsageError where the two do not belong together.
+    problem: the folder of the task that it is judged by. Raises UsageError if the two do not belong together.
     """
     if is_foreign_solution(path):
         if not (problem / DEFINITION).is_file():

@@ -10,7 +10,7 @@ KERNEL_DIR = Path(__file__).parent
 #: dtype of an attention's input or output -> CUDA C++ type.
 CUDA_TYPES = {"float16": "half", "bfloat16": "__nv_bfloat16"}
 
-#: The same for weights and tables, which may be float32.
+#: The same for weights and tables; these may be float32.
 FLOAT_TYPES = {**CUDA_TYPES, "float32": "float"}
 
 

@@ -1,6 +1,6 @@
 """Attention in float64, and a bound on a kernel's rounding error against it.
 
-Where there is a GPU, it computes: in float64 too, and hundreds of times faster than a core. Results are on q's device.
+A GPU computes it if there is one, in float64 too: hundreds of times faster than a core. Results are on q's device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rounding:
     second_order: float
 
 
-#: P in half precision, whose subnormals have a spacing of 2^-24. Sums in float32.
+#: P in half precision with subnormals 2^-24 apart. Sums in float32.
 HALF_WEIGHTS = Rounding(2.0**-11, 2.0**-25, _FLOAT_STEP, 1.01)
 #: Of a sum of E4M3 products on Hopper: its tensor cores add 32 at a time to the sum so far, each cut off 13 bits below
 #: the largest. Not the most that such a sum can be off by: what most of them are for numbers of either sign, of which
@@ -53,7 +53,7 @@ _AT_ONCE, _AT_ONCE_ELSEWHERE = 1 << 18, 1 << 24
 _KEPT = 1 << 30
 
 
-def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+def compute_scores(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
     """Compute scale * q k^T in float64, or with a softcap: softcap * tanh(scale * q k^T / softcap)."""
     scores = q.double() @ k.double().transpose(-1, -2) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -62,15 +62,15 @@ def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tenso
 def attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """Compute softmax(scores) v in float64, with the scores of ``scores_of``.
+    """Compute softmax(scores) v in float64, with the scores of ``compute_scores``.
 
     q: (heads, q_len, head_dim), k and v: (heads, kv_len, head_dim).
-    mask: bool (q_len, kv_len), true where a query attends to a key; a query that attends to no key gives 0. The result
+    mask: bool (q_len, kv_len), True if a query attends to a key; a query that attends to no key gives 0. The result
     has the shape of q.
     """
     out = torch.empty_like(q, dtype=torch.float64)
     for place, (q_block, k_block, v_block), mask_block in _blocks(q, k, v, mask):
-        out[place] = _weights(scores_of(q_block, k_block, scale, softcap), mask_block)[0] @ v_block
+        out[place] = _weights(compute_scores(q_block, k_block, scale, softcap), mask_block)[0] @ v_block
     return out
 
 
@@ -137,7 +137,7 @@ def _with_bounds(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, roundings: Sequence[Rounding], softcap: float
 ) -> tuple[Tensor, list[Tensor]]:
     head_dim, kv_len = q.shape[-1], k.shape[-2]
-    scores = scores_of(q, k, scale, softcap)
+    scores = compute_scores(q, k, scale, softcap)
     _, p, top = _weights(scores, mask)
     total = p.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     out = (p @ v) / total
@@ -151,7 +151,7 @@ def _with_bounds(
     # Not p > 0: devices differ in whether they flush subnormal numbers.
     weights = (p > torch.finfo(torch.float64).tiny).double() @ summed
     sums_of = [max(head_dim * _FLOAT_STEP, rounding.sum) for rounding in roundings]
-    # A score that is off by d, which steep ones are by tenths, makes its weight wrong by exp(d) - 1.
+    # An error d of a score makes its weight wrong by exp(d) - 1. Steep scores have errors of some tenths.
     from_scores = {
         sums: (p * torch.expm1((sums * products + magnitudes).clamp(max=_MOST_OFF))) @ summed for sums in set(sums_of)
     }

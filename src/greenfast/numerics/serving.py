@@ -1,7 +1,7 @@
-"""The serving kernels' arithmetic: attention over a paged E4M3 cache, the same bits of a row whatever surrounds it.
+"""The serving kernels' attention over a paged E4M3 cache, on CPU tensors.
 
-Products of codes are summed in float64, where every sum of E4M3 products is exact; all else is float32, element by
-element. So a row's result depends on its query and its keys alone, as it does in the kernels.
+Products of codes are summed in float64, where every sum of E4M3 products is exact. Everything else is float32, element
+by element, so a row's result depends only on its query and its keys, as in the kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from greenfast.numerics.formats import CODE_MAX, LEAST_SCALE
 TILE_KEYS, CHUNK_KEYS = 128, 512
 #: A maximum follows a tile of keys only where that exceeds it by more than this, in units of log2.
 SLACK = 3.0
-#: log2 of the weight of a score at a row's maximum: P is rounded to E4M3, whose largest number is 448.
+#: log2 of the weight of a score at a row's maximum: P is rounded to E4M3 with the largest number 448.
 WEIGHT_LOG2 = math.log2(448.0) - SLACK
 _LOG2_E = math.log2(math.e)
 _WIDEST = 2**31  # of a window: wider than any sequence; near 2**63, sums with positions would overflow
@@ -38,7 +38,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = CODE_MAX["e4m3"]
     amax = wide.abs().amax(dim=-1).clamp(min=0.0)
     amax = torch.where(amax == 0.0, torch.full_like(amax, largest), amax.clamp(min=largest * LEAST_SCALE))
-    # A quotient of tensors: PyTorch computes 448 / x of a number as a product with 1 / x, which is rounded twice.
+    # A quotient of tensors: PyTorch computes 448 / x of a number as a product with 1 / x, so it is rounded twice.
     return e4m3(wide * (torch.full_like(amax, largest) / amax).unsqueeze(-1)), amax / largest
 
 
@@ -59,16 +59,16 @@ def rows_of_pages(cache: Tensor, pages: Tensor) -> Tensor:
 
     cache: float8_e4m3fn (pages, page_size, kv_heads, head_dim), or "grouped" with five dimensions.
     """
-    found = _bytes(cache)[pages.long()]
+    values = _bytes(cache)[pages.long()]
     if cache.dim() == 4:
-        return found.flatten(0, 1).contiguous().view(cache.dtype)
+        return values.flatten(0, 1).contiguous().view(cache.dtype)
     places = torch.tensor(KEY_ORDER).argsort()
-    rows = found[..., places].permute(0, 2, 4, 1, 3)
+    rows = values[..., places].permute(0, 2, 4, 1, 3)
     return rows.flatten(0, 2).contiguous().view(cache.dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Codes as uint8, which PyTorch can index."""
+    """Return codes as uint8, so that PyTorch can index them."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
@@ -121,8 +121,8 @@ def paged_attention(
         k, v = (_padded(rows_of_pages(x, pages)[:length].double().transpose(0, 1)) for x in (k_cache, v_cache))
         k_scales, v_scales = (_scales(x, b, pages, length, kv_heads) for x in (k_scale, v_scale))
         keys = _Keys(k, v, k_scales, v_scales, length)
-        found, sums = _sequence(codes, scale, keys, sinks, options)
-        out[first:last] = found.to(out_dtype)
+        rows_out, sums = _sequence(codes, scale, keys, sinks, options)
+        out[first:last] = rows_out.to(out_dtype)
         lse[:, first:last] = sums
     return out, lse
 
@@ -190,15 +190,15 @@ def _sequence(
         rows = slice(first, min(first + step, tokens))
         positions = torch.arange(rows.start, rows.stop) + keys.length - tokens
         shape = (kv_heads, heads // kv_heads * positions.numel())
-        found = _merged(
+        merged = _merged(
             codes[:, rows].reshape(*shape, head_dim),
             scale[:, rows].reshape(shape),
             keys,
             positions.repeat(heads // kv_heads),
             options,
         )
-        out[:, rows] = found[0].view(heads, -1, head_dim)
-        top[:, rows], total[:, rows] = (x.view(heads, -1) for x in found[1:])
+        out[:, rows] = merged[0].view(heads, -1, head_dim)
+        top[:, rows], total[:, rows] = (x.view(heads, -1) for x in merged[1:])
     if sinks is not None:
         logit = (sinks.float() * _LOG2_E).unsqueeze(1)
         base = _finite(torch.maximum(top, logit))
@@ -268,7 +268,7 @@ def _chunks(
     top = torch.full(out.shape[:3], -math.inf, dtype=torch.float32)
     total = torch.zeros(out.shape[:3], dtype=torch.float32)
     rows_q = q_scale.view(*q_scale.shape, 1, 1)
-    at = torch.arange(chunks.start * CHUNK_KEYS, chunks.stop * CHUNK_KEYS).view(count, _TILES, TILE_KEYS)
+    key_ids = torch.arange(chunks.start * CHUNK_KEYS, chunks.stop * CHUNK_KEYS).view(count, _TILES, TILE_KEYS)
     first, last = (x.view(-1, 1, 1) for x in limits)
     for j in range(_TILES):
         raw = (q @ k[:, :, j].flatten(1, 2).transpose(1, 2)).float().view(*q.shape[:2], count, TILE_KEYS)
@@ -280,10 +280,10 @@ def _chunks(
         if keys.v_scale.shape[1] > 1:
             divisor = tiles(keys.v_scale)[:, None, :, j]
             t = t + _log2(divisor)
-        seen = (at[:, j] >= first) & (at[:, j] < last)  # (rows, chunks, keys)
+        seen = (key_ids[:, j] >= first) & (key_ids[:, j] < last)  # (rows, chunks, keys)
         t = t.masked_fill(~seen, -math.inf)
-        of_tile = t.amax(dim=-1)
-        new = torch.where(of_tile > top + SLACK, of_tile, top)
+        tile_max = t.amax(dim=-1)
+        new = torch.where(tile_max > top + SLACK, tile_max, top)
         base = _finite(new)
         weights = _exp2(t - base.unsqueeze(-1) + WEIGHT_LOG2)
         factor = _exp2(top - base)
@@ -308,9 +308,9 @@ def _weighted(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     weights = weights.transpose(1, 2)
     if not bool(unknown.any()):
         return (weights @ v).transpose(1, 2).float()
-    found = (weights @ v.nan_to_num(0.0)).transpose(1, 2).float()
+    products = (weights @ v.nan_to_num(0.0)).transpose(1, 2).float()
     reached = (seen.transpose(0, 1).double() @ unknown.double()).transpose(1, 2) > 0
-    return found.masked_fill(reached, math.nan)
+    return products.masked_fill(reached, math.nan)
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def _encode(x: Tensor) -> Tensor:
 def _rows(table: Tensor, positions: Tensor) -> Tensor:
     """Return rows of a table in float32, (tokens, 1, columns); NaN for positions outside the table."""
     known = (positions >= 0) & (positions < table.shape[0])
-    found = table.float()[positions.long().masked_fill(~known, 0)]
-    return found.masked_fill(~known.unsqueeze(1), torch.nan).unsqueeze(1)
+    rows = table.float()[positions.long().masked_fill(~known, 0)]
+    return rows.masked_fill(~known.unsqueeze(1), torch.nan).unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -13,8 +13,8 @@ from cuda.core import Device
 
 from greenfast.device.bound_launch import BoundLaunch, NoContextError
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import KernelImage
 from greenfast.device.gpu import load_kernel
+from greenfast.device.session import KernelImage
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, find_buffers

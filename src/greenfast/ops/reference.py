@@ -18,7 +18,7 @@ from greenfast.kernels.attention.config import (
 )
 from greenfast.kernels.quantize.qkv import MEAN_GROUP, MEAN_KEYS
 from greenfast.numerics import formats
-from greenfast.numerics.codes import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
+from greenfast.numerics.formats import quantize_blocks, quantize_groups, scales_of_keys, transposed_values
 from greenfast.ops.layout import synchronized
 from greenfast.ops.quantized import FINE, QuantizedQKV, get_precision
 

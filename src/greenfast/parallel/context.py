@@ -316,7 +316,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
                 )
             if x.shape[-2] % self.size:
                 return (
-                    f"{name}: a DTensor of {x.shape[-2]} rows on {self.size} ranks, which need as many rows each. Pad "
+                    f"{name}: a DTensor of {x.shape[-2]} rows on {self.size} ranks; each needs as many rows. Pad "
                     "the sequence to a multiple of the ranks"
                 )
         alike = len({(x.device_mesh, tuple(get_sharded_dims(x))) for x in placed.values()}) <= 1
@@ -406,7 +406,7 @@ def _have_replicated_heads(query: DTensor, key: DTensor, value: DTensor) -> bool
 def _get_local_part(query: Any, x: DTensor) -> Tensor:
     """Return this rank's part of a tensor. Of replicated keys or values, it has the heads of this rank's queries.
 
-    Each rank then adds its part to the gradients of these heads.
+    Each rank then adds its part to the gradients of its heads.
     """
     mesh, own = x.device_mesh, get_sharded_dims(x)
     dims = get_sharded_dims(query) if isinstance(query, DTensor) else own

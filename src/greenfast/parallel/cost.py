@@ -1,7 +1,7 @@
 """Cost model of attention on several GPUs. ``method="auto"`` chooses the method by it.
 
 The figures of a link are of two H100 with NVLink (NCCL, point to point), measured at 16 and 128 MiB: 92 microseconds
-and 286 GB/s, which gives 1 MiB in 96 microseconds (measured: 119). Attention runs at the rate of the FP8 kernel on long
+and 286 GB/s. This gives 1 MiB in 96 microseconds (measured: 119). Attention runs at the rate of the FP8 kernel on long
 sequences. docs/parallel.md compares the model with runs.
 """
 

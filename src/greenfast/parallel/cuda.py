@@ -17,7 +17,7 @@ from greenfast.kernels.attention.config import (
     Mask,
     Sizes,
     Strides,
-    strides_of,
+    contiguous_strides,
 )
 from greenfast.kernels.merge import merge as merge_kernel
 from greenfast.kernels.quantize import qkv
@@ -148,7 +148,9 @@ def attend_codes(codes: QuantizedQKV, causal: int, scale: float, with_lse: bool)
         "lse": lse,
     }
     sizes = get_sizes(codes.query.shape, codes.key.shape)
-    _launch_attention(config, sizes, scale, strides_of(heads, length, codes.head_dim), codes.key_length, buffers)
+    _launch_attention(
+        config, sizes, scale, contiguous_strides(heads, length, codes.head_dim), codes.key_length, buffers
+    )
     return out, lse
 
 

@@ -116,8 +116,8 @@ class RankGroup:
         self.store.set(f"{self.calls}/begun/{self.rank}", str(self.exchanges))
         with self.error_context():
             counts = [int(self.store.get(f"{self.calls}/begun/{i}")) for i in range(self.size)]
-        behind = [i for i, count in enumerate(counts) if count < begun]
-        raise RuntimeError(self.format_left_early({i: self.read_errors().get(i, "") for i in behind}))
+        late = [i for i, count in enumerate(counts) if count < begun]
+        raise RuntimeError(self.format_left_early({i: self.read_errors().get(i, "") for i in late}))
 
     def format_left_early(self, errors: dict[int, str]) -> str:
         """Format the error for ranks that left a call in the middle.
@@ -315,7 +315,7 @@ def get_group(process_group: Any, order: Sequence[int] = (), timeout: float | No
 
 @atexit.register
 def _close() -> None:
-    """End gloo's threads, which must not outlive the interpreter."""
+    """End gloo's threads before the interpreter ends."""
     for group in _ALL_GROUPS:
         group.host = None
 

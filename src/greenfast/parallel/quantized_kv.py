@@ -1,4 +1,4 @@
-"""Quantized K and V of a rank in one buffer, which one exchange sends."""
+"""Quantized K and V of a rank in one buffer, for a single exchange."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def allocate_buffer(
 ) -> tuple[Tensor, ...]:
     """Allocate an uninitialized uint8 buffer.
 
-    Return it and views of these shapes and dtypes, at multiples of 256 bytes.
+    Return it and views of the shapes and dtypes, at multiples of 256 bytes.
     """
     specs = list(zip(shapes, dtypes, strict=True))
     buffer = torch.empty(sum(get_aligned_nbytes(*each) for each in specs), dtype=torch.uint8, device=device)

@@ -43,7 +43,7 @@ def _find_local_samples(layout: ShardLayout, rank: int, length: int, device: tor
 def build_ring_steps(rank: int, layout: ShardLayout, length: int, causal: bool) -> list[tuple[int, int, int] | None]:
     """Return the work of a rank for the keys of rank ``rank - step``: (first query row, count of keys, masked).
 
-    A step is None if its queries attend to none of these keys. length: rows of each rank.
+    A step is None if its queries attend to none of its keys. length: rows of each rank.
     """
     steps: list[tuple[int, int, int] | None] = [(0, length, int(causal))]
     for step in range(1, layout.size):

@@ -34,7 +34,7 @@ def _forward(
     ranks = find_group(group)
     (batch, heads, rows, head_dim), (_, kv_heads, keys, _) = query.shape, key.shape
     sizes = cost.CallSizes(ranks.size, batch, heads, kv_heads, rows, keys, head_dim, causal > 0)
-    method, _ = cost.select_method(method, sizes)  # not in the graph, which would specialize the lengths
+    method, _ = cost.select_method(method, sizes)  # outside the graph: inside, it would specialize the lengths
     options = f", {precision}, return_lse {with_lse}"
     _agree(ranks, f"sdpa by {method}", (query, key, value), causal, scale, balanced, options)
     if _is_empty(query, key):

@@ -29,7 +29,7 @@ _MIN_PART_BYTES = 2 << 20  # bytes of a part per rank; links are slow below
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """The heads of each rank: ``q_heads_per_rank`` heads of Q. Each ``group_size`` of these share one head of K and V.
+    """The heads of each rank: ``q_heads_per_rank`` heads of Q, ``group_size`` per head of K and V.
 
     If the ranks do not divide the heads, the last ranks have heads that do not exist. With fewer heads of K and V than
     ranks, or with groups that span ranks, ranks get copies.
@@ -170,7 +170,7 @@ def _view_buffer(buffer: Tensor, shapes: list[tuple[int, ...]], dtypes: list[tor
 
 
 def _view_as_int64(x: Tensor, together: int) -> Tensor:
-    """View x as int64, which copies faster than bytes, or return x if the layout does not allow it.
+    """View x as int64 to copy faster than bytes, or return x if the layout does not allow it.
 
     together: this many neighbours in the last dimension are never separated.
     """

@@ -97,7 +97,7 @@ def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tens
 
 
 def _check_shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:
-    """Raise ValueError unless x has one of these shapes. Each is given with the names of its dimensions."""
+    """Raise ValueError unless x has an allowed shape. Each comes with the names of its dimensions."""
     if not any(
         len(x.shape) == len(shape) and all(is_known(a == b) for a, b in zip(x.shape, shape, strict=True))
         for shape, _ in allowed

@@ -16,7 +16,7 @@ from greenfast.ops.routing import TORCH, Explanation
 from greenfast.serving.checks import E4M3
 
 _HOPPER = (9, 0)
-_NUMBERS = {"softmax_scale", "softcap", "eps"}  # arguments that may be tensors without dimensions, which are read
+_NUMBERS = {"softmax_scale", "softcap", "eps"}  # arguments that may be tensors without dimensions
 
 
 def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

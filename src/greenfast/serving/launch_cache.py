@@ -90,7 +90,7 @@ def record_attention(request: tuple[Any, ...], args: tuple[Any, ...], out: Tenso
 def record_packed(request: tuple[Any, ...], args: tuple[Any, ...], *, lse: bool) -> None:
     """Record the launches of a request of packed sequences. args: the arguments of ``varlen``.
 
-    Not if the log-sum-exp lacks the mean of the keys, which is added after the launches.
+    Not if the log-sum-exp lacks the mean of the keys, because that is added after the launches.
     """
     inputs = {name: x for name, x in zip(_REQUEST_TENSORS, request, strict=False) if isinstance(x, Tensor)}
     used = {name: x for name, x in zip(_PACKED_TENSORS, args, strict=False) if x is not None}

@@ -112,7 +112,7 @@ class PagedKVCache:
         self._free += reversed(self._pages.pop(sequence))
 
     def block_table(self, sequences: Sequence[Hashable], max_pages: int | None = None) -> Tensor:
-        """Return the pages of these sequences, int32 (len(sequences), max_pages), on the cache's device.
+        """Return the pages of sequences, int32 (len(sequences), max_pages), on the cache's device.
 
         Unused entries are -1.
 

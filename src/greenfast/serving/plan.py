@@ -162,7 +162,7 @@ def parse_window(causal: bool, window_size: Any) -> tuple[int, int]:
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
-    """Return whether any of these tensors requires a gradient."""
+    """Return whether any tensor requires a gradient."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 

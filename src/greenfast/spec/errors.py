@@ -66,24 +66,26 @@ class SolutionError(GreenfastError):
     exit_code = 5
 
 
-def unknown(what: str, got: str, allowed: Iterable[str]) -> UsageError:
+def unknown(noun: str, got: str, allowed: Iterable[str]) -> UsageError:
     """The error for an unknown name."""
-    return UsageError(f"unknown {what} {got!r}; allowed: {', '.join(sorted(allowed))}")
+    return UsageError(f"unknown {noun} {got!r}; allowed: {', '.join(sorted(allowed))}")
 
 
 _TOO_LARGE = ("too big", "too large", "allowed dimension", "allocate")
 
 
-def too_large(what: str, e: Exception) -> UsageError | None:
+def too_large(label: str, e: Exception) -> UsageError | None:
     """Return a one-line error if a task's module failed because dimensions are too large; else None.
 
-    what: noun for the failed object. Other exceptions are bugs: their author needs the traceback.
+    label: noun for the failed object. Other exceptions are bugs: their author needs the traceback.
     """
-    said = (str(e).splitlines() or [""])[0]
-    memory = isinstance(e, (ValueError, RuntimeError)) and any(words in said for words in _TOO_LARGE)
+    message = (str(e).splitlines() or [""])[0]
+    memory = isinstance(e, (ValueError, RuntimeError)) and any(words in message for words in _TOO_LARGE)
     if not (memory or isinstance(e, (MemoryError, OverflowError))):
         return None
     frames = traceback.extract_tb(e.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and Path(f.filename).is_file()]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return UsageError(f"{what}: its dimensions are too large: {type(e).__name__}{f': {said}' if said else ''}{place}")
+    return UsageError(
+        f"{label}: its dimensions are too large: {type(e).__name__}{f': {message}' if message else ''}{place}"
+    )

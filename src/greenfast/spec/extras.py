@@ -18,12 +18,12 @@ EXTRAS = {
 }
 
 
-def require(what: str, extra: str) -> None:
+def require(feature: str, extra: str) -> None:
     """Raise MachineError, naming the extra, if one of its modules is not installed. Imports none of them."""
     missing = [module for module in EXTRAS[extra] if not _installed(module)]
     if missing:
         raise MachineError(
-            f"{what} needs greenfast[{extra}]: {install_command(extra)} (no module {', '.join(missing)})"
+            f"{feature} needs greenfast[{extra}]: {install_command(extra)} (no module {', '.join(missing)})"
         )
 
 

@@ -1,6 +1,6 @@
 """Facts from the device, the compiler and the emulator, as records store them; units are in the names.
 
-They are dataclasses, which msgspec reads and writes like its structs, so that the operator does not need msgspec.
+They are dataclasses, so that the operator does not need msgspec. msgspec reads and writes them like its structs.
 """
 
 from __future__ import annotations

@@ -22,5 +22,5 @@ def read_file(path: Path, most: int = MOST) -> bytes:
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB, which is the most that is read")
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB, the limit")
     return data

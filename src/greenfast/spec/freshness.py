@@ -9,16 +9,16 @@ from typing import Literal
 CURRENT: Literal["current"] = "current"
 STALE: Literal["stale"] = "stale"
 CANNOT_TELL: Literal["cannot tell"] = "cannot tell"
-_MOST_SAID = 3
+_MAX_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Freshness:
     """An answer with its reasons.
 
-    status: "current": same machine code and same launches. "stale": something differs. "cannot tell": another compiler
-    is installed than the record's, or the record lacks data to compare. reasons: the differences or the missing data;
-    empty for "current". other_compiler: whether the compiler is the only reason for "cannot tell".
+    status: CURRENT: same machine code and same launches. STALE: something differs. CANNOT_TELL: another compiler is
+    installed than the record's, or the record lacks data to compare. reasons: the differences or the missing data;
+    empty for CURRENT. other_compiler: whether the compiler is the only reason for CANNOT_TELL.
     """
 
     status: Literal["current", "stale", "cannot tell"] = CURRENT
@@ -27,17 +27,17 @@ class Freshness:
 
     def __str__(self) -> str:
         """The status with its reasons, of many the first three and how many more there are."""
-        more = len(self.reasons) - _MOST_SAID
-        said = [*self.reasons[:_MOST_SAID], *([f"and {more} more of the kind"] if more > 0 else [])]
-        return f"{self.status}: {'; '.join(said)}" if self.reasons else self.status
+        more = len(self.reasons) - _MAX_SHOWN
+        shown = [*self.reasons[:_MAX_SHOWN], *([f"and {more} more of the kind"] if more > 0 else [])]
+        return f"{self.status}: {'; '.join(shown)}" if self.reasons else self.status
 
 
 def worst(answers: Iterable[Freshness]) -> Freshness:
-    """Return "stale" if any answer is, else "cannot tell" if any is, else "current", with the reasons."""
-    found = list(answers)
+    """Return the worst status of the answers with its reasons: STALE, then CANNOT_TELL, then CURRENT."""
+    answers = list(answers)
     for status in (STALE, CANNOT_TELL):
-        said = [answer for answer in found if answer.status == status]
-        if said:
-            reasons = dict.fromkeys(reason for answer in said for reason in answer.reasons)
-            return Freshness(status, tuple(reasons), all(answer.other_compiler for answer in said))
+        matching = [answer for answer in answers if answer.status == status]
+        if matching:
+            reasons = dict.fromkeys(reason for answer in matching for reason in answer.reasons)
+            return Freshness(status, tuple(reasons), all(answer.other_compiler for answer in matching))
     return Freshness()

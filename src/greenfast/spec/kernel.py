@@ -20,7 +20,7 @@ class TensorMap:
     Reads out of bounds give 0.
 
     buffer: name of the buffer. dtype: NumPy name of its elements. shape: elements per dimension, outermost first.
-    strides: bytes per dimension, outermost first, multiples of 16 except the last, which is the element size.
+    strides: bytes per dimension, outermost first, multiples of 16. The last is the element size.
     box: elements of a tile per dimension, at most 256. swizzle: 0 (none), 32, 64 or 128 bytes, at least the box's
     innermost extent in bytes.
     """
@@ -96,8 +96,8 @@ class Packed:
     def layout(self, pointer_to: Callable[[str], int]) -> bytes:
         """The bytes, with the addresses of buffers."""
         data = bytearray(self.data)
-        for at, buffer, offset in self.pointers:
-            data[at : at + 8] = (pointer_to(buffer) + offset).to_bytes(8, "little")
+        for start, buffer, offset in self.pointers:
+            data[start : start + 8] = (pointer_to(buffer) + offset).to_bytes(8, "little")
         return bytes(data)
 
 
@@ -189,7 +189,7 @@ class Launch:
     """One launch: ``grid`` blocks of the kernel with ``args`` in the order of its parameters.
 
     early: whether it may begin while the launch before it in the stream ends (programmatic dependent launch); the
-    kernel waits where it must.
+    kernel waits before it reads the results.
     cluster: blocks per thread block cluster (x, y, z), if the kernel does not declare it.
     cooperative: whether all blocks must be resident at once, as a grid-wide barrier needs.
     """
@@ -271,7 +271,7 @@ class Family(Protocol):
         """The grid and arguments of that kernel for a shape; arguments name buffers of the problem's case."""
 
 
-def program_of(
+def render_program(
     family: Family, toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False
 ) -> Program:
     """Return a family's program for a shape: its ``program``, or the single launch of its ``kernel``.

@@ -17,7 +17,7 @@ from greenfast.spec.facts import KernelCounts
 Array = NDArray[Any]
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
+def to_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of that name, also one that ml_dtypes adds. Raises TypeError for another name."""
     try:
         return np.dtype(name)
@@ -41,7 +41,7 @@ class OutputSpec:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return math.prod(self.shape) * to_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class References:
     relative: NDArray[np.float64] | None = None
     sizes: tuple[int, ...] = ()
 
-    def bound_of(self, rounding: str) -> NDArray[np.float64]:
+    def get_bound(self, rounding: str) -> NDArray[np.float64]:
         """Return the bound with this name, ``bound`` for an empty name. Raises UsageError with the known names."""
         if rounding and rounding not in self.bounds:
             raise unknown("rounding of the problem's bounds", rounding, self.bounds)
@@ -134,11 +134,11 @@ def least_work(problem: Problem, dims: Mapping[str, int]) -> dict[str, int]:
     Raises UsageError for a name that is not in LEAST_WORK.
     """
     function = getattr(problem, "least_work", None)
-    found: dict[str, int] = dict(function(dims)) if function else {}
-    for name in found:
+    minima: dict[str, int] = dict(function(dims)) if function else {}
+    for name in minima:
         if name not in LEAST_WORK:
             raise unknown("count of least_work", name, LEAST_WORK)
-    return found
+    return minima
 
 
 #: The variant of the inputs that every problem has.
@@ -146,29 +146,29 @@ NORMAL = "normal"
 _Made = TypeVar("_Made")
 
 
-def variants_of(problem: Problem) -> tuple[str, ...]:
+def list_variants(problem: Problem) -> tuple[str, ...]:
     """Return the names of a problem's input variants except NORMAL. Raises UsageError for an invalid VARIANTS."""
-    found = getattr(problem, "VARIANTS", ())
-    if not isinstance(found, tuple | list) or not all(isinstance(name, str) and name for name in found):
+    names = getattr(problem, "VARIANTS", ())
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name for name in names):
         raise UsageError(
-            f'{_name_of(problem)}: VARIANTS is {found!r}; a tuple of names is allowed, such as ("outliers",)'
+            f'{_get_name(problem)}: VARIANTS is {names!r}; a tuple of names is allowed, such as ("outliers",)'
         )
-    return tuple(name for name in found if name != NORMAL)
+    return tuple(name for name in names if name != NORMAL)
 
 
-def case_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> Case:
+def build_case(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> Case:
     """Make a problem's case.
 
     Raises UsageError if the dimensions are too large, or if the result is not a valid Case.
     """
     case = _made(problem, problem.make_case, dims, seed, fmt, variant)
-    fault = _fault_of(case)
+    fault = _find_fault(case)
     if fault:
-        raise UsageError(f"{_name_of(problem)}: make_case of {_described(dims)}, seed {seed}: {fault}")
+        raise UsageError(f"{_get_name(problem)}: make_case of {_described(dims)}, seed {seed}: {fault}")
     return case
 
 
-def _fault_of(case: Case) -> str:
+def _find_fault(case: Case) -> str:
     """Describe the fault of make_case's result; empty for a valid Case."""
     if not isinstance(case, Case):
         return f"it gives {type(case).__name__}; a Case is asked for"
@@ -191,32 +191,34 @@ def _fault_of(case: Case) -> str:
     return ""
 
 
-def references_of(problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL) -> References:
+def build_references(
+    problem: Problem, dims: Mapping[str, int], seed: int, fmt: str, variant: str = NORMAL
+) -> References:
     """Compute and check the references of the same case.
 
     Raises UsageError for dimensions that are too large, for references that are not float64 arrays of one shape, for
     such that are not finite, and for bounds that are not finite or negative.
     """
-    found = _made(problem, problem.references, dims, seed, fmt, variant)
-    where = f"{_name_of(problem)}: references of {_described(dims)}, seed {seed}"
+    references = _made(problem, problem.references, dims, seed, fmt, variant)
+    where = f"{_get_name(problem)}: references of {_described(dims)}, seed {seed}"
     where += f", variant {variant}" if variant != NORMAL else ""
-    if found.sizes and sum(found.sizes) != np.size(found.exact):
-        raise UsageError(f"{where}: sizes has {sum(found.sizes)} elements, and exact {np.size(found.exact)}")
-    bounds = {"bound": found.bound, **({} if found.relative is None else {"relative": found.relative})}
-    bounds |= {f"bounds[{name!r}]": bound for name, bound in found.bounds.items()}
-    for name, array in {"full": found.full, "exact": found.exact, **bounds}.items():
+    if references.sizes and sum(references.sizes) != np.size(references.exact):
+        raise UsageError(f"{where}: sizes has {sum(references.sizes)} elements, and exact {np.size(references.exact)}")
+    bounds = {"bound": references.bound, **({} if references.relative is None else {"relative": references.relative})}
+    bounds |= {f"bounds[{name!r}]": bound for name, bound in references.bounds.items()}
+    for name, array in {"full": references.full, "exact": references.exact, **bounds}.items():
         if not isinstance(array, np.ndarray | np.generic) or array.dtype != np.float64:
             kind = array.dtype if isinstance(array, np.ndarray | np.generic) else type(array).__name__
             raise UsageError(f"{where}: {name} is {kind}; arrays of float64 are allowed")
         shape = np.shape(array)
-        if shape != np.shape(found.exact):
-            raise UsageError(f"{where}: {name} has the shape {shape}, and exact {np.shape(found.exact)}")
+        if shape != np.shape(references.exact):
+            raise UsageError(f"{where}: {name} has the shape {shape}, and exact {np.shape(references.exact)}")
         bad = ~np.isfinite(array) if name not in bounds else ~(np.isfinite(array) & (array >= 0))
         if bad.any():
             index = tuple(map(int, np.argwhere(bad)[0]))
             rule = "; a bound is finite and at least 0" if name in bounds else "; inputs must not make NaN or infinity"
             raise UsageError(f"{where}: {name}{list(index)} is {array[index]}{rule}")
-    return found
+    return references
 
 
 def _made(
@@ -226,17 +228,17 @@ def _made(
         return function(dims, seed, fmt) if variant == NORMAL else function(dims, seed, fmt, variant=variant)
     except Exception as e:
         name = getattr(function, "__name__", "the problem")
-        where = f"{_name_of(problem)}: {name} of {_described(dims)}, seed {seed}"
+        where = f"{_get_name(problem)}: {name} of {_described(dims)}, seed {seed}"
         error = too_large(where, e)
         if error is None and seed >= 2**32 and isinstance(e, ValueError | OverflowError):
-            said = f"{type(e).__name__}: {e}"
-            raise UsageError(f"{where}: {said}; seeds have 64 bits: numpy.random.default_rng takes them") from e
+            message = f"{type(e).__name__}: {e}"
+            raise UsageError(f"{where}: {message}; seeds have 64 bits: numpy.random.default_rng takes them") from e
         if error is None:
             raise
         raise error from e
 
 
-def _name_of(problem: Problem) -> str:
+def _get_name(problem: Problem) -> str:
     return str(getattr(problem, "__file__", None) or problem)
 
 

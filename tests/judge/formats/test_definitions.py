@@ -261,9 +261,9 @@ def test_a_definition_without_workloads_says_where_they_were_looked_for(tmp_path
     ("body", "says"),
     [
         ("raise ValueError('no\\nmore')", r"run raises ValueError: no \(reference\.py, line 2\)"),
-        ("pass", r"run gives y, of which a tensor raises RuntimeError: Could not infer dtype of NoneType"),
-        ("return x[:1]", r"run gives y of shape \(1, 64\), the definition says \(3, 64\)"),
-        ("return x, x", r"run gives 2 outputs, the definition says y"),
+        ("pass", r"run gives y, made a tensor: raises RuntimeError: Could not infer dtype of NoneType"),
+        ("return x[:1]", r"run gives y of shape \(1, 64\), the definition has \(3, 64\)"),
+        ("return x, x", r"run gives 2 outputs, the definition has y"),
     ],
 )
 def test_what_a_reference_does_wrong_is_one_line(tmp_path: Path, body: str, says: str) -> None:

@@ -14,8 +14,7 @@ from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerErro
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.gates.faults import EmulatedRuns
-from greenfast.judge.gates.sides import build_side
-from greenfast.judge.implementation import build_solution_implementation
+from greenfast.judge.implementation import build_side, build_solution_implementation
 from greenfast.judge.record_schema import Record
 from greenfast.judge.request import Request, add_check_plan
 from greenfast.judge.solution.schema import find_solution

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from greenfast.device import memory_check
-from greenfast.judge.conclusions import decide
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
+from greenfast.judge.record_io import decide
 from greenfast.judge.record_schema import PlanCoverage, Record
 from greenfast.judge.request import add_check_plan
 from greenfast.judge.validate import validate
@@ -83,7 +83,7 @@ def test_a_right_kernel_passes_and_the_check_is_in_the_record(monkeypatch: pytes
     assert "no fault on" in actual
     assert "not covered: races" in actual, "no emulator ran here"
     assert (gate.status, gate.unchecked) == ("PASS", [])
-    assert record.decision in ("MERGE", "PARTIAL")
+    assert record.decision in ("MERGE", "INCOMPLETE")
 
 
 def test_every_page_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

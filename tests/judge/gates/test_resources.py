@@ -9,7 +9,7 @@ import pytest
 from greenfast.device.compiler import CompiledKernel, compile_kernel
 from greenfast.device.module_variables import HEAP_BYTES
 from greenfast.judge.gates.resources import _count_state_bytes, check_budgets
-from greenfast.judge.gates.sides import BuiltProgram, BuiltSide, build_image, watched_variables
+from greenfast.judge.implementation import BuiltProgram, BuiltSide, build_image, watched_variables
 from greenfast.judge.task import Budget, BudgetWhere, Rung, Shape, Variant
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource, Launch, Program, Step
@@ -63,8 +63,8 @@ def test_a_table_is_compared_too(source: KernelSource) -> None:
 
 def test_memory_without_a_name_cannot_be_compared(source: KernelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = as_cubin(source, "counts")
-    for module in ("resources", "sides"):
-        monkeypatch.setattr(f"greenfast.judge.gates.{module}.state_variables", lambda _: {"": 20, "calls": 4})
+    for module in ("gates.resources", "implementation"):
+        monkeypatch.setattr(f"greenfast.judge.{module}.state_variables", lambda _: {"": 20, "calls": 4})
     assert _count_state_bytes(kernel) == (20, 4)
 
 

@@ -10,8 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from greenfast.device.executable import Executable
-from greenfast.device.session import RunResult
+from greenfast.device.session import Executable, RunResult
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.correctness import check_cases
 from greenfast.judge.subject import load_baseline

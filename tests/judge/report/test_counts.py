@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from greenfast.judge.record_schema import BenchRecord, Record, Side
-from greenfast.judge.report.counts import SHOWN, counts_section
+from greenfast.judge.report.facts import SHOWN, counts_section
 from greenfast.judge.report.markdown import report as render
 from greenfast.spec.facts import KernelCounts
 from tests.judge.report.records import record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from greenfast.judge.report.history import HEADER, _code_of, histories, history_page
+from greenfast.judge.report.history import HEADER, _hash_code, histories, history_page
 from tests.judge.report.records import pending_record, quoting_record, record, speedup_row
 from tests.judge.report.webpage.reading import read
 
@@ -58,16 +58,16 @@ def test_the_page_draws_what_was_timed_twice() -> None:
     assert "Runs below <b>here</b>" in page.text
     assert "a <file>: broken" in page.text
     assert "4 runs of 3 kernels." in page.text
-    assert "None of these runs was timed." in page.text
+    assert "No run was timed." in page.text
     assert "2030-01-02" in html.partition("<svg")[2]
 
 
 def test_kernels_of_several_launches_have_a_hash_over_all() -> None:
     build = record().candidate.builds[0]
     builds = [msgspec.structs.replace(build, code_hash=code) for code in ("aaaa", "bbbb", "aaaa")]
-    both = _code_of(builds)
+    both = _hash_code(builds)
     assert len(both) == 4
     assert both not in ("aaaa", "bbbb")
-    assert _code_of(builds[:1]) == "aaaa"
-    assert _code_of([builds[0], msgspec.structs.replace(build, code_hash="cccc")]) != both
-    assert _code_of([]) == "-"
+    assert _hash_code(builds[:1]) == "aaaa"
+    assert _hash_code([builds[0], msgspec.structs.replace(build, code_hash="cccc")]) != both
+    assert _hash_code([]) == "-"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.device.executable import Executable, KernelImage
+from greenfast.device.session import Executable, KernelImage
 from greenfast.judge.emulator_session import EmulatorSession
-from greenfast.judge.gates.sides import build_side
+from greenfast.judge.implementation import build_side
 from greenfast.judge.solution import capture
 from greenfast.judge.solution.messages import decode_program, encode_program
 from greenfast.spec.arch import Target

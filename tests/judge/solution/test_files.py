@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from greenfast.judge.gates.build import build_sides
-from greenfast.judge.gates.sides import CANDIDATE
-from greenfast.judge.implementation import Implementation, build_solution_implementation
+from greenfast.judge.implementation import CANDIDATE, Implementation, build_solution_implementation
 from greenfast.judge.solution.files import collect_files
 from greenfast.judge.solution.schema import find_solution
 from greenfast.spec.arch import Target

@@ -282,7 +282,7 @@ def test_its_process_ends_with_a_judge_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from greenfast.judge.task import load_task
-from greenfast.judge.tasks import load_family
+from greenfast.judge.task import load_family
 family = load_family(load_task(Path({str(folder)!r})))
 print(family._process._child.pid, flush=True)
 import os, signal

@@ -252,4 +252,10 @@ def test_refusals_say_what_is_allowed(option: str, value: object, allowed: str) 
 
 def test_blocks_take_several_heads_where_there_are_many_tokens() -> None:
     config = AppendConfig(head_dim=128, page_size=64)
-    assert [kernels.chunk_of(config, AppendSizes(t, 32, 8, 1)) for t in (1, 64, 1024, 2048, 16384)] == [1, 1, 1, 2, 8]
+    assert [kernels.choose_chunk(config, AppendSizes(t, 32, 8, 1)) for t in (1, 64, 1024, 2048, 16384)] == [
+        1,
+        1,
+        1,
+        2,
+        8,
+    ]

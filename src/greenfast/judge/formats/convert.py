@@ -137,8 +137,8 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
     given = read_foreign_solution(path)
     if given.definition != definition.name:
         raise UsageError(
-            f"{path}: solves {given.definition}, the problem is {definition.name}; --problem takes the file of what it "
-            "solves, or correct its key definition"
+            f"{path}: solves {given.definition}, the problem is {definition.name}; --problem takes the file of its "
+            "definition, or correct its key definition"
         )
     file, _, function = given.spec.entry_point.partition("::")
     files = {source.path: source.content for source in given.sources}
@@ -148,7 +148,7 @@ def convert_solution(path: Path, definition: Definition, workloads: Sequence[Wor
     name = safe_name(given.name)
     writes = given.spec.destination_passing_style
     files["solution.json"] = _solution(name, file, function, definition, workloads, writes, given.author)
-    shutil.rmtree(parent / name, ignore_errors=True)  # of a solution of the same name, whose files this one may lack
+    shutil.rmtree(parent / name, ignore_errors=True)  # of a solution of the same name with more files
     return write_files(parent / name, files)
 
 
@@ -298,7 +298,7 @@ def convert_problem(path: Path, parent: Path) -> Path:
         s.name for s in ast.parse(text).body if isinstance(s, ast.FunctionDef)
     }
     if missing:
-        raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}, which a KernelBench problem has")
+        raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}; a KernelBench problem has it")
     shape = {"name": "as_given", "dims": {"problem": 1}, "purpose": "the shape that get_inputs makes"}
     reference = _model_files(REFERENCE, text, "original", MODEL)
     return write_files(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ from greenfast.judge.formats.schema import (
     read_definition,
     read_workloads,
 )
-from greenfast.judge.tasks import import_file
+from greenfast.judge.task import import_file
 from greenfast.spec.errors import GreenfastError, UsageError, too_large
-from greenfast.spec.problem import Array, Case, OutputSpec, References, dtype_of
+from greenfast.spec.problem import Array, Case, OutputSpec, References, to_dtype
 
 #: FlashInfer-Bench's defaults.
 _ATOL = _RTOL = 1e-2
@@ -59,21 +59,21 @@ class DefinedProblem:
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
         """Return the inputs of a workload. Scalars are not buffers. Raises UsageError if a file lacks a tensor."""
-        workload, sizes = self._of(dims)
+        workload, sizes = self._select(dims)
         tensors = self._tensors(workload, sizes, seed)
         outputs = {
             name: OutputSpec(_shape(tensor, sizes), tensor.dtype) for name, tensor in self.definition.outputs.items()
         }
-        return Case({name: array_of(tensor) for name, tensor in tensors.items()}, outputs)
+        return Case({name: to_array(tensor) for name, tensor in tensors.items()}, outputs)
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
         """Return the result of the reference and the tolerance around it."""
-        workload, sizes = self._of(dims)
+        workload, sizes = self._select(dims)
         tensors = self._tensors(workload, sizes, seed)
         arguments = [tensors[n] if n in tensors else self.scalar(workload, n) for n in self.definition.inputs]
         with torch.no_grad():
-            found = called(f"{self.definition.name}: workload {workload.uuid}: run", self._function("run"), *arguments)
-        outputs = self._outputs(found, workload, sizes)
+            results = call(f"{self.definition.name}: workload {workload.uuid}: run", self._function("run"), *arguments)
+        outputs = self._outputs(results, workload, sizes)
         allowed = workload.tolerance or Allowed()
         is_sum = self.definition.is_sol or workload.tolerance is not None
         atol, rtol = (allowed.max_atol, allowed.max_rtol) if is_sum else (_ATOL, _RTOL)
@@ -82,18 +82,18 @@ class DefinedProblem:
         cap = math.inf if allowed.max_error_cap is None else allowed.max_error_cap
         return replace(_build_references(outputs, atol, rtol, np.add), matched=allowed.required_matched_ratio, most=cap)
 
-    def _outputs(self, found: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
+    def _outputs(self, results: Any, workload: Workload, sizes: Mapping[str, int]) -> list[NDArray[np.float64]]:
         """Return the results of ``run`` in the order of the outputs. Raises UsageError for other results."""
-        values = list(found.values()) if isinstance(found, dict) else found
+        values = list(results.values()) if isinstance(results, dict) else results
         values = values if isinstance(values, (tuple, list)) else [values]
         where, wanted = f"{self.definition.name}: workload {workload.uuid}: run gives", self.definition.outputs
         if len(values) != len(wanted):
-            raise UsageError(f"{where} {len(values)} outputs, the definition says {', '.join(wanted)}")
+            raise UsageError(f"{where} {len(values)} outputs, the definition has {', '.join(wanted)}")
         made = []
         for value, (name, tensor) in zip(values, wanted.items(), strict=True):
-            array = called(f"{where} {name}, of which a tensor", lambda v=value: torch.as_tensor(v).double().numpy())
+            array = call(f"{where} {name}, made a tensor:", lambda v=value: torch.as_tensor(v).double().numpy())
             if array.shape != _shape(tensor, sizes):
-                raise UsageError(f"{where} {name} of shape {array.shape}, the definition says {_shape(tensor, sizes)}")
+                raise UsageError(f"{where} {name} of shape {array.shape}, the definition has {_shape(tensor, sizes)}")
             made.append(array)
         return made
 
@@ -108,14 +108,14 @@ class DefinedProblem:
             raise UsageError(f"{self.definition.name}: workload {workload.uuid} gives no value for the scalar {name}")
         return given.value
 
-    def _of(self, dims: Mapping[str, int]) -> tuple[Workload, dict[str, int]]:
+    def _select(self, dims: Mapping[str, int]) -> tuple[Workload, dict[str, int]]:
         workload = self.workloads[dims[WORKLOAD] - 1]
         return workload, self.definition.sizes(workload.axes)
 
     def _tensors(self, workload: Workload, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         custom = self._custom(workload, sizes, seed)
-        found = {}
+        tensors = {}
         for name, tensor in self.definition.inputs.items():
             if tensor.shape is None:
                 continue
@@ -131,10 +131,10 @@ class DefinedProblem:
             if tuple(made.shape) != shape or made.dtype != wanted:
                 raise UsageError(
                     f"{self.definition.name}: workload {workload.uuid}: {name} is {made.dtype} {tuple(made.shape)}, "
-                    f"the definition says {wanted} {shape}"
+                    f"the definition has {wanted} {shape}"
                 )
-            found[name] = made.contiguous()
-        return found
+            tensors[name] = made.contiguous()
+        return tensors
 
     def _custom(self, workload: Workload, sizes: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
         wanted = [name for name, given in workload.inputs.items() if isinstance(given, CustomInput)]
@@ -146,12 +146,10 @@ class DefinedProblem:
         scalars = {n: given.value for n, given in workload.inputs.items() if isinstance(given, ScalarInput)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            what = f"{self.definition.name}: workload {workload.uuid}: {name}"
-            made: dict[str, torch.Tensor] = called(
-                what, self._function(name), {**sizes, **scalars}, torch.device("cpu")
-            )
+            label = f"{self.definition.name}: workload {workload.uuid}: {name}"
+            made: dict[str, torch.Tensor] = call(label, self._function(name), {**sizes, **scalars}, torch.device("cpu"))
         if missing := [n for n in wanted if not isinstance(made, dict) or not isinstance(made.get(n), torch.Tensor)]:
-            raise UsageError(f"{what} gives no tensor {', '.join(missing)}")
+            raise UsageError(f"{label} gives no tensor {', '.join(missing)}")
         return made
 
     def _from_file(self, given: FileInput) -> torch.Tensor:
@@ -168,17 +166,16 @@ class DefinedProblem:
         return made
 
     def _function(self, name: str) -> Callable[..., Any]:
-        found = self._namespace.get(name)
-        if not callable(found):
+        function = self._namespace.get(name)
+        if not callable(function):
             raise UsageError(f"{self.definition.name}: reference has no function {name}")
-        function: Callable[..., Any] = found
-        return function
+        return cast(Callable[..., Any], function)
 
     @functools.cached_property
     def _namespace(self) -> dict[str, Any]:
         made: dict[str, Any] = {"__name__": "reference"}
         # The source is trusted like a problem.py.
-        called(f"{self.definition.name}: reference", exec, self._source, made)
+        call(f"{self.definition.name}: reference", exec, self._source, made)
         return made
 
 
@@ -211,7 +208,7 @@ def unit_of_outputs(outputs: Sequence[NDArray[np.float64]]) -> NDArray[np.float6
     return np.concatenate([*units, np.zeros(0)])
 
 
-def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call(label: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of the problem's author. Convert its exceptions to UsageError with a one-line message."""
     try:
         return function(*arguments)
@@ -220,8 +217,8 @@ def called(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
             raise
         message = (str(e).splitlines() or [""])[0]
         frame = traceback.extract_tb(e.__traceback__)[-1]
-        text = f"{what} raises {type(e).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"
-        raise too_large(what, e) or UsageError(text) from e
+        text = f"{label} raises {type(e).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"
+        raise too_large(label, e) or UsageError(text) from e
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -240,11 +237,11 @@ def _random(dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> t
     return torch.randint(low, high, shape, generator=generator).to(kind)
 
 
-def array_of(tensor: torch.Tensor) -> Array:
+def to_array(tensor: torch.Tensor) -> Array:
     """Convert a CPU tensor to an array of the same dtype, including the dtypes of ml_dtypes."""
     name = str(tensor.dtype).removeprefix("torch.")
     bits = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return bits.view(dtype_of(name)).reshape(tuple(tensor.shape))
+    return bits.view(to_dtype(name)).reshape(tuple(tensor.shape))
 
 
 def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -264,12 +261,12 @@ class ModelProblem:
         self._path = path
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
-        """The tensors of ``get_inputs`` under a seed, as input0, input1 ..., and outputs like the model's."""
-        inputs = {f"input{n}": array_of(tensor) for n, tensor in enumerate(self._inputs(seed))}
+        """Return the tensors of ``get_inputs`` under a seed, as input0, input1 ..., and outputs like the model's."""
+        inputs = {f"input{n}": to_array(tensor) for n, tensor in enumerate(self._inputs(seed))}
         return Case(inputs, self._outputs)
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
-        """What Model computes on the CPU, and the tolerance around it."""
+        """Return the result of Model on the CPU and the tolerance around it."""
         tensors = self._forward(self._inputs(seed))
         outputs = [tensor.double().numpy() for tensor in tensors]
         allowed = _joined([np.full(tensor.shape, _TOLERANCES.get(tensor.dtype, 0.0)) for tensor in tensors])
@@ -290,26 +287,26 @@ class ModelProblem:
     def _model(self) -> torch.nn.Module:
         torch.manual_seed(SEED)
         module = self._module
-        model: torch.nn.Module = called(f"{self._path}: Model", lambda: module.Model(*module.get_init_inputs()).eval())
+        model: torch.nn.Module = call(f"{self._path}: Model", lambda: module.Model(*module.get_init_inputs()).eval())
         return model
 
     @functools.cached_property
     def _outputs(self) -> dict[str, OutputSpec]:
-        found = self._forward(self._inputs(0))
+        tensors = self._forward(self._inputs(0))
         return {
             f"output{n}": OutputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for n, tensor in enumerate(found)
+            for n, tensor in enumerate(tensors)
         }
 
     def _inputs(self, seed: int) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found: list[torch.Tensor] = called(f"{self._path}: get_inputs", lambda: list(self._module.get_inputs()))
-        if not all(isinstance(value, torch.Tensor) for value in found):
+            values: list[torch.Tensor] = call(f"{self._path}: get_inputs", lambda: list(self._module.get_inputs()))
+        if not all(isinstance(value, torch.Tensor) for value in values):
             raise UsageError(f"{self._path}: get_inputs gives a value that is no tensor; put it in get_init_inputs")
-        return found
+        return values
 
     def _forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
-            found = called(f"{self._path}: Model", self._model, *inputs)
-        return list(found) if isinstance(found, (tuple, list)) else [found]
+            result = call(f"{self._path}: Model", self._model, *inputs)
+        return list(result) if isinstance(result, (tuple, list)) else [result]

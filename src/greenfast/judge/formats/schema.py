@@ -22,7 +22,7 @@ from greenfast.spec.files import read_file
 
 #: The files of a converted problem's folder.
 DEFINITION, WORKLOADS = "definition.json", "workloads.jsonl"
-#: The dimension that tells workloads with equal axes apart: the workload's number, from 1.
+#: The dimension that distinguishes workloads with equal axes: the workload's number, from 1.
 WORKLOAD = "workload"
 #: The supported dtypes, with the names of NumPy and ml_dtypes. 4-bit formats have no array type.
 DTYPES = (
@@ -74,30 +74,30 @@ class Definition(msgspec.Struct, frozen=True):
     def is_sol(self) -> bool:
         """True for a definition of SOL-ExecBench. Its tolerances are added and allow 1 % of outliers.
 
-        Such a definition may lack op_type, which FlashInfer-Trace requires, and may have a function for inputs.
+        Such a definition may lack op_type (FlashInfer-Trace requires it) and may have a function for inputs.
         """
         return self.custom_inputs_entrypoint is not msgspec.UNSET or self.op_type is None
 
     def sizes(self, axes: dict[str, int]) -> dict[str, int]:
         """Return the sizes of all axes of a workload. Raises UsageError for a missing axis or a violated constraint."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, axis in self.axes.items():
             if isinstance(axis, ConstAxis):
-                found[name] = axis.value
+                sizes[name] = axis.value
             elif isinstance(axis, ExprAxis):
-                found[name] = evaluate_whole(axis.expression, {**found, **axes})
+                sizes[name] = evaluate_whole(axis.expression, {**sizes, **axes})
             elif name in axes:
-                found[name] = axes[name]
+                sizes[name] = axes[name]
             else:
                 raise UsageError(f"{self.name}: a workload has no value for axis {name}")
         for constraint in self.constraints:
             try:
-                held = evaluate(constraint, found)
+                held = evaluate(constraint, sizes)
             except UsageError:
                 continue  # A constraint on the content of inputs: the reference itself checks it.
             if not held:
-                raise UsageError(f"{self.name}: {found} does not meet the constraint {constraint!r}")
-        return found
+                raise UsageError(f"{self.name}: {sizes} does not meet the constraint {constraint!r}")
+        return sizes
 
 
 class RandomInput(msgspec.Struct, frozen=True, tag_field="type", tag="random"):
@@ -182,50 +182,50 @@ class _TracedWorkload(msgspec.Struct, frozen=True):
 
 def read_definition(path: Path) -> Definition:
     """Read and check a definition. Raises UsageError naming the file and the key."""
-    found = _decoded(path, _text(path), Definition)
-    for name, tensor in {**found.inputs, **found.outputs}.items():
+    definition = _decoded(path, _text(path), Definition)
+    for name, tensor in {**definition.inputs, **definition.outputs}.items():
         if tensor.dtype not in DTYPES:
             raise UsageError(f"{path}: {name}: dtype {tensor.dtype} is not judged; {', '.join(DTYPES)} are")
         for axis in tensor.shape or ():
-            if axis not in found.axes:
-                raise UsageError(f"{path}: {name}: shape names axis {axis}, which is not defined")
+            if axis not in definition.axes:
+                raise UsageError(f"{path}: {name}: shape names axis {axis}, but it is not defined")
     try:
-        functions = {s.name for s in ast.parse(found.reference).body if isinstance(s, ast.FunctionDef)}
+        functions = {s.name for s in ast.parse(definition.reference).body if isinstance(s, ast.FunctionDef)}
     except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
         line = f"line {e.lineno}: " if isinstance(e, SyntaxError) and e.lineno else ""
         raise UsageError(f"{path}: reference: {line}{getattr(e, 'msg', e)}") from None
     if "run" not in functions:
         raise UsageError(f"{path}: reference: has no function run at the top level")
-    return found
+    return definition
 
 
 def read_workloads(path: Path) -> list[Workload]:
     """Read the workloads of a JSONL file, plain or wrapped in traces. Raises UsageError with the line."""
-    found = []
+    workloads = []
     for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():
             where = Path(f"{path}, line {number}")
             wrapped = b'"workload"' in line and "workload" in _decoded(where, line, dict)
-            found.append(
+            workloads.append(
                 _decoded(where, line, _TracedWorkload).workload if wrapped else _decoded(where, line, Workload)
             )
-    if not found:
+    if not workloads:
         raise UsageError(f"{path}: holds no workload")
-    return found
+    return workloads
 
 
 def read_foreign_solution(path: Path) -> ForeignSolution:
     """Read a solution. Raises UsageError naming the file and the key."""
-    found = _decoded(path, _text(path), ForeignSolution)
-    names = [source.path for source in found.sources]
-    if found.spec.entry_point.partition("::")[0] not in names:
-        raise UsageError(f"{path}: spec.entry_point: {found.spec.entry_point} names no file of sources")
+    solution = _decoded(path, _text(path), ForeignSolution)
+    names = [source.path for source in solution.sources]
+    if solution.spec.entry_point.partition("::")[0] not in names:
+        raise UsageError(f"{path}: spec.entry_point: {solution.spec.entry_point} names no file of sources")
     for name in names:
         if not name.strip("./") or "\0" in name:
             raise UsageError(f"{path}: sources: {name!r} is no path")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UsageError(f"{path}: sources: {name} is outside of the solution")
-    return found
+    return solution
 
 
 def _text(path: Path) -> bytes:

@@ -17,13 +17,13 @@ from greenfast.spec.errors import UsageError
 
 
 def check_traces(file: Path, problem: Path) -> None:
-    """Raise UsageError, before anything is run, where traces can be written of no problem but a definition."""
+    """Raise UsageError, before anything runs, unless the problem is a definition."""
     if not (problem / DEFINITION).is_file():
         raise UsageError(f"--traces {file}: the problem is no definition of FlashInfer-Trace")
 
 
 def write_traces(file: Path, record: Record, problem: Path) -> int:
-    """Write a record as FlashInfer-Trace's JSONL; returns the number of traces."""
+    """Write a record as FlashInfer-Trace's JSONL. Return the number of traces."""
     definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
     traces = build_traces(record, definition, workloads)
     write_whole(file, "".join(json.dumps(trace) + "\n" for trace in traces))
@@ -84,8 +84,8 @@ def _evaluation(record: Record, rows: Sequence[CorrectnessRow]) -> dict[str, Any
 
 
 def _cold_p50(rows: Sequence[TimingRow], shape: str) -> float | None:
-    found = [row.p50_us for row in rows if (row.shape, row.cache) == (shape, COLD)]
-    return sum(found) / len(found) if found else None
+    times = [row.p50_us for row in rows if (row.shape, row.cache) == (shape, COLD)]
+    return sum(times) / len(times) if times else None
 
 
 def _base(record: Record, status: str, log: str = "") -> dict[str, Any]:

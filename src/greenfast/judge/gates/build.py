@@ -1,4 +1,4 @@
-"""BUILD: every implementation compiles for the target, and a GPU of the target can launch what was compiled."""
+"""BUILD: every implementation compiles for the target, and a GPU of the target can launch its kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
-from greenfast.judge.gates.sides import BASELINE, BuiltSide, build_side
-from greenfast.judge.implementation import Implementation
+from greenfast.judge.implementation import BASELINE, BuiltSide, Implementation, build_side
 from greenfast.judge.pipeline import Gate, GateRun
 from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Shape
@@ -69,7 +68,7 @@ def build_sides(
             for name, reason in rejections.items():
                 shapes_by_reason.setdefault(reason, []).append(name)
             faults += [
-                f"refuses {', '.join(names)}, which the task asks of every kernel: {reason}"
+                f"refuses {', '.join(names)}, required of every kernel: {reason}"
                 for reason, names in shapes_by_reason.items()
             ]
         reasons += [f"{variant.name} {fault}" for fault in faults]

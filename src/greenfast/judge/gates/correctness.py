@@ -37,7 +37,7 @@ from greenfast.judge.gates.sensitivity import (
     is_far,
     split_outputs,
 )
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.implementation import BuiltSide
 from greenfast.judge.pipeline import CorrectnessOutcome, Gate, GateRun, conclude_checks, make_limits, pending
 from greenfast.judge.record_schema import (
     NOT_RUN,
@@ -57,7 +57,7 @@ from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import ErrorGate, FormatGates, KernelErrorGate, Shape
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import PHASE_BUFFER
-from greenfast.spec.problem import NORMAL, Case, Problem, References, case_of, references_of
+from greenfast.spec.problem import NORMAL, Case, Problem, References, build_case, build_references
 
 #: The share of elements of the problem's own reference on a GPU that must be within the tolerance around the same
 #: reference on the CPU. If sums are rounded to 16 bits and cancel, a few elements differ more.
@@ -141,7 +141,7 @@ def check_cases(
     own: the role of the problem's own reference. If the problem's reference is itself a run on the CPU, the output of
         this role is an equally valid reference.
 
-    Raises UsageError for invalid references (``spec.problem.references_of``) and for a workspace with the name of a
+    Raises UsageError for invalid references (``spec.problem.build_references``) and for a workspace with the name of a
     buffer.
     """
     outcome = CorrectnessOutcome({side.role: [] for side in sides})
@@ -164,7 +164,7 @@ def check_cases(
         for done, case_plan in enumerate(case_plans):
             progress(done / len(case_plans), str(case_plan))
             shape = case_plan.shape.name
-            case = case_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
+            case = build_case(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
             _require_other_inputs(inputs, case_plan, case)
             if emulated and case_plan in emulated.case_plans:
                 emulated.start(case_plan, case)
@@ -177,7 +177,7 @@ def check_cases(
                 )
                 for side in supporting
             }
-            references = references_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
+            references = build_references(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant)
             digest, other = others.get(shape, ("", None))
             stated = references
             references = checked.settle(
@@ -247,7 +247,7 @@ def _ran(
 def _require_same_inputs(problem: Problem, case_plan: CasePlan, fmt: str) -> None:
     """Raise UsageError if make_case gives different inputs on a second call."""
     first, second = (
-        case_of(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant).digest for _ in range(2)
+        build_case(problem, case_plan.shape.dims, case_plan.seed, fmt, case_plan.variant).digest for _ in range(2)
     )
     if first != second:
         raise UsageError(
@@ -364,7 +364,7 @@ class _Checked:
             if np.array_equal(answer, references.exact):  # It is the right answer, such as 1 for softmax of one number.
                 continue
             for kernel_gate in kernel_gates:
-                if is_far(answer, references, references.bound_of(kernel_gate.rounding), kernel_gate.bound_factor):
+                if is_far(answer, references, references.get_bound(kernel_gate.rounding), kernel_gate.bound_factor):
                     continue
                 format_error = format_error or error_stats(references.exact, references.full, gate.bad_abs_err)
                 measured = _measure(references, gate, kernel_gate, answer) | {"elements": answer.size}
@@ -461,7 +461,7 @@ def _row(
         held |= {"memory_pass": not result.violations, "repeat_pass": result.repeatable}
         if not result.repeatable:
             notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
-        bound = references.bound_of(kernel_gate.rounding)
+        bound = references.get_bound(kernel_gate.rounding)
         worst = worst_element(decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
         measured |= {"worst": worst, "elements": decoded.size}
         bad_elements = int((~np.isfinite(decoded)).sum())
@@ -500,7 +500,7 @@ def _measure(
     error = error_stats(decoded, references.full, gate.bad_abs_err)
     same = references.exact is references.full
     kernel_error = error if same else error_stats(decoded, references.exact, gate.bad_abs_err)
-    bound = references.bound_of(kernel_gate.rounding)
+    bound = references.get_bound(kernel_gate.rounding)
     ratios = (
         worst_bound_ratio(got, exact, allowed, matched=references.matched, most=references.most)
         for got, exact, allowed in zip(
@@ -730,7 +730,7 @@ def _correctness(record: Run) -> str:
     text = formatting.table(("side", "shape", "seed", *numbers, "status", "failed, notes"), rows, right=numbers)
     return (
         f"{text}\n\nmax, mean and bad % are absolute errors against the unquantized reference; format errors are "
-        "of exact arithmetic on the dequantized inputs, which no kernel can better; kernel errors are against "
+        "of exact arithmetic on the dequantized inputs: no kernel has less; kernel errors are against "
         "that exact arithmetic, relative (Frobenius) and as the worst element over what rounding explains."
     )
 

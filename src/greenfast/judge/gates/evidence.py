@@ -8,13 +8,12 @@ from collections.abc import Mapping
 import msgspec
 
 from greenfast.device import assembler
-from greenfast.device.machine_code import disassemble
-from greenfast.device.pdl import early_launch_faults
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE, BuiltSide, build_side, count_side_instructions
+from greenfast.device.machine_code import disassemble, early_launch_faults
+from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, build_side, count_side_instructions
 from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import GateResult, Record, Run, Status, largest_named_shape
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.counts import counts_section
+from greenfast.judge.report.facts import counts_section
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.task import Rung
 from greenfast.spec.errors import UsageError
@@ -52,7 +51,7 @@ def _build_predecessor(run: GateRun) -> tuple[Rung | None, BuiltSide | None]:
     family, shapes = request.task.family, request.shapes
     try:
         return rung, build_side("predecessor", family, before, request.format, shapes, request.target, rejections={})
-    except UsageError:  # The rung before it supports none of these shapes.
+    except UsageError:  # The rung before it supports none of the shapes.
         return rung, None
 
 

@@ -1,6 +1,6 @@
 """Faults that the outputs of a case do not show, as CORRECTNESS looks for them.
 
-- The memory check on the GPU, in a separate process per implementation, which an illegal access may end.
+- The memory check on the GPU, in a separate process per implementation, because an illegal access may end it.
 - Small cases on the emulator while a GPU runs all cases: it detects an access that hits other valid memory, a race
   without effect, and a read of shared memory that holds data of an earlier block.
 - Asynchronous operations that a kernel does not wait for, from its PTX or its machine code.
@@ -21,7 +21,7 @@ from greenfast.device.session import RunResult, same_bits
 from greenfast.device.worker import UnsupportedByDeviceError, Worker, WorkerError
 from greenfast.emulator.pending_at_exit import find_unawaited
 from greenfast.judge.check_plan import CasePlan
-from greenfast.judge.gates.sides import BuiltSide
+from greenfast.judge.implementation import BuiltSide
 from greenfast.judge.record_schema import Status
 from greenfast.spec.errors import MachineError, UnsupportedError
 from greenfast.spec.problem import Case
@@ -31,7 +31,7 @@ NOT_COVERED = "not covered: races, barriers, fences, and accesses outside of a s
 
 
 class MemoryChecks:
-    """Memory checks of the first case of each shape. Use as a context manager, which ends the processes.
+    """Memory checks of the first case of each shape. Use as a context manager; it ends the processes.
 
     The check of an implementation stops after a case that ended its process.
     """
@@ -110,7 +110,7 @@ _SAMPLE = 4
 
 
 class EmulatedRuns:
-    """Runs of cases on the emulator, one process per implementation. Use as a context manager, which ends them.
+    """Runs of cases on the emulator, one process per implementation. Use as a context manager; it ends them.
 
     An implementation skips the shapes that it does not support, and all cases after one that ended its process. If a
     case takes too long, a few of its blocks run alone, and their faults count.

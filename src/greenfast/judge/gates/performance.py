@@ -10,7 +10,7 @@ import msgspec
 
 from greenfast.device.worker import WorkerError
 from greenfast.judge.check_plan import timed_seeds
-from greenfast.judge.gates.sides import BASELINE, CANDIDATE
+from greenfast.judge.implementation import BASELINE, CANDIDATE
 from greenfast.judge.pipeline import Gate, GateRun, PerformanceOutcome, conclude_checks, pending
 from greenfast.judge.record_schema import CachedTiming, Claim, GateResult, Record, Run, SpeedupRow, Status, TimingRow
 from greenfast.judge.report import facts, formatting
@@ -26,12 +26,12 @@ from greenfast.judge.timing.estimators import (
     summary,
     verdict,
 )
-from greenfast.judge.timing.floor import floor_of
 from greenfast.judge.timing.interleaved import COLD, METHOD, WARM, Cell, Timed, measure
+from greenfast.spec.limits import compute_floor
 from greenfast.spec.problem import least_work
 
 NOT_CORRECT = "not asked: a kernel that is not correct is not timed"
-NOT_DECIDED = "not asked: what has not been shown to be correct is not timed"
+NOT_DECIDED = "not asked: only kernels that passed CORRECTNESS are timed"
 _OTHER_FIRST = "its first launch in a process wrote other bits than the checked ones"
 
 
@@ -43,7 +43,7 @@ def draw_order_seed() -> int:
 def time_sides(run: GateRun, timing: Timing, *, again: bool = False) -> PerformanceOutcome:
     """Time all sides of a run, and with ``again`` the first one twice (A/A). Return the rows by role and ``AGAIN``.
 
-    Timed are the shapes that all sides support, on the cases whose outputs passed CORRECTNESS.
+    Timed are the shapes that all sides support, on the cases that passed CORRECTNESS.
     Raises WorkerError if a launch wrote different bits, wrote outside of its outputs, crashed or hung, and for a time
     below the floor.
     """
@@ -61,7 +61,7 @@ def time_sides(run: GateRun, timing: Timing, *, again: bool = False) -> Performa
         if set(first_digests) != {run.correctness.digests[sides[label].role, shape_name, seed]}:
             raise WorkerError(f"{label} {shape_name} seed {seed}: {_OTHER_FIRST}")
     floors = {
-        (shape.name, cache): floor_of(
+        (shape.name, cache): compute_floor(
             request.device, least_work(problem, shape.dims), _written_bytes(cell), cold=cache == COLD
         )
         for shape, cell in zip(shapes, cells, strict=True)
@@ -127,7 +127,7 @@ def _summarize(timed: Timed, floor: str, function_us: float) -> dict[str, Any]:
 
 
 def gated_shapes(shapes: Sequence[Shape], timing: Timing) -> list[str]:
-    """Return the shapes that decide: those of ``timing.gate_shapes``, or all if none of these is timed."""
+    """Return the shapes that decide: those of ``timing.gate_shapes``, or all if no such shape is timed."""
     return [s.name for s in shapes if s.name in timing.gate_shapes] or [s.name for s in shapes]
 
 

@@ -14,7 +14,7 @@ from greenfast.judge.pipeline import Gate
 
 
 def order_gates(gates: Iterable[Gate]) -> dict[str, Gate]:
-    """Return gates by name, each directly behind the one that its ``after`` names, which has a lower exit code."""
+    """Return gates by name, each directly after the one that its ``after`` names. That one has a lower exit code."""
     ordered: list[Gate] = []
     for gate in sorted(gates, key=lambda gate: gate.exit_code):
         names = ["", *(other.name for other in ordered)]

@@ -9,7 +9,7 @@ import msgspec
 from greenfast.device import assembler
 from greenfast.device.compiler import CompiledKernel
 from greenfast.device.identity import state_variables
-from greenfast.judge.gates.sides import BuiltSide, watched_variables
+from greenfast.judge.implementation import BuiltSide, watched_variables
 from greenfast.judge.pipeline import Gate, GateRun, conclude_checks
 from greenfast.judge.record_schema import BenchRecord, GateResult, Record, Run, Status
 from greenfast.judge.report import facts, formatting

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.spec.problem import Array, Case, References, dtype_of
+from greenfast.spec.problem import Array, Case, References, to_dtype
 
 Floats = NDArray[np.float64]
 #: Number of elements of an output that are changed one at a time, besides its first and last.
@@ -120,7 +120,7 @@ def generate_trivial_answers(case: Case, references: References, other: Floats |
         if array.size != exact.size or len(specs) != 1:
             continue
         with np.errstate(all="ignore"):
-            copy = array.reshape(-1).astype(dtype_of(specs[0].dtype)).astype(np.float64).reshape(exact.shape)
+            copy = array.reshape(-1).astype(to_dtype(specs[0].dtype)).astype(np.float64).reshape(exact.shape)
         if not np.array_equal(copy, exact):  # Otherwise a copy is the right answer.
             yield f"a copy of {name!r}", copy
 

@@ -46,7 +46,7 @@ def compare_timings(
 
     required: the least average speedup as a ratio (1.15 for +15 %); None where nothing is required.
 
-    Raises UsageError where the two sides were not timed by the same methods and cache states (never mix two in one
+    Raises UsageError if the two sides were not timed by the same methods and cache states (never mix two in one
     comparison), a pair appears twice, a shape has different dimensions, a p50 is not a positive number, nothing is in
     common, or ``required`` is below 1.
     """
@@ -68,15 +68,15 @@ def compare_markdown(comparisons: Sequence[TimingComparison]) -> str:
 def _by_label(side: str, rows: Sequence[TimingRow]) -> dict[_Label, dict[_Key, TimingRow]]:
     if not rows:
         raise UsageError(f"{side} holds no timings")
-    found: dict[_Label, dict[_Key, TimingRow]] = {}
+    groups: dict[_Label, dict[_Key, TimingRow]] = {}
     for row in rows:
         if not 0 < row.p50_us < math.inf:
             raise UsageError(f"{side}, {row.shape}, seed {row.seed}: p50 must be a positive time, got {row.p50_us}")
-        group = found.setdefault((row.method, row.cache), {})
+        group = groups.setdefault((row.method, row.cache), {})
         if (row.shape, row.seed) in group:
             raise UsageError(f"{side} holds {row.shape}, seed {row.seed} more than once")
         group[row.shape, row.seed] = row
-    return found
+    return groups
 
 
 def _labels(groups: dict[_Label, dict[_Key, TimingRow]]) -> str:

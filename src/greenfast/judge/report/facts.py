@@ -1,8 +1,8 @@
-"""Facts of a record for reports: counts, worst cases, gate results, and speedups, also cached ones, as Markdown."""
+"""Facts of a record for reports, as Markdown: worst cases, gate results, speedups, and the emulator's counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from greenfast.judge.record_schema import (
@@ -17,7 +17,7 @@ from greenfast.judge.record_schema import (
     TimingRow,
 )
 from greenfast.judge.report import formatting
-from greenfast.spec.facts import Resources
+from greenfast.spec.facts import KernelCounts, Resources
 from greenfast.spec.problem import NORMAL
 
 #: Text for a case that was skipped because an earlier case of the same implementation ended the process.
@@ -83,7 +83,7 @@ def deciding_speedups(speedups: Sequence[SpeedupRow]) -> list[SpeedupRow]:
     return [row for row in speedups if row.gated] or list(speedups)
 
 
-def timing_of(side: Side, row: SpeedupRow) -> list[TimingRow]:
+def select_timing(side: Side, row: SpeedupRow) -> list[TimingRow]:
     """Return an implementation's timings for a speedup, one row per seed."""
     return [t for t in side.timing if (t.shape, t.cache) == (row.shape, row.cache)]
 
@@ -116,7 +116,7 @@ def device(record: Run) -> str:
 
 
 def speedup_table(speedups: Sequence[SpeedupRow]) -> str:
-    """A row per shape and cache state."""
+    """Return a table with a row per shape and cache state."""
     rows = [
         (
             row.shape,
@@ -136,7 +136,7 @@ def speedup_table(speedups: Sequence[SpeedupRow]) -> str:
 
 
 def speedup_line(rows: Sequence[SpeedupRow]) -> str:
-    """The speedups that decide, in one line."""
+    """Return the deciding speedups in one line."""
     return "; ".join(
         f"{row.shape} ({row.cache}) {formatting.speedup(row.speedup)} {formatting.interval(row.ci_low, row.ci_high)}, "
         f"required {formatting.requirement(row.required)}: {row.verdict}"
@@ -145,17 +145,17 @@ def speedup_line(rows: Sequence[SpeedupRow]) -> str:
 
 
 def describe_source(quote: CachedTiming) -> str:
-    """Device, day and commit of what is quoted."""
+    """Return device, day and commit of cached timings."""
     sha = quote.git.sha if quote.git.sha == "unknown" else quote.git.sha[:10]
     return f"quoted from {quote.device.name}, {quote.created[:10]}, commit {sha}{' (dirty)' if quote.git.dirty else ''}"
 
 
 def cached_section(quote: CachedTiming) -> str:
-    """The speedups of another run, under a heading that says so."""
+    """Return the speedups of another run, under a heading with their source."""
     return (
         f"### Not measured in this run: {formatting.without_html(describe_source(quote))}\n\n"
         "Nothing was timed here. These are the speedups of a kept record of the same kernels (equal hashes, compiler "
-        "and options), on the same inputs, with the verdicts against what is required here:\n\n"
+        "and options), on the same inputs, with the verdicts against the requirement here:\n\n"
         f"{speedup_table(quote.speedups)}\n\n"
         + formatting.table(
             ("quoted", "value"),
@@ -169,3 +169,130 @@ def cached_section(quote: CachedTiming) -> str:
             ],
         )
     )
+
+
+#: Titles of the counts by name in KernelCounts, in the order of the table.
+SHOWN = {
+    "warp_instructions": "warp instructions (PTX)",
+    "matrix_instructions": "matrix instructions",
+    "matrix_flops": "matrix FLOPs",
+    "exponentials": "exponentials",
+    "barriers": "barriers (warps)",
+    "global_load_bytes": "global bytes loaded",
+    "global_load_sectors": "global sectors loaded",
+    "global_store_bytes": "global bytes stored",
+    "global_store_sectors": "global sectors stored",
+    "shared_load_bytes": "shared bytes loaded",
+    "shared_store_bytes": "shared bytes stored",
+    "shared_load_conflicts": "bank conflicts of loads",
+    "shared_store_conflicts": "bank conflicts of stores",
+}
+_KINDS = 12
+
+
+def counts_section(sides: Sequence[tuple[str, Side]], least_work: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the section with the counts; empty if no implementation has counts.
+
+    sides: pairs of role and results. least_work: the problem's minimum by shape and name.
+    """
+    shapes = list(dict.fromkeys(shape for _, side in sides for shape in side.counts))
+    if not shapes:
+        return ""
+    by_shape = {shape: {role: side.counts[shape] for role, side in sides if shape in side.counts} for shape in shapes}
+    largest = max(shapes, key=lambda shape: max(c.warp_instructions for c in by_shape[shape].values()))
+    return "\n\n".join(
+        [
+            "Counts of one launch, `emulated`: of PTX instructions, before ptxas makes the machine code. `least` is "
+            "the minimum of the problem; products done without matrix instructions have no matrix FLOPs.",
+            _table([role for role, _ in sides], by_shape, least_work),
+            f"Shared memory by source line, {largest}:",
+            _lines(by_shape[largest]),
+            f"Warp instructions by kind, {largest}:",
+            _kinds(by_shape[largest]),
+        ]
+    )
+
+
+def _table(
+    roles: Sequence[str],
+    by_shape: Mapping[str, Mapping[str, KernelCounts]],
+    least_work: Mapping[str, Mapping[str, int]],
+) -> str:
+    """Return a table with one row per shape and count. The ratio is the last column over the first."""
+    header = ("shape", "count", *roles, *(["ratio"] if len(roles) > 1 else []), "least", f"{roles[-1]} / least")
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for shape, counts in by_shape.items():
+            for key, title in SHOWN.items():
+                values = [getattr(counts[role], key) if role in counts else None for role in roles]
+                least = least_work.get(shape, {}).get(key)
+                ratio = [_format_ratio(values[-1], values[0])] if len(roles) > 1 else []
+                cells = [formatting.NONE if v is None else str(v) for v in (*values, least)]
+                yield (shape, title, *cells[:-1], *ratio, cells[-1], _format_ratio(values[-1], least))
+
+    return formatting.table(header, rows(), right=header[2:])
+
+
+def _format_ratio(count: int | None, other: int | None) -> str:
+    return f"{count / other:.2f}x" if count is not None and other else formatting.NONE
+
+
+def _lines(counts: Mapping[str, KernelCounts]) -> str:
+    lines = sorted({line for c in counts.values() for line in c.shared_bytes}, key=_by_number)
+    header = ("line", *(f"{name}: {unit}" for name in counts for unit in ("bytes", "bank conflicts")))
+    rows = [
+        (
+            line,
+            *(
+                str(values.get(line, 0)) if line in c.shared_bytes else formatting.NONE
+                for c in counts.values()
+                for values in (c.shared_bytes, c.bank_conflicts)
+            ),
+        )
+        for line in lines
+    ]
+    return formatting.table(header, rows, right=header[1:])
+
+
+def _by_number(line: str) -> tuple[str, int]:
+    file, _, number = line.rpartition(":")
+    return file, int(number) if number.isdigit() else 0
+
+
+def _kinds(counts: Mapping[str, KernelCounts]) -> str:
+    total = {kind: 0 for c in counts.values() for kind in c.instructions}
+    for c in counts.values():
+        for kind, n in c.instructions.items():
+            total[kind] += n
+    shown = sorted(total, key=lambda kind: (-total[kind], kind))[:_KINDS]
+    rows = [(kind, *(str(c.instructions.get(kind, 0)) for c in counts.values())) for kind in shown]
+    if len(total) > len(shown):
+        others = [sum(n for kind, n in c.instructions.items() if kind not in shown) for c in counts.values()]
+        rows.append((f"{len(total) - len(shown)} others", *map(str, others)))
+    return formatting.table(("kind", *counts), rows, right=tuple(counts))
+
+
+#: The columns of a table of phases.
+PHASE_HEADER = (
+    *("phase", "warp instructions", "share", "matrix FLOPs", "exponentials", "barriers"),
+    *("global sectors", "shared bytes", "bank conflicts"),
+)
+
+
+def phase_rows(counts: Mapping[str, KernelCounts]) -> list[tuple[str, ...]]:
+    """Return one row of counts per phase. Global sectors and shared bytes are sums of loads and stores."""
+    total = sum(c.warp_instructions for c in counts.values()) or 1
+    return [
+        (
+            phase,
+            str(c.warp_instructions),
+            formatting.percent(c.warp_instructions / total),
+            str(c.matrix_flops),
+            str(c.exponentials),
+            str(c.barriers),
+            str(c.global_load_sectors + c.global_store_sectors),
+            str(c.shared_load_bytes + c.shared_store_bytes),
+            str(c.conflicts),
+        )
+        for phase, c in counts.items()
+    ]

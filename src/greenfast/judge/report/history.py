@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from greenfast.judge.record_schema import BenchRecord, Build, Record, SpeedupRow
 from greenfast.judge.report import facts, formatting
 from greenfast.judge.report.formatting import Section
-from greenfast.judge.report.plots import BASELINE, CANDIDATE, NOISE, REQUIRED, clean
-from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.plots import BASELINE, CANDIDATE, NOISE, REQUIRED, clean, render_svg
 from greenfast.judge.report.webpage.page import bullets, figure, page, paragraph, table
 
 #: The columns of ``History.rows``.
@@ -37,7 +36,7 @@ NUMBERS = ("p50 µs", "speedup", "interval")
 
 @dataclass(frozen=True)
 class Point:
-    """One run. p50s in microseconds, medians over seeds; None where the run did not measure one."""
+    """One run. p50s in microseconds, medians over seeds; None if the run did not measure one."""
 
     created: str
     commit: str
@@ -59,7 +58,7 @@ class History:
     points: tuple[Point, ...]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row per run."""
+        """Return a row per run."""
         return [
             (
                 p.created[:16].replace("T", " "),
@@ -87,7 +86,7 @@ def _speedup_cells(row: SpeedupRow | None) -> tuple[str, ...]:
 
 
 def histories(records: Sequence[tuple[str, Record | BenchRecord]], shape: str | None = None) -> list[History]:
-    """The runs by kernel: equal task, format, target, device and variants.
+    """Group the runs by kernel: equal task, format, target, device and variants.
 
     records: path and record. shape: the one shown; by default the one that decided most often, else the first timed.
     Runs without times are listed too; speedups that a run quotes from another one are not its own.
@@ -118,7 +117,7 @@ def _history(title: str, members: Sequence[tuple[str, Record | BenchRecord]], sh
 def _point(path: str, record: Record | BenchRecord, shape: str, cache: str) -> Point:
     sides = [side for _, side in record.sides()]
     times = [facts.p50_us(t for t in side.timing if (t.shape, t.cache) == (shape, cache)) for side in sides]
-    found = record.speedups if isinstance(record, Record) else []
+    speedups = record.speedups if isinstance(record, Record) else []
     builds = [build for build in sides[-1].builds if shape in build.shapes] or sides[-1].builds
     return Point(
         created=record.created,
@@ -126,13 +125,13 @@ def _point(path: str, record: Record | BenchRecord, shape: str, cache: str) -> P
         decision=record.decision if isinstance(record, Record) else formatting.NONE,
         baseline_us=times[0] if len(times) > 1 else None,
         candidate_us=times[-1],
-        speedup=next((row for row in found if (row.shape, row.cache) == (shape, cache)), None),
-        code=_code_of(builds),
+        speedup=next((row for row in speedups if (row.shape, row.cache) == (shape, cache)), None),
+        code=_hash_code(builds),
         path=path,
     )
 
 
-def _code_of(builds: Sequence[Build]) -> str:
+def _hash_code(builds: Sequence[Build]) -> str:
     """Return the hash of the machine code; of several kernels one over all of their hashes."""
     codes = list(dict.fromkeys(build.code_hash for build in builds if build.code_hash))
     if len(codes) > 1:
@@ -144,7 +143,7 @@ _MAX_LABELS = 12
 
 
 def history_page(title: str, histories: Sequence[History], skipped: Sequence[str] = ()) -> str:
-    """A section per kernel. skipped: why files were left out."""
+    """Return the page with a section per kernel. skipped: the reasons for skipped files."""
     sections = [Section(one.title, _parts(one)) for one in histories]
     if skipped:
         sections.append(Section("Left out", [bullets(skipped)]))
@@ -156,7 +155,7 @@ def _parts(history: History) -> list[Markup]:
     timed = [p for p in history.points if p.candidate_us or p.speedup]
     parts = [table(HEADER, history.rows(), right=NUMBERS)]
     if not timed:
-        return [paragraph("None of these runs was timed."), *parts]
+        return [paragraph("No run was timed."), *parts]
     if len(timed) < 2:
         return parts
     caption = (
@@ -164,7 +163,7 @@ def _parts(history: History) -> list[Markup]:
         "another than in the run before."
     )
     if any(p.speedup for p in timed):
-        caption += " Grey: the noise floor; green: what was required."
+        caption += " Grey: the noise floor; green: the requirement."
     return [figure(_drawing(timed), caption), *parts]
 
 
@@ -177,7 +176,7 @@ def _drawing(points: Sequence[Point]) -> Markup:
             panel(axes, points)
             _over_time(axes, points, last=i == len(panels) - 1)
 
-    return drawing("speedups and times over the runs", 0.6 + 2.2 * len(panels), draw)
+    return render_svg("speedups and times over the runs", 0.6 + 2.2 * len(panels), draw)
 
 
 def _speedups(axes: Axes, points: Sequence[Point]) -> None:
@@ -197,9 +196,11 @@ def _speedups(axes: Axes, points: Sequence[Point]) -> None:
 
 def _times(axes: Axes, points: Sequence[Point]) -> None:
     for (color, marker, role), name in ((BASELINE, "baseline_us"), (CANDIDATE, "candidate_us")):
-        at = [(x, getattr(p, name)) for x, p in enumerate(points) if getattr(p, name) is not None]
-        if at:
-            axes.plot([x for x, _ in at], [us for _, us in at], color=color, marker=marker, markersize=5, label=role)
+        times = [(x, getattr(p, name)) for x, p in enumerate(points) if getattr(p, name) is not None]
+        if times:
+            axes.plot(
+                [x for x, _ in times], [us for _, us in times], color=color, marker=marker, markersize=5, label=role
+            )
     axes.set_ylim(0, 1.3 * max((us for p in points for us in (p.baseline_us, p.candidate_us) if us), default=1))
     axes.set_ylabel("p50, µs", fontsize=10)
     axes.legend(fontsize=10, frameon=False)

@@ -1,4 +1,4 @@
-"""Conversion of a record to JUnit XML, which CI services show as tests.
+"""Conversion of a record to JUnit XML. CI services show it as tests.
 
 ``xml.etree`` is enough for the format's six elements. Characters that XML 1.0 forbids are replaced, because compilers
 print them.
@@ -16,7 +16,7 @@ from greenfast.spec.printable import printable
 from greenfast.spec.problem import NORMAL
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-#: Length limit of the message attribute, which services show in a list. The element's content is the whole text.
+#: Length limit of the message attribute, because services show it in a list. The element's content is the whole text.
 _MESSAGE_CHARACTERS = 300
 
 

@@ -131,7 +131,7 @@ def _verdict_cell(record: Record, row: SpeedupRow | None) -> str:
 
 
 def _speedup_cells(record: Record, row: SpeedupRow) -> list[str]:
-    times = [facts.p50_us(facts.timing_of(side, row)) for side in (record.baseline, record.candidate)]
+    times = [facts.p50_us(facts.select_timing(side, row)) for side in (record.baseline, record.candidate)]
     shown = [formatting.NONE if us is None else formatting.micros(us) for us in times]
     return [
         f"{shown[0]} -> {shown[1]} ({row.cache})",

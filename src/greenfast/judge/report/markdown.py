@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_schema import AnyRecord, PhaseRecord, Record, Run
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.counts import PHASE_HEADER, phase_rows
-from greenfast.judge.report.facts import describe_source, speedup_line
+from greenfast.judge.report.facts import PHASE_HEADER, describe_source, phase_rows, speedup_line
 from greenfast.judge.report.formatting import Section
 from greenfast.spec.facts import Resources
 from greenfast.spec.printable import printable
@@ -163,14 +162,14 @@ def provenance(record: Run) -> list[Section]:
 
 def _reproduce(record: Run) -> str:
     command = "```\n" + printable(formatting.one_line(record.command)).replace("`", "'") + "\n```"
-    found: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
+    inputs: dict[tuple[str, str], tuple[str, dict[str, str]]] = {}
     for name, side in record.sides():
         for row in side.correctness:
-            _, digests = found.setdefault((row.shape, facts.describe_inputs(row)), (formatting.dims(row.dims), {}))
+            _, digests = inputs.setdefault((row.shape, facts.describe_inputs(row)), (formatting.dims(row.dims), {}))
             digests[name] = row.inputs_digest
-    if not found:
+    if not inputs:
         return command
-    rows = [(shape, sizes, seed, _digest_cell(digests)) for (shape, seed), (sizes, digests) in found.items()]
+    rows = [(shape, sizes, seed, _digest_cell(digests)) for (shape, seed), (sizes, digests) in inputs.items()]
     return f"{command}\n\nInputs (SHA-256 of the arrays, shortened):\n\n" + formatting.table(
         ("shape", "dims", "seed", "digest"), rows
     )

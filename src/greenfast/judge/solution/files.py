@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from greenfast.device.includes import includes, includes_by_a_macro
+from greenfast.device.compiler import includes, includes_by_a_macro
 from greenfast.judge.solution.schema import ResolvedSolution, read_bytes
 from greenfast.spec.errors import UsageError
 

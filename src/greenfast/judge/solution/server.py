@@ -29,7 +29,7 @@ from greenfast.judge.solution.messages import (
 from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, SolutionConfig
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError, too_large
-from greenfast.spec.kernel import Program, program_of
+from greenfast.spec.kernel import Program, render_program
 
 _LANGUAGES = "greenfast.judge.solution.languages"
 #: A dimension of this size may be too large for any code. Below it, running out of memory is the code's fault.
@@ -111,7 +111,7 @@ class _Server:
         assert self._solution is not None
         if self._module is not None:
             family: Any = self._module
-            return program_of(family, call.toggles, call.format, call.dims, instrumented=call.instrumented)
+            return render_program(family, call.toggles, call.format, call.dims, instrumented=call.instrumented)
         if call.instrumented:
             raise UsageError(
                 f"{self._solution.name}: a solution in {self._solution.language} has no instrumented build"

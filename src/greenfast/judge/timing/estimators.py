@@ -245,7 +245,7 @@ def _two_sided_quantile(confidence: float, *, degrees: int) -> float:
 
 
 AGAIN = "baseline again"  # the A of the A/A comparison
-#: With fewer fresh processes an interval says nothing about the next process; no claim is made then.
+#: With fewer fresh processes an interval does not cover the next process, so no claim is made.
 MIN_PROCESSES = 3
 #: The captured launches of a baseline may take this many times the function's own time, and so many microseconds more.
 _REPLAY_RATIO, _REPLAY_US = 1.05, 2.0
@@ -262,12 +262,12 @@ def speedup_row(
     required: float | None,
     gated: bool,
 ) -> SpeedupRow:
-    """The speedup, interval, noise floor and verdict of one shape, its seeds pooled, from each side's timing rows.
+    """Return the speedup, interval, noise floor and verdict of one shape over all seeds, from the timing rows.
 
     again: the baseline timed again. All figures come from the row's rounded ones, so that reading it again gives the
     same.
 
-    Raises ValueError where fewer than ``MIN_PROCESSES`` processes have timings, and for blocks that are not paired.
+    Raises ValueError if fewer than ``MIN_PROCESSES`` processes have timings, and for blocks that are not paired.
     """
     one, other = _blocks(baseline, shape, cache), _blocks(candidate, shape, cache)
     if len(one) < MIN_PROCESSES:  # few iterations reach few processes; a low clock takes others
@@ -310,6 +310,8 @@ def _rows(rows: Sequence[TimingRow], shape: str, cache: str) -> list[TimingRow]:
 
 
 def _blocks(rows: Sequence[TimingRow], shape: str, cache: str) -> list[list[float]]:
-    """[process][block] over all seeds; a process may have lost all its blocks to a low clock."""
-    found = _rows(rows, shape, cache)
-    return [process for process in pool_seeds([row.block_medians_us for row in found]) if process] if found else []
+    """Return [process][block] over all seeds; a process may have lost all its blocks to a low clock."""
+    selected = _rows(rows, shape, cache)
+    return (
+        [process for process in pool_seeds([row.block_medians_us for row in selected]) if process] if selected else []
+    )

@@ -14,8 +14,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from greenfast.device.executable import Executable
-from greenfast.device.session import WrongLaunch
+from greenfast.device.session import Executable, WrongLaunch
 from greenfast.device.worker import Worker, WorkerError
 from greenfast.judge.task import Timing
 from greenfast.spec.problem import Case
@@ -24,7 +23,7 @@ Label = TypeVar("Label")
 
 
 def williams(n: int) -> list[tuple[int, ...]]:
-    """Orders of n things in which each is equally often at each place and right after each other (Williams 1949).
+    """Return orders of n things: each is equally often at each place and right after each other one (Williams 1949).
 
     n orders if n is even, else 2 n; the first n alone have each thing at each place once.
     """
@@ -35,7 +34,7 @@ def williams(n: int) -> list[tuple[int, ...]]:
 
 
 def balanced(labels: Sequence[Label], rng: random.Random) -> Iterator[tuple[Label, ...]]:
-    """Orders without end, at random; over any number of them, places and neighbours are as even as they can be.
+    """Yield random orders without end; over any number of them, places and neighbours are as even as they can be.
 
     A design follows the other, each with the labels in another order and its rows shuffled.
     """
@@ -49,7 +48,7 @@ def balanced(labels: Sequence[Label], rng: random.Random) -> Iterator[tuple[Labe
 
 
 def drawn_sizes(total: int, blocks: int, rng: random.Random) -> list[int]:
-    """The launches of each block: ``total`` in all, each block within a third of the others' mean, at least 1."""
+    """Draw the launches of each block: ``total`` in all, each block within a third of the others' mean, at least 1."""
     sizes = [max(1, total // blocks + (i < total % blocks)) for i in range(blocks)]
     order = rng.sample(range(blocks), blocks)
     for i, j in zip(order[::2], order[1::2], strict=False):
@@ -60,7 +59,7 @@ def drawn_sizes(total: int, blocks: int, rng: random.Random) -> list[int]:
 
 
 def drawn_warmup(least: int, rng: random.Random) -> int:
-    """How many launches warm up: at least so many, at most half as many again."""
+    """Draw the number of warm-up launches: at least ``least``, at most half as many more."""
     return least + rng.randint(0, max(1, least // 2))
 
 
@@ -164,7 +163,7 @@ def measure(
 
 
 class _Plan:
-    """What is drawn for one (shape, seed, cache): over all processes, so that the orders are balanced over all."""
+    """The random draws of one (shape, seed, cache): over all processes, so that the orders are balanced."""
 
     def __init__(self, labels: Sequence[str], timing: Timing, rng: random.Random) -> None:
         self._rng = rng
@@ -173,7 +172,7 @@ class _Plan:
         self._sizes = [sizes[process :: timing.processes] for process in range(timing.processes)]
 
     def blocks(self, process: int) -> Iterator[tuple[tuple[str, ...], int, int]]:
-        """The order of the labels, and how many launches warm up and are timed, for each block of a process."""
+        """Yield the order of the labels, the warm-up launches and the timed launches of each block of a process."""
         for iters in self._sizes[process]:
             yield next(self._orders), drawn_warmup(_BLOCK_WARMUP, self._rng), iters
 

@@ -31,7 +31,7 @@ def refuses(config: AttentionConfig) -> str | None:
 
 
 def kernel(config: AttentionConfig) -> KernelSource:
-    """Render the kernel of an attention. Raises UsageError for what it does not compute."""
+    """Render the kernel of an attention. Raises UsageError for other options."""
     refused = refuses(config)
     if refused is not None:
         raise UsageError(f"{refused}; got {config}")

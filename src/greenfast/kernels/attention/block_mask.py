@@ -66,7 +66,7 @@ def pack_launch(sizes: MaskSizes, strides: tuple[int, ...]) -> Launch:
 
 
 def segments_kernel(dtype: str) -> KernelSource:
-    """Render the kernel that does the same for the mask of segments. dtype: of these, "int32" or "int64"."""
+    """Render the kernel that does the same for the mask of segments. dtype: of the segments, "int32" or "int64"."""
     index = _INDEX_TYPES[dtype]
     source = f"""#include "attention/block_mask.cuh"
 

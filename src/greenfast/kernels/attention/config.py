@@ -45,19 +45,19 @@ class AttentionConfig:
     A field's metadata map dimensions of a task's shape to its values: {dimension: {number: value}}.
 
     head_dim: columns of Q, K and V in the kernels; narrower tensors are padded with zeros.
-    columns: columns of the caller's tensors, a multiple of 8 up to head_dim; 0 stands for head_dim.
+    columns: columns of the caller's tensors, a multiple of 8 up to head_dim; 0 means head_dim.
     format: "e4m3" or "int8", the number format of Q and K. V has VALUE_FORMAT.
     dtype: "float16" or "bfloat16", the type of the output, and of tensors that a kernel quantizes.
     mask: the keys that a query attends to.
     log_sum_exp: the kernel also writes LSE, the natural logarithm of each row's sum of exponentials.
-    sum_quantized_p: that sum is of P after its rounding, which the output is divided by. Faster, and needed for a merge
+    sum_quantized_p: that sum is of P after its rounding, the divisor of the output. Faster, and needed for a merge
     with results over other keys. For rows with few keys it is off by up to 3 %.
     query_scales, key_scales: "head", a scale per head and batch; "block", a scale per QUERY_BLOCK rows of Q and per
     ROW_BLOCK rows of K; or "fine", a scale per row of Q and for each of KEY_GROUPS groups of ROW_BLOCK rows of K.
     value_scales: the same for V, in blocks of ROW_BLOCK keys, or "channel", a scale per column of a head.
     softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2 (Gemma Team, 2024); 0: no softcap.
     fuse_q_quant: Q is unquantized, and the attention kernel quantizes it in blocks (fused quantization).
-    key_mean: K is quantized minus an estimate of its mean over the keys, which does not change the softmax.
+    key_mean: K is quantized minus an estimate of its mean over the keys. This does not change the softmax.
     rotate: Q and K are multiplied by an orthogonal matrix before quantization.
     scheduled: the work tiles come from a schedule made on the device (kernels/attention/schedule.py), as needed by the
     options after it. window: row i attends to no key before i + a shift. sinks: each head has the logit of one more
@@ -171,14 +171,14 @@ class MaskLists:
         return ("counts", "entries", "bits", *(np.int32(n) for n in (self.masks, self.heads, step)))
 
 
-def strides_of(heads: int, length: int, columns: int) -> Stride3:
+def contiguous_strides(heads: int, length: int, columns: int) -> Stride3:
     """Return the strides of a contiguous (batch, heads, length, columns)."""
     return (heads * length * columns, length * columns, columns)
 
 
 def output_arguments(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
     """Return the fields of the kernels' OutputRows, the layout of O, (batch, heads, q_len, columns)."""
-    batch, head, row = strides or strides_of(sizes.heads, sizes.q_len, config.columns)
+    batch, head, row = strides or contiguous_strides(sizes.heads, sizes.q_len, config.columns)
     gap = batch - sizes.heads * head if sizes.batch > 1 else 0
     return (np.int64(gap), np.int64(head), np.int64(row), np.int32(sizes.heads), np.int32(config.columns))
 

@@ -102,7 +102,7 @@ def _candidates(config: AttentionConfig, kv_len: int) -> tuple[Tiling, ...]:
     candidates: tuple[Tiling, ...]
     if head_dim == 64:
         # With block scales of V, a tile is a block. With a mask and block scales, or LSE, four warpgroups spill up to
-        # seven registers, but take 0.87 of the time of three, which do not spill.
+        # seven registers, but take 0.87 of the time of three without spills.
         wide = (
             Tiling(128, 2, 4, 64, True, 12, overlap=True)
             if config.value_scales == "block"
@@ -183,7 +183,7 @@ class Rule:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Load the rules of tilings.json, which scripts/update_results.py makes from records of hopper_tilings.py."""
+    """Load the rules of tilings.json. scripts/update_results.py makes it from records of hopper_tilings.py."""
     table = json.loads(files(__package__).joinpath("tilings.json").read_text(encoding="utf-8"))
     return tuple(
         Rule(
@@ -213,7 +213,7 @@ def _rule(config: AttentionConfig, kv_len: int, chosen: Tiling) -> Rule | None:
 
 @lru_cache(maxsize=1024)
 def head_swizzle(mask: Mask, sizes: Sizes, block_m: int, block_n: int, multiprocessors: int) -> int:
-    """Return the heads that are scheduled together: the fewest whose causal work is balanced almost as well as any.
+    """Return the heads that are scheduled together: the fewest with causal work balanced almost as well as any.
 
     Few heads keep K and V in L2. Without a mask all work tiles are equal, and one head is enough.
     """

@@ -13,10 +13,10 @@ from greenfast.kernels.attention.config import (
     Sizes,
     Stride3,
     Strides,
+    contiguous_strides,
     output_arguments,
     padded_keys,
     softmax_scale,
-    strides_of,
 )
 from greenfast.kernels.attention.heuristics import (
     ROWS,
@@ -150,14 +150,14 @@ def launch(
     """Return the launch: one persistent block per multiprocessor, or one per work tile if there are fewer.
 
     scale: of the scores, > 0; by default 1 / sqrt(head_dim). strides: of out, and of Q with fused quantization;
-    tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len, of which
-    the first are read; the scales are of kv_len keys. ctas_per_sm: blocks per multiprocessor in the grid, of which one
-    is resident at a time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
+    tensors are contiguous by default. kv_len_allocated: keys in the buffers of K and V if more than kv_len; the
+    first kv_len are read, and have scales. ctas_per_sm: blocks per multiprocessor in the grid; one is resident at a
+    time. With several, work moves away from multiprocessors that another kernel occupies. tiles: those
     that the kernel was rendered with, if not the default. With ``config.scheduled``: max_tiles: the most work tiles of
     a head, over all sequences; packed tensors have ``sizes`` of batch 1, q_len rows of Q and kv_len rows of codes.
     window: the keys that a row attends to before its own place, with ``config.window``, and after it, with a mask.
     lists: the sizes of the tile lists, with ``config.listed``. skip_threshold: above 0, with ``config.skip``: tiles
-    whose weights are all below it, relative to their row's largest so far, are skipped.
+    with all weights below it, relative to their row's largest so far, are skipped.
     """
     tiles = tiles or tiling(config, sizes, multiprocessors)[0]
     heads, kv_heads, head_dim = sizes.batch * sizes.heads, sizes.batch * sizes.kv_heads, config.head_dim
@@ -211,7 +211,7 @@ def launch(
 def _queries(config: AttentionConfig, sizes: Sizes, strides: Stride3 | None) -> tuple[Argument, ...]:
     """Return the arguments of a 16-bit Q: the tensor map of (batch, heads, q_len, columns), and heads."""
     shape = (sizes.batch, sizes.heads, sizes.q_len, config.columns)
-    q_strides = strides or strides_of(*shape[1:])
+    q_strides = strides or contiguous_strides(*shape[1:])
     # A dimension of 1 may have any stride: it is never stepped along.
     in_bytes = [16 if n == 1 else 2 * stride for n, stride in zip(shape, q_strides, strict=False)]
     box = (1, 1, ROWS, config.head_dim)

@@ -1,7 +1,7 @@
 """Attention of packed sequences of several lengths: sizes, buffers, and the launches before the attention kernel.
 
 The lengths are on the device. The schedule kernel (``schedule.cuh``) makes the list of work tiles from them, and places
-the codes of K and V. The quantizer and the attention kernel read what it wrote.
+the codes of K and V. The quantizer and the attention kernel read its output.
 """
 
 from __future__ import annotations

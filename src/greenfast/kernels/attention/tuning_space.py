@@ -26,7 +26,7 @@ TOGGLES = {
 _FLAGS = ("ping_pong", "overlap", "two_levels")
 
 
-def tiles_of(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
+def parse_tiles(toggles: Mapping[str, int], config: AttentionConfig) -> Tiling:
     """Return the tiles that toggles set. Raises UsageError, naming the rule, for tiles that the kernel rejects."""
     fields: dict[str, Any] = {field: toggles[name] for name, field in TOGGLES.items()}
     tiles = Tiling(**{field: bool(value) if field in _FLAGS else value for field, value in fields.items()})
@@ -62,10 +62,10 @@ def kernel(
     if instrumented:
         raise UsageError("the Hopper kernel has no phases to count: its warpgroups are in different ones at a time")
     config, sizes = read_dims(dims, fmt)
-    return hopper.kernel(config, sizes, tiles=tiles_of(toggles, config))
+    return hopper.kernel(config, sizes, tiles=parse_tiles(toggles, config))
 
 
 def launch(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int]) -> Launch:
     """Return the grid and arguments of that kernel."""
     config, sizes = read_dims(dims, fmt)
-    return hopper.launch(config, sizes, tiles=tiles_of(toggles, config))
+    return hopper.launch(config, sizes, tiles=parse_tiles(toggles, config))

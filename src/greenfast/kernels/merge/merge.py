@@ -15,7 +15,7 @@ _TYPES = {**CUDA_TYPES, "float32": "float"}
 
 
 def kernel(columns: int, a: str, b: str, out: str, *, in_place: bool) -> KernelSource:
-    """Render the kernel for results of these dtypes, "float16", "bfloat16" or "float32".
+    """Render the kernel for results of the dtypes "float16", "bfloat16" or "float32".
 
     columns: a multiple of 8. in_place: whether ``out`` is ``a``.
     """

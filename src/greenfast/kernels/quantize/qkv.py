@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from greenfast.kernels import CUDA_TYPES, FLOAT_TYPES, make_source
-from greenfast.kernels.attention.config import QUERY_BLOCK, ROW_BLOCK, AttentionConfig, Sizes, Strides, strides_of
+from greenfast.kernels.attention.config import (
+    QUERY_BLOCK,
+    ROW_BLOCK,
+    AttentionConfig,
+    Sizes,
+    Strides,
+    contiguous_strides,
+)
 from greenfast.spec.kernel import Argument, KernelSource, Launch
 
 ENTRY = "quantize_qkv"
@@ -209,9 +216,9 @@ def launch(
     blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len) // query_heads(
         sizes, prologue
     )
-    of_keys = strides_of(sizes.kv_heads, sizes.kv_len, config.columns)
+    of_keys = contiguous_strides(sizes.kv_heads, sizes.kv_len, config.columns)
     tensor_strides = (
-        *(strides.query or strides_of(sizes.heads, sizes.q_len, config.columns)),
+        *(strides.query or contiguous_strides(sizes.heads, sizes.q_len, config.columns)),
         *(strides.key or of_keys),
         *(strides.value or of_keys),
     )
@@ -257,8 +264,8 @@ def norms_launch(config: AttentionConfig, sizes: Sizes, strides: Strides, eps: f
     """Return the launch of ``norms_kernel``: a warp per row of Q, then of K."""
     rows = sizes.batch * (sizes.q_len + sizes.kv_len)
     tensor_strides = (
-        *(strides.query or strides_of(sizes.heads, sizes.q_len, config.columns)),
-        *(strides.key or strides_of(sizes.kv_heads, sizes.kv_len, config.columns)),
+        *(strides.query or contiguous_strides(sizes.heads, sizes.q_len, config.columns)),
+        *(strides.key or contiguous_strides(sizes.kv_heads, sizes.kv_len, config.columns)),
     )
     return Launch(
         grid=(-(-rows // (_NORM_THREADS // 32)), 1, 1),

@@ -163,7 +163,7 @@ def _resident(config: AppendConfig) -> int:
     return 3 if config.norm or config.rotary_dim else 4
 
 
-def chunk_of(config: AppendConfig, sizes: AppendSizes) -> int:
+def choose_chunk(config: AppendConfig, sizes: AppendSizes) -> int:
     """Return the heads of Q or K per block."""
     rows = _tiles(config, sizes) * (sizes.kv_heads + sizes.heads * config.queries)
     return max(1, min(_HEADS, rows // _BLOCKS))
@@ -174,12 +174,12 @@ def _tiles(config: AppendConfig, sizes: AppendSizes) -> int:
 
 
 def launch(config: AppendConfig, sizes: AppendSizes, strides: AppendStrides, eps: float = 1e-6) -> Launch:
-    """Return the launch for tensors of these sizes, with at least one token.
+    """Return the launch for tensors of such sizes, with at least one token.
 
     Buffers: q, k, v, q_out, k_cache, v_cache, k_scale, v_scale, slot_mapping (int64), and depending on the
     configuration q_weight, k_weight, cos, sin, positions. eps: of the norm.
     """
-    grouped, chunk = config.value_layout == "grouped", chunk_of(config, sizes)
+    grouped, chunk = config.value_layout == "grouped", choose_chunk(config, sizes)
     q_chunks, kv_chunks = (-(-heads // chunk) for heads in (sizes.heads * config.queries, sizes.kv_heads))
     blocks = _tiles(config, sizes) * (q_chunks + kv_chunks * (1 if grouped else 2))
     if grouped:

@@ -98,7 +98,7 @@ def grid_blocks(config: ServingConfig, sizes: ServingSizes, multiprocessors: int
     """Return the grid size: as many blocks as are resident.
 
     For decoding, slightly fewer if that makes it a multiple of the KV heads. Neighbouring blocks then read the same
-    keys of all heads, which are adjacent in memory; decoding is bound by memory bandwidth.
+    keys of all heads, adjacent in memory; decoding is bound by memory bandwidth.
     """
     resident = config.blocks * multiprocessors
     multiple = resident - resident % sizes.kv_heads

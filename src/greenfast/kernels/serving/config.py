@@ -96,7 +96,7 @@ class ServingConfig:
     def sorted_keys(self) -> int:
         """Granularity, in keys, by which the plan sorts row tiles, longest first.
 
-        Coarser at head dim 256, whose single stage exposes memory latency: row tiles of a sequence stay adjacent.
+        Coarser at head dim 256, because its single stage exposes memory latency: row tiles of a sequence stay adjacent.
         """
         return 2 * TILE if self.head_dim == 256 else TILE
 

@@ -115,7 +115,7 @@ def test_an_untimed_run_says_why_in_each_section() -> None:
     assert "no GPU on this machine" in found["Speedups"]
     assert "Nothing was timed" in found["Roofline"]
     assert "No blocks were timed" in found["Block medians"]
-    assert "says nothing about speed" in found["Limits"]
+    assert "makes no claim about speed" in found["Limits"]
     assert "<svg" not in page
 
 

@@ -64,11 +64,11 @@ def rows(
     left: Sequence[ListedInstruction], right: Sequence[ListedInstruction] = ()
 ) -> list[tuple[bool, ListedInstruction | None, ListedInstruction | None]]:
     """Align two windows. Return per line: True if the opcodes are equal, and the instructions (None for a gap)."""
-    found: list[tuple[bool, ListedInstruction | None, ListedInstruction | None]] = []
+    lines: list[tuple[bool, ListedInstruction | None, ListedInstruction | None]] = []
     matcher = SequenceMatcher(a=_opcodes(left), b=_opcodes(right), autojunk=False)
-    for what, a, a_end, b, b_end in matcher.get_opcodes():
-        found += [(what == "equal", *pair) for pair in zip_longest(left[a:a_end], right[b:b_end])]
-    return found
+    for operation, a, a_end, b, b_end in matcher.get_opcodes():
+        lines += [(operation == "equal", *pair) for pair in zip_longest(left[a:a_end], right[b:b_end])]
+    return lines
 
 
 def _opcodes(instructions: Sequence[ListedInstruction]) -> list[str]:

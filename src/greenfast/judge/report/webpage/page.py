@@ -35,7 +35,7 @@ _MARKDOWN.add_render_rule("table_close", lambda *_: "</table></div>\n")
 _TONES = {
     **dict.fromkeys(("PASS", "FAST", "MERGE"), "good"),
     **dict.fromkeys(("FAIL", "SHORT", "SLOWER", "DEFER"), "bad"),
-    **dict.fromkeys(("PENDING", "PARTIAL", "UNCHECKED", "NO EFFECT", "INCONCLUSIVE"), "open"),
+    **dict.fromkeys(("PENDING", "INCOMPLETE", "UNCHECKED", "NO EFFECT", "INCONCLUSIVE"), "undecided"),
 }
 
 
@@ -59,7 +59,7 @@ def page(
 
 
 def tone(word: str) -> str:
-    """Return "good", "bad" or "open" for a verdict, a decision or a status; empty for any other text."""
+    """Return "good", "bad" or "undecided" for a verdict, a decision or a status; empty for any other text."""
     return _TONES.get(word, "")
 
 

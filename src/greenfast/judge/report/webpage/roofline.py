@@ -10,17 +10,16 @@ from matplotlib.figure import Figure
 
 from greenfast.judge.record_schema import Run, Side
 from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.plots import BASELINE, CANDIDATE, REQUIRED, clean
-from greenfast.judge.report.webpage.charts import drawing
+from greenfast.judge.report.plots import BASELINE, CANDIDATE, REQUIRED, clean, render_svg
 from greenfast.judge.report.webpage.page import figure, paragraph, table
-from greenfast.spec.peaks import Peaks, least_times_us, peaks_of
+from greenfast.spec.limits import Peaks, get_peaks, least_times_us
 
 
 @dataclass(frozen=True)
 class Work:
     """The minimum work of a shape: counts by their names in KernelCounts, and bytes of inputs and outputs.
 
-    moved_bytes: 0 where they are not known.
+    moved_bytes: 0 if unknown.
     """
 
     least: Mapping[str, int]
@@ -55,12 +54,12 @@ def section(record: Run, work: Mapping[str, Work]) -> list[Markup]:
     """Return the roofline with its table, or the reason why there is none. work: by shape."""
     if not any(side.timing for _, side in record.sides()):
         return [paragraph("Nothing was timed in this run.")]
-    peaks = peaks_of(record.device, record.format)
+    peaks = get_peaks(record.device, record.format)
     if peaks is None:
         return [paragraph(f"The peaks of {facts.device(record)} are not known to this version of greenfast.")]
     points = [point for role, side in record.sides() for point in _points(role, side, work, peaks)]
     if not points:
-        return [paragraph("The problem does not say what it needs at least, so there is no ceiling to compare with.")]
+        return [paragraph("The problem states no minimum work, so there is no ceiling to compare with.")]
     parts = []
     drawn = [point for point in points if point.cache == "warm" and point.work.intensity and point.us > 0]
     if drawn and peaks.memory_bytes:
@@ -106,11 +105,11 @@ def _drawing(points: Sequence[_Point], peaks: Peaks) -> Markup:
                 x = point.work.intensity
                 axes.plot([x / 1.12, x * 1.12], [rate, rate], color=REQUIRED, linewidth=2)
         for role, (color, marker, _) in marks.items():
-            of = [p for p in points if p.role == role]
-            at = [p.work.intensity for p in of], [p.flops / 1e12 for p in of]
-            axes.plot(*at, color=color, marker=marker, markersize=5, linestyle="", label=formatting.short(role))
-        of_shape = {p.shape: p for p in sorted(points, key=lambda p: p.flops)}  # the fastest of each
-        for n, p in enumerate(sorted(of_shape.values(), key=lambda p: (p.flops, p.work.intensity))):
+            own = [p for p in points if p.role == role]
+            places = [p.work.intensity for p in own], [p.flops / 1e12 for p in own]
+            axes.plot(*places, color=color, marker=marker, markersize=5, linestyle="", label=formatting.short(role))
+        fastest = {p.shape: p for p in sorted(points, key=lambda p: p.flops)}
+        for n, p in enumerate(sorted(fastest.values(), key=lambda p: (p.flops, p.work.intensity))):
             axes.annotate(
                 marks_of[p.shape], (p.work.intensity, p.flops / 1e12), (7 if n % 2 else -7, 0),
                 textcoords="offset points", ha="left" if n % 2 else "right", va="center", fontsize=10, color="0.35",
@@ -124,15 +123,15 @@ def _drawing(points: Sequence[_Point], peaks: Peaks) -> Markup:
         axes.legend(fontsize=10, frameon=False, loc="lower right")
         clean(axes)
 
-    return drawing(
+    return render_svg(
         "roofline: rate of needed operations over operations per byte, with the device's ceilings", 4.0, draw
     )
 
 
 def _caption(record: Run) -> str:
     return (
-        "Roofline with warm L2: the rate at which the operations that the problem needs were done, under what "
-        f"{facts.device(record)} can do at its highest clock. The short lines are where a kernel would stop that "
+        "Roofline with warm L2: the rate at which the operations that the problem needs were done, and the limits of "
+        f"{facts.device(record)} at its highest clock. The short lines are the limits of a kernel that "
         "computes every exponential on the special function units; polynomials go beyond. Letters: shapes, "
         "as in the table."
     )

@@ -17,13 +17,12 @@ from greenfast.judge.record_schema import (
     Side,
     largest_named_shape,
 )
-from greenfast.judge.report import facts, formatting
-from greenfast.judge.report.counts import SHOWN, counts_section
-from greenfast.judge.report.facts import cached_section, describe_source, speedup_table
+from greenfast.judge.report import facts, formatting, plots
+from greenfast.judge.report.facts import SHOWN, cached_section, counts_section, describe_source, speedup_table
 from greenfast.judge.report.formatting import Section
 from greenfast.judge.report.markdown import list_sections
 from greenfast.judge.report.plots import MAX_PANELS
-from greenfast.judge.report.webpage import charts, listing, roofline
+from greenfast.judge.report.webpage import listing, roofline
 from greenfast.judge.report.webpage.listing import HotCode
 from greenfast.judge.report.webpage.page import bullets, code, figure, fold, markdown, page, paragraph, part, table
 from greenfast.judge.report.webpage.roofline import Work
@@ -146,7 +145,7 @@ def _speedups(record: Record) -> list[Markup]:
     if not rows:
         return [paragraph(facts.gate_line(record, "PERFORMANCE"))]
     shown = figure(
-        charts.speedups(rows),
+        plots.draw_speedups(rows),
         "A speedup is the baseline's time over the candidate's. The bar is its interval, the grey band around 1 is the "
         "noise floor (the speedup between identical kernels in this run), the green line is the requirement.",
     )
@@ -159,7 +158,7 @@ def _counts(record: Run) -> list[Markup]:
     sides = record.sides()
     counted = {shape: c for _, side in sides for shape, c in side.counts.items()}
     if not counted:
-        return [paragraph("Not counted: the emulator counts what a kernel executes, and these kernels ran elsewhere.")]
+        return [paragraph("Not counted: only the emulator counts instructions, and the kernels ran elsewhere.")]
     shape = largest_named_shape(counted)
     first, *_, last = [side.counts.get(shape) for _, side in (*sides, sides[-1])]
     ratios = [
@@ -168,7 +167,7 @@ def _counts(record: Run) -> list[Markup]:
         if first is not last and first and last and getattr(first, key) and getattr(last, key)
     ]
     caption = f"One launch at {shape}. Left of the line the candidate does less than the baseline."
-    drawn = [figure(charts.counts(ratios), caption)] if ratios else []
+    drawn = [figure(plots.draw_counts(ratios), caption)] if ratios else []
     return [*drawn, markdown(counts_section(sides, record.least_work))]
 
 
@@ -183,7 +182,7 @@ def _blocks(record: Record) -> list[Markup]:
     caption += shown
     if len(rows) > MAX_PANELS:
         caption += f", the first {MAX_PANELS} of {len(rows)}"
-    return [figure(charts.blocks(record), f"{caption}."), paragraph(_clocks(record))]
+    return [figure(plots.draw_medians(record), f"{caption}."), paragraph(_clocks(record))]
 
 
 _CLOCKS = (("sm_mhz", "SM clock", "MHz"), ("temperature_c", "temperature", "°C"), ("watts", "power", "W"))
@@ -206,7 +205,7 @@ def _clocks(record: Record) -> str:
         if {f"{key}_min", f"{key}_max"} <= record.clocks.keys()
     ]
     if not ranges:
-        return "The driver told neither clocks nor power."
+        return "The driver reported neither clocks nor power."
     return f"Over the whole run: {', '.join(ranges)}. This record has no clock or power of each block."
 
 
@@ -220,7 +219,7 @@ def _errors(record: Run) -> list[Markup]:
     )
     if not any(row.bound_histogram for _, row in rows):
         caption += " This record has the worst elements only, no distributions."
-    return [figure(charts.errors(rows), caption)]
+    return [figure(plots.draw_errors(rows), caption)]
 
 
 def repeat(record: Run) -> list[Markup]:
@@ -288,7 +287,7 @@ def _describe_timing(record: Run) -> Iterator[str]:
         return
     rows = [row for _, side in record.sides() for row in side.timing]
     if not rows:
-        yield "Nothing was timed: this page says nothing about speed."
+        yield "Nothing was timed: this page makes no claim about speed."
         return
     yield f"Times are of one {facts.device(record)}; another device, driver or clock gives others."
     if isinstance(record, Record):
@@ -312,10 +311,10 @@ def _describe_speedups(record: Record) -> Iterator[str]:
         )
     fewest = min((row.processes for row in record.speedups), default=0)
     if 0 < fewest < 3:
-        yield f"Processes timed: {fewest}. So few cannot show how processes differ, and the interval is of these alone."
+        yield f"Processes timed: {fewest}. So few cannot show how processes differ, and the interval is of them alone."
 
 
 def _describe_method(record: Run) -> Iterator[str]:
     if any(side.counts for _, side in record.sides()):
         yield "Counts are of PTX, from which the assembler makes other machine code."
-    yield "A file can be edited: what repeats the run below is the proof, this page is not."
+    yield "A file can be edited: the run that is repeated below is the proof, this page is not."

@@ -22,7 +22,7 @@ from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
 from greenfast.spec.kernel import Program
-from greenfast.spec.problem import dtype_of
+from greenfast.spec.problem import to_dtype
 
 _FUNCTION = "run"
 
@@ -81,7 +81,7 @@ def _like(buffer: Buffer) -> torch.Tensor:
 
 
 def _nbytes(buffer: Buffer) -> int:
-    return int(np.prod(buffer.shape)) * dtype_of(buffer.dtype).itemsize
+    return int(np.prod(buffer.shape)) * to_dtype(buffer.dtype).itemsize
 
 
 def _torch_dtype(buffer: Buffer) -> torch.dtype:

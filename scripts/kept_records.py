@@ -1,4 +1,6 @@
-"""Lists of like rows as tables: each field's name is written once, and a value that all rows share is written once.
+"""Make kept records: like rows as tables, without raw samples, and the identities of kernels in an index.
+
+Tables: each field's name is written once, and a value that all rows share is written once.
 
 ``[{"a": 1, "b": 2}, {"a": 1, "b": 3}]`` becomes ``{"table": ["a", "b"], "shared": {"a": 1}, "rows": [[2], [3]]}``:
 ``table`` names the fields in their order, ``shared`` has the values that all rows share, and a row has the others. A
@@ -10,21 +12,82 @@ in a column are listed in ``texts``, and its cells are positions in that list.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_ABSENT = "-"
-_FIRST = "[0]"
-_KEYS = {"table", "rows"}
-_ALL_KEYS = {*_KEYS, "shared", "texts"}
+from greenfast.judge.record_io import DIGEST, FIELD, IDENTITY, INDEX, KERNEL, compute_digest
+from greenfast.judge.store import ABSENT, FIRST, to_json
+
+#: Fields that no page quotes and no conclusion needs: the clock and the power of single blocks, the distributions of
+#: errors (the worst element stays), the single times of a tiling (their median stays), and examples of operands.
+_RAW = (
+    *("block_mhz", "block_watts", "error_histogram", "bound_histogram", "runtimes"),
+    *("examples_wrong", "examples_other_nan", "examples_undefined"),
+)
+#: Digits of the errors of a case. Times and all other numbers stay as they are.
+_ERRORS, _DIGITS = "correctness", 6
 #: Characters from which a text that recurs is long.
 _LONG = 24
 #: The share of cells that have to be present in a table.
 _LEAST_PRESENT = 0.75
 
 
-class _Fields(dict[str, Any]):
-    """The fields of a row's field, or by place the elements of its list; not the content of a cell."""
+def split(content: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a record without raw samples and identities, and its index entry (None if it holds no identity).
+
+    content: plain data. name: its path from the index's folder.
+    """
+    measured = _drop_raw_samples(content)
+    sealed = {DIGEST: compute_digest(measured)} if DIGEST in content else {}
+    found = dict(_find_kernels(measured))
+    if not found:
+        return measured | sealed, None
+    identities = {pointer: {f: k.pop(f) for f in IDENTITY if f in k} for pointer, k in found.items()}
+    measured.pop(DIGEST, None)
+    measured = {FIELD: "../" * name.count("/") + INDEX} | measured
+    device, git = measured.get("device"), measured.get("git")
+    entry = {
+        "created": measured.get("created", ""),
+        "device": device.get("name", "") if isinstance(device, dict) else device,
+        "commit": git.get("sha", "") if isinstance(git, dict) else git,
+        **sealed,
+        "identities": identities,
+    }
+    return measured | {DIGEST: compute_digest(measured)}, entry
+
+
+def render_record(content: Any) -> str:
+    """Return the text of a kept file, a row per line."""
+    return to_json(pack(content), dense=True)
+
+
+def render_index(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of an index, a kernel per line."""
+    tables = {name: {**entry, "identities": pack(entry["identities"])} for name, entry in sorted(entries.items())}
+    return to_json(tables, dense=True)
+
+
+def _drop_raw_samples(value: Any, rounded: bool = False) -> Any:
+    """Return plain data without raw samples. rounded: round numbers, as errors are kept."""
+    if isinstance(value, dict):
+        return {
+            name: _drop_raw_samples(item, rounded or name == _ERRORS)
+            for name, item in value.items()
+            if name not in _RAW
+        }
+    if isinstance(value, list):
+        return [_drop_raw_samples(item, rounded) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if rounded and isinstance(value, float) else value
+
+
+def _find_kernels(value: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON pointer (RFC 6901) of every mapping that identifies a kernel, and the mapping."""
+    if isinstance(value, dict) and KERNEL in value:
+        yield pointer, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _find_kernels(item, f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}")
 
 
 def pack(value: Any) -> Any:
@@ -37,52 +100,6 @@ def pack(value: Any) -> Any:
     if isinstance(value, list):
         return _build_table(value) or [pack(item) for item in value]
     return value
-
-
-def unpack(value: Any) -> Any:
-    """Return the data that ``pack`` was given. Raises an exception of Python for a damaged table."""
-    if isinstance(value, list):
-        return [unpack(item) for item in value] if any(isinstance(item, dict | list) for item in value) else value
-    if not isinstance(value, dict):
-        return value
-    if not is_table(value):
-        return {name: unpack(item) for name, item in value.items()}
-    columns, shared, texts = value["table"], value.get("shared", {}), value.get("texts", {})
-    paths = [column.split(".") for column in columns]
-    unshared = [column for column in columns if column not in shared]
-
-    def build(cells: Sequence[Any]) -> dict[str, Any]:
-        values = {**shared, **dict(zip(unshared, cells, strict=True))}
-        for column, words in texts.items():
-            values[column] = words[values[column]]
-        return _build_row(paths, [values[column] for column in columns])
-
-    rows = value["rows"]
-    return {name: build(row) for name, row in rows.items()} if isinstance(rows, dict) else [build(r) for r in rows]
-
-
-def is_table(value: dict[str, Any]) -> bool:
-    """Return whether a mapping is a table of ``pack``."""
-    return _KEYS <= value.keys() <= _ALL_KEYS
-
-
-def _build_row(paths: Sequence[Sequence[str]], cells: Sequence[Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for (*outer, name), cell in zip(paths, cells, strict=True):
-        if cell != _ABSENT:
-            fields = row
-            for part in outer:
-                fields = fields.setdefault(part, _Fields())
-            fields[name] = unpack(cell)
-    return {name: _restore_lists(value) for name, value in row.items()}
-
-
-def _restore_lists(fields: Any) -> Any:
-    """Turn nested fields named by a list's places into lists again."""
-    if not isinstance(fields, _Fields):
-        return fields
-    items = {name: _restore_lists(value) for name, value in fields.items()}
-    return [items[f"[{n}]"] for n in range(len(items))] if _FIRST in items else items
 
 
 def _build_table(rows: Sequence[Any]) -> dict[str, Any] | None:
@@ -114,8 +131,8 @@ def _are_alike(rows: Sequence[Any]) -> bool:
     return (
         _are_mostly_present(rows, len(names))
         and all(list(row) == [name for name in names if name in row] for row in rows)
-        and not any("." in name or name == _FIRST for name in names)
-        and not any(cell == _ABSENT for row in rows for cell in row.values())
+        and not any("." in name or name == FIRST for name in names)
+        and not any(cell == ABSENT for row in rows for cell in row.values())
     )
 
 
@@ -132,13 +149,13 @@ def _collect_columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the cells of each field. Mappings and lists of mappings are replaced by their fields."""
     columns: dict[str, list[Any]] = {}
     for name in _collect_names(rows):
-        cells = [row.get(name, _ABSENT) for row in rows]
-        nested = _flatten_cells([cell for cell in cells if cell != _ABSENT])
+        cells = [row.get(name, ABSENT) for row in rows]
+        nested = _flatten_cells([cell for cell in cells if cell != ABSENT])
         if nested is None:
             columns[name] = [pack(cell) for cell in cells]
         else:
             fields = iter(nested)
-            inner = _collect_columns([{} if cell == _ABSENT else next(fields) for cell in cells])
+            inner = _collect_columns([{} if cell == ABSENT else next(fields) for cell in cells])
             columns |= {f"{name}.{field}": column for field, column in inner.items()}
     return columns
 
