@@ -21,7 +21,7 @@ def test_a_finding_is_listed_once_with_its_count() -> None:
     assert not findings.add("_Z3sumPf", RACE)
     assert findings.add("_Z5otherPf", RACE)
     assert findings.add("_Z3sumPf", OTHER_LINE)
-    assert [(f.kernel, f.fault.line, f.count) for f in findings.all] == [
+    assert [(f.kernel, f.line, f.count) for f in findings.all] == [
         ("_Z3sumPf", 7, 2),
         ("_Z5otherPf", 7, 1),
         ("_Z3sumPf", 9, 1),

@@ -345,10 +345,34 @@ def list_(parser: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser) -> None:
     """Options of ``greenfast run``."""
     add = parser.add_argument
-    add("script", type=Path, help="a Python script that launches Triton kernels, or with -m a module such as pytest")
-    add("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add(
+        "script",
+        type=Path,
+        metavar="SCRIPT|PROGRAM",
+        help="a Python script that launches Triton kernels, or with -m a module such as pytest; a CUDA source with "
+        "main (.cu); or a CUDA program that was compiled with -cudart shared",
+    )
+    add("arguments", nargs=argparse.REMAINDER, help="the script's or program's own arguments")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    add("--target", default="sm_90", metavar="SM", help="GPU that Triton compiles for: sm_80, sm_90 (default), sm_100")
+    add(
+        "--target",
+        metavar="SM",
+        help="GPU that Triton compiles for: sm_80, sm_90 (default), sm_100; or that nvcc does (default: sm_90a)",
+    )
+    add(
+        "--nvcc",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="of a CUDA source: an option or further file for nvcc, such as --nvcc=-Iinclude or --nvcc=other.cu",
+    )
+    add(
+        "--orders",
+        type=count,
+        default=1,
+        metavar="N",
+        help="run each launch of a CUDA program in N orders of the warps",
+    )
     add(
         "--autotune",
         choices=("first", "all"),
@@ -363,6 +387,14 @@ def run(parser: argparse.ArgumentParser) -> None:
     )
     add("--formal", choices=("fail", "report"), default="fail", help="formal findings: as in `greenfast emulate`")
     add("--seed", type=count, default=0, metavar="N", help="of the warps' order")
+    add(
+        "--suppressions",
+        type=Path,
+        metavar="FILE",
+        help="known findings, one a line: kind=data-race kernel=*reduce* file=reduce.cu line=12 (each field optional)",
+    )
+    add("--error-exitcode", type=count, metavar="N", help="exit code if there are findings (default: 1, or 3)")
+    add("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, which CI systems read")
     add("--json", action="store_true", help="print the report as JSON; the script's own output goes to stderr")
 
 
@@ -458,7 +490,10 @@ VERBS: dict[str, _Options] = {
     "evolve": ("search for a faster kernel under the gates", evolve),
     "build": ("compile a task's variants, or the kernels of calls in PyTorch ahead of time, without a GPU", build),
     "emulate": ("run a kernel of any CUDA or PTX file in the PTX emulator", emulate),
-    "run": ("run a Python script with its Triton kernels in the PTX emulator, without a GPU", run),
+    "run": (
+        "run a CUDA program, or a Python script with Triton kernels, without a GPU: kernels in the PTX emulator",
+        run,
+    ),
     "profile": ("Nsight Compute profile, and the share of each phase of a kernel", profile),
     "report": ("the report of a saved run, a comparison of two, or the history of a folder of runs", report),
     "list": ("the known tasks, or the variants of one", list_),
@@ -491,6 +526,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "greenfast emulate kernel.ptx --grid 1 --block 32 --arg in:x=FILE.npy --arg out:y=f32[32] --save DIR": "files",
     },
     "run": {
+        "greenfast run main.cu -- 1024": "a CUDA program, compiled by nvcc and run with an argument",
+        "greenfast run --sarif findings.sarif ./program": "a compiled one (-cudart shared), with its findings for CI",
         "greenfast run train.py": "a script that launches Triton kernels",
         "greenfast run -m pytest tests": "a module, such as the tests of a Triton project",
     },

@@ -8,9 +8,9 @@ import importlib
 import os
 import runpy
 import sys
+import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from typing import Any
 import msgspec
 
 from greenfast.cli.console import show, table
-from greenfast.emulator import Fault
-from greenfast.judge.store import to_json
+from greenfast.emulator.cuda.program import compile_program, run_program
+from greenfast.emulator.findings import CountedFault, Findings, read_suppressions, to_sarif
+from greenfast.emulator.kernel_run import DEFAULT_TARGET
+from greenfast.emulator.ptx.names import demangle
+from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import GreenfastError, UsageError
 
 #: Files whose frames a script's traceback omits: Python's start of the script, and this package.
@@ -27,8 +30,9 @@ _OWN = (runpy.__file__, str(Path(__file__).parents[1]))
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of a script's run. exit_code: of ``greenfast run``. launches: greenfast.emulator.triton.LaunchReport.
+    """The report of a run. exit_code: of ``greenfast run``.
 
+    launches: of a script, its launches (greenfast.emulator.triton.LaunchReport); of a CUDA program, its kernels.
     faults: of kernels, also those that the script caught, and what the emulator refused. error: the exception that
     ended the script, empty if there was none.
     """
@@ -37,28 +41,95 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     seconds: float
     launches: list[Any]
-    faults: list[Fault]
-    skipped_benchmarks: int
-    error: str
+    faults: list[CountedFault]
+    skipped_benchmarks: int = 0
+    error: str = ""
     exit_code: int
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run a script; 0 if it ended well and no fault was found, 1 for a fault, 3 for what the emulator lacks.
+class KernelLaunches(msgspec.Struct, frozen=True, kw_only=True):
+    """The launches of one kernel of a CUDA program."""
 
-    A script that ends by sys.exit gives its own code, one that raises an exception gives 1.
+    kernel: str
+    launches: int
+    seconds: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a script or a program; 0 if it ended well and no fault was found, 1 for a fault, 3 for a refusal.
+
+    A script that ends by sys.exit, and a program, gives its own code; a script that raises an exception gives 1.
     """
     _check(args)
-    activate = importlib.import_module("greenfast.emulator.triton").activate  # only now, because it imports PyTorch
+    findings = Findings(read_suppressions(args.suppressions) if args.suppressions else ())
     start = time.perf_counter()
-    error = ""
+    try:
+        report = (_run_script if _is_python(args) else _run_program)(args, findings)
+    finally:
+        if args.sarif is not None:  # also if the run was interrupted
+            write_whole(args.sarif, to_json(to_sarif(findings)))
+    failing = findings.exit_code(args.formal == "fail")
+    code = args.error_exitcode if failing and args.error_exitcode is not None else report.exit_code or failing
+    seconds = round(time.perf_counter() - start, 3)
+    report = msgspec.structs.replace(report, exit_code=code, seconds=seconds, faults=findings.all)
+    if args.json:
+        print(to_json(report), end="")
+    else:
+        _show(report, findings)
+    return code
+
+
+def _is_python(args: argparse.Namespace) -> bool:
+    return bool(args.module or args.script.suffix == ".py")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.module:
+        return
+    if not args.script.is_file():
+        raise UsageError(f"{args.script}: no such file; give a Python script, a CUDA source (.cu) or a program")
+    if _is_python(args) and (args.nvcc or args.orders != 1):
+        raise UsageError("--nvcc and --orders are for CUDA programs, not for Python scripts")
+
+
+def _run_program(args: argparse.Namespace, findings: Findings) -> RunReport:
+    """Run a CUDA program, compiled first if it is a source."""
+    target = args.target or DEFAULT_TARGET
+    with tempfile.TemporaryDirectory(prefix="greenfast-program-") as folder:
+        program = args.script
+        if program.suffix == ".cu":
+            program = Path(folder) / args.script.stem
+            compile_program([args.script], program, target, args.nvcc)
+        elif args.nvcc or args.target:
+            raise UsageError("--nvcc and --target are for a CUDA source; a program is compiled already")
+        result = run_program(
+            program,
+            [a for n, a in enumerate(args.arguments) if n or a != "--"],
+            findings,
+            seed=args.seed,
+            orders=args.orders,
+            output=sys.stderr if args.json else None,
+        )
+    launches = [
+        KernelLaunches(kernel=demangle(name), launches=count, seconds=round(result.seconds[name], 3))
+        for name, count in result.launches.items()
+    ]
+    return RunReport(
+        script=str(args.script), target=target, seconds=0.0, launches=launches, faults=[], exit_code=result.code
+    )
+
+
+def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
+    """Run a Python script with its Triton kernels."""
+    activate = importlib.import_module("greenfast.emulator.triton").activate  # only now, because it imports PyTorch
+    target, error = args.target or "sm_90", ""
     with contextlib.ExitStack() as stack:
         if args.json:
             stack.enter_context(_output_to_stderr())
         stack.enter_context(_own_arguments(args))
         activation = stack.enter_context(
             activate(
-                args.target,
+                target,
                 cuda_tensors_as_cpu=True,
                 autotune=args.autotune,
                 benchmarks=args.benchmarks,
@@ -74,35 +145,19 @@ def run(args: argparse.Namespace) -> int:
         except Exception as e:
             code, error = 1, f"{type(e).__name__}: {e}"
             _print_traceback(e)
-    faults = [*activation.faults, *(f for launch in activation.launches for f in launch.findings)]
-    if not code and any(fault.level == "error" for fault in activation.faults):
-        code = 1  # the script caught it
-    elif not code and activation.faults:
-        code = 3 if activation.faults[0].level == "unsupported" else 1
-    report = RunReport(
+    for launch in activation.launches:
+        findings.extend(launch.kernel, launch.findings)
+    findings.extend("", activation.faults)
+    return RunReport(
         script=str(args.script),
-        target=args.target,
-        seconds=round(time.perf_counter() - start, 3),
+        target=target,
+        seconds=0.0,
         launches=activation.launches,
-        faults=[fault for n, fault in enumerate(faults) if fault not in faults[:n]],
+        faults=[],
         skipped_benchmarks=activation.skipped_benchmarks,
         error=error,
         exit_code=code,
     )
-    if args.json:
-        print(to_json(report), end="")
-    else:
-        _show(report)
-    return code
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.module:
-        return
-    if args.script.suffix != ".py":
-        raise UsageError(f"{args.script}: give a Python script, or -m and a module's name")
-    if not args.script.is_file():
-        raise UsageError(f"{args.script}: no such file")
 
 
 def _execute(args: argparse.Namespace) -> int:
@@ -154,15 +209,17 @@ def _library_folders() -> tuple[str, ...]:
     return (*(str(Path(str(library.__file__)).parent) for library in libraries), contextlib.__file__)
 
 
-def _show(report: RunReport) -> None:
+def _show(report: RunReport, findings: Findings) -> None:
     """Print the launches by kernel, and what was found."""
-    show(f"\n{report.script}, {report.target}: {len(report.launches)} launches, {report.seconds:.1f} s")
-    kernels = Counter(launch.kernel for launch in report.launches)
-    if kernels:
-        seconds = {name: sum(n.seconds for n in report.launches if n.kernel == name) for name in kernels}
-        rows = [(name, str(count), f"{seconds[name]:.1f}") for name, count in kernels.items()]
-        show(table(("kernel", "launches", "seconds"), rows))
+    rows: dict[str, tuple[int, float]] = {}
+    for launch in report.launches:
+        count, seconds = rows.get(launch.kernel, (0, 0.0))
+        rows[launch.kernel] = count + getattr(launch, "launches", 1), seconds + launch.seconds
+    total = sum(count for count, _ in rows.values())
+    show(f"\n{report.script}, {report.target}: {total} launches, {report.seconds:.1f} s")
+    if rows:
+        show(table(("kernel", "launches", "seconds"), [(n, str(c), f"{s:.1f}") for n, (c, s) in rows.items()]))
     if report.skipped_benchmarks:
         show(f"{report.skipped_benchmarks} benchmarks were skipped: the emulator says nothing about time")
-    for fault in report.faults:
-        print(f"greenfast: {fault.level}: {fault.message}", file=sys.stderr)
+    for line in findings.describe():
+        print(f"greenfast: {line}", file=sys.stderr)

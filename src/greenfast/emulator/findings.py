@@ -34,17 +34,16 @@ _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _FIELDS = ("kind", "kernel", "file", "line")
 
 
-class CountedFault(msgspec.Struct, frozen=True, kw_only=True):
+class CountedFault(Fault, frozen=True, kw_only=True):
     """A finding: its first occurrence, and the number of all.
 
     kernel: the kernel's name; for a finding outside of a kernel, the called function. suppressed: whether a line of the
     suppression file matches it.
     """
 
-    fault: Fault
     kernel: str
-    count: int
-    suppressed: bool
+    count: int = 1
+    suppressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Findings:
             return False
         matching = [s for s in self.suppressions if s.matches(kernel, fault)]
         self._used.update(matching)
-        self._faults[key] = CountedFault(fault=fault, kernel=kernel, count=1, suppressed=bool(matching))
+        self._faults[key] = CountedFault(**msgspec.structs.asdict(fault), kernel=kernel, suppressed=bool(matching))
         return not matching
 
     def extend(self, kernel: str, faults: Iterable[Fault]) -> None:
@@ -122,18 +121,18 @@ class Findings:
     def failures(self, formal: bool = True) -> list[CountedFault]:
         """Return the findings that fail a run: errors, limits of the emulator, and formal ones if ``formal``."""
         levels = {ERROR, UNSUPPORTED, *([FORMAL] if formal else [])}
-        return [f for f in self.all if not f.suppressed and f.fault.level in levels]
+        return [f for f in self.all if not f.suppressed and f.level in levels]
 
     def exit_code(self, formal: bool = True) -> int:
         """Return the exit code of a run: 0, 1 for an error or a formal finding, 3 if the emulator has a limit alone."""
-        levels = {f.fault.level for f in self.failures(formal)}
+        levels = {f.level for f in self.failures(formal)}
         return (3 if levels == {UNSUPPORTED} else 1) if levels else 0
 
     def describe(self) -> list[str]:
         """Return one line per finding that is not suppressed, then one per suppression that matched nothing."""
         shown = [f for f in self.all if not f.suppressed]
         hidden = sum(f.count for f in self.all if f.suppressed)
-        lines = [f"{f.fault.level}: {f.fault.message}" + (f" ({f.count} times)" if f.count > 1 else "") for f in shown]
+        lines = [f"{f.level}: {f.message}" + (f" ({f.count} times)" if f.count > 1 else "") for f in shown]
         lines += [f"{hidden} findings suppressed"] if hidden else []
         return lines + [f"suppression without a finding: {s.text}" for s in self.suppressions if s not in self._used]
 
@@ -144,7 +143,7 @@ def to_sarif(findings: Findings, root: Path | None = None) -> dict[str, Any]:
     root: the folder that file names are relative to (default: the current one). Suppressed findings are marked so.
     """
     root = root or Path.cwd()
-    kinds = sorted({f.fault.kind for f in findings.all})
+    kinds = sorted({f.kind for f in findings.all})
     names = Counter(Path(file).name for file in findings.files)
     places = _Places(root, {Path(file).name: file for file in findings.files if names[Path(file).name] == 1})
     rules = [{"id": kind, "shortDescription": {"text": kind.replace("-", " ")}} for kind in kinds]
@@ -156,15 +155,14 @@ def to_sarif(findings: Findings, root: Path | None = None) -> dict[str, Any]:
                 "tool": {"driver": {"name": "greenfast", "version": __version__, "rules": rules}},
                 "columnKind": "unicodeCodePoints",
                 "originalUriBaseIds": {"SRCROOT": {"uri": f"{root.absolute().as_uri()}/"}},
-                "results": [_sarif_result(f, kinds.index(f.fault.kind), places) for f in findings.all],
+                "results": [_sarif_result(f, kinds.index(f.kind), places) for f in findings.all],
             }
         ],
     }
 
 
-def _sarif_result(finding: CountedFault, rule: int, places: _Places) -> dict[str, Any]:
-    fault = finding.fault
-    logical = [{"fullyQualifiedName": demangle(finding.kernel), "kind": "function"}] if finding.kernel else []
+def _sarif_result(fault: CountedFault, rule: int, places: _Places) -> dict[str, Any]:
+    logical = [{"fullyQualifiedName": demangle(fault.kernel), "kind": "function"}] if fault.kernel else []
     location: dict[str, Any] = {"logicalLocations": logical} if logical else {}
     if fault.file:
         location["physicalLocation"] = places.locate(fault.file, fault.line)
@@ -173,7 +171,7 @@ def _sarif_result(finding: CountedFault, rule: int, places: _Places) -> dict[str
         "ruleIndex": rule,
         "level": _SARIF_LEVELS.get(fault.level, "error"),
         "message": {"text": fault.message},
-        "occurrenceCount": finding.count,
+        "occurrenceCount": fault.count,
         "properties": {"level": fault.level},
     }
     if location:
@@ -191,7 +189,7 @@ def _sarif_result(finding: CountedFault, rule: int, places: _Places) -> dict[str
         result["stacks"] = [{"message": {"text": "inlined from"}, "frames": frames}]
     if fault.block is not None:
         result["properties"] |= {"block": list(fault.block), "thread": list(fault.thread or ())}
-    if finding.suppressed:
+    if fault.suppressed:
         result["suppressions"] = [{"kind": "external"}]
     return result
 

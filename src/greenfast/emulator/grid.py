@@ -80,11 +80,17 @@ def load_program(ptx: str, entry: str) -> tuple[Module, Program]:
 
     Raises UnsupportedError for PTX that cannot be read, and UsageError for an unknown kernel.
     """
+    module = load_module(ptx)
+    return module, Program(inline_calls(module, module.entry(entry)), defer=True)
+
+
+@lru_cache(maxsize=8)
+def load_module(ptx: str) -> Module:
+    """Return the parsed module. Raises UnsupportedError for PTX that cannot be read."""
     # Headers with instruction wrappers (of the toolkit, this project and Triton): messages name their callers.
     folders = (*include_dirs(), KERNEL_DIR / "ptx")
     library = [f"{path}/" for folder in folders for path in (folder, folder.resolve())]  # NVRTC follows links
-    module = parse(ptx, (*library, "triton/language/"))
-    return module, Program(inline_calls(module, module.entry(entry)), defer=True)
+    return parse(ptx, (*library, "triton/language/"))
 
 
 def run_grid(
@@ -294,6 +300,7 @@ class _Chain:
     ) -> None:
         self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
+        self.races_found: dict[str, KernelFaultError] | None = None
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
@@ -408,6 +415,7 @@ class _Chain:
                     surroundings=self.around,
                     shared_sizes={v.name: v.size for v in _shared_variables(module, function)},
                     findings=self.findings,
+                    races_found=self.races_found,
                 )
                 try:
                     self._run_blocks(number, machine, program, seed)
@@ -460,6 +468,26 @@ class _Chain:
             for part in result.phases.values():
                 self.counts.add(part)
         return result
+
+
+class MemoryLaunch(_Chain):
+    """One launch in memory that was there before it and remains. symbols: addresses of variables and functions."""
+
+    def __init__(
+        self,
+        step: KernelLaunch,
+        memory: GlobalMemory,
+        symbols: dict[str, int],
+        fill: UninitFill | RedundantLoads | None = None,
+    ) -> None:
+        self.steps, self.fill, self.around, self.sample = [step], fill, USUAL, 0
+        self.findings = {}
+        self.races_found = None
+        self.memory, self.symbols = memory, [symbols]
+        self.read_only = set()
+        self.input_writes = {}
+        if isinstance(fill, UninitFill):
+            fill.fill_outputs(memory)
 
 
 #: How many parts the blocks of a grid run in where their order is drawn.

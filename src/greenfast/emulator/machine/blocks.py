@@ -109,6 +109,7 @@ class BlockState:
 
     blocks: their linear indices in the grid. shared_layout, local_layout: offsets of variables. launches: the chain of
     launches. findings: by kind and source line, the findings that do not end the run; None: raise the first one.
+    races_found: by source line, data races, after which the run goes on; None: raise the first one.
     """
 
     function: Function
@@ -122,6 +123,7 @@ class BlockState:
     launches: LaunchOrder | None = None
     shared_sizes: Mapping[str, int] = field(default_factory=dict)
     findings: dict[tuple[str, str], Finding] | None = None
+    races_found: dict[str, KernelFaultError] | None = None
 
     def __post_init__(self) -> None:
         self.warps = -(-self.geometry.threads // WARP)
@@ -174,6 +176,12 @@ class BlockState:
             raise fault
         where = str(self.current.source or "unknown line")
         self.findings.setdefault((name, where), Finding(level=FORMAL, name=name, text=str(fault), location=where))
+
+    def report_race(self, fault: KernelFaultError) -> None:
+        """Keep a data race. Raises it if races end the run."""
+        if self.races_found is None:
+            raise fault
+        self.races_found.setdefault(str(self.current.source or "unknown line"), fault)
 
     def block_name(self, block: int) -> str:
         """Return a block of the grid by its index."""

@@ -28,13 +28,14 @@ NO_ALLOCATION = "in no allocation"
 #: Bytes that asynchronous reads lock together.
 CHUNK = 16
 
-#: Start addresses of the windows in the generic address space. A window is larger than its contents.
-GLOBAL_BASE = 0x7F00_0000_0000
-SHARED_BASE = 0x7E00_0000_0000
-LOCAL_BASE = 0x7D00_0000_0000
-PARAM_BASE = 0x7C00_0000_0000
+#: Start addresses of the windows in the generic address space. A window is larger than its contents. No program's code,
+#: heap, stack or libraries are there: global memory can be mapped at its address in a process (emulator/cuda).
+GLOBAL_BASE = 0x2000_0000_0000
+SHARED_BASE = 0x1F00_0000_0000
+LOCAL_BASE = 0x1E00_0000_0000
+PARAM_BASE = 0x1D00_0000_0000
 #: Addresses of functions, outside of all memory.
-FUNCTION_BASE = 0x7B00_0000_0000
+FUNCTION_BASE = 0x1C00_0000_0000
 BASES = {"global": GLOBAL_BASE, "shared": SHARED_BASE, "local": LOCAL_BASE, "param": PARAM_BASE}
 #: A window is 2^39 bytes, at a multiple of its size.
 WINDOW_BITS = 39

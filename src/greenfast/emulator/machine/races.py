@@ -513,7 +513,7 @@ class Races:
         mine = self.tags(number, len(offsets))
         self.check_global(record.writes, offsets, size, mine, "read", "write", None)
         if "nc" in self.m.current.parts and (result := record.find_write(offsets, size)) is not None:
-            raise self.m.fault(result[1], self._lane(result[0], len(offsets)))
+            self.m.report_race(self.m.fault(result[1], self._lane(result[0], len(offsets))))
         record.read.update(owners - record.tracked - record.dirty)
         unit, places = unit_indices(offsets, size)
         mine = mine[:, None]
@@ -688,7 +688,7 @@ class Races:
         for winner, row in find_conflicts(offsets, values, lost):
             block = int(self.m.blocks[self.m.block_of[self._lane(winner, len(offsets))]])
             location = self.m.memory.describe(int(offsets[row]))
-            raise self.fault("write", "write", number, location, block, self._lane(row, len(offsets)))
+            self.m.report_race(self.fault("write", "write", number, location, block, self._lane(row, len(offsets))))
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -702,7 +702,8 @@ class Races:
         """Raise the fault of two unordered accesses. Report a formal finding if all orders give the same value."""
         fault = self.fault(access, other, number, location, block, lane)
         if harmful:
-            raise fault
+            self.m.report_race(fault)
+            return
         reason = fault.reason.removesuffix(", found")
         self.m.report_formal("same-value-race", f"{reason}; both threads wrote the same value, found", lane)
 
@@ -789,7 +790,8 @@ class Atomics:
         for index in np.flatnonzero(same & apart):
             first, second = (int(races.threads(len(offsets))[row]) for row in order[index : index + 2])
             access, location = f"{_SCOPES[scope]} {_KINDS[True]}", m.memory.describe(int(offsets[order[index]]))
-            raise races.fault(access, access, number, location, int(m.blocks[m.block_of[first]]), second)
+            block = int(m.blocks[m.block_of[first]])
+            m.report_race(races.fault(access, access, number, location, block, second))
 
     def record(self, space: str, offsets: Numbers, size: int) -> None:
         """Threads, ``access_lanes``, have changed ``size`` bytes each atomically."""

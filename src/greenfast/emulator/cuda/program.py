@@ -1,0 +1,128 @@
+"""Compile a CUDA program if it is a source, and run it with its kernels in the emulator."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cuda.pathfinder import find_nvidia_binary_utility
+
+from greenfast.emulator.cuda.library import build_library
+from greenfast.emulator.cuda.server import Server
+from greenfast.emulator.findings import Findings
+from greenfast.spec.arch import Target
+from greenfast.spec.errors import CompileError, MachineError, UsageError
+
+SOURCES = (".cu",)
+DEFAULT_ARCH = "sm_90a"
+#: Names by which a program needs CUDA's runtime.
+_DYNAMIC = re.compile(rb"libcudart\.so\.(\d+)\0")
+_STATIC = b"libcudart_static"
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """The end of a program. code: its exit code, or 128 and the number of the signal that ended it."""
+
+    code: int
+    launches: dict[str, int]
+    seconds: dict[str, float]
+
+
+def find_nvcc() -> Path:
+    """Return the path of nvcc. Raises MachineError if it is missing."""
+    path = find_nvidia_binary_utility("nvcc") or shutil.which("nvcc")
+    if path is None:
+        raise MachineError(
+            "nvcc, the compiler of whole CUDA programs, was not found; install with pip: nvidia-cuda-nvcc "
+            "(version 13), or install a CUDA toolkit with nvcc on the PATH"
+        )
+    return Path(path)
+
+
+def compile_program(sources: Sequence[Path], output: Path, arch: str, options: Sequence[str] = ()) -> None:
+    """Compile CUDA sources to a program with PTX and source lines. Raises CompileError, UsageError and MachineError."""
+    number = Target.parse(arch).name.removeprefix("sm_")
+    embed = ("-gencode", f"arch=compute_{number},code=compute_{number}", "-cudart", "shared", "-no-compress")
+    command = [str(find_nvcc()), *embed, "-lineinfo", "-g", "-O1", *options, *map(str, sources), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(
+            f"nvcc cannot compile {' '.join(map(str, sources))}:\n{(done.stderr or done.stdout).strip()}"
+        )
+
+
+def check_program(program: Path) -> None:
+    """Raise UsageError for a file that is no CUDA program which can run here."""
+    try:
+        content = program.read_bytes()
+    except OSError as e:
+        raise UsageError(f"{program}: cannot be read ({e.strerror})") from e
+    if content[:4] != b"\x7fELF":
+        raise UsageError(f"{program}: neither a CUDA source (.cu), a Python script (.py) nor a program")
+    if not os.access(program, os.X_OK):
+        raise UsageError(f"{program}: is not executable; run chmod +x {program}")
+    version = _DYNAMIC.search(content)
+    if version is None and b"cudart" in content and b".nv_fatbin" in content:
+        raise UsageError(
+            f"{program}: CUDA's runtime is linked statically, so that it cannot be replaced; compile with: "
+            "nvcc -cudart shared -gencode arch=compute_90,code=compute_90 -lineinfo"
+        )
+    if version is not None and version[0][:-1].decode() not in {path.name for path in build_library().iterdir()}:
+        raise UsageError(
+            f"{program}: needs {version[0][:-1].decode()}, and the installed headers are of another version; "
+            "compile it with the toolkit of these headers (CUDA 13)"
+        )
+
+
+def run_program(
+    program: Path,
+    arguments: Sequence[str],
+    findings: Findings,
+    *,
+    seed: int = 0,
+    orders: int = 1,
+    output: IO[str] | None = None,
+) -> ProgramResult:
+    """Run a program and its kernels. output: the file of its standard output (default: this process's).
+
+    Raises UsageError for a program that cannot run here, and MachineError.
+    """
+    check_program(program)
+    library = build_library()
+    server = Server(findings, seed, orders)
+    ours, theirs = socket.socketpair()
+    environment = dict(os.environ)
+    folders = [str(library), *filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))]
+    environment["LD_LIBRARY_PATH"] = ":".join(folders)
+    environment["GREENFAST_CHANNEL"] = f"{theirs.fileno()},{server.memory.file}"
+    # Its libraries may come from a path that is written into the program, so the runtime is loaded first.
+    environment["LD_PRELOAD"] = " ".join(filter(None, (str(library / "libcudart.so"), environment.get("LD_PRELOAD"))))
+    process = subprocess.Popen(
+        [str(program.resolve()), *arguments],
+        env=environment,
+        pass_fds=(theirs.fileno(), server.memory.file),
+        stdout=output,
+    )
+    theirs.close()
+    server.process = process.pid
+    try:
+        server.serve(ours)
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return ProgramResult(code if code >= 0 else 128 - code, dict(server.launches), dict(server.seconds))
