@@ -237,3 +237,19 @@ def test_refusals_name_the_argument(options: dict[str, Any], error_type: type[Ex
 def test_refusals_of_parts(change: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         block(*change(*tensors(64)), **options)
+
+
+def test_explain_names_the_pass() -> None:
+    q, k, v = tensors(64)
+    table = make_angles(64).cos()
+    explain: Any = greenfast.explain
+
+    def reason(**options: Any) -> str:
+        return str(explain(q, k, v, enable_gqa=True, target="sm_90a", **options).reason)
+
+    assert reason(rope=(table, table)).endswith("; RoPE in the pass that quantizes Q, K and V")
+    assert reason(q_norm=True, rope=(table, table)).endswith("; norm and RoPE in the pass that quantizes Q, K and V")
+    assert reason(q_norm=True, norm="layer").endswith("; norm by PyTorch, before quantization")
+    assert reason(q_norm=True, kv_lengths=torch.tensor([9, 9])).endswith("; norm by PyTorch, before quantization")
+    assert "norm" not in reason()
+    assert "norm" not in explain(q, k, v, dropout_p=0.1, q_norm=True).reason, "PyTorch's own attention"

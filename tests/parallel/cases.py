@@ -31,6 +31,7 @@ from tests import snippets
 _TIMEOUT = 30.0  # seconds, if no rank is lost
 Array = np.ndarray[Any, Any]
 sdpa: Any = greenfast.sdpa  # its overloads do not accept these options
+attention_block: Any = greenfast.attention_block
 attend_varlen: Any = greenfast.flash_attn_varlen_func
 
 
@@ -90,6 +91,27 @@ def attend(mesh: DeviceMesh, method: Any, given: dict[str, Any], options: dict[s
     chosen = cp.explain(*shards, is_causal=options.get("is_causal", False), enable_gqa=grouped)
     results = result if isinstance(result, tuple) else (result,)
     return [array(cp.unshard(x, 2)) for x in results], str(chosen)
+
+
+def block(mesh: DeviceMesh, method: Any, given: dict[str, Any]) -> list[Any]:
+    """The whole output of attention_block with norm and RoPE, of shards of rows and tables; a mask's refusal."""
+    tensors = on(mesh, given)
+    cp = greenfast.context_parallel(mesh, method, timeout=_TIMEOUT)
+    shards = [cp.shard(x, 2) for x in tensors]
+    tables = tuple(cp.shard(x.to(mesh.device_type), 0) for x in angles(given["shape"]))
+    with cp:
+        out = attention_block(*shards, is_causal=True, q_norm=True, k_norm=True, rope=tables)
+        try:
+            attention_block(*shards, q_norm=True, k_norm=True, kv_lengths=torch.ones(1, dtype=torch.int32))
+        except NotImplementedError as e:
+            refusal = str(e)
+    return [array(cp.unshard(out, 2)), refusal]
+
+
+def angles(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """cos and sin of a rotary embedding, (S, D / 2)."""
+    turns = torch.outer(torch.arange(shape[2]), 1e4 ** -torch.linspace(0, 1, shape[3] // 2))
+    return turns.cos(), turns.sin()
 
 
 def train(mesh: DeviceMesh, method: Any, given: dict[str, Any], causal: bool, balanced: bool = True) -> list[Array]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import ParallelRecord, read_parallel, write_record
+from greenfast.ops.block import parse_transform, transform_both
 from greenfast.parallel.group import RankGroup, _ErrorContext
 from tests.parallel import cases
 from tests.parallel.ranks import MESHES, Ranks, running
@@ -85,6 +86,22 @@ def test_agrees_with_one_process(
         assert np.allclose(lse, lse_alone.numpy(), atol=1e-4)
     else:
         assert np.abs(lse - lse_alone.numpy()).max() < 0.1
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_block_agrees_with_one_process(ranks: Ranks, method: str) -> None:
+    """Each rank normalizes and rotates its rows, by its rows of the tables; masks are refused by name."""
+    sizes = given(512, kv_heads=2, bias=5.0)
+    (out, refusal), (other, _) = results(ranks("2", "block", method, sizes))
+    assert np.array_equal(out, other), "all ranks gathered the same"
+    assert refusal.startswith("window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel")
+    q, k, v = cases.inputs(**sizes)
+    rope = cases.angles(sizes["shape"])
+    alone = cases.attention_block(q, k, v, is_causal=True, q_norm=True, k_norm=True, rope=rope)
+    transform = parse_transform(q, k, True, True, 1e-6, rope, None, False)
+    assert transform is not None
+    wanted = exact((*transform_both(q, k, transform), v), True)
+    assert error(out, wanted) < 1.03 * error(alone, wanted) + 1e-3
 
 
 @pytest.mark.parametrize(("precision", "method"), [("int8", "ring"), ("int8_fine", "ring"), ("int8_fine", "ulysses")])

@@ -99,6 +99,9 @@ def explain(
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     skip_threshold: float = 0.0,
+    q_norm: Tensor | bool | None = None,
+    rope: Sequence[Tensor] | None = None,
+    norm: str = "rms",
     min_length: int | None = 0,
     target: str | None = None,
 ) -> Explanation:
@@ -123,12 +126,29 @@ def explain(
     The reason says what a mask costs. PyTorch's attention has no ``window``, ``softcap``, ``sinks``, ``kv_lengths`` and
     ``skip_threshold``: calls with them that no kernel can compute are refused.
 
+    q_norm, rope, norm: of a call of ``attention_block``. The reason then names what computes norm and RoPE: the pass
+    that quantizes, or PyTorch before it.
+
     target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
     The default is the tensors' own device.
 
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
     """
+    if q_norm is not None or rope is not None:
+        explanation = explain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
+            causal_alignment=causal_alignment, float32_as=float32_as, window=window, softcap=softcap, sinks=sinks,
+            kv_lengths=kv_lengths, skip_threshold=skip_threshold, min_length=min_length, target=target,
+        )  # fmt: skip
+        if not explanation.taken:
+            return explanation
+        names = " and ".join(name for name, x in (("norm", q_norm), ("RoPE", rope)) if x is not None)
+        padding = kv_lengths is not None or (isinstance(attn_mask, Tensor) and attn_mask.shape[-2] == 1)
+        masked_grad = query.requires_grad and (attn_mask is not None or window != (-1, -1))
+        fused = explanation.kernel == "hopper" and norm == "rms" and not padding and not masked_grad
+        by = "in the pass that quantizes Q, K and V" if fused else "by PyTorch, before quantization"
+        return Explanation(explanation.kernel, f"{explanation.reason}; {names} {by}", explanation.precision)
     check_choice("precision", precision, SDPA_PRECISIONS)
     causal = parse_causal(is_causal, causal_alignment)
     check_flag("enable_gqa", enable_gqa)
@@ -141,11 +161,11 @@ def explain(
     if scale is not None and not is_valid_scale(parse_number("scale", scale)):
         return Explanation(TORCH, "scale: the kernels take positive, finite ones")
     if in_context_parallel():
-        explanation: Explanation = ACTIVE[-1].explain(
+        parallel: Explanation = ACTIVE[-1].explain(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, precision=precision,
             causal_alignment=causal_alignment, float32_as=float32_as,
         )  # fmt: skip
-        return explanation
+        return parallel
     if not _is_fused_allowed():
         return Explanation(TORCH, "sdpa_kernel: PyTorch's fused backends are disabled, so only its math remains")
     jagged = is_jagged(query, key, value)
