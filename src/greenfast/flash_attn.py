@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from greenfast.ops.arguments import check_flag, parse_length
+from greenfast.ops.arguments import MAX_LENGTH, check_flag, parse_length
 from greenfast.ops.call_cache import replay
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
 from greenfast.ops.symbols import is_known, require, require_same_shape
 from greenfast.serving.call import AttentionCall, Result, get_constant
-from greenfast.serving.checks import MAX_LENGTH, check_strided
+from greenfast.serving.checks import check_strided_argument
 from greenfast.serving.launch_cache import ATTENTION_CACHE
 from greenfast.serving.pages import view_rows_as_pages
 from greenfast.serving.plan import ServingPlan, describe_tensor
@@ -276,7 +276,7 @@ def _reject_arguments(**arguments: Any) -> None:
 
 
 def _check_query(q: Any, dims: int, names: str) -> None:
-    check_strided("q", q)
+    check_strided_argument("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: its shape is {tuple(q.shape)}; ({names}) is needed")
 
@@ -291,7 +291,7 @@ def _check_pages(**caches: Any) -> None:
     for name, x in caches.items():
         if not isinstance(x, Tensor) or x.dim() < 4:
             raise ValueError(f"{name}: {describe_tensor(x)}; (pages, page_size, kv_heads, head_dim) is needed")
-        check_strided(name, x)
+        check_strided_argument(name, x)
 
 
 def _view_cache(
@@ -325,7 +325,7 @@ def _flatten_out(out: Tensor) -> Tensor:
 
     It must be a view, since it is written.
     """
-    check_strided("out", out)
+    check_strided_argument("out", out)
     if out.dim() != 4:
         raise ValueError(f"out: {describe_tensor(out)}; (batch, seqlen, heads, head_dim) is needed, as q")
     several = not is_known(out.shape[0] <= 1) and not is_known(out.shape[1] == 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from greenfast.device import bound_launch
-from greenfast.ops import cuda, launch_plans, masked, sdpa
+from greenfast.ops import cuda, launch_plans, masked, sdpa, varlen
 from greenfast.serving import call as serving_call
 from greenfast.serving import cuda as serving_cuda
 from greenfast.serving import launch_cache as serving_request
@@ -34,6 +34,7 @@ def forget_launches() -> None:
         sdpa.SDPA_CACHE,
         sdpa.BLOCK_CACHE,
         masked.MASKED_CACHE,
+        varlen.VARLEN_CACHE,
         serving_request.ATTENTION_CACHE,
         serving_request.APPEND_CACHE,
     ):

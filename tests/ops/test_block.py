@@ -15,7 +15,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.phi import modeling_phi
 
 import greenfast
-from greenfast.ops import cuda, sdpa
+from greenfast.ops import block as block_operators
+from greenfast.ops import sdpa
 from greenfast.ops.quantized import QuantizedQKV
 from tests.ops.launched import PretendedGpu, pretend_cuda
 from tests.ops.test_host_caches import assert_launches_repeat
@@ -412,7 +413,7 @@ def test_a_repeated_call_is_not_checked_again(gpu: PretendedGpu, monkeypatch: py
 
 
 def test_quantize_launches_once(gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "QUANTIZE_BLOCK", cuda.quantize_block)  # the dispatcher sees CPU tensors
+    monkeypatch.setattr(sdpa, "QUANTIZE_BLOCK", block_operators._quantize_cuda)  # the dispatcher sees CPU tensors
     for call in repeated():
         options = {name: x for name, x in call.keywords.items() if "causal" not in name and name != "scale"}
         with torch.no_grad():

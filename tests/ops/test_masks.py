@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import greenfast
-from greenfast.ops import cuda, masked
+from greenfast.ops import masked
 from greenfast.ops.backward import _include_sinks
 
 sdpa: Any = greenfast.sdpa
@@ -180,7 +180,7 @@ def test_codes_that_do_not_fit_a_mask_are_refused_by_name() -> None:
 def test_the_gpus_operator_on_codes_checks_masks_and_fills_results_without_keys() -> None:
     """Neither needs a GPU: both are before a launch."""
     q, k, v = make_inputs(9, 9)
-    attend_codes: Any = cuda.masked_codes
+    attend_codes: Any = masked._masked_codes_gpu
     tail = ("fp8", 64, 9, torch.bfloat16, 1, 5, 0, 0.0, 0.0, 0.1)
     codes = greenfast.quantize(q, k, v).tensors()[:6]
     for wrong, error in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from greenfast.ops.symbols import is_certain, require
 
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
+MAX_LENGTH = 2**31 - 1  # in the kernels lengths are int32
+#: Refusals of other GPUs.
+PACKED_ON_HOPPER = "packed sequences have kernels for Hopper GPUs"
+MASKED_ON_HOPPER = "masks other than causal ones, softcap, sinks and skip_threshold: their kernels are for Hopper GPUs"
+_CHECKED: set[tuple[Any, ...]] = set()
+_MAX_CHECKED = 4096
 
 
 def check_flag(name: str, value: object) -> None:
@@ -129,3 +136,61 @@ def check_cast_dtype(float32_as: Any) -> None:
     """Raise TypeError unless a dtype is None or one of the kernels' dtypes."""
     if float32_as is not None and not (isinstance(float32_as, torch.dtype) and float32_as in DTYPES):
         raise TypeError(f"float32_as: {float32_as!r}; {' or '.join(map(str, DTYPES))} is needed, or None")
+
+
+def check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
+    """Call ``check`` once per combination of tensor properties and other arguments, while tracing in every call."""
+    if torch.compiler.is_compiling():
+        check(*tensors, *others)
+        return
+    try:
+        kind = (
+            check,
+            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout) for x in tensors],
+            others,
+        )
+        if kind in _CHECKED:
+            return
+    except (AttributeError, RuntimeError, TypeError):  # not strided tensors (the check raises), or symbolic sizes
+        check(*tensors, *others)
+        return
+    check(*tensors, *others)
+    if len(_CHECKED) >= _MAX_CHECKED:
+        _CHECKED.clear()
+    _CHECKED.add(kind)
+
+
+def check_strided(name: str, x: Any) -> None:
+    """Raise TypeError unless x is a strided tensor. Nested and sparse tensors are refused."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
+
+
+def check_starts(name: str, starts: Tensor, tokens: int, owner: str) -> list[int]:
+    """Return the lengths between the starts of sequences.
+
+    Raises ValueError unless they ascend within ``tokens`` tokens.
+
+    owner: the name of the tensor with these tokens.
+    """
+    ends: list[int] = starts.tolist()
+    lengths = [b - a for a, b in pairwise(ends)]
+    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > tokens:
+        raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {tokens} tokens of {owner}")
+    return lengths
+
+
+def check_used(seqused_k: Tensor, lengths: list[int]) -> list[int]:
+    """Return the numbers of keys that are used. Raises ValueError if a sequence has fewer; lengths: its keys."""
+    used: list[int] = seqused_k.tolist()
+    for b, (n, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= n <= length:
+            raise ValueError(f"seqused_k: {n} of sequence {b}; it has {length} keys")
+    return used
+
+
+def has_key_mean(softcap: float, sinks: Tensor | None) -> bool:
+    """Return whether K may be quantized minus a mean: not if a score's own value matters, as with softcap and sinks."""
+    return softcap == 0.0 and sinks is None

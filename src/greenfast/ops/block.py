@@ -16,9 +16,9 @@ from torch import Tensor
 from greenfast.kernels.quantize.qkv import Prologue
 from greenfast.numerics.serving_append import rotate
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import check_flag, parse_length, parse_number
+from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
-from greenfast.ops.layout import empty_rows
+from greenfast.ops.layout import empty_rows, is_aligned
 from greenfast.ops.quantized import build_config, check_choice, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
@@ -412,9 +412,13 @@ def build_prologue(options: QKTransform, batch: int) -> Prologue:
 def _parse_operator(query: Tensor, key: Tensor, value: Tensor, args: Sequence[Any]) -> tuple[QKTransform, Any]:
     """Return the transform and the other arguments of an operator, checked."""
     options = QKTransform(*args[:8])
-    check_tensors(query, key, value)
-    check_transform(query, key, options)
+    _check_operator(query, key, value, *options)
     return options, args[8:]
+
+
+def _check_operator(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
+    check_tensors(query, key, value)
+    check_transform(query, key, QKTransform(*options))
 
 
 def _quantize_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -422,8 +426,13 @@ def _quantize_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tupl
     return torch_ops.quantize_cpu(*transform_both(query, key, options), value, *choices)
 
 
-def _quantize_cuda(*args: Any) -> Any:
-    return torch_ops.load_cuda().quantize_block(*args)
+def _quantize_cuda(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+    options, choices = _parse_operator(query, key, value, args)
+    cuda, (_, _, values, *_) = torch_ops.load_cuda(), choices
+    if query.numel() == 0 or key.numel() == 0 or values != "block":
+        return cuda.quantize(*transform_both(query, key, options), value, *choices)
+    options = _make_readable(options)
+    return cuda.quantize_block(query, key, value, options[:4], build_prologue(options, query.shape[0]), *choices)
 
 
 def _quantize_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -441,8 +450,48 @@ def _block_cpu(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     return out.copy_(reference.attention(codes, causal, scale)[0])
 
 
-def _block_cuda(*args: Any) -> Any:
-    return torch_ops.load_cuda().block(*args)
+def attend_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    """``torch.ops.greenfast.block`` of CUDA tensors."""
+    options = QKTransform(*args[:8])
+    check_once(_check_operator, (query, key, value, *options[:4]), options[4:])
+    cuda, choices = torch_ops.load_cuda(), args[8:]
+    if query.numel() == 0 or key.numel() == 0:
+        return empty_rows(query, query.shape[3]).zero_()
+    if not cuda.has_block_scales(query.get_device()):
+        return cuda.sdpa(*transform_both(query, key, options), value, *choices)  # type: ignore[no-any-return]
+    options = _make_readable(options)
+    prologue = build_prologue(options, query.shape[0])
+    return cuda.block(query, key, value, options[:4], prologue, *choices)  # type: ignore[no-any-return]
+
+
+def get_block_plan(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+    """Return the launches of ``attend_block`` for such arguments, or None if they needed copies or other kernels."""
+    options = QKTransform(*args[:8])
+    if not _is_readable(options):
+        return None
+    prologue = build_prologue(options, query.shape[0])
+    return torch_ops.load_cuda().get_block_plan(query, key, value, options[:4], prologue, *args[8:])
+
+
+def _is_readable(options: QKTransform) -> bool:
+    """Return whether the kernel can read the weights and tables."""
+    weights_fit = all(x is None or (x.is_contiguous() and is_aligned(x.data_ptr())) for x in options[:2])
+    cos, sin = options.cos, options.sin
+    if cos is None or sin is None:
+        return weights_fit
+    return (
+        weights_fit
+        and cos.stride() == sin.stride()
+        and all(x.stride(-1) == 1 and is_aligned(x.data_ptr()) for x in (cos, sin))
+    )
+
+
+def _make_readable(options: QKTransform) -> QKTransform:
+    """Return norm and RoPE, with copies of weights and tables if the kernel cannot read one of them."""
+    if _is_readable(options):
+        return options
+    q_norm, k_norm, cos, sin = (x if x is None else x.clone(memory_format=torch.contiguous_format) for x in options[:4])
+    return options._replace(q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
 
 
 def _block_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
@@ -480,7 +529,7 @@ for _name, _schema, _cpu, _cuda, _fake, _refusal in (
         "block_backward", f"(Tensor grad, {_ARGUMENTS}, {_ATTENTION}) -> {_FIVE}", _backward, _backward, _backward_fake,
         "greenfast.attention_block: its gradients are not differentiable",
     ),
-    ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, _block_cuda, _block_fake, None),
+    ("block", f"({_ARGUMENTS}, {_ATTENTION}) -> Tensor", _block_cpu, attend_block, _block_fake, None),
 ):  # fmt: skip
     torch_ops.define_operator(_name, _schema, _cpu, _cuda, _fake)
     autograd.register(

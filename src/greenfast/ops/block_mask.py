@@ -16,10 +16,10 @@ from torch import Tensor
 
 from greenfast.kernels.attention.block_mask import EMPTY_TILE, FULL_TILE, ROW_WORDS, TILE
 from greenfast.ops import torch_ops
-from greenfast.ops.arguments import check_flag, parse_length
+from greenfast.ops.arguments import check_flag, check_once, check_strided, parse_length
+from greenfast.ops.layout import allocate_mask
 from greenfast.ops.quantized import format_tensor
 from greenfast.ops.symbols import is_certain, require, require_same_shape
-from greenfast.serving.checks import check_once, check_strided
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
@@ -407,6 +407,7 @@ def _block_mask_cpu(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _block_mask_cuda(mask: Tensor) -> Any:
+    check_once(check_mask, (mask,), ())
     return torch_ops.load_cuda().block_mask(mask)
 
 
@@ -420,13 +421,6 @@ def _allocate_for(like: Tensor, batch: Any, heads: Any, q_len: Any, kv_len: Any)
     rows, tiles = -(-q_len // TILE), -(-kv_len // TILE)
     bits = torch.sym_max(1, batch * heads * rows * tiles)  # type: ignore[no-untyped-call]
     return allocate_mask(like, (batch, heads, rows), tiles, bits)
-
-
-def allocate_mask(like: Tensor, blocks: Any, tiles: Any, bits: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized counts, entries and bits."""
-    shapes = (*blocks, 2), (*blocks, tiles, 2), (bits, TILE, ROW_WORDS)
-    counts, entries, words = (like.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return counts, entries, words
 
 
 def _segment_mask_cpu(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -444,6 +438,7 @@ def _segment_mask_cpu(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> 
 
 
 def _segment_mask_cuda(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> Any:
+    check_segments(q_segments, kv_segments)
     return torch_ops.load_cuda().segment_mask(q_segments, kv_segments, causal)
 
 
@@ -471,6 +466,7 @@ def _block_lists_cpu(counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tens
 
 
 def _block_lists_cuda(counts: Tensor, indices: Tensor, kv_len: int) -> Any:
+    check_lists(counts, indices)
     return torch_ops.load_cuda().block_lists(counts, indices, kv_len)
 
 

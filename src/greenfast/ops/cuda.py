@@ -31,13 +31,10 @@ from greenfast.kernels.attention.config import (
 from greenfast.kernels.attention.heuristics import Tiling, tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
-from greenfast.ops.block import QKTransform, build_prologue, check_transform, transform_both
-from greenfast.ops.block_mask import allocate_mask, check_lists, check_mask, check_segments
+from greenfast.ops.arguments import MASKED_ON_HOPPER, PACKED_ON_HOPPER, has_key_mean
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
-from greenfast.ops.layout import empty_rows, is_aligned, make_tma_compatible, row_strides
-from greenfast.ops.masked import MASKED_ON_HOPPER, check_masked, check_masked_codes
+from greenfast.ops.layout import allocate_mask, empty_rows, is_aligned, make_tma_compatible, row_strides
 from greenfast.ops.quantized import FINE, build_config, check_tensors
-from greenfast.ops.varlen import PACKED_ON_HOPPER, check_varlen, has_key_mean
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch
@@ -49,6 +46,7 @@ _ATTENTION_BUFFERS = ("q_codes", "k_codes", "v_codes", "q_scale", "k_scale", "v_
 _build_config = lru_cache(maxsize=1024)(build_config)  # eager calls repeat their options
 
 Shape = tuple[int, ...]
+Extras = tuple[Tensor | None, ...]
 
 
 def _make_plan_key(kind: str, lse: bool, *args: Any) -> tuple[Any, ...]:
@@ -170,24 +168,25 @@ def quantize(
     return _quantize(query, key, value, None, (precision, blocks, values, key_mean, rotate))
 
 
-def quantize_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """``torch.ops.greenfast.quantize_block`` of CUDA tensors."""
-    options = QKTransform(*args[:8])
-    check_tensors(query, key, value)
-    check_transform(query, key, options)
-    return _quantize(query, key, value, options, args[8:])
+def quantize_block(
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, *choices: Any
+) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.quantize_block`` of CUDA tensors that are not empty, with scales of blocks.
+
+    extras: the weights of the norms, cos and sin, or None. The tensors are checked. choices: as for ``quantize``.
+    """
+    return _quantize(query, key, value, prologue, choices, extras)
 
 
 def _quantize(
-    query: Tensor, key: Tensor, value: Tensor, options: QKTransform | None, choices: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
-    """choices: the arguments of ``quantize`` after the tensors."""
+    query: Tensor, key: Tensor, value: Tensor, prologue: qkv.Prologue | None, choices: tuple[Any, ...],
+    extras: Extras = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """choices: the arguments of ``quantize`` after the tensors. extras: as for ``quantize_block``."""
     check_tensors(query, key, value)
     choices = (query.shape[3], query.dtype, *choices)
     config = _build_config(*choices)
     if query.numel() == 0 or key.numel() == 0 or config.value_scales != "block":
-        if options is not None:
-            query, key = transform_both(query, key, options)
         return reference.quantize(query, key, value, config).tensors()
     device = query.get_device()
     query, key, value = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
@@ -195,11 +194,8 @@ def _quantize(
     buffers = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
     inputs: tuple[Tensor, ...] = (query, key, value)
     plan_key: tuple[Any, ...] = (choices, device, *(x.shape for x in inputs), *(x.stride() for x in inputs))
-    prologue = None
-    if options is not None:
-        options = _make_readable(options)
-        prologue = build_prologue(options, query.shape[0])
-        inputs += tuple(x for x in options[:4] if x is not None)
+    if prologue is not None:
+        inputs += tuple(x for x in extras if x is not None)
         plan_key = (*plan_key, prologue)
     plan = _PLANS.get(plan_key)
     if plan is None:
@@ -209,25 +205,6 @@ def _quantize(
         plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, steps, names, work, size), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*inputs, *buffers.values())])
     return tuple(buffers.values())
-
-
-def _make_readable(options: QKTransform) -> QKTransform:
-    """Return norm and RoPE, with copies of weights and tables that the kernel cannot read."""
-
-    def fits(x: Tensor) -> bool:
-        return x.stride(-1) == 1 and is_aligned(x.data_ptr())
-
-    def is_weight(x: Tensor) -> bool:
-        return x.is_contiguous() and is_aligned(x.data_ptr())
-
-    def copy(x: Tensor) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
-
-    q_norm, k_norm = (x if x is None or is_weight(x) else copy(x) for x in options[:2])
-    cos, sin = options.cos, options.sin
-    if cos is not None and sin is not None and not (fits(cos) and fits(sin) and cos.stride() == sin.stride()):
-        cos, sin = copy(cos), copy(sin)
-    return options._replace(q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin)
 
 
 def attention(query: Tensor, *args: Any) -> Tensor:
@@ -370,38 +347,36 @@ def _sdpa_unfused(
     return out, (sums, codes.tensors()[-1]) if lse else ()
 
 
-def block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    """``torch.ops.greenfast.block`` of CUDA tensors."""
-    options = QKTransform(*args[:8])
-    precision, causal, scale = args[8:]
-    device, shape = query.get_device(), query.shape
-    tensors = (query, key, value, *(x for x in options[:4] if x is not None))
-    plan_key = _make_plan_key("block", False, query, key, value, *args)
+def has_block_scales(device: int) -> bool:
+    """Return whether a GPU's attention kernel reads scales of blocks."""
+    return get_target(device).name == hopper.TARGET.name
+
+
+def block(
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, precision: str, causal: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """``torch.ops.greenfast.block`` of CUDA tensors that are not empty, on a GPU with scales of blocks.
+
+    extras: as for ``quantize_block``. The tensors are checked.
+    """
+    compatible = make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value)
+    options = (precision, causal, scale)
+    plan_key = _make_plan_key("block", False, *compatible, *extras, prologue, *options)
     plan = _PLANS.get(plan_key)
     if plan is None:
-        check_tensors(query, key, value)
-        check_transform(query, key, options)
-        if query.numel() == 0 or key.numel() == 0:
-            return empty_rows(query, shape[3]).zero_()
-        target = get_target(device)
-        config = build_sdpa_config(target, shape[3], query.dtype, precision, causal)
-        if config.key_scales == "head":
-            return _sdpa_unfused(*transform_both(query, key, options), value, config, scale)[0]
-    compatible = (make_tma_compatible(query), make_tma_compatible(key), make_tma_compatible(value))
-    readable = _make_readable(options)
-    if any(x is not y for x, y in zip((query, key, value, *options[:4]), (*compatible, *readable[:4]), strict=True)):
-        return block(*compatible, *readable, precision, causal, scale)
-    if plan is None:
-        built = _build_block_plan(query, key, value, config, build_prologue(options, shape[0]), scale)
-        plan = put_bounded(_PLANS, plan_key, built, _MAX_PLANS)
-    out = query.new_empty_strided(shape, plan.out_strides)
-    plan.launch([x.data_ptr() for x in (*tensors, out)])
+        config = build_sdpa_config(get_target(query.get_device()), query.shape[3], query.dtype, precision, causal)
+        plan = put_bounded(_PLANS, plan_key, _build_block_plan(*compatible, config, prologue, scale), _MAX_PLANS)
+    out = query.new_empty_strided(query.shape, plan.out_strides)
+    plan.launch([x.data_ptr() for x in (*compatible, *(x for x in extras if x is not None), out)])
     return out
 
 
-def get_block_plan(*args: Any) -> LaunchPlan | None:
+def get_block_plan(
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, prologue: qkv.Prologue, *options: Any
+) -> LaunchPlan | None:
     """Return the plan of ``block`` for such arguments, or None if their launch needed copies."""
-    return _PLANS.get(_make_plan_key("block", False, *args))
+    return _PLANS.get(_make_plan_key("block", False, query, key, value, *extras, prologue, *options))
 
 
 def _build_block_plan(
@@ -437,7 +412,6 @@ def varlen(
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
-        check_varlen(query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks)
         if query.numel() == 0 or key.numel() == 0 or cu_seq_q.shape[0] == 1:
             if lse:
                 sums.fill_(-float("inf")) if sinks is None else sums.copy_(sinks.unsqueeze(1))
@@ -541,7 +515,6 @@ def masked(
     plan = _PLANS.get(plan_key)
     centered = has_key_mean(softcap, sinks)
     if plan is None:
-        check_masked(query, key, value, *extras)
         if query.numel() == 0 or key.numel() == 0:
             sums = query.new_full(shape[:3], -float("inf"), dtype=torch.float32)
             out = empty_rows(query, shape[3]).zero_()
@@ -609,7 +582,6 @@ def masked_codes(
     plan_key = _make_plan_key("masked_codes", lse, *codes, *extras, *options)
     plan = _PLANS.get(plan_key)
     if plan is None:
-        check_masked_codes(query, key_length, *extras)
         if out.numel() == 0 or key_length == 0:
             out, sums = _fill_without_keys(out, sums)
             return out, sums if sinks is None else sums.maximum(sinks.view(-1, 1))
@@ -750,8 +722,6 @@ def _build_sdpa_plan(query: Tensor, key: Tensor, value: Tensor, config: Attentio
 def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.block_mask`` of a CUDA tensor."""
     plan_key = ("block_mask", mask.shape, mask.stride(), mask.dtype, mask.get_device())
-    if plan_key not in _PLANS:
-        check_mask(mask)
     sizes = mask_kernels.MaskSizes(*mask.shape)
     packing = partial(mask_kernels.pack_launch, sizes, mask.stride())
     return _pack_mask(plan_key, sizes, mask_kernels.pack_kernel, packing, {"mask": mask})
@@ -759,7 +729,6 @@ def block_mask(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def segment_mask(q_segments: Tensor, kv_segments: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.segment_mask`` of CUDA tensors."""
-    check_segments(q_segments, kv_segments)
     dtype = torch.promote_types(q_segments.dtype, kv_segments.dtype)
     segments = {"q_segments": q_segments, "kv_segments": kv_segments}
     segments = {name: x.to(dtype).contiguous() for name, x in segments.items()}
@@ -793,7 +762,6 @@ def _pack_mask(
 
 def block_lists(list_counts: Tensor, indices: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.block_lists`` of CUDA tensors."""
-    check_lists(list_counts, indices)
     if list_counts.dtype != indices.dtype:
         list_counts = list_counts.to(torch.int64)
         indices = indices.to(torch.int64)

@@ -1,10 +1,13 @@
-"""Memory layouts of tensors (batch, heads, length, head_dim)."""
+"""Memory layouts of tensors (batch, heads, length, head_dim), and of the fields of a mask."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from greenfast.kernels.attention.block_mask import ROW_WORDS, TILE
 from greenfast.ops.symbols import is_known
 
 ROW_ALIGNMENT = 16  # bytes; alignment of rows
@@ -65,3 +68,10 @@ def make_tma_compatible(x: Tensor, *, unique_rows: bool = False) -> Tensor:
     strides = [stride for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
     fits = x.stride(3) == 1 and all(stride % 8 == 0 for stride in strides) and not (unique_rows and 0 in strides)
     return x if fits and is_aligned(x.data_ptr()) else empty_rows(x, x.shape[3]).copy_(x)
+
+
+def allocate_mask(like: Tensor, blocks: Any, tiles: Any, bits: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized counts, entries and bits of a ``BlockMask``. blocks: (batch, heads, blocks of rows)."""
+    shapes = (*blocks, 2), (*blocks, tiles, 2), (bits, TILE, ROW_WORDS)
+    counts, entries, words = (like.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return counts, entries, words

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import parse_number, parse_scale, parse_window
+from greenfast.ops.arguments import check_once, has_key_mean, parse_number, parse_scale, parse_window
 from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
-from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_codes_once, check_tensors
+from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_tensors
 from greenfast.ops.symbols import is_known, require
-from greenfast.ops.varlen import MAX_WINDOW, has_key_mean
+from greenfast.ops.varlen import MAX_WINDOW
 
 #: Of the GPUs with kernels.
-MASKED_ON_HOPPER = "masks other than causal ones, softcap, sinks and skip_threshold: their kernels are for Hopper GPUs"
 TOKEN_MASKS = (
     f"precision: {TOKEN!r} has no masks other than causal ones, softcap, sinks and skip_threshold; 'fp8' has them"
 )
@@ -264,8 +263,8 @@ def check_masked(
 
 
 def check_masked_codes(
-    query: Tensor, key_length: Any, kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None,
-    entries: Tensor | None, bits: Tensor | None,
+    query: Tensor, kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None,
+    bits: Tensor | None, key_length: Any,
 ) -> None:  # fmt: skip
     """The same for the operator on codes, which ``check_codes`` has accepted. query: their Q."""
     _check_mask(query, key_length, kv_lengths, None, sinks, counts, entries, bits)
@@ -364,7 +363,7 @@ def _masked_codes_lse_cpu(
     codes = QuantizedQKV(
         query, key, value, query_scale, key_scale, value_scale, None, precision, head_dim, key_length, dtype
     )
-    check_masked_codes(query, key_length, kv_lengths, sinks, counts, entries, bits)
+    check_masked_codes(query, kv_lengths, sinks, counts, entries, bits, key_length)
     _check_lengths(kv_lengths, key_length)
     spec = _make_spec(query, key_length, kv_lengths, None, counts, entries, bits, alignment, window_left, window_right)
     mask = spec.build_bool(query.shape[2], key_length, query.device)
@@ -375,17 +374,21 @@ def _masked_codes_lse_cpu(
 
 
 def _masked_codes_lse_cuda(*args: Any) -> Any:
-    check_codes_once(args[:6], *args[11:15])
-    return torch_ops.load_cuda().masked_codes(True, *args)
+    return _masked_codes_gpu(True, *args)
 
 
 def _masked_codes_cuda(*args: Any) -> Any:
-    check_codes_once(args[:6], *args[11:15])
-    return torch_ops.load_cuda().masked_codes(False, *args)[0]
+    return _masked_codes_gpu(False, *args)[0]
+
+
+def _masked_codes_gpu(lse: bool, *args: Any) -> Any:
+    check_once(check_masked_codes, (args[0], *args[6:11]), (args[13],))
+    return torch_ops.load_cuda().masked_codes(lse, *args)
 
 
 def _masked_codes_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    check_masked_codes(query, args[12], *args[5:10])
+    kv_lengths, sinks, counts, entries, bits = args[5:10]
+    check_masked_codes(query, kv_lengths, sinks, counts, entries, bits, args[12])
     out = query.new_empty((*query.shape[:3], args[11]), dtype=args[13])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
@@ -395,11 +398,16 @@ def _masked_cpu(*args: Any) -> Tensor:
 
 
 def _masked_cuda(*args: Any) -> Any:
-    return torch_ops.load_cuda().masked(False, *args)[0]
+    return _masked_gpu(False, *args)[0]
 
 
 def _masked_lse_cuda(*args: Any) -> Any:
-    return torch_ops.load_cuda().masked(True, *args)
+    return _masked_gpu(True, *args)
+
+
+def _masked_gpu(lse: bool, *args: Any) -> Any:
+    check_once(check_masked, args[:9], ())
+    return torch_ops.load_cuda().masked(lse, *args)
 
 
 def _masked_fake(query: Tensor, *args: Any) -> Tensor:
@@ -518,7 +526,7 @@ def compute_masked(
         return replayed[0]
     if not torch_ops.can_skip_dispatcher(*[x for x in args if isinstance(x, Tensor)]):
         return MASKED(*args)
-    out, _ = torch_ops.load_cuda().masked(False, *args)
+    out = _masked_cuda(*args)
     plan = torch_ops.load_cuda().get_masked_plan(False, *args)
     if plan is not None:
         launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
+    MASKED_ON_HOPPER,
+    PACKED_ON_HOPPER,
     check_cast_dtype,
     check_flag,
     is_valid_scale,
@@ -33,7 +35,7 @@ from greenfast.ops.canonicalize import (
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import MASKED_ON_HOPPER, TOKEN_MASKS, describe_mask, parse_options
+from greenfast.ops.masked import TOKEN_MASKS, describe_mask, parse_options
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -44,7 +46,6 @@ from greenfast.ops.quantized import (
     pad_head_dim_size,
 )
 from greenfast.ops.symbols import is_certain
-from greenfast.ops.varlen import PACKED_ON_HOPPER
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError

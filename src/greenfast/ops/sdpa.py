@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
-from greenfast.ops.arguments import check_cast_dtype, check_flag, parse_causal, parse_dropout, parse_scale
+from greenfast.ops.arguments import check_cast_dtype, check_flag, has_key_mean, parse_causal, parse_dropout, parse_scale
 from greenfast.ops.block import (
     BLOCK,
     QUANTIZE_BLOCK,
     Norm,
     RowArguments,
+    attend_block,
+    get_block_plan,
     parse_transform,
     simplify,
     transform,
@@ -65,7 +67,7 @@ from greenfast.ops.quantized import (
 from greenfast.ops.routing import explain
 from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
-from greenfast.ops.varlen import attend_jagged, has_key_mean
+from greenfast.ops.varlen import attend_jagged
 
 RowNorm = Tensor | bool | None
 Tables = tuple[Tensor, Tensor]
@@ -642,13 +644,12 @@ def attention_block(
         )  # fmt: skip
     args = (query, key, value, *options, precision, causal, factor)
     if torch_ops.can_skip_dispatcher(query, key, value, *[x for x in options[:2] if x is not None]):
-        out: Tensor = torch_ops.load_cuda().block(*args)
-        plan = torch_ops.load_cuda().get_block_plan(*args)
+        out = attend_block(*args)
+        plan = get_block_plan(*args)
         if repeats and plan is not None:
             BLOCK_CACHE.put(request, CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), 7))
         return out
-    out = BLOCK(*args)
-    return out
+    return BLOCK(*args)  # type: ignore[no-any-return]
 
 
 def _is_simple(query: Any, key: Any, value: Any, rope: Any, *biases: Any) -> bool:

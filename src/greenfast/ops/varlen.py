@@ -16,21 +16,31 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import Mask
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import check_flag, parse_length, parse_number, parse_scale, parse_window
+from greenfast.ops.arguments import (
+    MAX_LENGTH,
+    check_flag,
+    check_once,
+    check_starts,
+    check_used,
+    has_key_mean,
+    parse_length,
+    parse_number,
+    parse_scale,
+    parse_window,
+)
 from greenfast.ops.backward import flash_backward, refuse_gradients
-from greenfast.ops.call_cache import replay
+from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import get_rows_shape
+from greenfast.ops.layout import is_capturing
 from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
 from greenfast.ops.symbols import require, require_same_shape
-from greenfast.serving.checks import MAX_LENGTH, check_once, check_starts, check_used
-from greenfast.serving.launch_cache import ATTENTION_CACHE, record_packed
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
 
-PACKED_ON_HOPPER = "packed sequences have kernels for Hopper GPUs"
 _MAX_HEAD_DIM = 256
 MAX_WINDOW = 2**30  # of a window, so that sums in int32 cannot overflow
+VARLEN_CACHE = CallCache(7)  # calls that skipped the dispatcher; their first 7 arguments are tensors or None
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? seqused_k, Tensor? sinks, "
     "SymInt max_q, SymInt max_k, str precision, int window_left, int window_right, float softcap, float scale"
@@ -83,10 +93,10 @@ def varlen_attn(
         # A pair or one argument, so that requests with other arguments differ in length.
         window = window_size if type(window_size) is tuple and len(window_size) == 2 else (window_size,)
         request = (
-            query, None, None, None, key, value, None, None, cu_seq_k, None, None, cu_seq_q, seqused_k, None, None,
-            None, sinks, max_q, max_k, precision, *window, softcap, scale, enable_gqa, wants_lse,
+            query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, *window, softcap, scale,
+            enable_gqa, wants_lse,
         )  # fmt: skip
-        replayed = replay(ATTENTION_CACHE, request, query)
+        replayed = replay(VARLEN_CACHE, request, query)
         if replayed is not None:
             return replayed if wants_lse else replayed[0]  # type: ignore[return-value]
     check_choice("precision", precision, PRECISIONS)
@@ -111,14 +121,30 @@ def varlen_attn(
     arguments = (
         query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, cap, factor
     )  # fmt: skip
-    out, lse = attend_packed(arguments, None, wants_lse, request)
+    out, lse = attend_packed(arguments, None, wants_lse)
+    if request is not None:
+        _record_launches(request, arguments, wants_lse)
     return out if lse is None else (out, lse)
 
 
-def attend_packed(
-    args: tuple[Any, ...], out: Tensor | None, wants_lse: bool, request: tuple[Any, ...] | None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute attention of packed sequences, and record its launches for ``request``.
+def _record_launches(request: tuple[Any, ...], args: tuple[Any, ...], wants_lse: bool) -> None:
+    """Record the launches of a call, unless it used copies or added the mean of the keys after the launches.
+
+    args: the operator's arguments. Memory of a CUDA graph belongs to the graph, so its calls are not recorded.
+    """
+    tensors = [x for x in args[:7] if x is not None]
+    if not VARLEN_CACHE.cacheable(request) or not torch_ops.can_skip_dispatcher(*tensors):
+        return
+    plan = None if is_capturing(args[0].device) else torch_ops.load_cuda().get_varlen_plan(wants_lse, *args)
+    if plan is None or "k_mean" in plan.names:
+        return
+    names = (*plan.names[: plan.names.index("out")], *(["lse"] if wants_lse else []), "out")
+    launch = CachedLaunch(plan.with_argument_order(names), build_allocator(args[0], args[0].dtype), 3, wants_lse)
+    VARLEN_CACHE.put(request, launch)
+
+
+def attend_packed(args: tuple[Any, ...], out: Tensor | None, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of packed sequences.
 
     args: the operator's arguments. out: a tensor for the output, without gradients. Returns the output, and the
     log-sum-exp or None.
@@ -133,8 +159,6 @@ def attend_packed(
         result, lse = VARLEN_LSE(*args) if wants_lse else (VARLEN(*args), None)
         return (result, lse) if out is None else (out.copy_(result), lse)
     result, lse = torch_ops.load_cuda().varlen(wants_lse, *args, out)
-    if request is not None:
-        record_packed(request, args, lse=wants_lse)
     return result, lse if wants_lse else None
 
 
@@ -153,7 +177,7 @@ def attend_jagged(
     max_q, max_k = (get_rows_shape(x)[1] if x._maybe_max_seqlen is None else x._maybe_max_seqlen for x in (query, key))
     q, k, v = (_pack_rows(x, starts) for x, starts in ((query, starts_q), (key, starts_k), (value, starts_k)))
     args = (q, k, v, starts_q, starts_k, None, sinks, max_q, max_k, precision, *window, softcap, scale)
-    out, lse = attend_packed(args, None, wants_lse, None)
+    out, lse = attend_packed(args, None, wants_lse)
     out = _unpack_rows(out, query, starts_q)
     return out, None if lse is None else _unpack_rows(lse.transpose(0, 1), query, starts_q)
 
@@ -295,20 +319,17 @@ def _varlen_lse_cpu(
     return out, lse
 
 
-def has_key_mean(softcap: float, sinks: Tensor | None) -> bool:
-    """Return whether K may be quantized minus a mean: not if a score's own value matters, as with softcap and sinks."""
-    return softcap == 0.0 and sinks is None
-
-
 def _varlen_cpu(*args: Any) -> Tensor:
     return _varlen_lse_cpu(*args)[0]
 
 
 def _varlen_lse_cuda(*args: Any) -> Any:
+    check_once(check_varlen, args[:7], ())
     return torch_ops.load_cuda().varlen(True, *args)
 
 
 def _varlen_cuda(*args: Any) -> Any:
+    check_once(check_varlen, args[:7], ())
     return torch_ops.load_cuda().varlen(False, *args)[0]
 
 

@@ -17,6 +17,7 @@ from greenfast.ops import torch_ops
 from greenfast.ops.arguments import (
     check_cast_dtype,
     check_flag,
+    check_starts,
     parse_causal,
     parse_dropout,
     parse_length,
@@ -39,7 +40,7 @@ from greenfast.parallel.group import RankGroup, get_group
 from greenfast.parallel.layout import ShardLayout
 from greenfast.parallel.torch_ops import CONTEXT_ATTENTION, METHODS
 from greenfast.parallel.varlen import CONTEXT_VARLEN
-from greenfast.serving.checks import check_keys, check_out, check_starts, should_check_values
+from greenfast.serving.checks import check_keys, check_out, should_check_values
 from greenfast.serving.plan import describe_tensor
 
 Method = Literal["auto", "ring", "ulysses"]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.serving.config import NARROW_ROWS
-from greenfast.ops.arguments import check_flag, is_valid_scale, parse_length, parse_number
+from greenfast.ops.arguments import (
+    MAX_LENGTH,
+    check_flag,
+    check_once,
+    check_starts,
+    is_valid_scale,
+    parse_length,
+    parse_number,
+)
 from greenfast.ops.layout import is_capturing, synchronized
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.ops.symbols import is_certain, is_known, require, require_same_shape
@@ -18,21 +26,18 @@ from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import (
     E4M3,
     MAX_GROUP_SIZE,
-    MAX_LENGTH,
     NUM_ATTENTION_TENSORS,
     check_append_once,
     check_attention_once,
     check_keys,
-    check_once,
     check_out,
     check_queries,
-    check_starts,
-    check_strided,
+    check_strided_argument,
     check_values,
     is_valid_grouping,
     should_check_values,
 )
-from greenfast.serving.launch_cache import record_attention
+from greenfast.serving.launch_cache import record_attention, record_packed
 from greenfast.serving.pages import (
     PAGE,
     allocate_pages,
@@ -117,7 +122,7 @@ class AttentionCall:
         allow_dense: compute by the dense kernel if that is faster. A row then depends on all rows of its sequence.
         """
         for name, x in (("k", k), ("v", v)):
-            check_strided(name, x)
+            check_strided_argument(name, x)
             if x.dim() != 3:
                 raise ValueError(
                     f"{name}: {describe_tensor(x)}; without block_table (total_k, kv_heads, head_dim) is needed"
@@ -214,7 +219,9 @@ class AttentionCall:
             self.q, k, v, self.cu_seqlens_q, cu_seqlens_k, seqused_k, self.sinks, self.max_seqlen_q, max_seqlen_k,
             "fp8", min(left, MAX_WINDOW), min(right, MAX_WINDOW), self.softcap, self.scale,
         )  # fmt: skip
-        out, lse = attend_packed(args, self.out, wants_lse, request)
+        out, lse = attend_packed(args, self.out, wants_lse)
+        if request is not None:
+            record_packed(request, args, lse=wants_lse)
         return out if lse is None else (out, lse)
 
     def append(
@@ -228,7 +235,7 @@ class AttentionCall:
         if interleaved is not True and interleaved is not False:
             check_flag("rotary_interleaved", interleaved)
         for name, x in (("k", k), ("v", v)):
-            check_strided(name, x)
+            check_strided_argument(name, x)
             if x.dim() != (4 if starts is None else 3) or (starts is None and not require(x.shape[0] == batch)):
                 raise ValueError(
                     f"{name}: {describe_tensor(x)}; ({shape}, kv_heads, head_dim) is needed, batch {batch}"
@@ -362,7 +369,7 @@ def _can_check_values(first: Tensor, *others: Tensor | None) -> bool:
 
 def make_rows_dense(name: str, x: Tensor) -> Tensor:
     """Return x with dense rows. Raises TypeError for nested and sparse tensors."""
-    check_strided(name, x)
+    check_strided_argument(name, x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

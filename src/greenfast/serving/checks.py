@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.ops.arguments import parse_length
+from greenfast.ops.arguments import MAX_LENGTH, check_once, check_starts, check_strided, check_used, parse_length
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
@@ -21,8 +20,7 @@ MAX_GROUP_SIZE = 16  # query heads per KV head
 CHECK_PAGES = "GREENFAST_CHECK_PAGES"
 _CHECK_PAGES_ENABLED = os.environ.get(CHECK_PAGES, "0") not in ("", "0")
 
-#: In the kernels lengths are int32, and numbers are float32.
-MAX_LENGTH = 2**31 - 1
+#: In the kernels numbers are float32.
 _MAX_FLOAT = torch.finfo(torch.float32).max
 _MAX_STRIDE = 2**34  # bytes; the kernels count units of 8 bytes in int32
 _ROW_ALIGNMENT = 16  # bytes; alignment of rows
@@ -42,30 +40,6 @@ _DISPLAY_NAMES = {
     "sinks": "sinks (s_aux)",
     "plan": "plan (scheduler_metadata)",
 }
-_CHECKED: set[tuple[Any, ...]] = set()
-_MAX_CHECKED = 4096
-
-
-def check_once(check: Any, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> None:
-    """Call ``check`` once per combination of tensor properties and other arguments, while tracing in every call."""
-    if torch.compiler.is_compiling():
-        check(*tensors, *others)
-        return
-    try:
-        kind = (
-            check,
-            *[x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.layout) for x in tensors],
-            others,
-        )
-        if kind in _CHECKED:
-            return
-    except (AttributeError, RuntimeError, TypeError):  # not strided tensors (the check raises), or symbolic sizes
-        check(*tensors, *others)
-        return
-    check(*tensors, *others)
-    if len(_CHECKED) >= _MAX_CHECKED:
-        _CHECKED.clear()
-    _CHECKED.add(kind)
 
 
 def check_attention_once(*args: Any) -> None:
@@ -78,17 +52,13 @@ def check_append_once(*args: Any) -> None:
     check_once(check_append, args[:NUM_APPEND_TENSORS], args[NUM_APPEND_TENSORS:])
 
 
-def check_strided(name: str, x: Any) -> None:
-    """Raise TypeError unless x is a strided tensor. Nested and sparse tensors are refused."""
-    shown = _DISPLAY_NAMES.get(name, name)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{shown}: a torch.Tensor is needed, got {type(x).__name__}")
-    if x.is_nested or x.layout is not torch.strided:
-        raise TypeError(f"{shown}: it is nested or sparse; a strided tensor is needed")
+def check_strided_argument(name: str, x: Any) -> None:
+    """Raise TypeError unless x is a strided tensor. Errors show FlashAttention's names too."""
+    check_strided(_DISPLAY_NAMES.get(name, name), x)
 
 
 def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tensor | None, hint: str = "") -> None:
-    check_strided(name, x)
+    check_strided_argument(name, x)
     shown = _DISPLAY_NAMES.get(name, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{hint}")
@@ -364,20 +334,6 @@ def should_check_values(x: Tensor) -> bool:
     return _CHECK_PAGES_ENABLED or x.is_cpu
 
 
-def check_starts(name: str, starts: Tensor, tokens: int, owner: str) -> list[int]:
-    """Return the lengths between the starts of sequences.
-
-    Raises ValueError unless they ascend within ``tokens`` tokens.
-
-    owner: the name of the tensor with these tokens.
-    """
-    ends: list[int] = starts.tolist()
-    lengths = [b - a for a, b in pairwise(ends)]
-    if ends[0] != 0 or min(lengths, default=0) < 0 or ends[-1] > tokens:
-        raise ValueError(f"{name}: {ends}; from 0, never falling, to at most the {tokens} tokens of {owner}")
-    return lengths
-
-
 def check_keys(cu_seqlens_k: Tensor, total_k: int, max_seqlen_k: int, seqused_k: Tensor | None) -> None:
     """Raise ValueError for lengths of keys without a cache, if a sequence has fewer keys than would be read."""
     lengths = check_starts("cu_seqlens_k", cu_seqlens_k, total_k, "k")
@@ -385,15 +341,6 @@ def check_keys(cu_seqlens_k: Tensor, total_k: int, max_seqlen_k: int, seqused_k:
         raise ValueError(f"max_seqlen_k: {max_seqlen_k}; a sequence has {max(lengths)} keys")
     if seqused_k is not None and seqused_k.shape == (len(lengths),):
         check_used(seqused_k, lengths)
-
-
-def check_used(seqused_k: Tensor, lengths: list[int]) -> list[int]:
-    """Return the numbers of keys that are used. Raises ValueError if a sequence has fewer; lengths: its keys."""
-    used: list[int] = seqused_k.tolist()
-    for b, (n, length) in enumerate(zip(used, lengths, strict=True)):
-        if not 0 <= n <= length:
-            raise ValueError(f"seqused_k: {n} of sequence {b}; it has {length} keys")
-    return used
 
 
 def check_queries(cu_seqlens_q: Tensor, total_q: int, max_seqlen_q: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from greenfast.ops.arguments import parse_length
 from greenfast.ops.quantized import HEAD_DIMS, check_choice
-from greenfast.serving.checks import PAGE_SIZES, check_strided
+from greenfast.serving.checks import PAGE_SIZES, check_strided_argument
 from greenfast.serving.pages import KVPages, allocate_pages
 
 
@@ -159,7 +159,7 @@ class PagedKVCache:
 def _check_scale(scale: Tensor | None, name: str, kv_heads: int, device: torch.device) -> Tensor:
     if scale is None:
         return torch.ones((), dtype=torch.float32, device=device)
-    check_strided(name, scale)
+    check_strided_argument(name, scale)
     if scale.dtype != torch.float32 or scale.device != device or tuple(scale.shape) not in ((), (kv_heads,)):
         raise ValueError(
             f"{name}: {scale.dtype} {tuple(scale.shape)} on {scale.device}; "

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import arguments
-from greenfast.ops.arguments import check_flag, parse_length, parse_number
+from greenfast.ops.arguments import MAX_LENGTH, check_flag, parse_length, parse_number
 from greenfast.ops.call_cache import replay
 from greenfast.ops.quantized import HEAD_DIMS
 from greenfast.ops.symbols import require
 from greenfast.serving import torch_ops as serving_ops
-from greenfast.serving.checks import MAX_GROUP_SIZE, MAX_LENGTH, check_strided, is_valid_grouping
+from greenfast.serving.checks import MAX_GROUP_SIZE, check_strided_argument, is_valid_grouping
 from greenfast.serving.launch_cache import APPEND_CACHE, record_append
 
 #: The error for tensors that require a gradient if no result carries it.
@@ -100,7 +100,7 @@ class ServingPlan:
     ) -> None:  # fmt: skip
         """Raise TypeError, ValueError or NotImplementedError, naming the argument, for an impossible batch."""
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
-            check_strided(name, x)
+            check_strided_argument(name, x)
             if x.dtype != torch.int32 or x.dim() != 1:
                 raise TypeError(f"{name}: {describe_tensor(x)}; an int32 tensor of one dimension is needed")
         if not require(cu_seqlens_q.shape[0] == seqused_k.shape[0] + 1):
