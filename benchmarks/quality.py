@@ -26,8 +26,8 @@ from benchmarks import sage
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.small_models import MODELS, Attention, train
-from greenfast.judge.environment import device_info
 from greenfast.judge.report.formatting import table
+from greenfast.judge.request import device_info
 from greenfast.ops.quantized import SdpaPrecision
 
 BASELINE = "bf16"
