@@ -22,7 +22,7 @@ _IMAGE, _PATCH = 32, 4  # pixels of a side
 _LEARNING_RATE = 2e-3
 
 
-class _Layer(nn.Module):
+class _PreNormLayer(nn.Module):
     """A transformer layer with RMSNorm before attention and before the MLP."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.symbol, self.position = nn.Embedding(256, _WIDTH), nn.Embedding(_TEXT_LENGTH, _WIDTH)
-        self.layers = nn.ModuleList(_Layer() for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(_PreNormLayer() for _ in range(_LAYERS))
         self.head = nn.Sequential(nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, 256))
         pages = [_ROOT / "LICENSE", *sorted((_ROOT / "docs").glob("*.md"))]
         self.text = torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
@@ -67,7 +67,7 @@ class Denoiser(nn.Module):
         tokens, pixels = (_IMAGE // _PATCH) ** 2, _PATCH**2
         self.patch, self.position = nn.Linear(pixels, _WIDTH), nn.Embedding(tokens, _WIDTH)
         self.time = nn.Sequential(nn.Linear(1, _WIDTH), nn.SiLU(), nn.Linear(_WIDTH, _WIDTH))
-        self.layers = nn.ModuleList(_Layer() for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(_PreNormLayer() for _ in range(_LAYERS))
         self.head = nn.Sequential(nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, pixels))
 
     def loss(self, attention: Attention, generator: torch.Generator) -> Tensor:
