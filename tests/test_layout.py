@@ -47,20 +47,20 @@ ROOMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "device": (2, ("device",)),
     "numerics": (2, ("numerics",)),
     "library": (3, ("ops", "serving", "integrations", "parallel", "flash_attn", "vllm")),
-    "emulator ptx": (3, ("emulator.ptx",)),
-    "emulator machine": (4, ("emulator.machine",)),
-    "emulator instructions": (5, ("emulator.instructions",)),
-    "emulator": (6, ("emulator",)),
+    "emulator ptx": (2, ("emulator.ptx",)),
+    "emulator machine": (3, ("emulator.machine",)),
+    "emulator instructions": (4, ("emulator.instructions",)),
+    "emulator": (5, ("emulator",)),
     "judge data": (4, ("judge.record_schema", "judge.store")),
     "judge text": (5, tuple(f"judge.report.{name}" for name in ("facts", "formatting"))),
-    "judge solution": (5, ("judge.solution",)),
-    "judge task": (6, ("judge.task", "judge.check_plan", "judge.implementation", "judge.timing")),
-    "judge pipeline": (7, ("judge.emulator_session", "judge.pipeline", "judge.request")),
-    "judge gates": (8, ("judge.gates", "judge.error_metrics")),
-    "judge report": (9, ("judge.report",)),
-    "judge": (10, ("judge",)),
-    "evolve": (11, ("evolve",)),
-    "cli": (12, ("cli",)),
+    "judge solution": (6, ("judge.solution",)),
+    "judge task": (7, ("judge.task", "judge.check_plan", "judge.implementation", "judge.timing")),
+    "judge pipeline": (8, ("judge.emulator_session", "judge.pipeline", "judge.request")),
+    "judge gates": (9, ("judge.gates", "judge.error_metrics")),
+    "judge report": (10, ("judge.report",)),
+    "judge": (11, ("judge",)),
+    "evolve": (12, ("evolve",)),
+    "cli": (13, ("cli",)),
 }
 #: Rooms that import from these rooms alone.
 EMULATOR = {"emulator", "emulator ptx", "emulator machine", "emulator instructions"}
@@ -77,7 +77,13 @@ TORCH_MODULES = (
     "greenfast.emulator.triton",
     *(
         f"greenfast.judge.{name}"
-        for name in ("formats.defined", "formats.models", "solution.capture", "solution.languages")
+        for name in (
+            "formats.defined",
+            "formats.models",
+            "solution.capture",
+            "solution.languages",
+            "solution.recording",
+        )
     ),
 )
 MAX_LINES = 1000

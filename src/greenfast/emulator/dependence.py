@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from greenfast.emulator.machine.environment import UNDEFINED
 from greenfast.emulator.ptx.syntax import Address, Function, Instruction, Operand, Register, Special, Symbol, Vector
+from greenfast.spec.kernel import MAP_BYTES
 
 #: Instructions that compute a predicate from values.
 _COMPARES = ("setp", "testp", "isspacep")
@@ -52,6 +53,20 @@ def find_dependence(function: Function, pointers: Collection[tuple[str, int]]) -
     taken = _follow(function, lambda i: set() if i.name in no_start else _sources(i, held), loads=True)
     bits = tuple(pc for pc, i in enumerate(function.code) if i.name in _COMPARES and _sources(i, taken))
     return Dependence(comparisons, bool(reads), addresses, bits)
+
+
+def find_written_pointers(function: Function) -> set[str]:
+    """Return the parameters through which a kernel may write: pointers, and tensor maps if it stores by any."""
+    pointers = {(parameter.name, 0) for parameter in function.params}
+    held = _follow(function, lambda i: _pointer(i, pointers), loads=False)
+    written: set[str] = set()
+    for i in function.code:
+        if i.name in ("st", "red", "atom", "cp", "multimem"):
+            addressed = i.operands[1:2] if i.name == "atom" else i.operands[:1]
+            written.update(*(held.get(name, ()) for operand in addressed for name in _registers(operand)))
+        if i.name == "cp" and "tensor" in i.parts and i.parts.index("global") < len(i.parts) - 1:
+            written |= {parameter.name for parameter in function.params if parameter.size == MAP_BYTES}
+    return written
 
 
 def _specials(i: Instruction, names: Collection[str]) -> set[str]:

@@ -106,10 +106,10 @@ def test_fills_and_copies_are_of_all_bytes(offset: int, count: int, shift: int) 
     def at(name: str, more: int) -> Packed:
         return Packed(bytes(8), ((0, name, more),))
 
-    value, size = capture._uint(0xA1B2C3D4, 4), capture._uint(4, 4)
+    value, size = capture.uint(0xA1B2C3D4, 4), capture.uint(4, 4)
     launches = [
-        (capture._FILL, capture._plain(count, (at("y", offset), value, size))),
-        (capture._COPY, capture._plain(count, (at("x", offset + shift), at("z", offset)))),
+        (capture.FILL, capture.plain_launch(count, (at("y", offset), value, size))),
+        (capture.COPY, capture.plain_launch(count, (at("x", offset + shift), at("z", offset)))),
     ]
     target = Target("sm_90a")
     images = [(compile_kernel(kernel, target), launch) for kernel, launch in launches]

@@ -38,7 +38,7 @@ class Activation:
     """Triton's kernels run in the emulator until ``deactivate``.
 
     launches: the reports of all launches, in order. faults: of kernels and refusals of launches, also those that the
-    caller caught. skipped_benchmarks: how many did not run.
+    caller caught. skipped_benchmarks: how many did not run. tensors: the CUDA tensors, None without them.
     """
 
     def __init__(
@@ -64,8 +64,7 @@ class Activation:
         self._on_launch = on_launch
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            if cuda_tensors_as_cpu:
-                stack.enter_context(CudaTensors(self.capability))
+            self.tensors = stack.enter_context(CudaTensors(self.capability)) if cuda_tensors_as_cpu else None
             self._replace(stack, torch.device("cuda", 0) if cuda_tensors_as_cpu else torch.device("cpu"))
             self._stack = stack.pop_all()
 
@@ -89,7 +88,7 @@ class Activation:
         if triton.knobs.runtime.interpret:
             raise UsageError("TRITON_INTERPRET is set: Triton interprets its kernels and launches none; unset it")
         config = triton.runtime.driver
-        stack.enter_context(replace_attribute(config, "_active", EmulatorDriver(self.capability, device, self._launch)))
+        stack.enter_context(replace_attribute(config, "_active", EmulatorDriver(self.capability, device, self.launch)))
         replaced: list[tuple[Any, str, Any]] = [
             (CUDABackend, "make_cubin", lambda _, text, *__: text.encode()),
             # Part of the key of Triton's cache, in which a GPU's run must not find PTX for machine code.
@@ -114,7 +113,7 @@ class Activation:
     def _skip(self, *args: Any, **options: Any) -> None:
         self.skipped_benchmarks += 1
 
-    def _launch(
+    def launch(
         self, source: Any, metadata: Any, function: Any, grid: tuple[int, int, int], args: Any, scratch: Any
     ) -> None:
         """Run a launch, and raise KernelFaultError for a fault, or for a formal finding if these are failures."""

@@ -119,6 +119,8 @@ class LabelMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.labels = Labels()
+        #: Called with a CUDA tensor before it is copied to the host.
+        self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
         self._handlers: dict[Any, Callable[..., Any]] = {
             torch.Tensor.device.__get__: lambda t: self.device_of(t),
             torch.Tensor.is_cuda.__get__: lambda t: self.device_of(t).type == "cuda",  # type: ignore[attr-defined]
@@ -198,6 +200,8 @@ class LabelMode(TorchFunctionMode):
         moves = target is not None and target.type != source.type
         if moves:
             kwargs["copy"] = True
+            if target == _CPU:
+                self.before_host_copy(tensor)
         result = tensor.to(dtype or tensor.dtype, **kwargs)
         if result is not tensor:
             self.labels.put(result, target if target is not None else source)

@@ -329,6 +329,18 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+def make_launch(metadata: Any, grid: tuple[int, int, int], parameters: tuple[Argument, ...]) -> Launch:
+    """Return the launch of a grid of programs; each program is a cluster of ``num_ctas`` blocks."""
+    x, y, z = grid
+    return Launch(
+        (x * metadata.num_ctas, y, z),
+        parameters,
+        early=bool(metadata.launch_pdl),
+        cluster=(metadata.num_ctas, 1, 1),
+        cooperative=bool(metadata.launch_cooperative_grid),
+    )
+
+
 def run_launch(
     source: Any,
     metadata: Any,
@@ -344,15 +356,7 @@ def run_launch(
     """
     start = time.perf_counter()
     regions, parameters = Binder(source, metadata).bind(args, scratch)
-    clusters = (metadata.num_ctas, 1, 1)
-    x, y, z = grid
-    launch = Launch(
-        (x * metadata.num_ctas, y, z),
-        parameters,
-        early=bool(metadata.launch_pdl),
-        cluster=clusters,
-        cooperative=bool(metadata.launch_cooperative_grid),
-    )
+    launch = make_launch(metadata, grid, parameters)
     step = KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
     inputs = {region.name: region.view() for region in regions.regions}
     outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}

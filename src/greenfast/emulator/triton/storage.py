@@ -19,11 +19,12 @@ Bytes = NDArray[np.uint8]
 
 @dataclass
 class MemoryRegion:
-    """Bytes of the host's memory, and the name of the first argument that points into them."""
+    """Bytes of the host's memory, the name of the first argument that points into them, and their storage."""
 
     name: str
     start: int
     end: int
+    storage: Any = None
 
     def view(self) -> Bytes:
         """Return the bytes as a NumPy array in the same memory."""
@@ -46,7 +47,7 @@ def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
             raise UsageError(f"{name}: a tensor on {tensor.device}; the emulator runs on CPU tensors")
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        return MemoryRegion(name, start, start + storage.nbytes()), tensor.data_ptr()
+        return MemoryRegion(name, start, start + storage.nbytes(), storage), tensor.data_ptr()
 
 
 class Regions:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from msgspec import structs
+
 from greenfast.device.cubin import block_fault, read_cubin
 from greenfast.device.identity import check_code
-from greenfast.judge.implementation import BASELINE, BuiltSide, Implementation, build_side
+from greenfast.judge.implementation import BASELINE, CANDIDATE, BuiltSide, Implementation, build_side
 from greenfast.judge.pipeline import Gate, GateRun
 from greenfast.judge.record_schema import GateResult, Status
 from greenfast.judge.task import Shape
@@ -21,6 +23,10 @@ def _check(run: GateRun) -> GateResult:
     result, run.sides = build_sides(
         run.implementations, request.format, request.built_shapes, request.target, unnamed_shapes
     )
+    emulated = request.device is not None and request.device.kind != "gpu"
+    if result.status == "PENDING" and emulated and [side.role for side in run.sides] == [CANDIDATE]:
+        # The baseline is for the comparison of times, and there are none here.
+        return structs.replace(result, status="PASS", summary=f"the candidate; not the baseline: {result.summary}")
     return result
 
 

@@ -34,7 +34,7 @@ MAX_STATE_BYTES = 256 << 20
 #: Content of the program's memory at the positions of freed tensors.
 _FREED = 0xFF
 
-_FILL = KernelSource(
+FILL = KernelSource(
     entry="fill",
     source="""extern "C" __global__ void
 fill(unsigned char* to, unsigned value, unsigned size, unsigned long long count) {
@@ -53,7 +53,7 @@ fill(unsigned char* to, unsigned value, unsigned size, unsigned long long count)
     include_dirs=(),
     block=(256, 1, 1),
 )
-_COPY = KernelSource(
+COPY = KernelSource(
     entry="copy",
     source="""extern "C" __global__ void
 copy(const unsigned char* from, unsigned char* to, unsigned long long count) {
@@ -137,13 +137,15 @@ def capture(
     torch.cuda.synchronize()
     snapshots = _snapshots({tensor.data_ptr() for tensor in (*inputs.values(), *outputs.values())})
     graph, returned, allocated = _captured(side, lambda: function(*arguments))
-    results = _results(returned, outputs)
+    results = match_results(returned, outputs)
     if any(_served_before(tensor, allocated) for tensor in results.values()):
         # What lay there before would land in the output's buffer. So the result is copied out of its memory.
         held = {name: torch.empty_like(tensor) for name, tensor in results.items()}
 
         def copied() -> None:
-            for tensor, result in zip(held.values(), _results(function(*arguments), outputs).values(), strict=True):
+            for tensor, result in zip(
+                held.values(), match_results(function(*arguments), outputs).values(), strict=True
+            ):
                 tensor.copy_(result)
 
         graph, _, allocated = _captured(side, copied)
@@ -265,7 +267,7 @@ def _served_before(result: torch.Tensor, allocated: Sequence[_Allocated]) -> boo
     return sum(each.address < end and start < each.address + each.nbytes for each in allocated) > 1
 
 
-def _results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def match_results(returned: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the returned tensors by the names of the outputs; empty if the call wrote to the outputs."""
     if returned is None:
         return {}
@@ -428,7 +430,9 @@ def _fill(node: Any, memory: _Memory) -> Step:
     if params.height > 1:
         raise UsageError("its graph fills a two-dimensional area; only plain fills can be replayed")
     size, count = int(params.elementSize), int(params.elementSize) * int(params.width)
-    return Step(_FILL, _plain(count, (_address(int(params.dst), memory), _uint(int(params.value), 4), _uint(size, 4))))
+    return Step(
+        FILL, plain_launch(count, (_address(int(params.dst), memory), uint(int(params.value), 4), uint(size, 4)))
+    )
 
 
 def _copy(node: Any, memory: _Memory) -> Step:
@@ -441,11 +445,12 @@ def _copy(node: Any, memory: _Memory) -> Step:
         raise UsageError("its graph copies a two-dimensional area; only plain copies can be replayed")
     source = _address(int(params.srcDevice) + int(params.srcXInBytes), memory)
     to = _address(int(params.dstDevice) + int(params.dstXInBytes), memory)
-    return Step(_COPY, _plain(int(params.WidthInBytes), (source, to)))
+    return Step(COPY, plain_launch(int(params.WidthInBytes), (source, to)))
 
 
-def _plain(count: int, args: tuple[Packed, ...]) -> Launch:
-    return Launch((max(1, min(1024, -(-count // 4096))), 1, 1), (*args, _uint(count, 8)))
+def plain_launch(count: int, args: tuple[Packed, ...]) -> Launch:
+    """Return the launch of FILL or COPY for a number of bytes."""
+    return Launch((max(1, min(1024, -(-count // 4096))), 1, 1), (*args, uint(count, 8)))
 
 
 def _address(address: int, memory: _Memory) -> Packed:
@@ -455,5 +460,6 @@ def _address(address: int, memory: _Memory) -> Packed:
     return Packed(bytes(8), ((0, *place),))
 
 
-def _uint(value: int, size: int) -> Packed:
+def uint(value: int, size: int) -> Packed:
+    """Return a number of ``size`` bytes as an argument."""
     return Packed(value.to_bytes(size, "little"))

@@ -1,4 +1,4 @@
-"""Capture of a Python function on CUDA tensors, such as PyTorch code or an extension (see ``capture``).
+"""Capture of a Python function on CUDA tensors, such as PyTorch code or an extension (see ``capture``, ``recording``).
 
 The launch's ``kernel`` is the function's name ("run" if there is no launch). ``args`` are its arguments: inputs, typed
 scalars, and outputs that it writes. The default is the problem's inputs in their order.
@@ -17,10 +17,13 @@ from greenfast.judge.solution.capture import capture
 from greenfast.judge.solution.cuda_program import evaluate_constants, parse_scalar
 from greenfast.judge.solution.cupti import LoadedCode
 from greenfast.judge.solution.languages.compiled import import_family
+from greenfast.judge.solution.languages.triton import own_cache
 from greenfast.judge.solution.messages import Buffer
+from greenfast.judge.solution.recording import Recording
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.extras import require
 from greenfast.spec.kernel import Program
 from greenfast.spec.problem import to_dtype
 
@@ -36,13 +39,29 @@ def program(
     """Capture a function's launches as a program on this process's GPU.
 
     buffers: the buffers of the problem's case by name; inputs have example data.
-    Raises MachineError without a GPU, UsageError for a function that cannot be called or captured.
+    Without a GPU, the function's Triton kernels are recorded. Raises MachineError for what then needs a GPU, UsageError
+    for a function that cannot be called or captured.
     """
-    if _CODE is None:
-        raise MachineError("a callable is captured on a GPU, and there is none here")
     config = solution.config
     if len(config.launches) > 1:
         raise UsageError(f"{config.name}: launches: {len(config.launches)}; a callable has one")
+    if _CODE is not None:
+        return _capture(solution, dims, buffers, _CODE)
+    try:
+        require("its Triton kernels, which run without a GPU,", "triton")
+        with Recording(target.name) as recording, own_cache():
+            return _capture(solution, dims, buffers, recording)
+    except MachineError as e:
+        raise MachineError(f"a callable is captured on a GPU, and there is none here: {e}") from None
+
+
+def _capture(
+    solution: ResolvedSolution,
+    dims: Mapping[str, int],
+    buffers: Mapping[str, Buffer],
+    code: LoadedCode | Recording,
+) -> Program:
+    """Return the program of a function, captured on a GPU (with its loaded code) or recorded."""
     function, given = _call_of(solution, buffers)
     inputs = {name: _example(buffer) for name, buffer in buffers.items() if buffer.path}
     outputs = {name: _like(buffer) for name, buffer in buffers.items() if buffer.output and name not in inputs}
@@ -50,7 +69,10 @@ def program(
     tensors = {**inputs, **outputs}
     arguments = [tensors[text] if text in tensors else parse_scalar(text, names).item() for text in given]
     in_place = {name: tensor for name, tensor in inputs.items() if buffers[name].output}
-    return capture(function, arguments, inputs, {**outputs, **in_place}, _CODE)
+    outputs |= in_place
+    if isinstance(code, Recording):
+        return code.record(function, arguments, inputs, outputs)
+    return capture(function, arguments, inputs, outputs, code)
 
 
 def _call_of(solution: ResolvedSolution, buffers: Mapping[str, Buffer]) -> tuple[Any, list[str]]:

@@ -267,12 +267,21 @@ class _NoDevice:
 
 
 @contextmanager
-def _ready(target: Target) -> Iterator[None]:
-    """Set up Triton without a driver and with a new cache, because a shared cache could hold files of others."""
+def own_cache() -> Iterator[None]:
+    """Use a new cache of Triton's, because a shared one could hold files of others, and no warnings of its settings."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Triton warns about its default settings.
-        triton.runtime.driver.set_active(_NoDevice(target))
+        warnings.simplefilter("ignore")
         triton.knobs.cache.dir = folder
+        yield
+
+
+@contextmanager
+def _ready(target: Target) -> Iterator[None]:
+    """Set up Triton without a driver and with a new cache."""
+    import triton
+
+    with own_cache():
+        triton.runtime.driver.set_active(_NoDevice(target))
         yield
