@@ -103,6 +103,25 @@ def double(x, n, factor, BLOCK: tl.constexpr):
     tl.store(x + i, tl.load(x + i, mask=i < n) * factor, mask=i < n)
 
 
+@triton.jit
+def add_by_pointers(pointers, z, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in range(2):
+        x = tl.load(pointers + k).to(tl.pointer_type(tl.float32))
+        total += tl.load(x + i, mask=i < n, other=0.0)
+    tl.store(z + i, total, mask=i < n)
+
+
+def test_pointers_in_memory(emulate_triton: Any) -> None:
+    x, y = torch.randn(50, device="cuda"), torch.randn(60, device="cuda")[10:]
+    pointers = torch.tensor([x.data_ptr(), y.data_ptr()], device="cuda")
+    before, z = pointers.clone(), torch.zeros(50, device="cuda")
+    add_by_pointers[(1,)](pointers, z, 50, BLOCK=64)
+    assert torch.equal(z, x + y)
+    assert torch.equal(pointers, before)
+
+
 def test_heuristics_and_scalars() -> None:
     x = torch.arange(10, dtype=torch.float64)
     with activate("sm_80"):
@@ -128,6 +147,11 @@ def test_wrong_requests() -> None:
         activate("sm_75")
     with pytest.raises(UsageError, match="autotune='best'"):
         activate(autotune="best")
+
+
+def test_the_documented_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(Path(__file__).parents[2] / "examples" / "triton_script.py")]) == 0
+    assert "NVIDIA H100 80GB HBM3 (emulated): the softmax of (8, 100) is right" in capsys.readouterr().out
 
 
 def test_run_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ from greenfast.spec.kernel import (
     PHASE_BUFFER,
     Argument,
     Launch,
+    Packed,
     Struct,
     TensorMap,
     Workspace,
@@ -109,7 +110,7 @@ def run_grid(
     always: bool = True,
     may_read_left: bool = False,
     keep_formal: bool = False,
-    structs: Mapping[str, Struct] | None = None,
+    structs: Mapping[str, Struct | Packed] | None = None,
     observe: Observe = NOTHING,
 ) -> GridResult:
     """Run every block of the grid; later, always, may_read_left, keep_formal, structs, observe: see run_chain.
@@ -158,7 +159,7 @@ def run_chain(
     may_read_left: bool = False,
     keep_formal: bool = False,
     sample: int = 0,
-    structs: Mapping[str, Struct] | None = None,
+    structs: Mapping[str, Struct | Packed] | None = None,
     observe: Observe = NOTHING,
 ) -> GridResult:
     """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
@@ -296,7 +297,7 @@ class _Chain:
         fill: UninitFill | RedundantLoads | None,
         around: Surroundings,
         sample: int,
-        structs: Mapping[str, Struct],
+        structs: Mapping[str, Struct | Packed],
     ) -> None:
         self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None

@@ -119,7 +119,8 @@ class Activation:
         """Run a launch, and raise KernelFaultError for a fault, or for a formal finding if these are failures."""
         try:
             with without_modes():
-                result, seconds = run_launch(source, metadata, function, grid, args, scratch, self.seed)
+                living = self.tensors.mode.find_addressed() if self.tensors is not None else ()
+                result, seconds = run_launch(source, metadata, function, grid, args, scratch, self.seed, living)
         except GreenfastError as e:
             self.faults.append(convert_error(e))
             raise

@@ -81,7 +81,7 @@ class Labels:
             self._limit = max(1024, 2 * len(self._labels))
 
 
-def _expired(entry: tuple[StorageWeakRef, torch.device]) -> bool:
+def _expired(entry: tuple[StorageWeakRef, Any]) -> bool:
     return bool(entry[0].expired())  # type: ignore[no-untyped-call]
 
 
@@ -119,6 +119,8 @@ class LabelMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.labels = Labels()
+        #: Storages whose addresses were read, with their sizes, by address.
+        self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
         #: Called with a CUDA tensor before it is copied to the host.
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -132,6 +134,7 @@ class LabelMode(TorchFunctionMode):
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.pin_memory: lambda t, device=None: t.clone(),
             torch.Tensor.is_pinned: lambda t, device=None: False,
+            torch.Tensor.data_ptr: self._data_ptr,
             torch.Tensor.record_stream: lambda t, stream: None,
         }
 
@@ -209,6 +212,19 @@ class LabelMode(TorchFunctionMode):
 
     def _move(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         return self._to(tensor, target)
+
+    def _data_ptr(self, tensor: torch.Tensor) -> int:
+        """Return the address, and remember its storage: a kernel may get the address through memory."""
+        if tensor.dtype != torch.int64:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self.addressed[storage.data_ptr()] = reference, storage.nbytes()
+        return tensor.data_ptr()
+
+    def find_addressed(self) -> list[tuple[int, int]]:
+        """Return start and end of the living storages whose addresses were read."""
+        self.addressed = {key: entry for key, entry in self.addressed.items() if not _expired(entry)}
+        return [(start, start + size) for start, (_, size) in self.addressed.items()]
 
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
         if self.device_of(tensor).type == "cuda" and not force:

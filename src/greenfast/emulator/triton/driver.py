@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.emulator.machine.tensormap import encode, lay_out
 from greenfast.emulator.result import GridResult
-from greenfast.emulator.triton.storage import MemoryRegion, Regions, find_region
+from greenfast.emulator.triton.storage import MemoryRegion, Regions, find_pointed, find_region, pack_pointers
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Argument, Launch, Packed, TensorMap
 from greenfast.spec.problem import OutputSpec
@@ -228,13 +228,19 @@ class Binder:
         self.found: list[MemoryRegion] = []
         self._values: list[bytes | _Pointer | _Descriptor] = []
 
-    def bind(self, args: Sequence[Any], scratch: Sequence[Any]) -> tuple[Regions, tuple[Argument, ...]]:
-        """Return the regions that arguments point into, and the kernel's parameters."""
+    def bind(
+        self, args: Sequence[Any], scratch: Sequence[Any], living: Sequence[tuple[int, int]] = ()
+    ) -> tuple[Regions, tuple[Argument, ...]]:
+        """Return the regions that arguments point into, and the kernel's parameters.
+
+        living: starts and ends of storages that tensors of int64 may point into.
+        """
         for name, kind, value in zip(self._names, self._types, args, strict=True):
             self._add(name, kind, value)
         for name, value in zip(("global scratch", "profile scratch"), scratch, strict=True):
             self._values.append(bytes(8) if value is None else self._point(name, value))
-        regions = Regions(self.found)
+        pointed = [p for r in self.found if r.may_hold_pointers for p in find_pointed(r, living)]
+        regions = Regions([*self.found, *pointed])
         return regions, tuple(self._place(value, regions) for value in self._values)
 
     def _add(self, name: str, kind: Any, value: Any) -> None:
@@ -349,19 +355,26 @@ def run_launch(
     args: Sequence[Any],
     scratch: Sequence[Any],
     seed: int,
+    living: Sequence[tuple[int, int]] = (),
 ) -> tuple[GridResult, float]:
     """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
+
+    living: storages that pointers in memory may point into, as starts and ends.
 
     Raises KernelFaultError for a fault of the kernel; the tensors are then unchanged.
     """
     start = time.perf_counter()
-    regions, parameters = Binder(source, metadata).bind(args, scratch)
+    regions, parameters = Binder(source, metadata).bind(args, scratch, living)
     launch = make_launch(metadata, grid, parameters)
     step = KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
     inputs = {region.name: region.view() for region in regions.regions}
     outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}
-    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True)
+    packed = {r.name: pack_pointers(r, regions) for r in regions.regions if r.may_hold_pointers}
+    structs = {name: content for name, content in packed.items() if content is not None}
+    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True, structs=structs)
     for name, view in inputs.items():
+        for at, *_ in structs[name].pointers if name in structs else ():
+            result.outputs[name][at : at + 8] = view[at : at + 8]
         if not np.array_equal(view, result.outputs[name]):
             view[...] = result.outputs[name]
     result.outputs = {}

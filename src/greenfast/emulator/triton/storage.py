@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,23 @@ import torch
 from numpy.typing import NDArray
 
 from greenfast.spec.errors import UsageError
+from greenfast.spec.kernel import Packed
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass
 class MemoryRegion:
-    """Bytes of the host's memory, the name of the first argument that points into them, and their storage."""
+    """Bytes of the host's memory, the name of the first argument that points into them, and their storage.
+
+    may_hold_pointers: whether the argument is a tensor of int64.
+    """
 
     name: str
     start: int
     end: int
     storage: Any = None
+    may_hold_pointers: bool = False
 
     def view(self) -> Bytes:
         """Return the bytes as a NumPy array in the same memory."""
@@ -47,7 +52,8 @@ def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
             raise UsageError(f"{name}: a tensor on {tensor.device}; the emulator runs on CPU tensors")
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
-        return MemoryRegion(name, start, start + storage.nbytes(), storage), tensor.data_ptr()
+        region = MemoryRegion(name, start, start + storage.nbytes(), storage, tensor.dtype == torch.int64)
+        return region, tensor.data_ptr()
 
 
 class Regions:
@@ -58,8 +64,9 @@ class Regions:
         for region in sorted((r for r in found if r.end > r.start), key=lambda r: r.start):
             if self.regions and region.start < self.regions[-1].end:
                 self.regions[-1].end = max(self.regions[-1].end, region.end)
+                self.regions[-1].may_hold_pointers |= region.may_hold_pointers
             else:
-                self.regions.append(MemoryRegion(region.name, region.start, region.end))
+                self.regions.append(replace(region))
         names: dict[str, int] = {}
         for region in self.regions:  # one tensor list may give several regions one name
             count = names[region.name] = names.get(region.name, 0) + 1
@@ -75,3 +82,24 @@ class Regions:
         if index < 0 or address > self.regions[index].end:
             return None
         return self.regions[index].name, address - self.regions[index].start
+
+
+def find_pointed(region: MemoryRegion, living: Sequence[tuple[int, int]]) -> list[MemoryRegion]:
+    """Return the storages that the numbers in a region point into, of those with the given starts and ends."""
+    numbers = _numbers(region)
+    return [
+        MemoryRegion(f"{region.name}, pointed to", start, end)
+        for start, end in living
+        if ((numbers >= start) & (numbers < end)).any()
+    ]
+
+
+def pack_pointers(region: MemoryRegion, regions: Regions) -> Packed | None:
+    """Return the contents of a region with its pointers by region, None if it has no pointer."""
+    places = [(8 * n, regions.locate(value)) for n, value in enumerate(_numbers(region).tolist()) if value > 4096]
+    found = tuple((at, *place) for at, place in places if place is not None)
+    return Packed(region.view().tobytes(), found) if found else None
+
+
+def _numbers(region: MemoryRegion) -> NDArray[np.int64]:
+    return region.view()[: (region.end - region.start) // 8 * 8].view(np.int64)

@@ -47,7 +47,7 @@ class _Buffer:
 
 
 @dataclass
-class _Call:
+class _RecordedCall:
     """One call of the function: its steps, the storages that they use, by address, and the names of written ones."""
 
     steps: list[Step] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Recording(Activation):
 
     def __init__(self, target: str) -> None:
         super().__init__(target, cuda_tensors_as_cpu=True, benchmarks="skip")
-        self._call = _Call()
+        self._call = _RecordedCall()
         self.blank: dict[int, Any] = {}
         self._stale: dict[int, Any] = {}
         assert self.tensors is not None
@@ -134,7 +134,7 @@ class Recording(Activation):
         for _ in range(WARM_UP + 1):
             changed = {key for key, buffer in self._call.buffers.items() if buffer.name in self._call.written}
             self._stale |= {key: self._call.buffers[key].storage for key in changed}
-            self._call = _Call()
+            self._call = _RecordedCall()
             for name, tensor in {**outputs, **inputs}.items():
                 self._stale.pop(_key(tensor), None)
                 self._call.buffers[_key(tensor)] = _Buffer(name, tensor.untyped_storage())
