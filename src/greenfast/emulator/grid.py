@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from greenfast.device.toolchain import include_dirs
 from greenfast.emulator.dependence import find_dependence
+from greenfast.emulator.lockstep import LockstepScheduler
 from greenfast.emulator.machine.access_log import GlobalRecord, RestartWithReadTracking
-from greenfast.emulator.machine.blocks import Geometry
+from greenfast.emulator.machine.blocks import WARP, Geometry
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import OTHER, USUAL, Surroundings
+from greenfast.emulator.machine.epochs import RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.launch_order import LaunchOrder
 from greenfast.emulator.machine.memory import FUNCTION_BASE, GLOBAL_BASE, LEFT, UNWRITTEN, WRITTEN, GlobalMemory
@@ -213,6 +215,8 @@ def run_chain(
                 return result
             except RestartWithReadTracking as restart:
                 chain.running.tracked |= {restart.name}
+            except RestartWarpByWarp:
+                chain.running.lockstep_units = None
             except GreenfastError:
                 raise
             except Exception as e:
@@ -388,6 +392,10 @@ class _Chain:
         record = GlobalRecord(memory, self.running.tracked, self.read_only, program.scoped)
         record.input_writes = self.input_writes
         by_phase = self.by_phase = PhaseCounts(function) if phases else None
+        one_warp = geometry.threads <= WARP
+        apart = one_warp or geometry.cluster_size > 1 or by_phase is not None or self.fill is not None
+        apart = apart or self.observer is not None
+        lockstep_units = None if apart else program.lockstep_units
         per_batch = count_resident_blocks(program, geometry, shared_bytes)
         if self.launches is not None:
             self.launches.begin(number, plan.early)
@@ -414,6 +422,7 @@ class _Chain:
                     dynamic_bytes=step.dynamic_smem_bytes,
                     seed=seed,
                     surroundings=self.around,
+                    lockstep_units=lockstep_units,
                     shared_sizes={v.name: v.size for v in _shared_variables(module, function)},
                     findings=self.findings,
                     races_found=self.races_found,
@@ -433,18 +442,23 @@ class _Chain:
             self.by_phase.begin(machine.lanes)
         try:
             order = seed + int(machine.blocks[0]), seed
-            if self.observer is None:
+            if machine.lockstep_units:
+                LockstepScheduler(machine, program, *order).run()
+            elif self.observer is None:
                 Scheduler(machine, program, *order).run()
             else:
                 ObservedScheduler(machine, program, *order, self.observer).run()
             program.laggards |= machine.races.laggards
-        except KernelFaultError as e:
-            e.printed = "".join([*self.printed, *machine.output])
-            e.observed = self.observer.observed() if self.observer is not None else None
-            raise
-        except (GreenfastError, RestartWithReadTracking):
+        except (RestartWithReadTracking, RestartWarpByWarp):
             raise
         except Exception as e:
+            if machine.lockstep_units:  # the next run finds and describes a fault
+                raise RestartWarpByWarp from e
+            if isinstance(e, KernelFaultError):
+                e.printed = "".join([*self.printed, *machine.output])
+                e.observed = self.observer.observed() if self.observer is not None else None
+            if isinstance(e, GreenfastError):
+                raise
             i = machine.current
             raise internal_error(f"{program.function.name} at {i.source or 'unknown line'} (in: {i.text})", e) from e
         if self.fill is not None:

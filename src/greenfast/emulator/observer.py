@@ -276,7 +276,7 @@ class _CountsByLine(Counts):
         space: str,
         store: bool,
         offsets: NDArray[np.int64],
-        threads: NDArray[np.intp],
+        threads: ThreadSet,
         size: int,
         source: SourceLine | None,
     ) -> None:
@@ -288,7 +288,7 @@ class _CountsByLine(Counts):
             return
         line = self._observer.line_of(source)
         access = line.accesses.setdefault((space, store), LineAccesses())
-        warps = threads // WARP
+        warps = lane_indices(threads) // WARP
         access.requests += len(np.unique(warps))
         if space == "global":
             access.transactions += self.global_load_sectors + self.global_store_sectors - sectors

@@ -26,7 +26,9 @@ from greenfast.emulator.instructions import (
     wgmma,
     wmma,
 )
+from greenfast.emulator.instructions.access import STRONG, parse_space
 from greenfast.emulator.instructions.convergence import parse_sync_group
+from greenfast.emulator.instructions.operands import TYPES
 from greenfast.emulator.instructions.printf import call
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
 from greenfast.emulator.machine.ordering import DEVICE, parse_scope
@@ -72,6 +74,12 @@ NOTHING = ("prefetch", "prefetchu", "nanosleep", "pmevent", "setmaxnreg")
 REPLACED = ("brx",)
 CONTROL = ("bra", "ret", "exit", "bar", "barrier", "trap", "brkpt", *JUMPS)
 
+#: Instructions through which warps communicate, or with an effect that depends on the order of the warps.
+_ORDERED = ("atom", "red", "mbarrier", "wgmma", "call", "mapa", "getctarank", *JUMPS)
+_MEMORY = ("ld", "ldu", "st", "cp", "wmma")
+#: Bytes of the smallest access of programs whose accesses have words at least.
+_WORD = 4
+
 
 class Program:
     """A function's instructions as operations."""
@@ -102,6 +110,8 @@ class Program:
         self.scoped = any(_is_scoped(i) for i in function.code)
         #: Loads of a place before an atomic access to it, by id: they need no order.
         self.looks = _find_looks(function)
+        #: Bytes of the smallest access by space if warps may run in lockstep (lockstep.py), else None.
+        self.lockstep_units = _find_lockstep_units(function)
         #: Buffers that a run has found to be both read and written.
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_count_key(i) for i in function.code]
@@ -205,6 +215,33 @@ def _is_ordering(i: Instruction) -> bool:
     if i.name in ("membar", "fence"):
         return i.parts[:1] not in (("proxy",), ("mbarrier_init",))
     return i.name in ("ld", "st", "atom", "red") and not {"acquire", "release", "acq_rel"}.isdisjoint(i.parts)
+
+
+def _find_lockstep_units(function: Function) -> dict[str, int] | None:
+    """Return the bytes of the smallest access by space; None if the function's warps must run one after the other."""
+    if any(_is_ordered(i) for i in function.code):
+        return None
+    units = {"shared": _WORD, "global": _WORD}
+    for i in function.code:
+        sizes = [int(np.dtype(TYPES[part]).itemsize) for part in i.parts if part in TYPES]
+        if i.name in _MEMORY and sizes:
+            for space in units:
+                if parse_space(i) in (space, "generic"):
+                    units[space] = min(units[space], *sizes)
+    return units
+
+
+def _is_ordered(i: Instruction) -> bool:
+    """Return whether the effect of an instruction may depend on the order of the warps."""
+    if i.name in _ORDERED or any(isinstance(o, Special) and o.name in CLOCKS for o in i.operands):
+        return True
+    if i.name in ("ld", "st"):
+        return not STRONG.isdisjoint(i.parts) or "async" in i.parts
+    if i.name == "cp":
+        return "bulk" in i.parts or "mbarrier" in i.parts
+    if i.name in ("bar", "barrier"):  # parts of a block meet at barriers with a number of threads
+        return not {"arrive", "cluster"}.isdisjoint(i.parts) or ("sync" in i.parts and len(i.operands) > 1)
+    return False
 
 
 def _is_scoped(i: Instruction) -> bool:

@@ -3,13 +3,15 @@
 A quantum runs one warp index of every block until all of its threads wait or have ended. The order of the warps is
 shuffled from a seed, so that a missing barrier shows in some order. Diverged threads of a warp run lowest instruction
 first and join at the same instruction, which reconverges structured code. Warp-wide instructions (shuffles, matrix
-fragments) wait for all threads of the warp, warpgroup instructions (wgmma) for its four warps.
+fragments) wait for all threads of the warp, warpgroup instructions (wgmma) for its four warps. Where the order of the
+warps has no effect, all of them run together (lockstep.py).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from greenfast.emulator.instructions import mbarrier, tma
 from greenfast.emulator.instructions.barriers import NamedBarriers
 from greenfast.emulator.instructions.convergence import SyncGroups
 from greenfast.emulator.instructions.subroutines import jump
-from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_indices, selection
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, distinct, lane_indices, selection
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.progress import (
     ENDLESS_WEIGHT,
@@ -86,6 +88,10 @@ class Scheduler:
         # Per warp: instructions executed since the last event, and the number of events then.
         self.silent_runs = [(0, -1)] * machine.warps
         self.ended = machine.ended
+        self.instruction_limit = INSTRUCTION_LIMIT
+        #: The instruction before which the last run was suspended, -1 for none; its iterations of loops; and whether
+        #: each of its warps must execute this instruction alone.
+        self.suspended, self.iterations, self.apart = -1, 0, False
 
     def _choose_laggard(self, order: int) -> int:
         """Return a warp to hold back in this order of the warps, -1 for none.
@@ -165,7 +171,8 @@ class Scheduler:
                 return
             pc = min(fragments.keys() - spinning) if spinning else min(fragments)
             self.m.races.warp = n
-            again = self._run_fragment(n, pc, fragments.pop(pc))
+            lanes = fragments.pop(pc)
+            again = self._run_fragment([(n, lanes)], pc, lanes, pc, bool(fragments))
             if self.interrupt:
                 self.interrupt = False
                 return
@@ -237,29 +244,51 @@ class Scheduler:
         to[pc] = lanes if isinstance(lanes, slice) else selection(lanes)
 
     def _resume(self, lanes: NDArray[np.intp], index: NDArray[np.int64]) -> None:
-        """Put threads of any warps at the instructions ``at``."""
-        for pc in np.unique(index):
+        """Put threads of any warps, in their order, at the instructions ``index``."""
+        size = self.m.threads_per_warp_slot
+        for pc in distinct(index):
             here = lanes[index == pc]
-            for n in np.unique(here // self.m.threads_per_warp_slot):
-                self._put(int(n), int(pc), here[here // self.m.threads_per_warp_slot == n])
+            bounds = np.searchsorted(here, np.arange(0, self.m.lanes + size, size)).tolist()
+            for n in range(self.m.warps):
+                if bounds[n] < bounds[n + 1]:
+                    self._put(n, pc, here[bounds[n] : bounds[n + 1]])
 
-    def _run_fragment(self, n: int, pc: int, lanes: ThreadSet) -> int | None:
+    def _run_fragment(
+        self,
+        slots: Sequence[tuple[int, ThreadSet]],
+        pc: int,
+        lanes: ThreadSet,
+        start: int,
+        others: bool,
+        stops: Container[int] = (),
+        iterations: int = 0,
+    ) -> int | None:
         """Run threads from an instruction on until they diverge, wait, end, or reach a possible join.
+
+        slots: the warps that run together, each with its threads; several only in lockstep (lockstep.py). start: the
+        instruction at which their run began. others: whether other threads of each warp wait at other instructions.
+        stops: instructions before which the run is suspended. iterations: of loops, since ``start``.
 
         Return their instruction if they poll in a loop and yield.
         """
         m, program = self.m, self.program
         operations, code, keys, joins = program.operations, self.code, program.keys, program.joins
         targets, polling, sync_groups = program.targets, program.polling, program.sync_groups
-        others, every_lane = bool(self.fragments[n]), _size(lanes)
-        start, iterations = pc, 0
+        every_lane, together, n = _size(lanes), len(slots) > 1, slots[0][0]
+        begin = True
+        self.suspended, self.apart = -1, False
         while True:
             if pc >= len(code):
                 self._end(lanes)
                 return None
             if others and pc in joins and pc != start:
-                self._put(n, pc, lanes)
+                for slot, own in slots:
+                    self._put(slot, pc, own)
                 return None
+            if pc in stops and not begin:
+                self.suspended, self.iterations = pc, iterations
+                return None
+            begin = False
             i = code[pc]
             m.current = i
             active, size = lanes, every_lane
@@ -267,6 +296,9 @@ class Scheduler:
                 chosen = m.register(i.guard[0])[lanes] ^ i.guard[1]
                 some = np.count_nonzero(chosen)  # takes a third of the time of chosen.any()
                 every = some == len(chosen)
+                if together and some and not every and (i.name in CONTROL or pc in sync_groups):
+                    self.suspended, self.iterations, self.apart = pc, iterations, True
+                    return None
                 if i.name == "bra":
                     self._count(i, "bra", lanes, size)
                     if not some:
@@ -274,7 +306,7 @@ class Scheduler:
                         continue
                     target = targets[pc]
                     iterations += target <= pc
-                    spinning = target <= pc and (pc in polling or iterations > MAX_ITERATIONS)
+                    spinning = target <= pc and self._spins(pc, iterations, others)
                     if every and not spinning:
                         pc = target
                         continue
@@ -293,6 +325,9 @@ class Scheduler:
                     size = _size(active)
             meets = pc in sync_groups
             if meets and not self.sync_groups.complete(pc, active):
+                if together:
+                    self.suspended, self.iterations, self.apart = pc, iterations, True
+                    return None
                 groups = self.sync_groups.arrive(pc, active)
                 self._split(n, pc + 1, lanes, active)
                 for group in groups:
@@ -327,7 +362,7 @@ class Scheduler:
                     if i.name == "bra":
                         target = targets[pc]
                         iterations += target <= pc
-                        if target <= pc and (pc in polling or iterations > MAX_ITERATIONS):
+                        if target <= pc and self._spins(pc, iterations, others):
                             self.spin_counts[pc] += 1
                             self.polls[n] = pc in polling
                             if (
@@ -343,6 +378,10 @@ class Scheduler:
                         self._split(n, pc + 1, lanes, active)
                         return None
             pc += 1
+
+    def _spins(self, pc: int, iterations: int, others: bool) -> bool:
+        """Return whether a loop lets other warps run at its branch, after so many iterations."""
+        return pc in self.program.polling or iterations > MAX_ITERATIONS
 
     def _split(self, n: int, pc: int, lanes: ThreadSet, without: ThreadSet) -> None:
         """Let the ``lanes`` that are not in ``without`` go on."""
@@ -360,7 +399,7 @@ class Scheduler:
         if i.name == "ex2":
             counts.exponentials += threads
         m.executed += 1
-        if m.executed > INSTRUCTION_LIMIT:
+        if m.executed > self.instruction_limit:
             reason = f"no end after {INSTRUCTION_LIMIT} instructions: too long to emulate"
             raise m.limit(reason, int(lane_indices(lanes)[0]))
 

@@ -61,13 +61,13 @@ def addresses(operand: Operand, i: Instruction) -> Callable[[ResidentBlocks, Thr
             return np.full(lane_count(lanes), load_address(m, symbol.name) + symbol.offset + window, np.int64)
 
         return symbol_address
-    wide, narrow = reader(base, "u64", i), reader(base, "u32", i)
+    wide, narrow, low = reader(base, "u64", i), reader(base, "u32", i), np.uint32(offset & 0xFFFF_FFFF)
 
     def run(m: ResidentBlocks, lanes: ThreadSet) -> Offsets:
         if m.register(base.name).dtype.itemsize == 8:
-            return np.asarray(wide(m, lanes)).astype(np.int64) + offset
-        values = np.asarray(narrow(m, lanes)).astype(np.int64)
-        return values + offset & 0xFFFF_FFFF if offset else values  # addresses of 32 bits wrap
+            return np.asarray(wide(m, lanes)).view(np.int64) + offset
+        values = np.asarray(narrow(m, lanes))
+        return (values + low if offset else values).astype(np.int64)  # addresses of 32 bits wrap
 
     return run
 
@@ -78,11 +78,13 @@ def by_space(
     run: Callable[[ResidentBlocks, ThreadSet, Offsets], None],
 ) -> Operation:
     """Build an operation on each thread's address. Generic addresses run one state space at a time."""
+    if space != "generic":
+        return lambda m, lanes: run(m, lanes, where(m, lanes))
 
     def parted(m: ResidentBlocks, lanes: ThreadSet) -> None:
         addresses = where(m, lanes)
         windows = addresses >> WINDOW_BITS
-        if space != "generic" or len(windows) < 2 or (windows == windows[0]).all():
+        if len(windows) < 2 or (windows == windows[0]).all():
             run(m, lanes, addresses)
             return
         indices = lane_indices(lanes)
@@ -118,9 +120,8 @@ def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) 
     else:
         mine = m.local_start[lanes]
     size = m.shared_bytes if space == "shared" else m.local_bytes
-    outside = (addresses < 0) | (addresses >= size)
-    if outside.any():  # the address is in another block's memory
-        position = int(np.flatnonzero(outside)[0])
+    if len(addresses) and int(addresses.view(np.uint64).max()) >= size:  # the address is in another block's memory
+        position = int(np.flatnonzero((addresses < 0) | (addresses >= size))[0])
         where = f"byte {int(addresses[position])} of {size} of {space} memory"
         raise m.fault(f"access out of bounds: {where}", int(lane_indices(lanes)[position]), where)
     return (m.shared if space == "shared" else m.local), addresses + mine, space
@@ -128,7 +129,7 @@ def locate(m: ResidentBlocks, space: str, addresses: Offsets, lanes: ThreadSet) 
 
 def count_access(m: ResidentBlocks, space: str, store: bool, offsets: Offsets, lanes: ThreadSet, size: int) -> None:
     """Count an access of ``size`` bytes per thread by the current instruction."""
-    m.counts.access(space, store, offsets, lane_indices(lanes), size, m.current.source)
+    m.counts.access(space, store, offsets, lanes, size, m.current.source)
 
 
 def load(i: Instruction) -> Operation:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greenfast.emulator.instructions.operands import reader, writer
-from greenfast.emulator.machine.blocks import WARP, ThreadSet, lane_count, lane_indices
+from greenfast.emulator.machine.blocks import WARP, ThreadSet, distinct, lane_count, lane_indices
 from greenfast.emulator.machine.state import ResidentBlocks
 from greenfast.emulator.ptx.syntax import Instruction, Register, Symbol
 from greenfast.emulator.ptx.unsupported import unsupported
@@ -51,9 +51,9 @@ class NamedBarriers:
             index = int(np.flatnonzero(wrong)[0])
             raise m.fault(f"barrier {number[index]}, of {BARRIERS}", int(indices[index]))
         keys = m.block_of[indices] * BARRIERS + number
-        if isinstance(lanes, slice) and int(number.min()) == int(number.max()):  # a whole warp of every block
-            first = np.arange(0, len(keys), WARP)
-            which, new = keys[first], np.full(len(first), WARP)
+        if isinstance(lanes, slice) and int(number.min()) == int(number.max()):  # whole warps
+            which, first, new = np.unique(keys[::WARP], return_index=True, return_counts=True)
+            first, new = first * WARP, new * WARP
         else:
             which, first, new = np.unique(keys, return_index=True, return_counts=True)
         fresh = self.arrived[which] == 0
@@ -145,8 +145,8 @@ class NamedBarriers:
 
     def _reduce(self, lanes: NDArray[np.intp]) -> None:
         """Give the threads of bar.red what their barrier's threads voted."""
-        for pc in np.unique(self.pcs[lanes]):
-            i = self.code[int(pc)]
+        for pc in distinct(self.pcs[lanes]):
+            i = self.code[pc]
             if "red" not in i.parts:
                 continue
             here = lanes[self.pcs[lanes] == pc]

@@ -131,6 +131,8 @@ class GlobalRecord:
         self.records_joint_writes = JOINT_WRITES in tracked
         self.inputs = {memory.number(name) for name in inputs}
         self.input_writes: dict[str, str] = {}
+        #: The log of warps that run in lockstep (epochs.py).
+        self.epochs: Any = None
 
     def find_inputs(self, offsets: Numbers, owners: set[int]) -> list[tuple[str, int]]:
         """Return the inputs among the allocations of an access, each with its first element there."""

@@ -61,6 +61,14 @@ def selection(indices: NDArray[np.intp]) -> ThreadSet:
     return indices
 
 
+def distinct(values: Values) -> list[int]:
+    """Return the distinct values in their order; most often there is one."""
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    result: list[int] = np.unique(values).tolist()
+    return result
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Grid and block of a launch, and the cluster: how many blocks share their shared memory."""

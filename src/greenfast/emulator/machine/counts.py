@@ -59,16 +59,19 @@ class Counts:
         space: str,
         store: bool,
         offsets: NDArray[np.int64],
-        threads: NDArray[np.intp],
+        threads: slice | NDArray[np.intp],
         size: int,
         source: SourceLine | None,
     ) -> None:
-        """Count one access of ``size`` bytes per thread: byte offsets and sorted numbers of its threads."""
+        """Count one access of ``size`` bytes per thread: byte offsets and sorted numbers of its threads.
+
+        A slice holds whole warps.
+        """
         if not len(offsets):
             return
         total = len(offsets) * size
         if space == "global":
-            sectors = _sectors(offsets, threads // WARP, size)
+            sectors = _sectors(offsets, threads, size)
             if store:
                 self.global_store_bytes += total
                 self.global_store_sectors += sectors
@@ -107,8 +110,16 @@ class Counts:
         return KernelCounts(**values)
 
 
-def _sectors(offsets: NDArray[np.int64], warps: NDArray[np.int64], size: int) -> int:
+def _sectors(offsets: NDArray[np.int64], threads: slice | NDArray[np.intp], size: int) -> int:
+    """Return how many sectors each warp touches, in sum."""
     first = offsets // SECTOR
+    if isinstance(threads, slice) and SECTOR % size == 0:  # then aligned elements are in one sector each
+        rows = first.reshape(-1, WARP)
+        steps = np.diff(rows, axis=1)
+        if (steps < 0).any():
+            steps = np.diff(np.sort(rows, axis=1), axis=1)
+        return len(rows) + int(np.count_nonzero(steps))
+    warps = _indices(threads) // WARP
     keys = warps * (1 << 40) + first
     last = (offsets + size - 1) // SECTOR
     if (last != first).any():
@@ -116,13 +127,24 @@ def _sectors(offsets: NDArray[np.int64], warps: NDArray[np.int64], size: int) ->
     return len(np.unique(keys))
 
 
-def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> tuple[int, int]:
+def _indices(threads: slice | NDArray[np.intp]) -> NDArray[np.intp]:
+    return np.arange(threads.start, threads.stop) if isinstance(threads, slice) else threads
+
+
+def _are_whole(threads: slice | NDArray[np.intp]) -> bool:
+    """Return whether these threads are whole warps, for a number of threads that could be."""
+    if isinstance(threads, slice):
+        return True
+    return bool((threads[WARP - 1 :: WARP] - threads[::WARP] == WARP - 1).all())
+
+
+def _shared(words: NDArray[np.int64], threads: slice | NDArray[np.intp], size: int) -> tuple[int, int]:
     """Return the passes over shared memory of one access by some warps, and the conflicts among them.
 
     Most often all warps are whole and access one pattern, each at a different place: it is counted once.
     """
-    rows = words.reshape(-1, WARP) if len(words) % WARP == 0 else None
-    if rows is not None and (threads[WARP - 1 :: WARP] - threads[::WARP] == WARP - 1).all():  # whole warps
+    if len(words) % WARP == 0 and _are_whole(threads):
+        rows = words.reshape(-1, WARP)
         relative = rows - rows[:, :1]  # moving all words of a warp by as much keeps its conflicts
         if not (relative == relative[0]).all():
             return _total(_passes(rows, size))
@@ -131,6 +153,7 @@ def _shared(words: NDArray[np.int64], threads: NDArray[np.intp], size: int) -> t
         if result is None:
             result = _PATTERNS[key] = _total(_passes(rows[:1], size))
         return result[0] * len(rows), result[1] * len(rows)
+    threads = _indices(threads)
     warps = threads // WARP
     table = np.full((int(warps[-1]) + 1, WARP), -1, np.int64)
     table[warps, threads % WARP] = words

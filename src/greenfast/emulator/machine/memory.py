@@ -130,7 +130,7 @@ class Arena:
         if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
             i = int(np.flatnonzero(offsets & (size - 1))[0])
             raise BadAccessError(f"misaligned {access}", i, int(offsets[i]))
-        if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) > self.size - size):
+        if len(offsets) and int(offsets.view(np.uint64).max()) > self.size - size:  # a negative one is large
             i = int(np.flatnonzero((offsets < 0) | (offsets > self.size - size))[0])
             raise BadAccessError(f"{access} out of bounds", i, int(offsets[i]))
         return offsets >> _SHIFTS[size]

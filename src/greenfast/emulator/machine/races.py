@@ -91,9 +91,7 @@ class Races:
     def complete_barriers(self, keys: Numbers, waiting: Numbers, of: Numbers, per_block: int) -> None:
         """Complete barriers (``per_block`` in each block); waiting: the threads released from the barriers ``of``."""
         m = self.m
-        if m.launches is not None:
-            behind = np.unique(of[m.after_pdl_wait[waiting]])
-            m.after_pdl_wait[waiting[np.isin(of, behind)]] = True
+        self.pass_pdl_waits(waiting, of)
         living = np.bincount(m.block_of[~m.ended], minlength=len(m.blocks))
         left = np.bincount(of // per_block, minlength=len(m.blocks))
         whole = np.unique(keys // per_block)
@@ -113,6 +111,13 @@ class Races:
             for key, warp in zip((pairs // m.warps).tolist(), (pairs % m.warps).tolist(), strict=True):
                 result.setdefault(key, (key // per_block, []))[1].append(warp)
             self.ordering.complete_barriers(result)
+
+    def pass_pdl_waits(self, waiting: Numbers, of: Numbers) -> None:
+        """Let the threads released from the barriers ``of`` be past a griddepcontrol.wait if one of them is."""
+        m = self.m
+        if m.launches is not None:
+            behind = np.unique(of[m.after_pdl_wait[waiting]])
+            m.after_pdl_wait[waiting[np.isin(of, behind)]] = True
 
     def sync_warp(self, lanes: Numbers) -> None:
         """Threads, one group of each warp, are at bar.warp.sync together."""

@@ -17,6 +17,7 @@ from greenfast.emulator.machine.access_log import GlobalRecord
 from greenfast.emulator.machine.blocks import WARP, BlockState, ThreadSet, Values, lane_indices, unflatten
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.environment import USUAL, WARPS, Surroundings
+from greenfast.emulator.machine.epochs import EpochRaces
 from greenfast.emulator.machine.in_flight import BulkLoad, BulkStore
 from greenfast.emulator.machine.memory import (
     UNWRITTEN,
@@ -63,8 +64,9 @@ class ResidentBlocks(BlockState):
     dynamic_bytes: dynamic shared memory of the launch, included in shared_bytes. params: the bytes of each parameter.
     workspace: address of the grid synchronization workspace of cooperative groups, 0 for none. record: the log of
     accesses to global memory by the whole grid. synchronizes: whether threads may synchronize through memory. counts:
-    the current counters. phases: the counters per phase of an instrumented build. compared: threads that have executed
-    the comparison that ``surroundings`` force.
+    the current counters. lockstep_units: bytes of the smallest access by space if warps run in lockstep (epochs.py).
+    phases: the counters per phase of an instrumented build. compared: threads that have executed the comparison that
+    ``surroundings`` force.
     """
 
     symbols: Mapping[str, int]
@@ -78,6 +80,7 @@ class ResidentBlocks(BlockState):
     synchronizes: bool = False
     seed: int = 0
     surroundings: Surroundings = USUAL
+    lockstep_units: Mapping[str, int] | None = None
     compared: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +120,12 @@ class ResidentBlocks(BlockState):
         )
         proxies = asynchronous and self.geometry.cluster_size == 1
         size = self.geometry.cluster_size
-        self.races = Races(self, record, Ordering(len(self.blocks), self.warps, self.synchronizes, proxies, size))
+        ordering = Ordering(len(self.blocks), self.warps, self.synchronizes, proxies, size)
+        self.races = (
+            EpochRaces(self, record, ordering, self.lockstep_units)
+            if self.lockstep_units
+            else Races(self, record, ordering)
+        )
         self.proxies = Proxies(self, self.races) if asynchronous else None
         if self.proxies is not None:
             self.shared.watch_asynchronous_reads()
