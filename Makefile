@@ -9,9 +9,11 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --dis
 # Every process would compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+TRITON_TESTS := tests/emulator/test_triton.py tests/judge/solution/test_recording.py
+
 HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuInit(0)[0]))
 
-.PHONY: judge validate test test-gpu test-slow docs sanitize lint clean
+.PHONY: judge validate test test-triton test-gpu test-slow docs sanitize lint clean
 
 # validate: the former name
 judge validate: $(READY)
@@ -20,6 +22,11 @@ judge validate: $(READY)
 test: $(READY)
 	$(PYTEST) --numprocesses auto -m "not gpu and not slow"
 	@if $(BIN)/python -c "$(HAS_GPU)" 2>/dev/null; then $(MAKE) test-gpu; else echo "no GPU here: make test-gpu was left out"; fi
+
+# The tests of Triton on CPU tensors. Triton is large (0.3 GB) and in no other test's way, so it has a folder of its own.
+test-triton: $(READY)
+	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target .venv/triton triton==3.9.0
+	PYTHONPATH=.venv/triton TRITON_CACHE_DIR=.venv/triton-cache $(PYTEST) --numprocesses 2 -m "not gpu and not slow" $(TRITON_TESTS)
 
 # Its processes share one GPU: more than 16 bring nothing and need memory there.
 test-gpu: $(READY)

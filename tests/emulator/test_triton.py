@@ -122,6 +122,13 @@ def test_pointers_in_memory(emulate_triton: Any) -> None:
     assert torch.equal(pointers, before)
 
 
+def test_registers_are_those_of_ptxas() -> None:
+    x = torch.ones(64)
+    with activate():
+        kernel = add[(1,)](x, x, x, 64, BLOCK=64)
+        assert 8 <= kernel.n_regs <= 32
+
+
 def test_heuristics_and_scalars() -> None:
     x = torch.arange(10, dtype=torch.float64)
     with activate("sm_80"):

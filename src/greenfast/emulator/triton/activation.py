@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 import torch
 
-from greenfast.emulator.kernel_run import Fault, convert_error, convert_finding
+from greenfast.device.compiler import compile_kernel
+from greenfast.emulator.kernel_run import DEFAULT_TARGET, Fault, convert_error, convert_finding
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute
 from greenfast.emulator.triton.driver import SHARED_MEMORY, EmulatorDriver, measure_nothing, run_launch, without_modes
+from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.extras import require
 from greenfast.spec.facts import FORMAL, KernelCounts
+from greenfast.spec.kernel import KernelSource
 
 #: Configurations of an autotuned kernel that run; benchmarks that run.
 AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
@@ -82,7 +85,7 @@ class Activation:
         """Set the driver, and replace what would need ptxas or a GPU."""
         import triton
         from triton.backends.nvidia.compiler import CUDABackend
-        from triton.compiler.compiler import ASTSource
+        from triton.compiler.compiler import ASTSource, CompiledKernel
         from triton.runtime.autotuner import Autotuner
 
         if triton.knobs.runtime.interpret:
@@ -95,6 +98,7 @@ class Activation:
             (CUDABackend, "hash", lambda backend: f"greenfast emulator-{backend.target.arch}"),
             # Without the file in the key, a fault could name another file with the same function.
             (ASTSource, "hash", _add_file(ASTSource.hash)),
+            (CompiledKernel, "n_regs", property(self._count_registers, lambda kernel, count: None)),
             (triton.testing, "do_bench", self._bench),
             (triton.testing, "do_bench_cudagraph", self._bench),
         ]
@@ -105,6 +109,15 @@ class Activation:
             replaced.append((Autotuner, "prune_configs", _choose_first(Autotuner.prune_configs)))
         for owner, name, value in replaced:
             stack.enter_context(replace_attribute(owner, name, value))
+
+    def _count_registers(self, kernel: Any) -> int:
+        """Return the registers of a thread of a kernel, which ptxas chooses. It runs only for this."""
+        ptx = kernel.asm["ptx"]
+        block = (32 * kernel.metadata.num_warps, 1, 1)
+        source = KernelSource(kernel.name, ptx, f"{kernel.name}.ptx", (), block, kernel.metadata.shared, language="ptx")
+        target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+        resources = compile_kernel(source, Target.parse(target[1] if target else DEFAULT_TARGET)).resources
+        return resources.registers
 
     def _bench(self, call: Callable[[], Any], *args: Any, **options: Any) -> Any:
         """Run a benchmark's call once, or not at all. Return NaN for each time."""

@@ -53,7 +53,7 @@ class Utilities:
     ) -> tuple[Any, LoadedFunction, int, int, int]:
         """Return a kernel's module, function, registers, spills and the threads that its block may have.
 
-        The registers are 0: PTX does not have them (``count_registers``).
+        The registers are 0: PTX does not have them. ``Activation`` counts them if a script asks for them.
         """
         return None, LoadedFunction(name, binary.decode()), 0, 0, 1024
 
