@@ -129,6 +129,14 @@ def test_calls_that_are_wrong_or_missing_are_named(run: Run) -> None:
     assert "cudaFree of 0x" in report["faults"][0]["message"]
     assert "which was freed" in report["faults"][0]["message"]
     assert (code, len(report["faults"])) == (1, 1)
+    code, report, output = run("registered")
+    assert output.startswith("cudaErrorNotSupported")
+    assert "kernels cannot access memory of cudaHostRegister" in report["faults"][0]["message"]
+    assert code == 3
+    code, report, output = run("large")
+    assert output.startswith("720\n")
+    assert "265 blocks; at most 264 of this size are resident" in report["faults"][0]["message"]
+    assert code == 1
     code, report, output = run("graph")
     assert output.startswith("cudaErrorNotSupported")
     assert report["faults"][0]["message"].startswith("cudaGraphCreate is not emulated at modes.cu:")

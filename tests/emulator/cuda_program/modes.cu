@@ -150,6 +150,17 @@ int main(int argc, char **argv) {
         cudaGraph_t graph;
         printf("%s\n", cudaGetErrorName(cudaGraphCreate(&graph, 0)));
     }
+    if (is("registered")) {
+        static int h[4];
+        cudaHostRegister(h, sizeof h, cudaHostRegisterMapped);
+        copy<<<1, 4>>>(h, ints(4));
+        printf("%s\n", cudaGetErrorName(cudaGetLastError()));
+    }
+    if (is("large")) {
+        int *x = ints(1), *out = ints(2);
+        void *arguments[] = {&x, &out};
+        printf("%d\n", cudaLaunchCooperativeKernel((void *)grid_sum, dim3(265), dim3(1024), arguments));
+    }
     if (is("code")) return 7;
     return end();
 }

@@ -23,8 +23,8 @@
 
 // Operations and the form of messages: as in server.py.
 enum { MODULE, FUNCTION, VARIABLE, ALLOCATE, RELEASE, COPY, FILL, SYMBOL, LAYOUT, LAUNCH, ATTRIBUTES, LOOKUP, REFUSE,
-       TENSORMAP };
-enum { DEVICE, PINNED, MANAGED, POOLED };
+       TENSORMAP, REGISTER };
+enum { DEVICE, PINNED, MANAGED };
 typedef struct { uint32_t operation, bytes; uint64_t values[14]; } Request;
 typedef struct { int32_t error; uint32_t bytes; uint64_t values[6]; } Reply;
 
@@ -247,7 +247,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n
 static cudaError_t allocate(void **out, size_t size, int kind, void *caller) {
     if (sticky) return set(sticky);
     if (!out) return set(cudaErrorInvalidValue);
-    if (!size && kind != POOLED) { *out = NULL; return OK; }
+    if (!size) { *out = NULL; return OK; }
     Reply reply = call((Request){ALLOCATE, 0, {size, kind, (uintptr_t)caller}}, NULL, NULL);
     if (reply.error) return set(reply.error);
     if (kind == PINNED || kind == MANAGED) open_pages(reply.values[0], size);
@@ -284,9 +284,11 @@ EXPORT cudaError_t cudaFree(void *p) { return release(p, DEVICE, CALLER); }
 EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { (void)s; return release(p, DEVICE, CALLER); }
 EXPORT cudaError_t cudaFreeHost(void *p) { return release(p, PINNED, CALLER); }
 EXPORT cudaError_t cudaHostRegister(void *p, size_t size, unsigned flags) {
-    (void)p, (void)size, (void)flags; return OK;
+    (void)flags; return set(call((Request){REGISTER, 0, {(uintptr_t)p, size}}, NULL, NULL).error);
 }
-EXPORT cudaError_t cudaHostUnregister(void *p) { (void)p; return OK; }
+EXPORT cudaError_t cudaHostUnregister(void *p) {
+    return set(call((Request){REGISTER, 0, {(uintptr_t)p, 0}}, NULL, NULL).error);
+}
 EXPORT cudaError_t cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
     (void)flags;
     if (!is_device(host)) return REFUSED("cudaHostGetDevicePointer of memory of cudaHostRegister (give cudaHostAlloc's)");

@@ -15,9 +15,9 @@ from greenfast.emulator.grid import WORKSPACE
 from greenfast.emulator.machine.memory import NO_ALLOCATION, OUTSIDE, UNWRITTEN, WRITTEN, Bytes, GlobalMemory
 
 #: Kinds of allocations, as in cudart.c.
-DEVICE, PINNED, MANAGED, POOLED = range(4)
+DEVICE, PINNED, MANAGED = range(3)
 #: The function that makes each kind.
-MAKERS = {DEVICE: "cudaMalloc", PINNED: "cudaMallocHost", MANAGED: "cudaMallocManaged", POOLED: "cudaMallocAsync"}
+MAKERS = {DEVICE: "cudaMalloc", PINNED: "cudaMallocHost", MANAGED: "cudaMallocManaged"}
 #: Allocations begin at a page, because those that host code may access are opened page by page.
 _PAGE = 4096
 #: Unallocated bytes between allocations.

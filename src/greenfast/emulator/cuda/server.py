@@ -22,7 +22,8 @@ from greenfast.emulator.cuda.launch import ProgramLauncher
 from greenfast.emulator.cuda.library import CAPACITY
 from greenfast.emulator.cuda.memory import DEVICE, MAKERS, MANAGED, DeviceMemory
 from greenfast.emulator.findings import NOTE, UNSUPPORTED, Findings
-from greenfast.emulator.grid import KernelLaunch, load_module, load_program
+from greenfast.emulator.grid import MULTIPROCESSORS, KernelLaunch, load_module, load_program
+from greenfast.emulator.grid import THREADS as _RESIDENT
 from greenfast.emulator.kernel_run import Fault, convert_error
 from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN
 from greenfast.emulator.machine.tensormap import bind, encode
@@ -36,7 +37,7 @@ from greenfast.spec.kernel import Launch, Struct, TensorMap
 _REQUEST, _REPLY = struct.Struct("<II14Q"), struct.Struct("<iI6Q")
 _OPERATIONS = (
     *("module", "function", "variable", "allocate", "release", "copy", "fill", "symbol", "layout", "launch"),
-    *("attributes", "lookup", "refuse", "tensormap"),
+    *("attributes", "lookup", "refuse", "tensormap", "register"),
 )
 #: Errors of CUDA's runtime.
 _INVALID_VALUE, _OUT_OF_MEMORY, _INVALID_CONFIGURATION, _INVALID_SYMBOL, _INVALID_FUNCTION = 1, 2, 9, 13, 98
@@ -93,6 +94,8 @@ class Server:
         self.modules: list[LoadedModule] = []
         self.kernels: dict[int, KernelHandle] = {}
         self.variables: dict[int, tuple[int, int]] = {}
+        #: Host memory of cudaHostRegister: its sizes by address. Kernels cannot reach it here.
+        self.registered: dict[int, int] = {}
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.process = 0
@@ -255,6 +258,13 @@ class Server:
         start = address - self.memory.base
         return [start + z * plane + y * pitch for z in range(planes) for y in range(height)]
 
+    def _register(self, values: list[int], payload: bytes) -> None:
+        address, size = values[:2]
+        if size:
+            self.registered[address] = size
+        else:
+            self.registered.pop(address, None)
+
     def _lookup(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
         a = self.memory.find(values[0])
         kind = 0 if a is None or a.kind not in (1, MANAGED) else a.kind
@@ -301,6 +311,12 @@ class Server:
         x, y, z, bx, by, bz, shared, cx, cy, cz, cooperative, early, _ = values[1:14]
         grid, block, cluster = (x, y, z), (bx, by, bz), (cx, cy, cz)
         self._check(kernel, grid, block, shared)
+        self._check_pointers(kernel, payload)
+        most = _RESIDENT // (-(-math.prod(block) // 32) * 32) * MULTIPROCESSORS
+        if cooperative and math.prod(grid) > most:
+            text = f"a cooperative launch of {math.prod(grid)} blocks; at most {most} of this size are resident"
+            self._report_launch(kernel, text)
+            raise CallError(_TOO_LARGE)
         function = module.entry(kernel.name)
         layout, _ = pack(function.params)
         arguments = tuple(
@@ -343,11 +359,23 @@ class Server:
                 "cudaFuncAttributeMaxDynamicSharedMemorySize"
             )
         if error:
-            self.findings.add(
-                kernel.name,
-                Fault(level=ERROR, kind="invalid-launch", message=f"{demangle(kernel.name)}: a launch with {text}"),
-            )
+            self._report_launch(kernel, f"a launch with {text}")
             raise CallError(error)
+
+    def _check_pointers(self, kernel: KernelHandle, payload: bytes) -> None:
+        """Refuse a launch with a pointer to memory of cudaHostRegister: a GPU reaches it, the emulator does not."""
+        for (word,) in struct.iter_unpack("<Q", payload[: len(payload) // 8 * 8]) if self.registered else ():
+            if any(start <= word < start + size for start, size in self.registered.items()):
+                text = (
+                    f"{demangle(kernel.name)}: kernels cannot access memory of cudaHostRegister (give cudaHostAlloc's)"
+                )
+                self.findings.add(kernel.name, Fault(level=UNSUPPORTED, kind="unsupported", message=text))
+                raise CallError(_NOT_SUPPORTED)
+
+    def _report_launch(self, kernel: KernelHandle, text: str) -> None:
+        """Add a finding about a launch that every H100 refuses."""
+        message = f"{demangle(kernel.name)}: {text}"
+        self.findings.add(kernel.name, Fault(level=ERROR, kind="invalid-launch", message=message))
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 
