@@ -21,7 +21,7 @@ from greenfast.judge.store import ABSENT, FIRST, to_json
 #: Fields that no page quotes and no conclusion needs: the clock and the power of single blocks, the distributions of
 #: errors (the worst element stays), the single times of a tiling (their median stays), and examples of operands.
 _RAW = (
-    *("block_mhz", "block_watts", "error_histogram", "bound_histogram", "runtimes"),
+    *("block_mhz", "block_watts", "error_histogram", "bound_histogram", "error_map", "runtimes"),
     *("examples_wrong", "examples_other_nan", "examples_undefined"),
 )
 #: Digits of the errors of a case. Times and all other numbers stay as they are.

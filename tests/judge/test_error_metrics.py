@@ -11,6 +11,7 @@ from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
     error_stats,
+    map_errors,
     worst_bound_ratio,
     worst_element,
 )
@@ -213,3 +214,28 @@ def test_wrong_values_are_one_cause_and_cases_that_passed_are_none() -> None:
     wrong = [correctness_row("small", seed, gates=values, notes=[f"y[{seed}]: got nan"]) for seed in range(3)]
     passed = correctness_row("small", 3, gates={"finite_pass": True})
     assert group_by_cause([passed, *wrong]) == [(wrong[0], "; 2 more of 4 cases fail alike")]
+
+
+def test_the_map_of_errors_shows_where_an_output_is_wrong() -> None:
+    """Two outputs in one array: the second has a wrong column, and one element that is not finite."""
+    exact = np.arange(100 + 30 * 70, dtype=np.float64)
+    actual = exact.copy()
+    second = actual[100:].reshape(30, 70)
+    second[:, 69] += 5
+    outputs = {"y": actual[:100].copy(), "z": second.copy()}
+    allowed = np.full_like(exact, 0.5)
+    found = map_errors(actual, exact, allowed, outputs)
+    assert found is not None
+    assert (found.output, found.rows, found.columns) == ("z", 30, 70)
+    assert (len(found.cells), len(found.cells[0])) == (16, 32)
+    assert {row[-1] for row in found.cells} == {10.0}
+    assert {cell for row in found.cells for cell in row[:-1]} == {0.0}
+    assert (found.top, found.left) == (0, 67)
+    assert found.got[0] == [167.0, 168.0, 174.0]
+    assert found.expected[0] == [167.0, 168.0, 169.0]
+    second[10, 20] = np.nan
+    found = map_errors(actual, exact, allowed, outputs | {"z": second.copy()})
+    assert found is not None
+    assert (found.top, found.left, found.got[2][2]) == (8, 18, None)
+    assert sum(cell is None for row in found.cells for cell in row) == 1
+    assert map_errors(exact, exact, allowed, outputs) is None

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from greenfast.judge.record_schema import ErrorStats, Histogram, WorstElement
+from greenfast.judge.record_schema import ErrorMap, ErrorStats, Histogram, WorstElement
 from greenfast.spec.problem import NORMAL
 
 Floats = NDArray[np.float64]
 _T = TypeVar("_T")
 #: Number of elements that one task measures; they fit in a core's cache.
 _PART = 1 << 17
+#: Of a map of errors: most rows and columns of cells, and the values on each side of the worst element.
+_MAP_CELLS, _AROUND = (16, 32), 2
 
 # Histograms in records: log10 of the lowest and the highest edge, and the number of edges per decade.
 _ERROR_BINS = (-9, 2, 2)
@@ -95,6 +97,54 @@ def worst_element(
     if actual.size == 0:
         return None
 
+    element, wrong = _find_worst(actual, exact, allowed)
+    name, first, shape = _find_buffer(element, actual, outputs)
+    index = [int(i) for i in np.unravel_index(element - first, shape)]
+    got, expected, limit = (float(x.reshape(-1)[element]) for x in (actual, exact, allowed))
+    return WorstElement(
+        output=name,
+        index=index,
+        got=got if math.isfinite(got) else None,
+        expected=expected,
+        allowed=limit if math.isfinite(limit) else None,
+        wrong=wrong / actual.size,
+    )
+
+
+def map_errors(actual: Floats, exact: Floats, allowed: Floats, outputs: Mapping[str, NDArray[Any]]) -> ErrorMap | None:
+    """Return the map of the buffer with the worst element, and the values around that element.
+
+    outputs: as in ``worst_element``. Return None if no element is wrong.
+    """
+    element, wrong = _find_worst(actual, exact, allowed) if actual.size else (0, 0)
+    if not wrong:
+        return None
+    name, first, shape = _find_buffer(element, actual, outputs)
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape) // columns
+    part = slice(first, first + rows * columns)
+    got, expected, limit = (x.reshape(-1)[part].reshape(rows, columns) for x in (actual, exact, allowed))
+    ratios = np.where(np.isfinite(got), _compute_bound_ratios(got, expected, limit), np.inf)
+    for axis, most in enumerate(_MAP_CELLS):
+        starts = np.arange(min(ratios.shape[axis], most)) * ratios.shape[axis] // min(ratios.shape[axis], most)
+        ratios = np.maximum.reduceat(ratios, starts, axis=axis)
+    row, column = divmod(element - first, columns)
+    top, left = max(0, row - _AROUND), max(0, column - _AROUND)
+    around = (slice(top, row + _AROUND + 1), slice(left, column + _AROUND + 1))
+    return ErrorMap(
+        output=name, rows=rows, columns=columns, cells=_round_finite(ratios, 3), top=top, left=left,
+        got=_round_finite(got[around], 7), expected=_round_finite(expected[around], 7),
+    )  # fmt: skip
+
+
+def _round_finite(values: Floats, digits: int) -> list[list[float | None]]:
+    """Return rows of numbers with so many significant digits; None for a number that is not finite."""
+    return [[float(f"{x:.{digits}g}") if math.isfinite(x) else None for x in row] for row in values.tolist()]
+
+
+def _find_worst(actual: Floats, exact: Floats, allowed: Floats) -> tuple[int, int]:
+    """Return the flat index of the worst element, as ``worst_element`` defines it, and the number of wrong elements."""
+
     def measure(actual: Floats, exact: Floats, allowed: Floats) -> tuple[int, float, int]:
         """Return the number of wrong elements, the largest ratio (infinity if not finite) and its flat index."""
         finite = np.isfinite(actual)
@@ -105,41 +155,27 @@ def worst_element(
 
     parts = _map_parts(measure, actual, exact, allowed)
     part = max(range(len(parts)), key=lambda n: parts[n][1])
-    element = part * _PART + parts[part][2]
-    name, index = _locate_element(element, actual, outputs)
-    got, expected, limit = (float(x.reshape(-1)[element]) for x in (actual, exact, allowed))
-    return WorstElement(
-        output=name,
-        index=index,
-        got=got if math.isfinite(got) else None,
-        expected=expected,
-        allowed=limit if math.isfinite(limit) else None,
-        wrong=sum(count for count, _, _ in parts) / actual.size,
-    )
+    return part * _PART + parts[part][2], sum(count for count, _, _ in parts)
 
 
-def _locate_element(element: int, actual: Floats, outputs: Mapping[str, NDArray[Any]]) -> tuple[str, list[int]]:
-    """Return the buffer and the index of an element of the decoded array.
+def _find_buffer(element: int, actual: Floats, outputs: Mapping[str, NDArray[Any]]) -> tuple[str, int, tuple[int, ...]]:
+    """Return the name, first flat index and shape of the buffer that has an element of the decoded array.
 
-    If the decoded array is not a concatenation of the buffers, return "output" and the index in the decoded array.
+    If the decoded array is not a concatenation of the buffers: "output", 0, and the shape of the decoded array.
     """
-
-    def indices(shape: tuple[int, ...], flat: int) -> list[int]:
-        return [int(i) for i in np.unravel_index(flat, shape)]
-
     arrays = [(name, array) for name, array in outputs.items() if array.size]
     if len(arrays) == 1 and arrays[0][1].size == actual.size:
-        return arrays[0][0], indices(arrays[0][1].shape, element)
+        return arrays[0][0], 0, arrays[0][1].shape
     if sum(array.size for _, array in arrays) == actual.size:
         first = 0
         for name, array in arrays:
             if element < first + array.size and array.dtype.kind in "fiub":
                 value, got = float(array.reshape(-1)[element - first]), float(actual.reshape(-1)[element])
                 if value == got or (math.isnan(value) and math.isnan(got)):
-                    return name, indices(array.shape, element - first)
+                    return name, first, array.shape
                 break
             first += array.size
-    return "output", indices(actual.shape, element)
+    return "output", 0, actual.shape
 
 
 def error_histogram(actual: Floats, exact: Floats) -> Histogram:

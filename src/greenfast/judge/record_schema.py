@@ -157,6 +157,25 @@ class WorstElement(_Data, frozen=True, kw_only=True):
         return f"{element}: got {got}, expected {self.expected:.5g}, allowed {allowed}; {share} wrong"
 
 
+class ErrorMap(_Data, frozen=True, kw_only=True):
+    """Where an output is wrong: the buffer of the worst element as a matrix, its last dimension as columns.
+
+    output: name of the buffer. rows, columns: of the matrix. cells: the matrix in coarse cells, each with the largest
+    ratio of an element's error to its allowed error; None if one is not finite, or any error is too much.
+    top, left: position of the first of the values around the worst element. got, expected: these values, by row;
+    None if not finite.
+    """
+
+    output: str
+    rows: int
+    columns: int
+    cells: list[list[float | None]]
+    top: int
+    left: int
+    got: list[list[float | None]]
+    expected: list[list[float | None]]
+
+
 #: The gates of a correctness row that do not follow from its numbers.
 OBSERVED_GATES = ("ran_pass", "memory_pass", "repeat_pass")
 #: Prefix of the note of a case that did not run because the process ended at an earlier case. The cause follows.
@@ -181,6 +200,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     error_histogram: absolute kernel error per element. bound_histogram: ratio of this error to its rounding bound. Both
         are None without a kernel error and in older records.
     worst: the element with the largest ratio; None in older records and if the kernel did not run.
+    error_map: where the output is wrong; None if no element is, and in older records.
     """
 
     shape: str
@@ -201,6 +221,7 @@ class CorrectnessRow(_Data, frozen=True, kw_only=True):
     error_histogram: Histogram | None = None
     bound_histogram: Histogram | None = None
     worst: WorstElement | None = None
+    error_map: ErrorMap | None = None
 
     def __post_init__(self) -> None:
         if self.kernel_error is not None and self.error_histogram is not None:
@@ -335,13 +356,18 @@ class CachedTiming(_Data, frozen=True, kw_only=True):
 
 
 class SolutionSource(_Data, frozen=True, kw_only=True):
-    """The sources of a judged solution. sha256: hash of all files. files: SHA-256 of each file by name."""
+    """The sources of a judged solution. sha256: hash of all files. files: SHA-256 of each file by name.
+
+    commit: of the repository that the solution is in, with " (dirty)" if that has changes; empty if it is in none, and
+        in older records.
+    """
 
     language: str
     author: str = ""
     description: str = ""
     sha256: str
     files: dict[str, str]
+    commit: str = ""
 
 
 class Side(_Data, frozen=True, kw_only=True):

@@ -47,17 +47,22 @@ def git_state() -> GitState:
 
     A source tree on a GPU machine may have no history. GREENFAST_GIT_SHA then gives its commit, with branch "copied".
     """
+    copied_from = os.environ.get(GIT_SHA_VARIABLE)
+    if copied_from:
+        return GitState(sha=copied_from, branch="copied", dirty=False)
+    return read_git_state(KERNEL_DIR)
+
+
+def read_git_state(folder: Path) -> GitState:
+    """Return the commit of the repository that a folder is in; "unknown" if it is in none or there is no git."""
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(["git", *args], cwd=KERNEL_DIR, capture_output=True, text=True, timeout=10)
+            done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    copied_from = os.environ.get(GIT_SHA_VARIABLE)
-    if copied_from:
-        return GitState(sha=copied_from, branch="copied", dirty=False)
     sha = git("rev-parse", "HEAD")
     if sha is None:
         return GitState(sha="unknown", branch="unknown", dirty=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from greenfast.judge.formats.convert import (
     NEW_MODEL,
     ORIGINAL,
@@ -19,7 +21,7 @@ from greenfast.judge.formats.convert import (
 )
 from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
-from greenfast.judge.request import Request
+from greenfast.judge.request import Request, read_git_state
 from greenfast.judge.solution.schema import CONFIG_NAME as SOLUTION_CONFIG
 from greenfast.judge.solution.schema import ResolvedSolution, find_solution, is_solution
 from greenfast.judge.task import CONFIG_NAME, LoadedTask, Variant, find_task, is_task, load, task_names
@@ -172,6 +174,15 @@ def _load(request: Request, side: Variant | ResolvedSolution, *, is_reference: b
     if isinstance(side, Variant):
         return build_rung_implementation(task.config, task.family, side)
     gpu = request.ordinal if isinstance(request.ordinal, int) else None
-    return build_solution_implementation(
+    built = build_solution_implementation(
         task.config, side, request.target, task.problem, gpu, is_reference=is_reference, results=request.out
     )
+    if built.source is None:
+        return built
+    return replace(built, source=msgspec.structs.replace(built.source, commit=_read_commit(side.path)))
+
+
+def _read_commit(path: Path) -> str:
+    """Return the commit of the repository that a solution is in, with " (dirty)"; empty if it is in none."""
+    git = read_git_state(path if path.is_dir() else path.parent)
+    return "" if git.sha == "unknown" else f"{git.sha}{' (dirty)' if git.dirty else ''}"

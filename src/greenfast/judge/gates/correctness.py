@@ -20,6 +20,7 @@ from greenfast.judge.error_metrics import (
     bound_histogram,
     error_histogram,
     error_stats,
+    map_errors,
     relative_error_factor,
     select_closest_reference,
     worst_bound_ratio,
@@ -462,8 +463,11 @@ def _row(
         if not result.repeatable:
             notes.append(f"{REPEATS} runs on the same input gave different bits (a race?)")
         bound = references.get_bound(kernel_gate.rounding)
-        worst = worst_element(decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
+        compared = (decoded, references.exact, kernel_gate.bound_factor * bound, result.outputs)
+        worst = worst_element(*compared)
         measured |= {"worst": worst, "elements": decoded.size}
+        if worst is not None and worst.wrong:
+            measured["error_map"] = map_errors(*compared)
         bad_elements = int((~np.isfinite(decoded)).sum())
         if bad_elements:
             notes.append(f"{bad_elements} of {decoded.size} output elements are not finite or were never written")

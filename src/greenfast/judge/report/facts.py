@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from greenfast.judge.record_schema import (
+    DRAWN,
     Build,
     CachedTiming,
     CorrectnessRow,
@@ -195,9 +196,10 @@ def counts_section(sides: Sequence[tuple[str, Side]], least_work: Mapping[str, M
 
     sides: pairs of role and results. least_work: the problem's minimum by shape and name.
     """
-    shapes = list(dict.fromkeys(shape for _, side in sides for shape in side.counts))
-    if not shapes:
+    counted = list(dict.fromkeys(shape for _, side in sides for shape in side.counts))
+    if not counted:
         return ""
+    shapes = [shape for shape in counted if not shape.startswith(DRAWN)] or counted  # the task's own, if there are any
     by_shape = {shape: {role: side.counts[shape] for role, side in sides if shape in side.counts} for shape in shapes}
     largest = max(shapes, key=lambda shape: max(c.warp_instructions for c in by_shape[shape].values()))
     return "\n\n".join(

@@ -19,11 +19,12 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from greenfast.judge.record_schema import CorrectnessRow, Histogram, Record, Side, SpeedupRow, TimingRow
+from greenfast.judge.record_schema import CorrectnessRow, ErrorMap, Histogram, Record, Side, SpeedupRow, TimingRow
 from greenfast.judge.report import facts, formatting
 
 # Okabe and Ito's colours are distinct with every common colour blindness; markers differ too.
@@ -331,6 +332,31 @@ def _decades(axes: Axes) -> None:
     step = max(1, round((high - low) / 8))
     ticks = range(int(np.ceil(low)), int(np.floor(high)) + 1, step)
     axes.set_xticks(list(ticks), [f"{10.0**tick:g}" for tick in ticks])
+
+
+#: Steps of an error over the allowed error, and their colours: within half, within, up to ten times, and more.
+_ERROR_STEPS = ((0.5, "#cfe3f5"), (1.0, "#7fb2dd"), (10.0, "#f4a582"), (np.inf, "#b2182b"))
+
+
+def draw_error_map(found: ErrorMap) -> Markup:
+    """Draw the cells of a map of errors in four colours."""
+    ratios = np.array([[np.inf if cell is None else cell for cell in row] for row in found.cells])
+    steps = np.searchsorted([limit for limit, _ in _ERROR_STEPS[:-1]], ratios)
+
+    def draw(one: Figure) -> None:
+        axes = one.add_subplot()
+        colors = ListedColormap([color for _, color in _ERROR_STEPS])
+        edges = [np.linspace(0, size, count + 1) for size, count in zip(found_size, steps.shape, strict=True)]
+        axes.pcolormesh(edges[1], edges[0], steps, cmap=colors, vmin=-0.5, vmax=3.5, linewidth=0)
+        axes.invert_yaxis()
+        axes.set_xlabel("column", fontsize=10)
+        axes.set_ylabel("row", fontsize=10)
+        names = ("up to half of what is allowed", "up to what is allowed", "up to 10 times that", "more, or not finite")
+        handles = [Patch(color=color, label=name) for (_, color), name in zip(_ERROR_STEPS, names, strict=True)]
+        one.legend(handles=handles, ncols=2, fontsize=9, frameon=False, loc="outside upper left")
+
+    found_size = (found.rows, found.columns)
+    return render_svg(f"map of the errors of {found.output}", 1.4 + min(2.6, 0.12 * len(steps)), draw)
 
 
 def _worst(axes: Axes, rows: Sequence[tuple[str, CorrectnessRow]], marks: _Marks) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from greenfast.judge.error_metrics import bound_histogram, error_histogram, error_stats
 from greenfast.judge.record_io import read_record
-from greenfast.judge.record_schema import BenchRecord, PhaseRecord, Record
+from greenfast.judge.record_schema import BenchRecord, ErrorMap, PhaseRecord, Record, SolutionSource
 from greenfast.judge.report.webpage.listing import HotCode, ListedInstruction, Window
 from greenfast.judge.report.webpage.roofline import Work
 from greenfast.judge.report.webpage.run import PageData, run_page
@@ -250,3 +250,22 @@ def test_kept_records(name: str) -> None:
     else:
         assert isinstance(one, BenchRecord)
         assert titles == [t for t in SECTIONS if t not in ("Speedups", "Counts", "Block medians")]
+
+
+def test_a_wrong_output_is_shown_as_a_map_with_the_values_around_the_worst_element() -> None:
+    """The task's own shapes come before drawn ones; the two sides' commits are shown."""
+    found = ErrorMap(
+        output="y", rows=64, columns=32, cells=[[0.1, None], [2.0, 30.0]], top=3, left=7,
+        got=[[1.0, None], [2.0, 2.5]], expected=[[1.0, 4.0], [2.0, 2.0]],
+    )  # fmt: skip
+    one = record()
+    row = msgspec.structs.replace(one.candidate.correctness[0], error_map=found)
+    drawn = msgspec.structs.replace(row, drawn=True, shape="drawn_1")
+    source = SolutionSource(language="cuda", sha256="0" * 64, files={}, commit=f"{'abc' * 10} (dirty)")
+    side = msgspec.structs.replace(one.candidate, correctness=[drawn, row], solution=source)
+    page = read(run_page(msgspec.structs.replace(one, candidate=side), PageData()))
+    assert f"candidate, {row.shape}, seed {row.seed}: y as 64 rows and 32 columns." in page.text
+    assert "drawn_1, seed" not in page.text
+    assert "not finite (4)" in page.text
+    assert "2.5 (2)" in page.text
+    assert "candidate: commit abcabcabca (dirty)" in page.text

@@ -77,7 +77,7 @@ def _result_sections(record: AnyRecord, data: PageData) -> list[Section]:
         ),
         Section("Machine code", listing.section(data.code)),
         *([Section("Block medians", _blocks(record))] if isinstance(record, Record) else []),
-        Section("Errors", _errors(record)),
+        Section("Errors", [*_error_map(record), *_errors(record)]),
     ]
 
 
@@ -109,9 +109,12 @@ def identity(record: Run, sha256: str) -> list[tuple[str, str]]:
         ("device", facts.device(record) + driver),
         ("date", record.created),
         ("target and format", f"{record.arch}, {record.format}"),
-        ("commit", facts.commit(record)),
+        ("commit of greenfast", facts.commit(record)),
     ]
     for name, side in record.sides():
+        if side.solution is not None and side.solution.commit:
+            sha, *dirty = side.solution.commit.split(" ", 1)
+            pairs.append((f"{name}: commit", " ".join([sha[:10], *dirty])))
         hashes = list(
             dict.fromkeys(f"{b.kernel_hash} / {b.code_hash or formatting.NONE}" for b in _deciding(record, side))
         )
@@ -220,6 +223,39 @@ def _errors(record: Run) -> list[Markup]:
     if not any(row.bound_histogram for _, row in rows):
         caption += " This record has the worst elements only, no distributions."
     return [figure(plots.draw_errors(rows), caption)]
+
+
+def _error_map(record: Run) -> list[Markup]:
+    """Show where the output of the first wrong case is wrong, the task's own shapes first."""
+    wrong = [(name, row) for name, side in record.sides() for row in side.correctness if row.error_map]
+    wrong.sort(key=lambda pair: pair[1].drawn)
+    if not wrong:
+        return []
+    name, row = wrong[0]
+    found = row.error_map
+    assert found is not None
+    caption = (
+        f"{name}, {row.shape}, seed {row.seed}: {found.output} as {found.rows} rows and {found.columns} columns. The "
+        "colour of a cell is its largest error over the allowed error."
+    )
+    columns = [str(found.left + n) for n in range(len(found.got[0]))]
+    rows = [
+        (str(found.top + n), *(_compare_values(a, b) for a, b in zip(got, expected, strict=True)))
+        for n, (got, expected) in enumerate(zip(found.got, found.expected, strict=True))
+    ]
+    around = "The values around the worst element, and in brackets the expected ones; row and column are indices:"
+    return [
+        paragraph(f"The worst element: {row.worst}."),
+        figure(plots.draw_error_map(found), caption),
+        paragraph(around),
+        table(("row", *columns), rows, right=columns),
+    ]
+
+
+def _compare_values(got: float | None, expected: float | None) -> str:
+    """Return a value, and the expected one if it has other digits."""
+    shown, right = ("not finite" if value is None else f"{value:.5g}" for value in (got, expected))
+    return shown if shown == right else f"{shown} ({right})"
 
 
 def repeat(record: Run) -> list[Markup]:
