@@ -175,6 +175,7 @@ static cudaError_t launch(const void *function, dim3 grid, dim3 block, void **ar
         reply = call(request, packed, NULL);
         if (reply.values[0]) sticky = reply.values[0];
     }
+    if (reply.error == cudaErrorNotSupported) sticky = reply.error;  // without this kernel, no later result is right
     free(layout), free(packed);
     return set(reply.error);
 }
