@@ -16,7 +16,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from greenfast.cli.main import main
-from greenfast.emulator import KernelFaultError
+from greenfast.emulator import KernelFaultError, Observe
 from greenfast.emulator.triton import activate
 from greenfast.spec.errors import UnsupportedError, UsageError
 
@@ -191,3 +191,20 @@ def test_run_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "caught" in err
     assert [(f["kind"], f["file"], f["line"]) for f in report["faults"]] == [("out-of-bounds", "mine.py", 7)]
     assert main(["run", str(tmp_path / "other.py")]) == 2
+
+
+def test_lines_of_a_kernel_are_observed() -> None:
+    x, y, z = torch.arange(100.0), torch.ones(100), torch.zeros(100)
+    with activate("sm_80", observe=Observe(lines=True)) as run:
+        add[(2,)](x, y, z, 100, BLOCK=64, num_warps=1)
+    observed = run.launches[0].observed
+    assert torch.equal(z, x + 1)
+    assert observed is not None
+    (line,) = [line for line in observed.lines if line.global_loads.requests]
+    assert line.file == "test_triton.py"
+    # A thread loads its two neighbours one by one. A load of 32 floats has every second one of 8 sectors, and would
+    # fill 4; one of the last 18 floats has 5 sectors, and would fill 3.
+    assert (line.global_loads.transactions, line.global_loads.ideal) == (2 * 2 * (8 + 5), 2 * 2 * (4 + 3))
+    assert (line.global_stores.transactions, line.global_stores.ideal) == (2 * (8 + 5), 2 * (4 + 3))
+    with pytest.raises(UsageError, match=r"observe\.watch is for CUDA sources"):
+        activate("sm_80", observe=Observe(watch=["1:x"]))

@@ -13,6 +13,7 @@ import torch
 from greenfast.device.compiler import compile_kernel
 from greenfast.emulator.kernel_run import DEFAULT_TARGET, Fault, convert_error, convert_finding
 from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.observed import NOTHING, Observe, Observed
 from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute
 from greenfast.emulator.triton.driver import SHARED_MEMORY, EmulatorDriver, measure_nothing, run_launch, without_modes
 from greenfast.spec.arch import Target
@@ -26,7 +27,10 @@ AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
 
 
 class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch that ran: kernel, grid in programs, threads of a block, seconds, counts, and formal findings."""
+    """A launch that ran: kernel, grid in programs, threads of a block, seconds, counts, formal findings.
+
+    observed: the observations that ``observe`` selected.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -35,6 +39,7 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
     printed: str
     counts: KernelCounts
     findings: list[Fault]
+    observed: Observed | None = None
 
 
 class Activation:
@@ -54,12 +59,16 @@ class Activation:
         formal: bool = True,
         seed: int = 0,
         on_launch: Callable[[LaunchReport], None] | None = None,
+        observe: Observe = NOTHING,
     ) -> None:
         require("greenfast.emulator.triton", "triton")
         self.capability = parse_target(target)
         for name, value, allowed in (("autotune", autotune, AUTOTUNE), ("benchmarks", benchmarks, BENCHMARKS)):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+        if observe.watch:
+            raise UsageError("observe.watch is for CUDA sources; Triton kernels can be observed by lines and trace")
+        self.observe = observe
         self.formal, self.seed, self.autotune, self.benchmarks = formal, seed, autotune, benchmarks
         self.launches: list[LaunchReport] = []
         self.faults: list[Fault] = []
@@ -133,7 +142,9 @@ class Activation:
         try:
             with without_modes():
                 living = self.tensors.mode.find_addressed() if self.tensors is not None else ()
-                result, seconds = run_launch(source, metadata, function, grid, args, scratch, self.seed, living)
+                result, seconds = run_launch(
+                    source, metadata, function, grid, args, scratch, self.seed, living, self.observe
+                )
         except GreenfastError as e:
             self.faults.append(convert_error(e))
             raise
@@ -145,6 +156,7 @@ class Activation:
             printed=result.printed,
             counts=result.counts.record(),
             findings=[convert_finding(finding) for finding in result.findings],
+            observed=result.observed,
         )
         self.launches.append(report)
         if result.printed:
@@ -168,6 +180,7 @@ def activate(
     formal: bool = True,
     seed: int = 0,
     on_launch: Callable[[LaunchReport], None] | None = None,
+    observe: Observe = NOTHING,
 ) -> Activation:
     """Run Triton kernels on CPU tensors, in the emulator, until the returned object's ``deactivate`` or end as context.
 
@@ -176,7 +189,8 @@ def activate(
     GPU runs unchanged. autotune: "first" runs the first configuration that fits, "all" runs each of them once.
     benchmarks: whether ``triton.testing.do_bench`` and ``perf_report`` run their calls "once", or "skip" them; times
     are NaN. formal: whether formal findings (docs/emulator.md) are failures. seed: of the order of the warps.
-    on_launch: is called with each report.
+    on_launch: is called with each report. observe: what to observe in each launch (docs/emulator.md), by lines of the
+    Triton source or as a warp's trace.
 
     A fault of a kernel is raised at its launch, as KernelFaultError with the line of the Triton source; what the
     emulator lacks is an UnsupportedError. Raises UsageError for a wrong request.
@@ -189,6 +203,7 @@ def activate(
         formal=formal,
         seed=seed,
         on_launch=on_launch,
+        observe=observe,
     )
 
 

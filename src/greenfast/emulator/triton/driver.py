@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from greenfast.emulator.grid import KernelLaunch, run_chain
+from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.tensormap import encode, lay_out
 from greenfast.emulator.result import GridResult
 from greenfast.emulator.triton.storage import MemoryRegion, Regions, find_pointed, find_region, pack_pointers
@@ -356,6 +357,7 @@ def run_launch(
     scratch: Sequence[Any],
     seed: int,
     living: Sequence[tuple[int, int]] = (),
+    observe: Observe = NOTHING,
 ) -> tuple[GridResult, float]:
     """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
 
@@ -371,7 +373,7 @@ def run_launch(
     outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}
     packed = {r.name: pack_pointers(r, regions) for r in regions.regions if r.may_hold_pointers}
     structs = {name: content for name, content in packed.items() if content is not None}
-    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True, structs=structs)
+    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True, structs=structs, observe=observe)
     for name, view in inputs.items():
         for at, *_ in structs[name].pointers if name in structs else ():
             result.outputs[name][at : at + 8] = view[at : at + 8]
