@@ -108,8 +108,8 @@ def test_fills_and_copies_are_of_all_bytes(offset: int, count: int, shift: int) 
 
     value, size = capture.uint(0xA1B2C3D4, 4), capture.uint(4, 4)
     launches = [
-        (capture.FILL, capture.plain_launch(count, (at("y", offset), value, size))),
-        (capture.COPY, capture.plain_launch(count, (at("x", offset + shift), at("z", offset)))),
+        (capture._FILL, capture._plain(count, (at("y", offset), value, size))),
+        (capture._COPY, capture._plain(count, (at("x", offset + shift), at("z", offset)))),
     ]
     target = Target("sm_90a")
     images = [(compile_kernel(kernel, target), launch) for kernel, launch in launches]

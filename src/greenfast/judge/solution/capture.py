@@ -34,7 +34,7 @@ MAX_STATE_BYTES = 256 << 20
 #: Content of the program's memory at the positions of freed tensors.
 _FREED = 0xFF
 
-FILL = KernelSource(
+_FILL = KernelSource(
     entry="fill",
     source="""extern "C" __global__ void
 fill(unsigned char* to, unsigned value, unsigned size, unsigned long long count) {
@@ -53,7 +53,7 @@ fill(unsigned char* to, unsigned value, unsigned size, unsigned long long count)
     include_dirs=(),
     block=(256, 1, 1),
 )
-COPY = KernelSource(
+_COPY = KernelSource(
     entry="copy",
     source="""extern "C" __global__ void
 copy(const unsigned char* from, unsigned char* to, unsigned long long count) {
@@ -430,9 +430,7 @@ def _fill(node: Any, memory: _Memory) -> Step:
     if params.height > 1:
         raise UsageError("its graph fills a two-dimensional area; only plain fills can be replayed")
     size, count = int(params.elementSize), int(params.elementSize) * int(params.width)
-    return Step(
-        FILL, plain_launch(count, (_address(int(params.dst), memory), uint(int(params.value), 4), uint(size, 4)))
-    )
+    return Step(_FILL, _plain(count, (_address(int(params.dst), memory), uint(int(params.value), 4), uint(size, 4))))
 
 
 def _copy(node: Any, memory: _Memory) -> Step:
@@ -445,11 +443,11 @@ def _copy(node: Any, memory: _Memory) -> Step:
         raise UsageError("its graph copies a two-dimensional area; only plain copies can be replayed")
     source = _address(int(params.srcDevice) + int(params.srcXInBytes), memory)
     to = _address(int(params.dstDevice) + int(params.dstXInBytes), memory)
-    return Step(COPY, plain_launch(int(params.WidthInBytes), (source, to)))
+    return Step(_COPY, _plain(int(params.WidthInBytes), (source, to)))
 
 
-def plain_launch(count: int, args: tuple[Packed, ...]) -> Launch:
-    """Return the launch of FILL or COPY for a number of bytes."""
+def _plain(count: int, args: tuple[Packed, ...]) -> Launch:
+    """Return the launch of _FILL or _COPY for a number of bytes."""
     return Launch((max(1, min(1024, -(-count // 4096))), 1, 1), (*args, uint(count, 8)))
 
 

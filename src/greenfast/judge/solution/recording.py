@@ -23,10 +23,24 @@ from greenfast.emulator.triton.activation import Activation
 from greenfast.emulator.triton.cuda_tensors import replace_attribute
 from greenfast.emulator.triton.driver import Binder, LoadedFunction, make_launch, without_modes
 from greenfast.emulator.triton.storage import MemoryRegion
-from greenfast.judge.solution.capture import COPY, FILL, MAX_STATE_BYTES, WARM_UP, match_results, plain_launch, uint
+from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results, uint
 from greenfast.judge.solution.languages.compiled import parse_exclusive_target, without_folders
 from greenfast.spec.errors import MachineError, UsageError
 from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Workspace
+
+_THREADS = 256
+_UNITS = ((1, "unsigned char"), (2, "unsigned short"), (4, "unsigned"), (16, "uint4"))
+
+
+def _loop(entry: str, parameters: str, statement: str) -> KernelSource:
+    """Return a kernel that executes a statement for each i below ``count``."""
+    text = f"""extern "C" __global__ void {entry}({parameters}, unsigned long long count) {{
+  const unsigned long long step = gridDim.x * {_THREADS}ull;
+  for (unsigned long long i = blockIdx.x * {_THREADS}ull + threadIdx.x; i < count; i += step) {statement};
+}}
+"""
+    return KernelSource(entry, text, f"{entry}.cu", (), (_THREADS, 1, 1))
+
 
 _aten = torch.ops.aten
 #: Operations that leave their result uninitialised, and such that use the shape and type of a tensor alone.
@@ -34,6 +48,10 @@ _BLANK = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _
 _LIKE = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full}
 #: Operations with a view as their result, although their schema does not declare it.
 _VIEWS = {_aten._unsafe_view, _aten.lift_fresh}
+#: Fills by the bytes of an element, and copies by the bytes of a unit. Unlike the kernels of ``capture``, they compare
+#: no bits of addresses: the emulator tries both outcomes of such a comparison.
+_FILLS = {size: _loop("fill", f"{kind}* to, unsigned value", f"to[i] = ({kind})value") for size, kind in _UNITS[:3]}
+_COPIES = {size: _loop("copy", f"const {kind}* from, {kind}* to", "to[i] = from[i]") for size, kind in _UNITS}
 _REFUSED = "; a machine without a GPU repeats its Triton kernels, fills and copies"
 
 
@@ -172,8 +190,9 @@ class Recording(Activation):
         if not whole or len(content) > 4:
             raise MachineError(f"PyTorch fills a part of a tensor, or with a long value ({func}){_REFUSED}")
         if tensor.numel():
-            arguments = (self._address(tensor), uint(int.from_bytes(content, "little"), 4), uint(len(content), 4))
-            self._call.steps.append(Step(FILL, plain_launch(tensor.nbytes, arguments)))
+            arguments = (self._address(tensor), uint(int.from_bytes(content, "little"), 4))
+            size = len(content)
+            self._call.steps.append(Step(_FILLS[size], _launch_loop(tensor.nbytes // size, arguments)))
             self._call.written.add(self._buffer(tensor.untyped_storage()).name)
 
     def add_copy(self, func: Any, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -182,8 +201,7 @@ class Recording(Activation):
         if not (same and source.is_contiguous() and target.is_contiguous()):
             raise MachineError(f"PyTorch converts or rearranges its inputs ({func}){_REFUSED}")
         if source.numel():
-            addresses = (self._address(source), self._address(target))
-            self._call.steps.append(Step(COPY, plain_launch(source.nbytes, addresses)))
+            self._copy(source.nbytes, self._address(source), self._address(target))
             self._call.written.add(self._buffer(target.untyped_storage()).name)
 
     def launch(
@@ -235,6 +253,12 @@ class Recording(Activation):
             self._call.buffers[key] = _Buffer(f"memory {len(self._call.buffers)}", storage, data)
         return self._call.buffers[key]
 
+    def _copy(self, nbytes: int, source: Packed, target: Packed) -> None:
+        """Add a copy, in units of 16 bytes if both places and the size allow it: buffers begin at a multiple of 16."""
+        offsets = source.pointers[0][2] | target.pointers[0][2] | nbytes
+        unit = 1 if offsets % 16 else 16
+        self._call.steps.append(Step(_COPIES[unit], _launch_loop(nbytes // unit, (source, target))))
+
     def _address(self, tensor: torch.Tensor) -> Packed:
         storage = tensor.untyped_storage()
         return Packed(bytes(8), ((0, self._buffer(storage).name, tensor.data_ptr() - storage.data_ptr()),))
@@ -248,9 +272,12 @@ class Recording(Activation):
             if own and tensor.nbytes == buffer.storage.nbytes():
                 names[buffer.name] = name
             elif tensor.numel():
-                target = Packed(bytes(8), ((0, name, 0),))
-                self._call.steps.append(Step(COPY, plain_launch(tensor.nbytes, (self._address(tensor), target))))
+                self._copy(tensor.nbytes, self._address(tensor), Packed(bytes(8), ((0, name, 0),)))
         return names
+
+
+def _launch_loop(count: int, arguments: tuple[Packed, ...]) -> Launch:
+    return Launch((max(1, min(1024, -(-count // _THREADS))), 1, 1), (*arguments, uint(count, 8)))
 
 
 def _rename(launch: Launch, names: Mapping[str, str]) -> Launch:
