@@ -11,6 +11,7 @@ from greenfast.emulator.cuda.memory import DeviceMemory
 from greenfast.emulator.grid import WORKSPACE, KernelLaunch, MemoryLaunch
 from greenfast.emulator.kernel_run import Fault, convert_error, convert_finding
 from greenfast.emulator.machine.access_log import RestartWithReadTracking
+from greenfast.emulator.machine.epochs import RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import UNWRITTEN, Bytes
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
@@ -133,6 +134,8 @@ class ProgramLauncher:
                 return launch.run(seed, {}, 0, ())
             except RestartWithReadTracking as restart:
                 launch.running.tracked |= {restart.name}
+            except RestartWarpByWarp:
+                launch.running.lockstep_units = None
             except GreenfastError:
                 raise
             except Exception as e:
