@@ -395,7 +395,8 @@ class CudaTensors:
             "stream": lambda stream=None: CudaStream(),
             "set_stream": _ignore,
             "is_current_stream_capturing": lambda: False,
-            "CUDAGraph": _refuse("torch.cuda.CUDAGraph"),
+            # a class, because annotations name it: CUDAGraph | None
+            "CUDAGraph": type("CUDAGraph", (), {"__init__": _refuse("torch.cuda.CUDAGraph")}),
             "graph": _refuse("torch.cuda.graph"),
             "make_graphed_callables": _refuse("torch.cuda.make_graphed_callables"),
             "cudart": _refuse("torch.cuda.cudart"),
