@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -47,6 +48,13 @@ def test_every_page_is_in_one_section() -> None:
     generated = {"generated/command-line", "generated/contributing", "generated/changelog"}
     pages = {file.stem for file in (*DOCS.glob("*.md"), *DOCS.glob("*.rst"))} - {"index"}
     assert set(listed) == pages | notebooks | generated, "name each page in a section: docs/how-to.rst and the like"
+
+
+def test_the_page_of_the_api_names_every_export() -> None:
+    """Also where Sphinx is not installed, so that a new name is missed at once and not in CI."""
+    page = (DOCS / "api.rst").read_text(encoding="utf-8")
+    names = set(importlib.import_module("greenfast")._PUBLIC)
+    assert sorted(name for name in names if not re.search(rf"^\.\. auto\w+:: {name}$", page, re.MULTILINE)) == []
 
 
 @pytest.mark.skipif(find_spec("sphinx") is None and "CI" not in os.environ, reason="needs the extra docs")
