@@ -1,6 +1,6 @@
 """Measure what 8-bit attention costs in the quality of two small trained models. Runs on the CPU.
 
-python -m benchmarks quality [--steps 300] [--batches 8] [--json FILE] [--plot FILE]
+python -m benchmarks quality [--steps 300] [--batches 8] [--json FILE]
 
 A language model of bytes and a denoiser of images (``benchmarks.small_models``) are trained with attention in bfloat16.
 Then other batches run with each recipe: the error of each layer's attention is relative (Frobenius), against float32 on
@@ -10,13 +10,16 @@ attention in bfloat16. ``sage`` is SageAttention 2++ as PyTorch computes it (``b
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -88,43 +91,50 @@ def measure(name: str, model: Any, recipe: str, batches: int, wanted: list[Tenso
     return ModelQuality(name, recipe, means, sum(losses) / batches, psnr)
 
 
-def render(rows: Sequence[ModelQuality]) -> str:
-    """Return the table of all models and recipes."""
-    losses = {row.model: row.loss for row in rows if row.recipe == BASELINE}
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of all models and recipes. rows: ModelQuality as mappings."""
+    losses = {row["model"]: row["loss"] for row in rows if row["recipe"] == BASELINE}
     lines = [
         (
-            row.model, row.recipe, ", ".join(f"{x:.4f}" for x in row.errors), f"{row.loss:.5f}",
-            f"{row.loss / losses[row.model] - 1:+.3%}", "-" if row.psnr is None else f"{row.psnr:.1f} dB",
+            row["model"], row["recipe"], ", ".join(f"{x:.4f}" for x in row["errors"]), f"{row['loss']:.5f}",
+            f"{row['loss'] / losses[row['model']] - 1:+.3%}", "-" if row["psnr"] is None else f"{row['psnr']:.1f} dB",
         )
         for row in rows
     ]  # fmt: skip
     return table(("model", "attention", "error of each layer", "loss", "against bf16", "PSNR to bf16"), lines)
 
 
-def draw(rows: Sequence[ModelQuality], path: Path) -> None:
-    """Draw the largest error of a layer, by model and recipe."""
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
-    names = list(dict.fromkeys(row.model for row in rows))
-    shown = [recipe for recipe in RECIPES if any(row.recipe == recipe for row in rows)]
-    for i, name in enumerate(names):
-        errors = [max(row.errors) for recipe in shown for row in rows if (row.model, row.recipe) == (name, recipe)]
-        axes.bar([place + 0.4 * i for place in range(len(shown))], errors, 0.38, label=name)
-    axes.set_xticks([place + 0.2 * (len(names) - 1) for place in range(len(shown))], shown)
-    axes.set_ylabel("relative error, worst layer")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+def render_page(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tables of kept records, and where each was measured."""
+    parts = []
+    for record in records:
+        versions = f"commit {record['git']['sha'][:10]}; torch {record['environment']['torch']}"
+        parts += [render(record["quality"]), f"Measured on a CPU after {record['steps']:,} training steps; {versions}."]
+    return "\n\n".join(parts)
+
+
+def picture(record: Mapping[str, Any]) -> str:
+    """Draw the largest error of a layer by recipe, in a panel for each model, as SVG."""
+    names = list(dict.fromkeys(row["model"] for row in record["quality"]))
+    with rc_context({"svg.hashsalt": "greenfast", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(7, 2.4), layout="constrained")
+        for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+            rows = [row for row in record["quality"] if row["model"] == name and row["recipe"] != BASELINE]
+            axes.bar([row["recipe"] for row in rows], [max(row["errors"]) for row in rows], color="#2a9d5c")
+            axes.set_title(name, fontsize=9)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].set_ylabel("relative error, worst layer")
+        out = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, measure, print a table, and optionally write a record and a picture."""
+    """Train, measure, print a table, and optionally write a record."""
     parser = make_parser("quality", __doc__)
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="training steps of each model")
     parser.add_argument("--batches", type=int, default=8, metavar="N", help="batches to measure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the record")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to write the picture, an SVG file")
     args = parser.parse_args(argv)
     rows = []
     for name in MODELS:
@@ -132,9 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: loss {float(losses[0]):.3f} to {float(losses[-1]):.3f}", flush=True)
         wanted: list[Tensor] = []
         rows += [measure(name, model, recipe, args.batches, wanted) for recipe in RECIPES]
-    print(render(rows))
-    if args.plot:
-        draw(rows, args.plot)
+    print(render([asdict(row) for row in rows]))
     device = device_info(None, 60.0)
     write_measurements(args.json, "quality", device, steps=args.steps, batches=args.batches, quality=rows)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import parallel_page
+from benchmarks import parallel_page, quality
 from benchmarks.emulator_against_gpu import counts_table
 from benchmarks.freshness import current_part, freshness
 from benchmarks.pictures import DESCRIPTION, digest_numbers, draw_speed, format_gains
@@ -54,6 +54,7 @@ ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evide
 ROUTING_PAGE = "docs/operator-times.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/integrations.md", "evidence/models*-h200.json"
+QUALITY_PAGE, QUALITY_RECORD, QUALITY_PICTURE = "docs/models.md", "evidence/quality.json", "docs/images/quality.svg"
 PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel-times.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving-times.md", "evidence/continuous-batching*-h100.json"
 
@@ -279,11 +280,14 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     for name, block, pattern, table in (
         (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
+        (QUALITY_PAGE, "quality", QUALITY_RECORD, quality.render_page),
     ):
         records = [read_json(file, dict[str, Any], "record") for file in sorted(root.glob(pattern))]
         if records:
             page = root / name
             found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, table(records), name)
+            if pattern == QUALITY_RECORD:
+                found[root / QUALITY_PICTURE] = quality.picture(records[0])
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from benchmarks.quality import RECIPES, attend_exactly, measure, render
+from benchmarks.quality import RECIPES, attend_exactly, measure, picture, render
 from benchmarks.small_models import MODELS
 
 
@@ -25,4 +26,8 @@ def test_recipes_are_measured_against_bf16() -> None:
         assert (row.psnr is None) == (row.model != "denoiser" or row.recipe == "bf16")
         assert row.psnr is None or row.psnr > 25
     assert len({tuple(row.errors) for row in rows}) == len(rows)
-    assert "sage" in render(rows)
+    mappings = [asdict(row) for row in rows]
+    assert "sage" in render(mappings)
+    drawn = picture({"quality": mappings})
+    assert drawn.startswith("<?xml")
+    assert drawn == picture({"quality": mappings})

@@ -313,7 +313,7 @@ def accelerate(
     code with ``attn_implementation="greenfast"`` (``register_with_transformers``), as do other kinds of attention in
     the model. A call follows the rules of ``greenfast.explain`` with this ``precision`` and ``min_length``; with sinks
     it is computed here whatever its length, and has no gradients. policy: layers in 16 bits, by "sdpa"; there are no
-    steps.
+    steps. The registration with transformers stays after ``undo``; no model uses it unless it is given the name.
 
     Returns the report, with ``undo``. Raises ValueError for models without a known attention, for those that
     ``register_with_transformers`` refuses, and for a policy that does not fit; TypeError for arguments of the wrong
