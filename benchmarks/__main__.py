@@ -38,6 +38,7 @@ BENCHMARKS = {
     "emulator_against_gpu": ("emulator_against_gpu:main", "compare outputs and counts of emulator and GPU"),
     "emulator_instructions": ("emulator_instructions:main", "compare every instruction of emulator and GPU"),
     "emulator_corpus": ("emulator_corpus:main", "run the corpus of kernels on the emulator"),
+    "published_collections": ("published_collections:main", "try the emulator on published collections of kernels"),
 }
 _INTERRUPTED = 130
 
