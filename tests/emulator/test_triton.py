@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.language.extra import libdevice  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from greenfast.cli.main import main
 from greenfast.emulator import KernelFaultError, Observe
@@ -120,6 +122,33 @@ def test_pointers_in_memory(emulate_triton: Any) -> None:
     add_by_pointers[(1,)](pointers, z, 50, BLOCK=64)
     assert torch.equal(z, x + y)
     assert torch.equal(pointers, before)
+
+
+@triton.jit
+def double_tile(descriptor, z, ROWS: tl.constexpr, COLS: tl.constexpr):
+    i = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    tl.store(z + i, 2 * descriptor.load([0, 0]))
+
+
+@triton.jit
+def arcsine_of_first(pair, z, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(z + i, libdevice.asin(tl.load(pair[0] + i)) * pair[1])
+
+
+def test_a_descriptor_of_a_view() -> None:
+    view, z = torch.randn(40, 32)[8:], torch.zeros(16, 32)
+    with activate():
+        double_tile[(1,)](TensorDescriptor.from_tensor(view, [16, 32]), z, 16, 32)
+    assert torch.equal(z, 2 * view[:16])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_ctas": 2}, {"launch_cooperative_grid": True}])
+def test_tuples_libdevice_and_options_of_launches(options: dict[str, Any]) -> None:
+    x, z = torch.rand(512), torch.zeros(512)
+    with activate():
+        arcsine_of_first[(2,)]((x, 3), z, 256, **options)
+    torch.testing.assert_close(z, 3 * x.asin())
 
 
 def test_registers_are_those_of_ptxas() -> None:
