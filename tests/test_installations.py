@@ -77,7 +77,7 @@ def test_transformers_is_named_by_what_needs_it() -> None:
 @pytest.mark.parametrize("verb", sorted(set(VERBS) - {*WITHOUT_EXTRAS}))
 def test_a_command_names_its_extra(verb: str) -> None:
     done = run_lacking(OPTIONAL, COMMAND, verb, *ARGUMENTS.get(verb, ["fp8_sdpa"]))
-    extra = "emulator" if verb == "emulate" else "judge"
+    extra = "emulator" if verb in ("emulate", "run") else "judge"
     needs = f"greenfast: greenfast {verb} needs greenfast[{extra}]: pip install '.[{extra}]' in a clone of greenfast"
     assert done.stderr == f"{needs} (no module {', '.join(EXTRAS[extra])})\n"
     assert (done.returncode, done.stdout) == (3, "")

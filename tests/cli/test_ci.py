@@ -195,7 +195,7 @@ def test_a_page_that_cannot_be_written_is_an_error_in_the_junit_file(
 ) -> None:
     asked = ("judge", "my_kernel/solution", "--problem", "my_kernel/problem", "--html", ".", "--junit", "verdict.xml")
     assert run_here(capsys, *asked).code == 2
-    assert outcomes(Path("verdict.xml")) == {"my_kernel.verdict": "error"}
+    assert outcomes(Path("verdict.xml")) == {"my_kernel/solution.verdict": "error"}
 
 
 def values(content: Any, field: str) -> list[Any]:

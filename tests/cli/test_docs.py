@@ -126,8 +126,10 @@ def check_greenfast(words: list[str]) -> None:
     """Raises unless the words parse and name an existing task, variants, shapes and formats."""
     try:
         args = parser().parse_args(words)
-    except SystemExit:
-        pytest.fail(f"greenfast {shlex.join(words)} is no command")
+    except SystemExit as ended:
+        if ended.code:
+            pytest.fail(f"greenfast {shlex.join(words)} is no command")
+        return  # --help
     task = args.subject if args.verb == "judge" and not args.problem else getattr(args, "task", None)
     made_by_init = task == "my_kernel"  # tests/cli/test_judge.py runs these
     if task is None or made_by_init or task.endswith(".py") or PLACEHOLDER.fullmatch(task):

@@ -62,7 +62,7 @@ def test_a_scaffold_passes_at_once(tmp_path: Path, language: str, capsys: pytest
         pytest.skip("no ptxas")
     folder = tmp_path / "my kernel"
     assert main(["init", str(folder), "--language", language]) == 0
-    assert f"greenfast judge '{folder}/solution' --problem '{folder}/problem'" in capsys.readouterr().out
+    assert f"greenfast judge '{folder}'\n" in capsys.readouterr().out
     assert judge(folder) == 0, capsys.readouterr().out
     record = record_of(folder)
     assert {g.gate: g.status for g in record.gates} == {
@@ -270,7 +270,7 @@ def test_without_an_assembler_ptx_is_emulated(
             ["fp8_sdpa", "--problem", "{}/problem"],
             "fp8_sdpa: no such solution; --problem names the problem of a solution",
         ),
-        (["{}"], "mine: holds no config_forward.json of a task and no solution.json of a solution"),
+        (["{}/.."], "holds no config_forward.json of a task and no solution.json of a solution"),
         (["{}/solution", "--candidate", "fast"], "solution is a solution and so the candidate itself"),
         (["{}/solution"], "solution.json: names no problem; --problem names a task or its folder"),
         (["{}/solution", "--problem", "no_such"], "unknown task 'no_such'"),
