@@ -241,7 +241,7 @@ def test_a_tensor_map_that_a_kernel_writes_needs_a_fence() -> None:
 def test_what_is_no_tensor_map() -> None:
     with pytest.raises(UnsupportedError, match=r"a tensor map at address 0x20.*the 128 bytes there are none"):
         loaded("const P* p", ("x",), "&p->m")
-    with pytest.raises(UnsupportedError, match=r"a tensor map at address 0x7c.*the 128 bytes there are none"):
+    with pytest.raises(UnsupportedError, match=r"a tensor map at address 0x1d.*the 128 bytes there are none"):
         loaded("const __grid_constant__ P p", (Packed(bytes(192)),), "&p.m")
     with pytest.raises(KernelFaultError, match=r"no tensor map at address 0x1000: this address is in no memory"):
         loaded(PARAMETER, (WHOLE,), "0x1000ull")
