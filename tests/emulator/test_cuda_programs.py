@@ -47,7 +47,7 @@ def run(program: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def line_of(text: str) -> int:
+def find_line(text: str) -> int:
     """Return the number of the line of the program that holds a text."""
     (number,) = [n for n, line in enumerate(SOURCE.read_text().splitlines(), 1) if text in line]
     return number
@@ -91,7 +91,7 @@ def test_a_fault_is_found_and_the_program_gets_its_error(
     assert (fault["level"], fault["kind"]) == ("error", kind)
     assert text in fault["message"]
     if place:
-        assert (Path(fault["file"]).name, fault["line"]) == ("modes.cu", line_of(place))
+        assert (Path(fault["file"]).name, fault["line"]) == ("modes.cu", find_line(place))
     assert output in printed
     assert code == 1
 
@@ -101,8 +101,8 @@ def test_a_race_is_one_finding_with_a_count_and_the_program_goes_on(run: Run, tm
     sarif = tmp_path / "out" / "findings.sarif"
     code, report, output = run("race", "--sarif", str(sarif))
     read, race = report["faults"]
-    assert (read["kind"], read["count"], read["line"]) == ("uninitialized-read", 3, line_of("no __syncthreads"))
-    assert (race["kind"], race["count"], race["line"]) == ("data-race", 3, line_of("tile[threadIdx.x] = threadIdx.x"))
+    assert (read["kind"], read["count"], read["line"]) == ("uninitialized-read", 3, find_line("no __syncthreads"))
+    assert (race["kind"], race["count"], race["line"]) == ("data-race", 3, find_line("tile[threadIdx.x] = threadIdx.x"))
     assert "cudaSuccess" in output
     assert code == 1
     results = json.loads(sarif.read_text())["runs"][0]["results"]

@@ -25,7 +25,7 @@ from greenfast.emulator.ptx.names import demangle
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import GreenfastError, UsageError
 
-#: Files whose frames a script's traceback omits: Python's start of the script, and this package.
+#: A script's traceback omits frames of these files: Python's start of the script, and this package.
 _OWN = (runpy.__file__, str(Path(__file__).parents[1]))
 
 
@@ -194,7 +194,7 @@ def _output_to_stderr() -> Iterator[None]:
 
 
 def _print_traceback(error: Exception) -> None:
-    """Print the frames of the script alone: those of runpy and of this package explain nothing."""
+    """Print the frames of the script alone. Frames of runpy and of this package explain nothing."""
     hidden = _OWN if not isinstance(error, GreenfastError) else (*_OWN, *_library_folders())
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*hidden, "<frozen"))]
     print("Traceback (most recent call last):", file=sys.stderr)

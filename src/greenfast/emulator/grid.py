@@ -213,10 +213,8 @@ def run_chain(
                     if allocation in changed
                 )
                 return result
-            except RestartWithReadTracking as restart:
-                chain.running.tracked |= {restart.name}
-            except RestartWarpByWarp:
-                chain.running.lockstep_units = None
+            except (RestartWithReadTracking, RestartWarpByWarp) as restart:
+                chain.running.prepare_restart(restart)
             except GreenfastError:
                 raise
             except Exception as e:

@@ -134,7 +134,7 @@ class Observer:
                 values = {name: read(m, mine) for name, read in site.values}
                 self._trace.append(self._make_step(m, mine, i, i.text, values))
 
-    def line_of(self, source: SourceLine | None) -> _LineState:
+    def get_line(self, source: SourceLine | None) -> _LineState:
         """Return the state of a source line."""
         key = (source.file, source.line) if source else ("unknown", 0)
         return self._lines.setdefault(key, _LineState(""))
@@ -286,7 +286,7 @@ class _CountsByLine(Counts):
         super().access(space, store, offsets, threads, size, source)
         if not len(offsets) or space not in ("global", "shared"):
             return
-        line = self._observer.line_of(source)
+        line = self._observer.get_line(source)
         access = line.accesses.setdefault((space, store), LineAccesses())
         warps = lane_indices(threads) // WARP
         access.requests += len(np.unique(warps))

@@ -30,7 +30,9 @@ from greenfast.emulator.instructions.access import STRONG, parse_space
 from greenfast.emulator.instructions.convergence import parse_sync_group
 from greenfast.emulator.instructions.operands import TYPES
 from greenfast.emulator.instructions.printf import call
+from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.blocks import ThreadSet, lane_indices
+from greenfast.emulator.machine.epochs import RestartWarpByWarp
 from greenfast.emulator.machine.ordering import DEVICE, parse_scope
 from greenfast.emulator.machine.progress import find_endless_branches, find_polling_branches, is_polled
 from greenfast.emulator.machine.state import Operation, ResidentBlocks
@@ -116,6 +118,13 @@ class Program:
         self.tracked: frozenset[str] = frozenset()
         self.keys = [_count_key(i) for i in function.code]
         self.sync_groups = {pc: m for pc, i in enumerate(function.code) if (m := parse_sync_group(i)) is not None}
+
+    def prepare_restart(self, restart: RestartWithReadTracking | RestartWarpByWarp) -> None:
+        """Change how the next run goes: with more reads recorded, or warp by warp."""
+        if isinstance(restart, RestartWithReadTracking):
+            self.tracked |= {restart.name}
+        else:
+            self.lockstep_units = None
 
     def forcing(self, pc: int) -> Program:
         """Return a copy of the program that inverts each thread's first result of a comparison."""

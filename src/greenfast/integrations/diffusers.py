@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from greenfast.integrations.models import Accelerated, Layer, Policy
 from greenfast.ops.quantized import AutoPrecision
 
-#: Classes of transformers whose processors are known.
+#: Classes of transformers with known processors.
 MODELS = (
     "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel", "HunyuanVideoTransformer3DModel",
     "LTXVideoTransformer3DModel", "CogVideoXTransformer3DModel", "QwenImageTransformer2DModel",

@@ -38,7 +38,7 @@ _NOT_CAUSAL = ("Phi4MultimodalVisionAttention",)
 _NAME_COMPARISON = re.compile(r"""attn_implementation\s*(==|!=|in|not in)\s[^:=]{0,80}["']sdpa["']""")
 #: Code of a layer that passes one of ``_FEATURES``.
 _FEATURE_ARGUMENT = re.compile(rf"\b({'|'.join(_FEATURES)})=self\.")
-#: Classes of attention whose norm and RoPE ``accelerate`` knows.
+#: Classes of attention with a norm and RoPE that ``accelerate`` knows.
 _ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen3Attention", "Gemma3Attention", "GptOssAttention")
 _FUSED = "norm, RoPE, quantization and attention by attention_block"
 _EAGER_HINT = 'use attn_implementation="eager"'
@@ -415,7 +415,7 @@ def _build_forward(layer: Layer, module: Any) -> Any:
 
 
 def _run_in_16_bits(module: Any, run: Any) -> Any:
-    """Run a layer's own code with transformers' "sdpa", whose masks all layers have."""
+    """Run a layer's own code with transformers' "sdpa". All layers have its masks."""
     config = module.config
     config._attn_implementation = "sdpa"
     try:

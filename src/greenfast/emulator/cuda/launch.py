@@ -55,7 +55,7 @@ class ProgramLauncher:
         except KernelFaultError as e:
             first = convert_error(e)
             if first.kind not in ("data-race", "uninitialized-read"):
-                return LaunchOutcome([first], e.printed, _error_of(first))
+                return LaunchOutcome([first], e.printed, _get_error_code(first))
             return self._go_on(step, symbols, saved, first)
         except GreenfastError as e:
             memory.restore(saved)
@@ -76,7 +76,7 @@ class ProgramLauncher:
         except GreenfastError as e:
             self.memory.poisoned = False
             last = convert_error(e)
-            return LaunchOutcome([first, last], getattr(e, "printed", ""), _error_of(last))
+            return LaunchOutcome([first, last], getattr(e, "printed", ""), _get_error_code(last))
         faults += [fault for race in races.values() if (fault := convert_error(race)).line != first.line]
         self._keep_unwritten(saved)
         return LaunchOutcome([*faults, *(convert_finding(f) for f in result.findings)], result.printed, 0)
@@ -132,10 +132,8 @@ class ProgramLauncher:
             launch.races_found = races
             try:
                 return launch.run(seed, {}, 0, ())
-            except RestartWithReadTracking as restart:
-                launch.running.tracked |= {restart.name}
-            except RestartWarpByWarp:
-                launch.running.lockstep_units = None
+            except (RestartWithReadTracking, RestartWarpByWarp) as restart:
+                launch.running.prepare_restart(restart)
             except GreenfastError:
                 raise
             except Exception as e:
@@ -161,7 +159,7 @@ class ProgramLauncher:
         return list(differing.values())
 
 
-def _error_of(fault: Fault) -> int:
+def _get_error_code(fault: Fault) -> int:
     if fault.kind == "trap" and "assert" in fault.message:
         return _ASSERT
     return _ERRORS.get(fault.kind, _LAUNCH_FAILURE)

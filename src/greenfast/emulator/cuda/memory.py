@@ -22,7 +22,7 @@ MAKERS = {DEVICE: "cudaMalloc", PINNED: "cudaMallocHost", MANAGED: "cudaMallocMa
 _PAGE = 4096
 #: Unallocated bytes between allocations.
 _GAP = 1 << 16
-#: Freed bytes whose addresses are not given out again, so that an access after cudaFree is found.
+#: Freed bytes. Their addresses are not given out again, so that an access after cudaFree is found.
 _QUARANTINE = 256 << 20
 
 

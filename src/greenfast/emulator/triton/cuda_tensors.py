@@ -119,15 +119,15 @@ class LabelMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.labels = Labels()
-        #: Storages whose addresses were read, with their sizes, by address.
+        #: Storages with addresses that were read, and their sizes, by address.
         self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
         #: Called with a CUDA tensor before it is copied to the host.
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
         self._handlers: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.device.__get__: lambda t: self.device_of(t),
-            torch.Tensor.is_cuda.__get__: lambda t: self.device_of(t).type == "cuda",  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: lambda t: self.device_of(t).type == "cpu",  # type: ignore[attr-defined]
-            torch.Tensor.get_device: lambda t: 0 if self.device_of(t).type == "cuda" else -1,
+            torch.Tensor.device.__get__: lambda t: self.get_device(t),
+            torch.Tensor.is_cuda.__get__: lambda t: self.get_device(t).type == "cuda",  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: lambda t: self.get_device(t).type == "cpu",  # type: ignore[attr-defined]
+            torch.Tensor.get_device: lambda t: 0 if self.get_device(t).type == "cuda" else -1,
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: lambda t, device=None, non_blocking=False, memory_format=None: self._move(t, _CUDA),
             torch.Tensor.cpu: lambda t, memory_format=None: self._move(t, _CPU),
@@ -138,7 +138,7 @@ class LabelMode(TorchFunctionMode):
             torch.Tensor.record_stream: lambda t, stream: None,
         }
 
-    def device_of(self, tensor: torch.Tensor) -> torch.device:
+    def get_device(self, tensor: torch.Tensor) -> torch.device:
         """Return the device that a tensor reports."""
         device = tensor.device
         return self.labels.get(tensor) if device.type == "cpu" else device
@@ -179,7 +179,7 @@ class LabelMode(TorchFunctionMode):
         values = list(args)
         if values and isinstance(values[0], torch.Tensor):
             other = values.pop(0)
-            target = self.device_of(other)
+            target = self.get_device(other)
             values.insert(0, other.dtype)
         elif values and (device := parse_device(values[0])) is not None:
             target = device
@@ -187,7 +187,7 @@ class LabelMode(TorchFunctionMode):
         elif values and values[0] is None:
             values.pop(0)
         if (other := kwargs.pop("other", None)) is not None:
-            target, kwargs["dtype"] = self.device_of(other), other.dtype
+            target, kwargs["dtype"] = self.get_device(other), other.dtype
         if kwargs.get("device") is not None:
             target = parse_device(kwargs["device"])
         kwargs.pop("device", None)
@@ -197,7 +197,7 @@ class LabelMode(TorchFunctionMode):
         for name, value in zip(("non_blocking", "copy"), values, strict=False):
             kwargs[name] = value
         kwargs.pop("non_blocking", None)
-        source = self.device_of(tensor)
+        source = self.get_device(tensor)
         if target is not None and target.type not in ("cpu", "cuda"):
             return tensor.to(target, dtype or tensor.dtype, **kwargs)
         moves = target is not None and target.type != source.type
@@ -222,12 +222,12 @@ class LabelMode(TorchFunctionMode):
         return tensor.data_ptr()
 
     def find_addressed(self) -> list[tuple[int, int]]:
-        """Return start and end of the living storages whose addresses were read."""
+        """Return start and end of the living storages with addresses that were read."""
         self.addressed = {key: entry for key, entry in self.addressed.items() if not _expired(entry)}
         return [(start, start + size) for start, (_, size) in self.addressed.items()]
 
     def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
-        if self.device_of(tensor).type == "cuda" and not force:
+        if self.get_device(tensor).type == "cuda" and not force:
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."

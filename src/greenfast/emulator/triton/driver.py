@@ -62,7 +62,7 @@ class Utilities:
         """Do nothing: a kernel is text."""
 
     def get_device_properties(self, device: Any) -> dict[str, int]:
-        """Return properties as Triton's driver does: clock rates in kHz and a bus width in bits, those of an H100."""
+        """Return properties of an H100 as Triton's driver does: clock rates in kHz, and a bus width in bits."""
         return {
             "max_shared_mem": SHARED_MEMORY[self._capability],
             "max_num_regs": 65536,

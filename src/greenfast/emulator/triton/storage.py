@@ -85,7 +85,7 @@ class Regions:
 
 
 def find_pointed(region: MemoryRegion, living: Sequence[tuple[int, int]]) -> list[MemoryRegion]:
-    """Return the storages that the numbers in a region point into, of those with the given starts and ends."""
+    """Return the storages that numbers in a region point into. living: start and end of every storage."""
     numbers = _numbers(region)
     return [
         MemoryRegion(f"{region.name}, pointed to", start, end)
