@@ -18,6 +18,7 @@ IN_ORDER = {"use_cuda_graph": False, "use_async_batching": False}
 
 @pytest.fixture(autouse=True)
 def registered() -> None:
+    pytest.importorskip("transformers", minversion="5.20")
     greenfast.register_continuous_batching()
 
 

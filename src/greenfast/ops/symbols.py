@@ -38,13 +38,19 @@ def is_certain(condition: Any) -> bool:
     if isinstance(condition, np.bool_ | torch.Tensor):
         return bool(condition)
     shapes = _TORCH_FX.experimental.symbolic_shapes
-    if torch.compiler.is_exporting() or _are_ranges_declared():
+    if _is_only_graph():
         return bool(shapes.statically_known_true(condition))
     return bool(shapes.guard_or_false(condition))
 
 
-def _are_ranges_declared() -> bool:
-    """Return whether ``torch._dynamo.mark_dynamic`` has declared a minimum or maximum of an input's size."""
+def _is_only_graph() -> bool:
+    """Return whether one graph is for all sizes.
+
+    It is if the program is exported, or if ``torch._dynamo.mark_dynamic`` has declared a minimum or maximum of an
+    input's size.
+    """
+    if torch.compiler.is_exporting():
+        return True
     context = torch._guards.TracingContext.try_get()
     env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
     strict = _TORCH_FX.experimental.symbolic_shapes.StrictMinMaxConstraint
@@ -56,8 +62,8 @@ def _are_ranges_declared() -> bool:
     )
 
 
-# A constant of the graph: torch.compile calls it while it traces.
-_are_ranges_declared._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# A constant of the graph: torch.compile calls it while it traces. PyTorch 2.11 traces ``is_exporting`` itself as True.
+_is_only_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def require(condition: Any) -> bool:
