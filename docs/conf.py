@@ -74,7 +74,7 @@ def link_to_repository(text: str, page: Path) -> str:
         file = (page.parent / target).resolve()
         if file in PAGES:
             return f"{words}({os.path.relpath(PAGES[file], page_in_docs.parent)}{anchor})"
-        if file.is_relative_to(DOCS) and file.suffix in (".md", ".svg", ".png"):
+        if file.is_relative_to(DOCS) and file.suffix in (".md", ".rst", ".svg", ".png"):
             return f"{words}({os.path.relpath(file, page_in_docs.parent)}{anchor})"
         if REPOSITORY_URL and not words.startswith("!"):
             return f"{words}({REPOSITORY_URL}/blob/main/{file.relative_to(ROOT)}{anchor})"
