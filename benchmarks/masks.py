@@ -17,8 +17,8 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from torch import Tensor
 import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
-from benchmarks.registry import GREENFAST, TORCH, BoundCall, Suite, first_line
-from benchmarks.timing import capture, time_graphs
+from benchmarks.registry import GREENFAST, TORCH, BoundCall, Suite, time_backends
 from greenfast import BlockMask
 from greenfast.ops import reference
 from greenfast.ops.masked import MaskSpec
@@ -423,26 +422,6 @@ def measure_error(inputs: MaskInputs, out: Tensor) -> float:
     return math.sqrt(difference / norm)
 
 
-def time_case(inputs: MaskInputs, names: Sequence[str]) -> dict[str, Any]:
-    """Return the median microseconds of each backend, the errors, and the reasons why others have no time."""
-    captured, errors, reasons = {}, {}, {}
-    for name in names:
-        backend = BACKENDS[name]
-        try:
-            call = backend.bind(inputs).call
-            out = call()
-            if backend.attention:
-                errors[name] = round(measure_error(inputs, out), 4)
-                if not errors[name] < _MAX_ERROR:
-                    reasons[name] = f"its output is wrong: an error of {errors[name]}"
-                    continue
-            captured[name] = capture(call)
-        except Exception as e:  # whatever a library raises
-            reasons[name] = first_line(e)
-    us = {name: round(median(each), 2) for name, each in time_graphs(captured).items()}
-    return {"us": us, "error": errors, "missing": reasons}
-
-
 def compare_with_dense(us: Mapping[str, float], density: float, dense_density: float) -> dict[str, float]:
     """Return the efficiency of each attention of greenfast: its speedup over ``dense`` / the ideal one."""
     if "dense" not in us:
@@ -513,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             inputs = make(heads)
             tiles = -(-inputs.q.shape[2] // TILE)
             density, dense_density = float(inputs.mask.density), (tiles + 1) / (2 * tiles) if inputs.causal else 1.0
-            measured = time_case(inputs, names)
+            measured = time_backends(BACKENDS, inputs, names, partial(measure_error, inputs), _MAX_ERROR)
             efficiency = compare_with_dense(measured["us"], density, dense_density)
             row = {"heads": (*heads, HEAD_DIM), "case": case, "density": round(density, 4), "efficiency": efficiency}
             if "skip_threshold" in inputs.options:

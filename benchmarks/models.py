@@ -1,14 +1,19 @@
 """Time transformer layers of true size with PyTorch's attention and under greenfast.use, and measure their errors.
 
-python -m benchmarks models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto] [--rounds 5] [--json FILE]
+python -m benchmarks models [--model flux llama ...] [--attention torch cudnn fp8 int8 auto block] [--compile]
+    [--rounds 5] [--json FILE]
 
 Models have random weights and few layers of the published width: Flux (24 heads, 4,096 tokens of an image and 512 of
 text), Wan 14B (40 heads; 480p is 32,760 tokens for 81 frames, 720p 75,600) and Llama 3 8B (32 heads over 8, 8,192
 tokens, causal), all of head dim 128; four steps of Wan of which the first and the last are in 16 bits; and of
 torch.nn.TransformerEncoderLayer a vision transformer as wide as ViT-L (16 heads of 64) on an image of 2048 x 2048 in
-patches of 16, which is 16,384 tokens. The attentions of a model run in turn, another first in each round. Then Q, K
-and V of each attention are taken from the model, and the error of some rows of the output is given against float64.
-diffusers and transformers are needed for the models of each.
+patches of 16, which is 16,384 tokens. ``block`` is a copy of the model after ``accelerate`` of the integrations: norm,
+RoPE, quantization and attention in one call. With --compile, torch.compile compiles each model.
+
+The attentions of a model run in turn, another first in each round. Then Q, K and V of each attention are taken from the
+uncompiled model, and the error of some rows of the output is given against float64; ``block`` passes no Q, K and V of
+its own, so it has the difference of the output only. ``share`` is the share of the time of PyTorch's attention in the
+kernels of a forward pass with it. diffusers and transformers are needed for the models of each.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +39,7 @@ from benchmarks.records import write_run
 from benchmarks.timing import interleave, time_gpu_ms
 from greenfast.integrations.switch import build_multi_head_attention
 from greenfast.numerics.attention import attention
+from greenfast.spec.errors import UsageError
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 ATTENTIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -42,6 +48,7 @@ ATTENTIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "fp8": lambda: greenfast.use("fp8"),
     "int8": lambda: greenfast.use("int8"),
     "auto": lambda: greenfast.use("auto"),
+    "block": nullcontext,
 }
 _SAMPLED_ROWS, _SAMPLED_HEADS = 64, 4
 
@@ -50,6 +57,7 @@ _SAMPLED_ROWS, _SAMPLED_HEADS = 64, 4
 class TimedModel:
     """A model, the call that is timed, and its tokens."""
 
+    model: nn.Module
     call: Callable[[], Tensor]
     layers: int
     tokens: int
@@ -60,7 +68,8 @@ class ModelRun:
     """A measured combination: milliseconds of a forward pass, number of routed calls, and errors.
 
     difference: of the model's output from the one with PyTorch's attention, relative (Frobenius). errors: of each
-    attention against float64 on the same Q, K and V; torch_errors: PyTorch's.
+    attention against float64 on the same Q, K and V; torch_errors: PyTorch's. compiled: by torch.compile. share: of
+    attention in the time of the kernels with PyTorch's attention, None without a GPU.
     """
 
     model: str
@@ -74,6 +83,8 @@ class ModelRun:
     difference: float
     errors: list[float]
     torch_errors: list[float]
+    compiled: bool = False
+    share: float | None = None
 
 
 def flux(device: str, small: bool) -> TimedModel:
@@ -93,7 +104,7 @@ def flux(device: str, small: bool) -> TimedModel:
         "img_ids": ids,
         "txt_ids": torch.zeros(text, 3, device=device),
     }
-    return TimedModel(lambda: model(**inputs, return_dict=False)[0], 3, side * side + text)
+    return TimedModel(model, lambda: model(**inputs, return_dict=False)[0], 3, side * side + text)
 
 
 def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], TimedModel]:
@@ -109,7 +120,7 @@ def _wan(latent: tuple[int, int, int]) -> Callable[[str, bool], TimedModel]:
             "timestep": torch.full((1,), 500, device=device),
             "encoder_hidden_states": _normal(1, 512, model.config.text_dim, device=device),
         }
-        return TimedModel(lambda: model(**inputs, return_dict=False)[0], 1, frames * height * width // 4)
+        return TimedModel(model, lambda: model(**inputs, return_dict=False)[0], 1, frames * height * width // 4)
 
     return make
 
@@ -124,7 +135,7 @@ def llama(device: str, small: bool) -> TimedModel:
     config = library.LlamaConfig(num_hidden_layers=2, max_position_embeddings=131072, **sizes)
     model = _made(lambda: library.LlamaModel(config), device)
     tokens = torch.randint(0, 32000, (1, 128 if small else 8192), generator=torch.Generator().manual_seed(0)).to(device)
-    return TimedModel(lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
+    return TimedModel(model, lambda: model(tokens, use_cache=False).last_hidden_state, 2, tokens.shape[1])
 
 
 def vit(device: str, small: bool) -> TimedModel:
@@ -136,7 +147,7 @@ def vit(device: str, small: bool) -> TimedModel:
 
     model = _made(lambda: nn.Sequential(layer(), layer()), device)
     tokens = _normal(1, side * side, width, device=device)
-    return TimedModel(lambda: model(tokens), 2, side * side)
+    return TimedModel(model, lambda: model(tokens), 2, side * side)
 
 
 def wan_steps(device: str, small: bool) -> TimedModel:
@@ -150,7 +161,7 @@ def wan_steps(device: str, small: bool) -> TimedModel:
                 outs.append(step.call())
         return torch.cat(outs)
 
-    return TimedModel(call, 4, step.tokens)
+    return TimedModel(step.model, call, 4, step.tokens)
 
 
 MODELS: dict[str, Callable[[str, bool], TimedModel]] = {
@@ -217,38 +228,70 @@ def measure_errors(model: TimedModel) -> list[float]:
     return relative_errors
 
 
-def measure(name: str, model: TimedModel, attentions: Sequence[str], rounds: int) -> list[ModelRun]:
-    """Measure all attentions of a model, interleaved."""
+def measure(name: str, models: Mapping[str, TimedModel], rounds: int, compiled: bool = False) -> list[ModelRun]:
+    """Measure a model with each attention, interleaved.
+
+    models: by attention; ``torch``, which the others are compared with, is among them.
+    """
+    plain = models["torch"]
     outs: dict[str, Tensor] = {}
     routed: dict[str, Any] = {}
+    with torch.inference_mode():
+        own = {a: [] if a == "block" else _measure_errors_of(a, model) for a, model in models.items()}
+    if compiled:
+        torch.compiler.reset()
+        for model in {id(model): model for model in models.values()}.values():
+            model.model.compile(dynamic=False)
 
     def run(attention_name: str) -> float:
         with torch.inference_mode(), ATTENTIONS[attention_name]() as counts:
-            took, out = _timed(model.call)
+            took, out = _timed(models[attention_name].call)
         if attention_name not in outs:  # in the warm-up
             outs[attention_name], routed[attention_name] = out, counts
         return took
 
-    times = interleave({a: partial(run, a) for a in attentions}, rounds, warmup=1)
+    times = interleave({a: partial(run, a) for a in models}, rounds, warmup=2 if compiled else 1)
     exact = outs["torch"].double()
-    runs, own = [], {}
-    with torch.inference_mode():
-        plain = measure_errors(model)
-        for attention_name in attentions:
-            with ATTENTIONS[attention_name]():
-                own[attention_name] = measure_errors(model)
-    for a in attentions:
+    share = measure_share(plain.call) if torch.cuda.is_available() else None
+    runs = []
+    for a in models:
         counts = routed[a]
         runs.append(
             ModelRun(
-                model=name, attention=a, layers=model.layers, tokens=model.tokens,
+                model=name, attention=a, layers=plain.layers, tokens=plain.tokens,
                 median_ms=statistics.median(times[a]), rounds_ms=[round(t, 3) for t in times[a]],
                 taken=counts.taken if counts else 0, left=dict(counts.fallen_back) if counts else {},
                 difference=float((outs[a].double() - exact).norm() / exact.norm()),
-                errors=own[a], torch_errors=plain,
+                errors=own[a], torch_errors=own["torch"], compiled=compiled, share=share,
             )
         )  # fmt: skip
     return runs
+
+
+def _measure_errors_of(attention_name: str, model: TimedModel) -> list[float]:
+    with ATTENTIONS[attention_name]():
+        return measure_errors(model)
+
+
+def measure_share(call: Callable[[], Tensor]) -> float:
+    """Return the share of PyTorch's attention in the time of the kernels of a call."""
+    with torch.inference_mode(), torch.profiler.profile() as profile:
+        call()
+        torch.cuda.synchronize()
+    times = {e.key: e.device_time_total for e in profile.key_averages() if "scaled_dot_product" in e.key}
+    whole = sum(e.self_device_time_total for e in profile.key_averages())
+    return max(times.values(), default=0.0) / whole
+
+
+def _accelerated(make: Callable[[], TimedModel]) -> TimedModel:
+    """Return another copy of a model, whose attention is greenfast's block."""
+    timed = make()
+    package = type(timed.model).__module__.partition(".")[0]
+    if package not in ("diffusers", "transformers"):
+        raise UsageError("--attention block: accelerate takes models of diffusers and transformers; leave out vit")
+    integration = importlib.import_module(f"greenfast.integrations.{package}")
+    integration.accelerate(timed.model)
+    return timed
 
 
 def _timed(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -260,7 +303,10 @@ def main(argv: Sequence[str] | None = None) -> list[ModelRun]:
     """Measure, print and write the record."""
     parser = make_parser("models", __doc__)
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--attention", nargs="+", default=list(ATTENTIONS), choices=ATTENTIONS, help="with torch")
+    parser.add_argument(
+        "--attention", nargs="+", default=[a for a in ATTENTIONS if a != "block"], choices=ATTENTIONS, help="with torch"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile each model by torch.compile")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="narrow models, for a try on the CPU")
@@ -270,16 +316,19 @@ def main(argv: Sequence[str] | None = None) -> list[ModelRun]:
         parser.error("--attention: torch is what the others are compared with; name it too")
     runs = []
     for name in args.model:
-        model = MODELS[name](args.device, args.small)
-        runs += measure(name, model, args.attention, args.rounds)
+        make = partial(MODELS[name], args.device, args.small)
+        shared = make()
+        models = {a: _accelerated(make) if a == "block" else shared for a in args.attention}
+        runs += measure(name, models, args.rounds, args.compile)
         plain = next(run.median_ms for run in runs if (run.model, run.attention) == (name, "torch"))
         for run in runs[-len(args.attention) :]:
             gain, listed_errors = plain / run.median_ms, ", ".join(f"{e:.4f}" for e in run.errors)
             print(
                 f"{name:9} {run.tokens:6} tokens {run.attention:6} {run.median_ms:8.2f} ms {gain:6.3f}x  "
-                f"{run.taken} routed  difference {run.difference:.4f}  errors {listed_errors}",
+                f"{run.taken} routed  difference {run.difference:.4f}  errors {listed_errors}"
+                + (f"  attention {run.share:.0%} of the kernels' time" if run.share else ""),
                 flush=True,
             )
-        del model
+        del shared, models
     write_run(args, "models", ("diffusers", "transformers"), runs)
     return runs

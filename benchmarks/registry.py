@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 from benchmarks.records import BackendFacts
+from benchmarks.timing import capture, time_graphs
 
 Precision = Literal["fp8", "int8", "bf16", "none"]
 #: (Module to import, distribution with the recorded version).
@@ -103,6 +105,33 @@ class Suite(dict[str, Backend]):
             return prepare
 
         return add
+
+
+def time_backends(
+    backends: Mapping[str, Backend], inputs: Any, names: Sequence[str], measure_error: Callable[[Any], float],
+    most_error: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the median microseconds of each backend, the errors, and the reasons why others have no time.
+
+    They are timed interleaved, as graphs. measure_error: of an output; one of ``most_error`` or more is wrong, and such
+    a backend is not timed.
+    """
+    captured, errors, reasons = {}, {}, {}
+    for name in names:
+        backend = backends[name]
+        try:
+            call = backend.bind(inputs).call
+            out = call()
+            if backend.attention:
+                errors[name] = round(measure_error(out), 4)
+                if not errors[name] < most_error:
+                    reasons[name] = f"its output is wrong: an error of {errors[name]}"
+                    continue
+            captured[name] = capture(call)
+        except Exception as e:  # whatever a library raises
+            reasons[name] = first_line(e)
+    us = {name: round(median(each), 2) for name, each in time_graphs(captured).items()}
+    return {"us": us, "error": errors, "missing": reasons}
 
 
 _Prepare = TypeVar("_Prepare", bound=Callable[..., BoundCall])

@@ -516,11 +516,17 @@ def models_table(records: Sequence[Mapping[str, Any]]) -> str:
         plain = {run["model"]: run["median_ms"] for run in record["runs"] if run["attention"] == "torch"}
         for run in record["runs"]:
             gain = plain[run["model"]] / run["median_ms"]
+            compiled = ", compiled" if run.get("compiled") else ""
+            share = f"{run['share']:.0%}" if run.get("share") else "-"
             rows.append(
-                (run["model"], f"{run['tokens']:,}", run["attention"], f"{run['median_ms']:.2f}", f"{gain:.3f}x",
-                 str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]), f"{run['difference']:.4f}")
+                (f"{run['model']}{compiled}", f"{run['tokens']:,}", run["attention"], f"{run['median_ms']:.2f}",
+                 f"{gain:.3f}x", share, str(run["taken"]), ", ".join(f"{e:.4f}" for e in run["errors"]) or "-",
+                 f"{run['difference']:.4f}")
             )  # fmt: skip
-    header = ("model", "tokens", "attention", "ms", "speed", "calls routed", "errors of attention", "output differs by")
+    header = (
+        "model", "tokens", "attention", "ms", "speed", "share of attention", "calls routed", "errors of attention",
+        "output differs by",
+    )  # fmt: skip
     return _sourced_table(header, rows, records)
 
 

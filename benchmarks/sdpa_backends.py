@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -68,50 +69,59 @@ def _cudnn_handle() -> Any:
 @_register("cudnn", "cuDNN FP8", "fp8", ("cudnn", "nvidia-cudnn-frontend"))
 def _cudnn_fp8(inputs: Inputs) -> BoundCall:
     """Return cuDNN's FP8 attention (sdpa_fp8 of its frontend). Its output on Hopper is E4M3."""
-    cudnn = importlib.import_module("cudnn")
     if inputs.grouped or inputs.sizes.q_len != inputs.sizes.kv_len:
         raise ValueError("cuDNN's graph is made for equal lengths and heads here")
-    types, handle, sizes, config = cudnn.data_type, _cudnn_handle(), inputs.sizes, inputs.config
-    device = inputs.values["q"].device
-    codes, scales = {}, {}
+    codes, scales = [], []
     for name in "qkv":
         whole, scale = quantize(inputs.values[name].unsqueeze(0), "e4m3")  # one scale for the whole tensor
-        codes[name] = inputs.length_first(whole[0]).transpose(1, 2)
-        scales[name] = scale.view(1, 1, 1, 1)
-    out = torch.empty(
-        sizes.batch, sizes.q_len, sizes.heads, config.head_dim, device=device, dtype=torch.uint8
-    ).transpose(1, 2)  # fmt: skip
+        codes.append(inputs.length_first(whole[0]).transpose(1, 2))
+        scales.append(scale.view(1, 1, 1, 1))
+    attend = build_cudnn_fp8(codes, bool(inputs.config.causal))
+    # An output is a mean of rows of V, so twice V's scale is enough for any rounding of the softmax weights.
+    unit = 2.0 * scales[2]
+    return BoundCall(lambda: attend(codes, scales, 1.0 / unit), float(unit))
+
+
+def build_cudnn_fp8(codes: Sequence[Tensor], causal: bool) -> Callable[[Sequence[Tensor], Sequence[Tensor], Any], Any]:
+    """Build cuDNN's graph of FP8 attention for codes of Q, K and V, (B, H, S, D) in any layout.
+
+    Returns a function of such codes, of their scales in float32, (1, 1, 1, 1) each, and of the factor of the output
+    before it is rounded to E4M3; it returns the output, (B, H, S, D) of E4M3. The next call overwrites it.
+    """
+    cudnn = importlib.import_module("cudnn")
+    types, handle, device = cudnn.data_type, _cudnn_handle(), codes[0].device
+    batch, heads, q_len, head_dim = codes[0].shape
+    out = torch.empty(batch, q_len, heads, head_dim, device=device, dtype=torch.uint8).transpose(1, 2)
+    graph = cudnn.pygraph(
+        io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle
+    )
 
     def one(value: float) -> Tensor:
         return torch.full((1, 1, 1, 1), value, device=device)
 
-    # An output is a mean of rows of V, so twice V's scale is enough for any rounding of the softmax weights.
-    unit = 2.0 * float(scales["v"])
-    graph = cudnn.pygraph(
-        io_data_type=types.FP8_E4M3, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, handle=handle
-    )
-    feed: dict[Any, Tensor] = {}
-
     def add_input(x: Tensor, kind: Any) -> Any:
-        node = graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
-        feed[node] = x
-        return node
+        return graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=kind)
 
+    number = one(1.0)
+    code_nodes = [add_input(x, types.FP8_E4M3) for x in codes]
+    scale_nodes = [add_input(number, types.FLOAT) for _ in codes]
+    descale_s, scale_s, scale_o = (add_input(number, types.FLOAT) for _ in range(3))
     nodes = graph.sdpa_fp8(
-        **{name: add_input(codes[name], types.FP8_E4M3) for name in "qkv"},
-        **{f"descale_{name}": add_input(scales[name], types.FLOAT) for name in "qkv"},
-        descale_s=add_input(one(1.0 / _CUDNN_WEIGHT_SCALE), types.FLOAT),
-        scale_s=add_input(one(_CUDNN_WEIGHT_SCALE), types.FLOAT),
-        scale_o=add_input(one(1.0 / unit), types.FLOAT),
-        attn_scale=1.0 / math.sqrt(config.head_dim),
+        **dict(zip("qkv", code_nodes, strict=True)),
+        **{f"descale_{name}": node for name, node in zip("qkv", scale_nodes, strict=True)},
+        descale_s=descale_s,
+        scale_s=scale_s,
+        scale_o=scale_o,
+        attn_scale=1.0 / math.sqrt(head_dim),
         is_inference=True,
-        use_causal_mask=bool(config.causal),
+        use_causal_mask=causal,
     )
+    kept = {descale_s: one(1.0 / _CUDNN_WEIGHT_SCALE), scale_s: one(_CUDNN_WEIGHT_SCALE)}
     for node, x, kind in (
         (nodes[0], out, types.FP8_E4M3), (nodes[2], one(0.0), types.FLOAT), (nodes[3], one(0.0), types.FLOAT)
     ):  # fmt: skip
         node.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(kind)
-        feed[node] = x
+        kept[node] = x
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -120,13 +130,14 @@ def _cudnn_fp8(inputs: Inputs) -> BoundCall:
     workspace = torch.empty(max(graph.get_workspace_size(), 1), device=device, dtype=torch.uint8)
     decoded = out.view(FP8)
 
-    def call() -> Tensor:
+    def call(codes: Sequence[Tensor], scales: Sequence[Tensor], out_factor: Tensor) -> Tensor:
         if device.type == "cuda":
             cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.execute(feed, workspace, handle=handle)
+        given = zip([*code_nodes, *scale_nodes, scale_o], [*codes, *scales, out_factor], strict=True)
+        graph.execute(kept | dict(given), workspace, handle=handle)
         return decoded
 
-    return BoundCall(call, unit)
+    return call
 
 
 @_register("torch", "torch bf16", "bf16", TORCH, backend=None)

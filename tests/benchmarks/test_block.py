@@ -25,7 +25,21 @@ def test_separate_steps_equal_the_block(name: str) -> None:
     separate = sdpa(*(x.transpose(1, 2) for x in (q, k, inputs.v)), is_causal=case.causal, enable_gqa=True)
     fused = block.block(*(x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)), case.causal, **inputs.options())
     assert (fused - separate).float().norm() < 5e-3 * separate.float().norm()
-    assert block.measure_error(inputs) < 0.06
+    assert block.measure_error(inputs, fused) < 0.06
+    assert block.measure_error(inputs, torch.zeros_like(fused)) == pytest.approx(1.0)
+    assert block.measure_error(inputs, fused.flip(2)) > 0.9
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_codes_and_scales_are_the_rotated_tensors(whole: bool) -> None:
+    inputs = block.make_inputs(replace(block.CASES["Llama-like, 2k"], batch=2, heads=4, kv_heads=2, tokens=20), "cpu")
+    codes, scales = block.convert(inputs.q, inputs.k, inputs.v, inputs.weights, inputs.rope, False, whole)
+    q, k = block.normalize_and_rotate_both(inputs.q, inputs.k, inputs.weights, inputs.rope, False)
+    for found, scale, wanted in zip(codes, scales, (q, k, inputs.v), strict=True):
+        assert scale.shape == ((1, 1, 1, 1) if whole else (2, 2))
+        by_head = scale if whole else scale.repeat_interleave(wanted.shape[2] // 2, 1)[:, None, :, None]
+        assert (found.float() * by_head - wanted.float()).norm() < 0.04 * wanted.float().norm()
+        assert found.float().abs().max() == 448.0
 
 
 def test_it_is_listed() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import greenfast
+from greenfast.spec.errors import UsageError
 
 benchmark: Any = importlib.import_module("benchmarks.models")
 
@@ -29,6 +31,18 @@ def test_a_model_is_run_with_each_attention(model: str, tmp_path: Path, monkeypa
     assert all(e < 0.005 for e in plain.errors)
     assert all(0.01 < e < 0.08 for e in fp8.errors)
     assert [run["attention"] for run in json.loads(file.read_text())["runs"]] == ["torch", "fp8", "int8"]
+
+
+def test_the_block_is_a_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = importlib.import_module("greenfast.integrations.transformers")
+    monkeypatch.setattr(integration, "accelerate", partial(integration.accelerate, min_length=0))
+    command = "--small --rounds 1 --device cpu --model llama --attention torch block"
+    plain, block = benchmark.main(command.split())
+    assert plain.difference == 0.0
+    assert 0.001 < block.difference < 0.1
+    assert block.errors == []
+    with pytest.raises(UsageError, match="leave out vit"):
+        benchmark.main(command.replace("llama", "vit").split())
 
 
 def test_pytorch_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
