@@ -11,9 +11,9 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.spec.arch import Target
 from tests.emulator.kernels import SEEDS, run
 
-ADDRESS = """#include <mma.h>
-using namespace nvcuda;
-__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+#: Included only for wmma: this header takes most of the time of a small compilation.
+WMMA = "#include <mma.h>\nusing namespace nvcuda;\n"
+ADDRESS = """__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 """
 
 
@@ -27,7 +27,7 @@ def result(body: str, *, threads: int = 32, blocks: int = 1, seed: int = 0, befo
         threads=threads,
         blocks=blocks,
         seed=seed,
-        before=before,
+        before=(WMMA if "wmma::" in body else "") + before,
         target=Target("sm_90a"),
         **arguments,
     ).outputs["y"]
