@@ -28,7 +28,7 @@ from greenfast.judge.task import find_task, load
 from greenfast.spec.errors import UsageError
 from tests.cli.command_line import Ran, run_here
 from tests.evolve.doubling import KINDS, candidate, evaluated, write_search_task
-from tests.fakes import L4, FakeDevice, FakeWorker, Script, install, request
+from tests.fakes import L4, EmulatorHere, FakeDevice, FakeWorker, Script, import_families_here, install, request
 
 pytestmark = pytest.mark.usefixtures("machine")
 STREAM = [candidate(kind) for kind in KINDS] + [candidate(0, 64), candidate(0, 256), candidate(0, 128)]
@@ -41,6 +41,19 @@ def written(path: Path, candidates: list[Candidate]) -> Path:
 
 def folder_of(ran: Ran) -> Path:
     return Path(ran.out.splitlines()[0].removeprefix("run "))
+
+
+def pool_here(makes: Sequence[Callable[[], Stages]]) -> InProcess:
+    """All stages in this process; races of all GPUs on one fake device."""
+    return InProcess(makes[0]())
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages, the emulator and families run in the process of the test: three processes take 3 s of CPU to start."""
+    monkeypatch.setattr("greenfast.evolve.workers.ProcessPool", pool_here)
+    monkeypatch.setattr("greenfast.evolve.stages.Worker", lambda ordinal=0, **options: EmulatorHere())
+    import_families_here(monkeypatch)
 
 
 def test_a_search_on_the_emulator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -132,6 +145,7 @@ def test_a_search_resumes_in_another_directory(
     assert resumed.code == 0, resumed.err
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its baseline is of the old kernels, and what would come is of the new ones."""
     task = write_search_task(tmp_path / "task")
@@ -151,6 +165,7 @@ def test_a_search_whose_task_was_changed_does_not_go_on(capsys: pytest.CaptureFi
     assert "files are not those that it began with; put them back, or begin a new run" in refused.err
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_search_without_a_kernel_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     task = write_search_task(tmp_path / "task")
     defaults = [Candidate(parameters={"KIND": 3}), Candidate(parameters={"SPEED": 1})]
@@ -179,7 +194,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
 
     def start(ordinal: int = 0, **options: Any) -> Worker:
         if "make_session" in options:
-            return Worker(ordinal, **options)
+            return EmulatorHere()
         return FakeWorker(device, timeout_s=options["timeout_s"])
 
     monkeypatch.setattr("greenfast.evolve.stages.Worker", start)
@@ -235,11 +250,6 @@ def test_a_search_on_a_gpu_ends_with_a_verdict(
     assert all(i["record"] for i in insights)
 
 
-def pool_here(makes: Sequence[Callable[[], Stages]]) -> InProcess:
-    """The races of all GPUs on one fake device, in this process."""
-    return InProcess(makes[0]())
-
-
 def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
@@ -265,6 +275,7 @@ def test_a_search_on_two_gpus_ends_with_a_verdict_of_the_first(
     assert (folder / EVENTS).read_bytes() == before
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_run_that_began_without_a_gpu_goes_on_without_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:
@@ -286,6 +297,7 @@ def test_a_run_that_began_without_a_gpu_goes_on_without_one(
     assert read_manifest(folder).untimed.startswith("no GPU was found")
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_run_resumes_at_every_stage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpu: FakeDevice, tmp_path: Path
 ) -> None:

@@ -36,6 +36,8 @@ from greenfast.spec.problem import build_case, build_references
 from tests.fakes import L4, Behaviour, Call, FakeDevice, FakeGpu, Script, Watcher, install, request, right, shipped
 from tests.judge.small_task import FAMILY, PROBLEM, write_task
 
+pytestmark = pytest.mark.usefixtures("families_here")
+
 ROOT = Path(__file__).parents[2]
 TASKS = ("fp8_sdpa", "fp8_attention", "fp8_quantize", "serving_attention")
 RANGES = {"N": {"min": 1, "max": 3000}, "FLAG": [0, 0, 7]}

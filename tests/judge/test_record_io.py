@@ -20,6 +20,8 @@ from tests.judge.report.records import correctness_row, speedup_row
 from tests.judge.report.records import record as make_record
 from tests.judge.small_task import FAMILY, loaded, write_task
 
+pytestmark = pytest.mark.usefixtures("families_here")
+
 #: A kernel whose header lies next to its family.
 WITH_HEADER = FAMILY.replace('source = """', 'source = """#include "factor.cuh"\n').replace(
     '"twice.cu", ()', '"twice.cu", (__import__("pathlib").Path(__file__).parent,)'
