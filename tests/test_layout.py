@@ -7,6 +7,7 @@ import graphlib
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,16 @@ def read_modules(package: Path, top: str = "greenfast") -> dict[str, Module]:
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
         name = ".".join((top, *path.with_suffix("").parts)).removesuffix(".__init__")
-        text = file.read_text()
-        modules[name] = Module(name, path.as_posix(), len(text.splitlines()), _read_imports(ast.parse(text)))
+        modules[name] = Module(name, path.as_posix(), *_read_file(file.read_text())[:2])
     return modules
+
+
+@cache
+def _read_file(text: str) -> tuple[int, tuple[Import, ...], tuple[str, ...]]:
+    """Return the number of lines of a file, its imports, and the names of its classes."""
+    tree = ast.parse(text)
+    classes = tuple(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return len(text.splitlines()), _read_imports(tree), classes
 
 
 def _read_imports(tree: ast.Module) -> tuple[Import, ...]:
@@ -138,7 +146,7 @@ def _read_imports(tree: ast.Module) -> tuple[Import, ...]:
     for_types: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            in_function.update(ast.walk(node))
+            in_function.update(n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for_types.update(inner for statement in node.body for inner in ast.walk(statement))
     found = []
@@ -256,9 +264,8 @@ def find_duplicate_classes(*packages: Path) -> dict[str, list[str]]:
     files = defaultdict(list)
     for package in packages:
         for file in sorted(package.rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    files[node.name].append(file.relative_to(package).as_posix())
+            for name in _read_file(file.read_text())[2]:
+                files[name].append(file.relative_to(package).as_posix())
     return {name: paths for name, paths in files.items() if len(paths) > 1}
 
 

@@ -29,7 +29,8 @@ from greenfast.judge.record_schema import FIRST_GATES, OBSERVED_GATES, SCHEMA_VE
 from greenfast.judge.timing.estimators import noise_floor, speedup_interval
 from greenfast.judge.validate import validate
 from greenfast.spec.errors import UsageError
-from tests.fakes import L4, FakeDevice, Script, Watcher, install, request, shipped
+from tests.fakes import L4, FakeDevice, Script, Watcher, install, request
+from tests.judge.small_task import FAMILY, loaded
 
 Content: TypeAlias = dict[str, Any]
 EVIDENCE = Path(__file__).parents[2] / "evidence" / "h100"
@@ -363,11 +364,23 @@ def test_the_fields_of_a_record_have_no_digest_in_memory(merged: Content) -> Non
     assert not hasattr(record, DIGEST)
 
 
+#: A program of two kernels: the second one repeats the first.
+TWO_KERNELS = f"""{FAMILY}
+from dataclasses import replace
+from greenfast.spec.kernel import Program, Step
+
+def program(toggles, fmt, dims, *, instrumented=False):
+    first, plan = kernel(toggles, fmt, dims), launch(toggles, fmt, dims)
+    second = replace(first, entry="twice_again", source=first.source.replace("twice", "twice_again"))
+    return Program((Step(first, plan), Step(second, plan)))
+"""
+
+
 def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
-    task = shipped("serving_attention")
-    few = task.config.variant("few_rows")
-    asked = request(tmp_path, task=task, shapes=["b2_q1_s130_h4_hk1_d64"], arch="sm_90a", device=None)
-    record = validate(asked, few, few, Watcher(), profile=False).record
+    task = loaded(tmp_path / "twice", family=TWO_KERNELS)
+    fast = task.config.variant("fast")
+    asked = request(tmp_path / "out", task=task, shapes=["tiny"], fmt="float", device=None)
+    record = validate(asked, fast, fast, Watcher(), profile=False).record
     (resources,) = (gate for gate in record.gates if gate.gate == "RESOURCES")
     names = [name for name, *_ in resources.checks]
     assert resources.status == "PASS"
@@ -375,7 +388,7 @@ def test_each_kernel_of_a_program_has_rows_of_its_own(tmp_path: Path) -> None:
     (path,) = tmp_path.rglob(RECORD)
     assert read_record(path) == record
     content = json.loads(path.read_text())
-    asked_row = f"candidate few_rows ({asked.shapes[0].name}, paged_attention): registers"
+    asked_row = "candidate fast (tiny, twice_again): registers"
     row = next(row for row in gate_at(content, "RESOURCES")["checks"] if row[0] == asked_row)
     row[2] = "38"
     with pytest.raises(UsageError, match=r"\(RESOURCES\)\.checks\[\d+\]\[2\] says 38, but recomputed it is \d+"):
