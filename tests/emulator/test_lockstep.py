@@ -33,6 +33,9 @@ PLAIN = {
     "v += __shfl_xor_sync(~0u, v, o);"
     "unsigned m = __ballot_sync(~0u, v > 0); if (t % 2) v += __shfl_sync(0xaaaaaaaau, v, 5);"
     "y[g] = v + __popc(m) + __syncthreads_count(v > 1);",
+    "a warp that joins others late": "y[g] = 0; if (b < 2) return; float v = x[g];"
+    "if (t / 32 == 1) for (int i = 0; i < t % 3; i++) v = v * 0.5f + sqrtf(i + fabsf(v));"
+    "s[t] = v; __syncwarp(); y[g] = v * 3 + s[t ^ 1];",
     "within a warp": "s[t] = x[g]; __syncwarp(); float v = s[t ^ 1]; __syncwarp(); s[t] = v * 2; __syncwarp();"
     "y[g] = s[t ^ 3];",
     "bytes": "char* c = (char*)s; c[t] = t * 3; short* h = (short*)(s + 512); h[t] = t * 5; __syncthreads();"

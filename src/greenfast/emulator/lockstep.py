@@ -52,7 +52,7 @@ class LockstepScheduler(Scheduler):
             if not runs:
                 return
             key = min(run.key for run in runs.values())
-            group = [n for n, run in runs.items() if run.key == key]
+            group = sorted(n for n, run in runs.items() if run.key == key)  # threads of a ThreadSet ascend
             stops = frozenset(run.pc for run in runs.values() if run.key != key)
             self._run_together({n: runs[n] for n in group}, runs, stops)
 
