@@ -216,6 +216,8 @@ SLOW = (
     *("scales of blocks", "bfloat16", "scales of all blocks, ping-pong", "scales of blocks, wide tiles"),
     *("scales of channels", "scales of all blocks", "scales of all blocks, head dim 256", "head dim 128, ping-pong"),
     "head dim 256, one level",
+    # four warpgroups: causal in int8; LSE: head dim 256; scales of blocks and channels: head dim 256; fine: in int8
+    *("causal, log-sum-exp", "scales, head dim 128", "fine scales"),
 )
 
 

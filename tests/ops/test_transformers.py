@@ -138,7 +138,7 @@ def test_a_cache_in_fp8_continues_as_the_whole(llama: Any, tokens: Tensor) -> No
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="transformers makes masks where it cannot tell compiling from exporting"
 )
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled(llama: Any, tokens: Tensor, padded: bool) -> None:
     torch._dynamo.reset()
     greenfast.register_with_transformers(min_length=0)

@@ -526,7 +526,7 @@ def test_positional_arguments_are_flash_attention_3s() -> None:
         assert [p.name for p in of if p.kind is p.POSITIONAL_OR_KEYWORD] == wanted.split()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_whole(dynamic: bool) -> None:
     inputs = varlen()
     compiled = COMPILE(flash_attn_varlen_func, fullgraph=True, backend="aot_eager", dynamic=dynamic)

@@ -27,7 +27,7 @@ LABELS = {"baseline": "stage1", "candidate": "stage2"}
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
-    asked = request(tmp_path, warmup_iters=10, timed_iters=100)
+    asked = request(tmp_path, warmup_iters=5, timed_iters=60)
     return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
 
 
@@ -100,10 +100,9 @@ def test_processes_are_fresh_and_never_shared(device: FakeDevice) -> None:
     ("timing", "blocks"),
     [
         (Timing(), [4] * 5),
-        (Timing(timed_iters=100), [4] * 5),
         (Timing(timed_iters=30), [4] * 5),
         (Timing(timed_iters=50, processes=3), [7, 7, 6]),
-        (Timing(timed_iters=200, processes=10, blocks=40), [4] * 10),
+        (Timing(timed_iters=80, processes=10, blocks=40), [4] * 10),
         (Timing(timed_iters=7, processes=1, blocks=2), [2]),
     ],
 )
@@ -168,7 +167,7 @@ def test_a_block_at_a_low_clock_costs_the_pair(device: FakeDevice) -> None:
     assert len(lost) == 4
     assert sorted(lost.values()) == sorted([device.timed[i].iters for i in (7, 81)] * 2)
     for timed in result.timed.values():
-        assert len(timed.samples) + timed.discarded == 100
+        assert len(timed.samples) + timed.discarded == 60
     for (_, shape, seed, cache), timed in result.timed.items():
         twin = result.timed["baseline", shape, seed, cache]
         assert [len(p) for p in timed.blocks] == [len(p) for p in twin.blocks]
