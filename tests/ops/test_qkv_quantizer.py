@@ -12,7 +12,7 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import AttentionConfig, Sizes, Strides
 from greenfast.kernels.quantize import qkv as qkv_quantizer
-from greenfast.kernels.quantize.qkv import key_tiles, sample_places
+from greenfast.kernels.quantize.qkv import Sharing, choose_sharing, sample_places
 from greenfast.ops import reference
 from greenfast.ops.block import QKTransform, build_prologue, transform_both
 from greenfast.ops.quantized import QuantizedQKV, build_config
@@ -175,7 +175,9 @@ def test_extremes_are_as_on_the_cpu(name: str, rotate: bool, precision: str) -> 
 
 
 def test_blocks_take_several_tiles_of_many() -> None:
-    assert [key_tiles(Sizes(1, heads, heads, 1, 4096)) for heads in (1, 31, 32)] == [1, 1, 4]
+    config = config_for(64, torch.bfloat16)
+    sharing = [choose_sharing(config, Sizes(1, heads, heads, 1, 4096)) for heads in (1, 31, 32)]
+    assert sharing == [Sharing(n, 1, 1, False) for n in (1, 1, 4)]
 
 
 def make_transform(
@@ -232,8 +234,9 @@ def test_norm_and_rope_are_as_before_quantization(
     tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The kernel's codes equal those of tensors that PyTorch has normalized and rotated."""
-    if rows in (300, 129, 20):  # blocks take several tiles of K, and several heads of Q
+    if rows in (300, 129, 20):  # blocks take several tiles of K, and share the angles of a tile
         monkeypatch.setattr(qkv_quantizer, "_MANY_TILES", 1)
+        monkeypatch.setattr(qkv_quantizer, "choose_sharing", lambda *call: Sharing(4, 1, 2, call[2] is not None))
     _, k, v = inputs(rows, head_dim, dtype)
     q = torch.cat([k.flip(2), k * 3], 1)
     options = make_transform(rows, head_dim, norm, rope_dim, **tables)
@@ -263,9 +266,48 @@ def test_norm_and_rope_of_extremes(name: str) -> None:
     assert np.isnan(result["q_scale"]).sum() == 2 * (name in ("not a number", "infinite"))
 
 
-def test_blocks_take_several_heads_of_q_with_rope() -> None:
-    """Heads read the same angles."""
-    rope = qkv_quantizer.Prologue(rotary_dim=64)
-    for heads, rows, count in ((24, 16384, 2), (32, 16384, 4), (24, 4608, 1), (7, 65536, 1), (40, 32760, 4)):
-        assert qkv_quantizer.query_heads(Sizes(1, heads, heads, rows, rows), rope) == count
-        assert qkv_quantizer.query_heads(Sizes(1, heads, heads, rows, rows), qkv_quantizer.Prologue(norm="plain")) == 1
+@pytest.mark.parametrize(
+    ("head_dim", "precision", "rope_dim", "tables"),
+    [
+        (64, "fp8", 64, dict(table="bfloat16")),
+        (128, "int8_fine", 128, dict(table="float32", columns=128, interleaved=True)),
+        (256, "fp8", 256, dict(table="bfloat16")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (72, "int8", 36, dict(table="float32", batch=1)),
+                (256, "fp8", 64, dict(table="float32", interleaved=True)),
+                (128, "fp8", 10, dict(table="float16")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_heads_that_share_angles_have_the_same_bits(
+    head_dim: int, precision: Any, rope_dim: int, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, k, v = inputs(150, head_dim, torch.bfloat16)
+    q = torch.cat([k.flip(2), k * 3, k.flip(3), k * 0.1], 1)
+    k, v = torch.cat([k, k.flip(2) - 1], 1), torch.cat([v, v * 2], 1)
+    options = make_transform(150, head_dim, "bfloat16", rope_dim, **tables)
+    config = config_for(head_dim, q.dtype, precision=precision, rotate=True, key_mean=True)
+    expected = reference.quantize(*transform_both(q, k, options), v, config)
+    results = []
+    for sharing in (Sharing(1, 1, 1, False), Sharing(2, 2, 4, True), Sharing(1, 1, 2, True)):
+        monkeypatch.setattr(qkv_quantizer, "choose_sharing", lambda *call, fixed=sharing: fixed)
+        results.append(run(q, k, v, config, expected, options=options))
+    own, *shared = results
+    assert all(np.array_equal(result[name], own[name]) for name in own for result in shared)
+
+
+def test_blocks_take_several_heads_with_rope() -> None:
+    """As many as leave enough blocks."""
+    rope = qkv_quantizer.Prologue(rotary_dim=128)
+    for heads, kv_heads, rows, shared in (
+        (40, 40, 32760, (4, 8, 10)), (24, 24, 16384, (4, 4, 8)), (24, 24, 4608, (2, 4, 8)), (32, 8, 32768, (4, 4, 8)),
+        (7, 7, 65536, (4, 1, 7)), (36, 3, 8192, (2, 3, 6)),
+    ):  # fmt: skip
+        sizes, config = Sizes(1, heads, kv_heads, rows, rows), config_for(128, torch.bfloat16)
+        assert choose_sharing(config, sizes, rope) == Sharing(*shared, True), heads
+        assert not choose_sharing(config, sizes, qkv_quantizer.Prologue(norm="plain")).several_heads
+    assert not choose_sharing(config, Sizes(1, 2, 2, 1000, 1000), rope).several_heads

@@ -52,10 +52,123 @@ __device__ __forceinline__ HeadRows<Cfg> select_keys(const QuantizeParams& p, co
 
 __device__ __forceinline__ int count_tiles(int length) { return (length + kRowBlock - 1) / kRowBlock; }
 
-// Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q of
-// kQueryHeads heads. Block: Cfg::kThreads.
 template <class Cfg>
-__device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
+__device__ __forceinline__ RowsQuantizer<Cfg> quantizer_of_keys(const QuantizeParams& p, RowsStorage<Cfg>& shared,
+                                                                int head_index) {
+  return {shared, select_keys<Cfg>(p, p.k, head_index), prologue_of<Cfg>(p, false, head_index)};
+}
+
+template <class Cfg>
+__device__ __forceinline__ RowsQuantizer<Cfg> quantizer_of_queries(const QuantizeParams& p, RowsStorage<Cfg>& shared,
+                                                                   int head_index) {
+  const HeadRows<Cfg> head(p.q, head_index / p.heads, head_index % p.heads, p.q_len);
+  return {shared, head, prologue_of<Cfg>(p, true, head_index)};
+}
+
+// Computes the means of kKeyHeads heads of K, of several at once, each by the warps of two groups of rows.
+template <class Cfg>
+__device__ __forceinline__ void compute_means(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head_index,
+                                              bool store) {
+  constexpr int kGroups = kMeanKeys / kQueryBlock, kAtOnce = kRowBlock / kMeanKeys;
+  // The tile's angles come here later.
+  auto* const group_mean =
+      reinterpret_cast<GroupMeans<Cfg>*>(RowsPrologue<Cfg>::storage() + RowsPrologue<Cfg>::kAnglesAt);
+  const int group = quantizer_of_keys<Cfg>(p, shared, head_index).group;
+#pragma unroll 1
+  for (int first = 0; first < Cfg::kKeyHeads; first += kAtOnce) {
+    const int number = first + group / kGroups;
+    if (number < Cfg::kKeyHeads) {
+      const RowsQuantizer<Cfg> rows = quantizer_of_keys<Cfg>(p, shared, head_index + number);
+      rows.compute_group_means(rows.head, group % kGroups, group_mean[number]);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Cfg::kKeyHeads * Cfg::kHeadDim; i += Cfg::kThreads) {
+    const int n = i / Cfg::kHeadDim, head = head_index + n;
+    quantizer_of_keys<Cfg>(p, shared, head)
+        .compute_median(group_mean[n], n, i % Cfg::kHeadDim, store ? p.k_mean + head * Cfg::kHeadDim : nullptr);
+  }
+  __syncthreads();
+}
+
+// Quantizes tiles `tile` .. `stop` - 1 of kKeyHeads heads of K.
+template <class Cfg>
+__device__ __forceinline__ void quantize_keys(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head_index,
+                                              int tile, int stop) {
+  quantizer_of_keys<Cfg>(p, shared, head_index).start_load(tile);
+  if constexpr (Cfg::kKeyMean) compute_means<Cfg>(p, shared, head_index, tile == 0);
+  for (; tile < stop; ++tile) {
+    quantizer_of_keys<Cfg>(p, shared, head_index).prologue.read_tile_angles(tile * kRowBlock, p.kv_len);
+    __syncthreads();
+#pragma unroll 1
+    for (int number = 0; number < Cfg::kKeyHeads; ++number) {
+      const int head = head_index + number;
+      const long long codes = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
+      const long long scales =
+          static_cast<long long>(head) * count_tiles(p.kv_len) * (Cfg::kFineScales ? kKeyGroups : 1);
+      quantizer_of_keys<Cfg>(p, shared, head).quantize_k_tile(tile, p.k_codes + codes, p.k_scale + scales, number, [&] {
+        const bool last = number + 1 == Cfg::kKeyHeads;
+        if (last && tile + 1 == stop) return;
+        quantizer_of_keys<Cfg>(p, shared, last ? head_index : head + 1).start_load(last ? tile + 1 : tile);
+      });
+      __syncthreads();  // all threads have read shared memory
+    }
+  }
+}
+
+// Quantizes a tile of kQueryHeads heads of Q.
+template <class Cfg>
+__device__ __forceinline__ void quantize_queries(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head_index,
+                                                 int tile) {
+  quantizer_of_queries<Cfg>(p, shared, head_index).start_load(tile);
+  quantizer_of_queries<Cfg>(p, shared, head_index).prologue.read_tile_angles(tile * kRowBlock, p.q_len);
+  __syncthreads();
+#pragma unroll 1
+  for (int number = 0; number < Cfg::kQueryHeads; ++number) {
+    const int head = head_index + number;
+    const int scales = Cfg::kFineScales ? p.q_len : (p.q_len + kQueryBlock - 1) / kQueryBlock;  // of a head
+    quantizer_of_queries<Cfg>(p, shared, head)
+        .quantize_q(tile, p.q_codes + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim,
+                    p.q_scale + static_cast<long long>(head) * scales, [&] {
+                      if (number + 1 < Cfg::kQueryHeads) {
+                        quantizer_of_queries<Cfg>(p, shared, head + 1).start_load(tile);
+                      }
+                    });
+    __syncthreads();  // all threads have read shared memory
+  }
+}
+
+// With kSeveralHeads. Grid: a block per kKeyTiles tiles of K of kKeyHeads heads, then one per tile of Q of kQueryHeads
+// heads, then one per tile of V: these are the shortest, and keep all multiprocessors busy at the end.
+template <class Cfg>
+__device__ __forceinline__ void quantize_several_heads(const QuantizeParams& p, RowsStorage<Cfg>& shared) {
+  const int kv_tiles = count_tiles(p.kv_len), q_tiles = count_tiles(p.q_len);
+  const int runs = (kv_tiles + Cfg::kKeyTiles - 1) / Cfg::kKeyTiles;
+  const int key_blocks = p.batch * p.kv_heads / Cfg::kKeyHeads * runs;
+  const int query_blocks = p.batch * p.heads / Cfg::kQueryHeads * q_tiles;
+  int item = blockIdx.x;
+  if (item < key_blocks) {
+    const int tile = item % runs * Cfg::kKeyTiles;
+    quantize_keys<Cfg>(p, shared, item / runs * Cfg::kKeyHeads, tile, min(tile + Cfg::kKeyTiles, kv_tiles));
+    return;
+  }
+  item -= key_blocks;
+  if (item < query_blocks) {
+    quantize_queries<Cfg>(p, shared, item / q_tiles * Cfg::kQueryHeads, item % q_tiles);
+    return;
+  }
+  item -= query_blocks;
+  const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
+  VQuantizer<Cfg>::run(*reinterpret_cast<VStorage<Cfg>*>(RowsPrologue<Cfg>::storage()),
+                       select_keys<Cfg>(p, p.v, head_index), item % kv_tiles,
+                       p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
+                       p.v_scale + head_index * kv_tiles);
+}
+
+// Without kSeveralHeads. Grid: a block per kKeyTiles tiles of K, then one per tile of V, then one per tile of Q.
+template <class Cfg>
+__device__ __forceinline__ void quantize_single_heads(const QuantizeParams& p) {
   __shared__ union Storage {
     RowsStorage<Cfg> rows;
     VStorage<Cfg> values;
@@ -88,15 +201,24 @@ __device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
     return;
   }
   item -= p.batch * p.kv_heads * kv_tiles;
-  int head_index = item / q_tiles * Cfg::kQueryHeads;
+  const int head_index = item / q_tiles;
   const int q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
-  do {
-    const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
-                                  prologue_of<Cfg>(p, true, head_index));
-    rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
-                    p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
-    if (Cfg::kQueryHeads > 1) __syncthreads();  // all threads have read shared memory
-  } while (Cfg::kQueryHeads > 1 && ++head_index % Cfg::kQueryHeads != 0);
+  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
+                                prologue_of<Cfg>(p, true, head_index));
+  rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
+                  p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
+}
+
+// Block: Cfg::kThreads.
+template <class Cfg>
+__device__ __forceinline__ void quantize_qkv(const QuantizeParams& p) {
+  if constexpr (Cfg::kSeveralHeads) {
+    __shared__ RowsStorage<Cfg> shared;
+    ptx::launch_dependent_grids();
+    quantize_several_heads<Cfg>(p, shared);
+  } else {
+    quantize_single_heads<Cfg>(p);
+  }
 }
 
 }  // namespace greenfast

@@ -28,6 +28,26 @@ _BLOCKS = {64: 3, 128: 2, 256: 1}
 _NORM_THREADS = 256
 #: With this number of tiles of K, a block takes several.
 _MANY_TILES = 1024
+#: Multiprocessors that a launch should keep busy.
+_MULTIPROCESSORS = 132
+#: Tiles per place for a block -> tiles of K, heads of K and heads of Q that a block takes at most, if heads share a
+#: tile's angles: the fastest of those that were measured on an H100.
+_SHARES = {80: (4, 8, 16), 16: (4, 4, 8), 8: (2, 4, 8)}
+#: Most bytes of a tile's angles in shared memory.
+_ANGLE_BYTES = 80 * 1024
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a block takes: tiles of K of some heads of K, or a tile of some heads of Q.
+
+    several_heads: whether the kernel is for several heads, which share a tile's angles in shared memory.
+    """
+
+    key_tiles: int
+    key_heads: int
+    query_heads: int
+    several_heads: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +91,23 @@ class Prologue:
         lines += [f"  using Weight = {FLOAT_TYPES[self.norm if weighted else 'float32']};"]
         return "\n".join([*lines, f"  using Table = {FLOAT_TYPES[self.table]};"])
 
-    @staticmethod
-    def shared_bytes(head_dim: int) -> int:
-        """Return the bytes of RowsPrologue's Storage: two warps share rows of head dim 256."""
-        return ROW_BLOCK * head_dim * 2 + _THREADS[head_dim] // 32 * QUERY_BLOCK * 4 if head_dim > 128 else 0
+    @property
+    def tile_angle_bytes(self) -> int:
+        """The bytes of a tile's angles in shared memory, as RowsPrologue arranges them."""
+        row = 2 * (-(-self.rotary_dim // 16) * 8) * (4 if self.table == "float32" else 2)
+        return ROW_BLOCK * ((row + 63) // 128 * 128 + 64)
+
+    def shared_bytes(self, head_dim: int, sharing: Sharing) -> int:
+        """Return the bytes of RowsPrologue's dynamic shared memory.
+
+        They are a thread's next rows, the rows of head dim 256 that two warps share, and the angles of a tile or,
+        before them, group means.
+        """
+        exchanged = ROW_BLOCK * head_dim * 2 + _THREADS[head_dim] // 32 * QUERY_BLOCK * 4 if head_dim > 128 else 0
+        if not sharing.several_heads:
+            return exchanged
+        means = sharing.key_heads * MEAN_KEYS // MEAN_GROUP * head_dim * 4
+        return ROW_BLOCK * head_dim * 2 + exchanged + max(self.tile_angle_bytes, means)
 
     def buffers(self) -> tuple[str, ...]:
         """Return the names of its buffers."""
@@ -105,18 +138,26 @@ def block_threads(head_dim: int) -> tuple[int, int]:
     return _THREADS[head_dim], _BLOCKS[head_dim]
 
 
-def key_tiles(sizes: Sizes) -> int:
-    """Return the tiles of K per block: several if there are many tiles, because each block computes the mean first."""
+def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | None = None) -> Sharing:
+    """Choose what a block takes.
+
+    Several tiles of K, if there are many, because each block computes the mean first. With rotary embedding several
+    heads, because the angles of a row are the same for all: read once for each head they would be most of the traffic.
+    """
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
-    return 4 if tiles >= _MANY_TILES else 1
+    all_tiles = 2 * tiles + sizes.batch * sizes.heads * _tiles(sizes.q_len)
+    per_place = all_tiles // (_MULTIPROCESSORS * _BLOCKS[config.head_dim])
+    share = next((share for least, share in _SHARES.items() if per_place >= least), None)
+    if prologue is None or not prologue.rotary_dim or prologue.tile_angle_bytes > _ANGLE_BYTES or share is None:
+        return Sharing(4 if tiles >= _MANY_TILES else 1, 1, 1, False)
+    key_tiles, key_heads, query_heads = share
+    return Sharing(
+        key_tiles, _largest_divisor(sizes.kv_heads, key_heads), _largest_divisor(sizes.heads, query_heads), True
+    )
 
 
-def query_heads(sizes: Sizes, prologue: Prologue | None) -> int:
-    """Return the heads of Q per block: several if there are many tiles and angles, because a row's are the same."""
-    if prologue is None or not prologue.rotary_dim:
-        return 1
-    tiles = sizes.batch * sizes.heads * _tiles(sizes.q_len)
-    return next(n for n in (4, 2, 1) if n == 1 or (sizes.heads % n == 0 and tiles // n >= _MANY_TILES))
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
 def sample_places(length: int) -> list[int]:
@@ -139,6 +180,7 @@ def kernel(
     only those keys that a list names. prologue: of Q and K; not with the other options.
     """
     threads = _THREADS[config.head_dim]
+    sharing = choose_sharing(config, sizes, prologue)
     flags = {
         "Int8": config.format == "int8",
         "KeyMean": config.key_mean,
@@ -148,6 +190,7 @@ def kernel(
         "Lengths": lengths,
         "Gathered": gathered,
         "Prologue": prologue is not None,
+        "SeveralHeads": sharing.several_heads,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     if prologue is not None:
@@ -169,8 +212,9 @@ def kernel(
 struct Cfg {{
   static constexpr int kHeadDim = {config.head_dim};
   static constexpr int kColumns = {config.columns};
-  static constexpr int kKeyTiles = {key_tiles(sizes)};
-  static constexpr int kQueryHeads = {query_heads(sizes, prologue)};
+  static constexpr int kKeyTiles = {sharing.key_tiles};
+  static constexpr int kKeyHeads = {sharing.key_heads};
+  static constexpr int kQueryHeads = {sharing.query_heads};
   static constexpr int kThreads = {threads};
 {constants}
   using In = {CUDA_TYPES[config.dtype]};
@@ -190,7 +234,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {_BLOCKS[config.head_dim
         ENTRY,
         source,
         threads,
-        dynamic_smem_bytes=0 if prologue is None else prologue.shared_bytes(config.head_dim),
+        dynamic_smem_bytes=0 if prologue is None else prologue.shared_bytes(config.head_dim, sharing),
     )
 
 
@@ -212,10 +256,10 @@ def launch(
     """
     queries = not config.fuse_q_quant
     q_len = sizes.q_len if queries else 0
-    kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // key_tiles(sizes))
-    blocks = kv_heads * (runs + _tiles(sizes.kv_len)) + sizes.batch * sizes.heads * _tiles(q_len) // query_heads(
-        sizes, prologue
-    )
+    sharing = choose_sharing(config, sizes, prologue)
+    kv_heads, runs = sizes.batch * sizes.kv_heads, -(-_tiles(sizes.kv_len) // sharing.key_tiles)
+    blocks = kv_heads // sharing.key_heads * runs + kv_heads * _tiles(sizes.kv_len)
+    blocks += sizes.batch * sizes.heads * _tiles(q_len) // sharing.query_heads
     of_keys = contiguous_strides(sizes.kv_heads, sizes.kv_len, config.columns)
     tensor_strides = (
         *(strides.query or contiguous_strides(sizes.heads, sizes.q_len, config.columns)),

@@ -29,13 +29,26 @@ __device__ __forceinline__ void sort(float (&x)[kCount]) {
   }
 }
 
+// Heads of K per block.
+template <class Cfg, bool kPrologue = Cfg::kPrologue>
+constexpr int kHeadsOfBlock = 1;
+template <class Cfg>
+constexpr int kHeadsOfBlock<Cfg, true> = Cfg::kKeyHeads;
+
+template <class Cfg>
+using GroupMeans = float[kMeanGroups][Cfg::kHeadDim];
+
 template <class Cfg>
 struct RowsStorage {
-  float group_mean[kMeanGroups][Cfg::kHeadDim];
-  float mean[Cfg::kHeadDim];
+  GroupMeans<Cfg> group_mean;  // of one head
+  float mean[kHeadsOfBlock<Cfg>][Cfg::kHeadDim];
   float amax[Cfg::kThreads / 32];
   float group_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
   float row_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kQueryBlock];
+};
+
+struct NoNext {
+  __device__ __forceinline__ void operator()() const {}
 };
 
 template <class Cfg>
@@ -54,12 +67,21 @@ struct RowsQuantizer {
                                            const RowsPrologue<Cfg>& prologue = {})
       : shared(shared), head(head), group(threadIdx.x / 32 / Rows::kSplit), prologue(prologue) {}
 
-  __device__ __forceinline__ void read(const HeadRows<Cfg>& from, const int (&row)[2], Values& x) const {
+  // Loads and transforms two rows of each thread. kOfTile: see RowsPrologue::transform.
+  template <bool kOfTile = false, class StartNext = NoNext>
+  __device__ __forceinline__ void read(const HeadRows<Cfg>& from, const int (&row)[2], Values& x,
+                                       StartNext start_next = {}) const {
     if constexpr (Cfg::kPrologue) {
-      prologue.transform(from, row, rows, x);
+      prologue.template transform<kOfTile && Cfg::kSeveralHeads>(from, row, rows, x, start_next);
     } else {
       rows.transform([&](int r, int column) { return from.load(row[r], column); }, x);
     }
+  }
+
+  // Starts to load a tile.
+  __device__ __forceinline__ void start_load(int tile) const {
+    const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp();
+    prologue.start_load(head, {first, first + 8});
   }
 
   __device__ __forceinline__ void write(const Values& x, const float (&scales)[2], const int (&row)[2],
@@ -75,41 +97,48 @@ struct RowsQuantizer {
   // cannot change it much, and it is finite if most keys are. All blocks of a head compute the same; the one with
   // k_mean stores it. from: the head, or kMeanKeys sampled keys.
   __device__ __forceinline__ void compute_mean(const HeadRows<Cfg>& from, float* k_mean) const {
-    if (group < kMeanKeys / kQueryBlock) {
-      // Lanes of rows i and i + 4 hold a group of four adjacent samples. Each sample is at a different offset in its
-      // 32nd of the keys, so that periodic keys do not bias the mean.
-      const int lane_row = Rows::row_of_warp(), first = (group * 4 + lane_row % 4) * kMeanGroup + lane_row / 4 * 2;
-      int row[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int i = first + r, offset = i * 19 % kMeanKeys;
-        row[r] =
-            static_cast<int>(static_cast<long long>(i * kMeanKeys + offset) * from.length / (kMeanKeys * kMeanKeys));
-      }
-      Values x;
-      read(from, row, x);
-#pragma unroll
-      for (int i = 0; i < Rows::kWarpParts * Rows::kGroups * 4; ++i) {
-        const int part = i / 16, m = i / 4 % 4, e = i % 4;
-        float sum = (x[part][0][m][e] + x[part][1][m][e]) * (1.0f / kMeanGroup);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-        if (lane_row < 4) shared.group_mean[group * 4 + lane_row][rows.column_of(part, m) + e] = sum;
-      }
-    }
+    if (group < kMeanKeys / kQueryBlock) compute_group_means(from, group, shared.group_mean);
     __syncthreads();
-    if (threadIdx.x < Cfg::kHeadDim) {
-      float means[kMeanGroups];
-#pragma unroll
-      for (int g = 0; g < kMeanGroups; ++g) {
-        const float sample_mean = shared.group_mean[g][threadIdx.x];
-        means[g] = fabsf(sample_mean) < CUDART_INF_F ? sample_mean : 0.0f;
-      }
-      sort(means);
-      const float mean = 0.5f * means[kMeanGroups / 2 - 1] + 0.5f * means[kMeanGroups / 2];
-      shared.mean[threadIdx.x] = mean;
-      if (k_mean != nullptr) k_mean[threadIdx.x] = mean * Rows::kFactor;
-    }
+    if (threadIdx.x < Cfg::kHeadDim) compute_median(shared.group_mean, 0, threadIdx.x, k_mean);
     __syncthreads();
+  }
+
+  // Computes the means of kMeanGroup keys each, by the warps of two groups of rows. part: 0 or 1, which of them.
+  __device__ __forceinline__ void compute_group_means(const HeadRows<Cfg>& from, int part,
+                                                      GroupMeans<Cfg>& group_mean) const {
+    // Lanes of rows i and i + 4 hold a group of four adjacent samples. Each sample is at a different offset in its
+    // 32nd of the keys, so that periodic keys do not bias the mean.
+    const int lane_row = Rows::row_of_warp(), first = (part * 4 + lane_row % 4) * kMeanGroup + lane_row / 4 * 2;
+    int row[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = first + r, offset = i * 19 % kMeanKeys;
+      row[r] = static_cast<int>(static_cast<long long>(i * kMeanKeys + offset) * from.length / (kMeanKeys * kMeanKeys));
+    }
+    Values x;
+    read(from, row, x);
+#pragma unroll
+    for (int i = 0; i < Rows::kWarpParts * Rows::kGroups * 4; ++i) {
+      const int part_of_row = i / 16, m = i / 4 % 4, e = i % 4;
+      float sum = (x[part_of_row][0][m][e] + x[part_of_row][1][m][e]) * (1.0f / kMeanGroup);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+      if (lane_row < 4) group_mean[part * 4 + lane_row][rows.column_of(part_of_row, m) + e] = sum;
+    }
+  }
+
+  // Computes the median of a column's group means, of the block's head of this number.
+  __device__ __forceinline__ void compute_median(const GroupMeans<Cfg>& group_mean, int number, unsigned column,
+                                                 float* k_mean) const {
+    float means[kMeanGroups];
+#pragma unroll
+    for (int g = 0; g < kMeanGroups; ++g) {
+      const float sample_mean = group_mean[g][column];
+      means[g] = fabsf(sample_mean) < CUDART_INF_F ? sample_mean : 0.0f;
+    }
+    sort(means);
+    const float mean = 0.5f * means[kMeanGroups / 2 - 1] + 0.5f * means[kMeanGroups / 2];
+    shared.mean[number][column] = mean;
+    if (k_mean != nullptr) k_mean[column] = mean * Rows::kFactor;
   }
 
   // Quantizes tiles `tile` .. `stop` - 1 of K. k_mean: output for the mean of `samples`, with kKeyMean.
@@ -128,15 +157,18 @@ struct RowsQuantizer {
     }
   }
 
-  __device__ __forceinline__ void quantize_k_tile(int tile, unsigned char* codes, float* scales) const {
+  // number: of the head's mean. start_next: see RowsPrologue::transform.
+  template <class StartNext = NoNext>
+  __device__ __forceinline__ void quantize_k_tile(int tile, unsigned char* codes, float* scales, int number = 0,
+                                                  StartNext start_next = {}) const {
     const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
-    read(head, row, x);
+    read<true>(head, row, x, start_next);
     if constexpr (Cfg::kKeyMean) {
 #pragma unroll
       for (int i = 0; i < Rows::kWarpParts * Rows::kGroups; ++i) {
         const int part = i / 4, m = i % 4;
-        const float4 mean = *reinterpret_cast<const float4*>(shared.mean + rows.column_of(part, m));
+        const float4 mean = *reinterpret_cast<const float4*>(shared.mean[number] + rows.column_of(part, m));
         const float four[4] = {mean.x, mean.y, mean.z, mean.w};
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[part][e / 4][m][e % 4] -= four[e % 4];
@@ -168,12 +200,14 @@ struct RowsQuantizer {
     return scale;
   }
 
-  // Quantizes a tile of Q.
-  __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales) const {
+  // Quantizes a tile of Q. start_next: see RowsPrologue::transform.
+  template <class StartNext = NoNext>
+  __device__ __forceinline__ void quantize_q(int tile, unsigned char* codes, float* scales,
+                                             StartNext start_next = {}) const {
     const int block = tile * (kRowBlock / kQueryBlock) + group;
     const int first = block * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
-    read(head, row, x);
+    read<true>(head, row, x, start_next);
     const int warp = threadIdx.x / 32;
     if constexpr (Cfg::kFineScales) {
       float row_scale[2];

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/named_barriers.cuh"
+#include "ptx/cp_async.cuh"
 #include "quantize/common.cuh"
 
 namespace greenfast {
@@ -31,9 +32,11 @@ __device__ __forceinline__ void round_pair(float low, float high, __nv_bfloat16*
 template <class Cfg, bool kUsed = Cfg::kPrologue>
 struct RowsPrologue {};
 
-// Cfg: kNorm; kAcrossHeads, whether it is over all heads; kWeighted, whether the norm has weights, of type Weight; kRotaryDim, columns that are rotated, or 0;
-// kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and j + kRotaryDim / 2; kAngleStep, the distance
-// of two angles in a table of type Table; kAngleVector, angles at aligned addresses.
+// Cfg: kNorm; kAcrossHeads, whether it is over all heads; kWeighted, whether the norm has weights, of type Weight;
+// kRotaryDim, columns that are rotated, or 0; kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and
+// j + kRotaryDim / 2; kAngleStep, the distance of two angles in a table of type Table; kAngleVector, angles at aligned
+// addresses; kSeveralHeads, whether a block takes a tile of several heads: it reads the angles once, to shared memory,
+// and the rows of the next head early.
 template <class Cfg>
 struct RowsPrologue<Cfg, true> {
   static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;  // warps that share rows
@@ -50,11 +53,20 @@ struct RowsPrologue<Cfg, true> {
   using Weight = typename Cfg::Weight;
   using Table = typename Cfg::Table;
 
-  // Dynamic shared memory, if two warps share rows.
-  struct Storage {
+  // Of a row in shared memory: the cosines, then the sines. Rows are 64 bytes apart, modulo the 128 bytes of all banks.
+  static constexpr int kSines = (kHalf + kVector - 1) / kVector * kVector;
+  static constexpr int kAngleBytes = 2 * kSines * static_cast<int>(sizeof(Table));
+  static constexpr int kAngleRow = ((kAngleBytes + 63) / 128 * 128 + 64) / static_cast<int>(sizeof(Table));
+
+  // Dynamic shared memory: with kSeveralHeads a thread's next rows; what two warps that share rows exchange; the angles
+  // of a tile, with kSeveralHeads.
+  using Slots = Loaded[kLoads][2][Cfg::kThreads];
+  struct Exchanged {
     Loaded rows[Cfg::kThreads / 32 / kSplit * kQueryBlock][Cfg::kHeadDim / kVector];
     float sums[Cfg::kThreads / 32][kQueryBlock];
   };
+  static constexpr int kExchangedAt = Cfg::kSeveralHeads ? sizeof(Slots) : 0;
+  static constexpr int kAnglesAt = kExchangedAt + (kSplit > 1 ? sizeof(Exchanged) : 0);
 
   const Weight* weight;
   const float* row_inverse;  // of the sequence, with kAcrossHeads
@@ -85,32 +97,57 @@ struct RowsPrologue<Cfg, true> {
     return i * 32 + threadIdx.x % 4 * kVector;
   }
 
-  // Loads two rows of each thread, with norm and RoPE, and transforms them to `values` as rows.transform does.
-  template <class Rows>
-  __device__ __forceinline__ void transform(const HeadRows<Cfg>& head, const int (&row)[2], const Rows& rows,
-                                            typename Rows::Values& values) const {
-    Loaded x[kLoads][2];
+  // Starts to load two rows of each thread, for transform<true>.
+  __device__ __forceinline__ void start_load(const HeadRows<Cfg>& head, const int (&row)[2]) const {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) x[j][r] = head.load(row[r], column_of(j));
+      for (int r = 0; r < 2; ++r) {
+        const int column = column_of(j);
+        const bool present = row[r] < head.length && column < Cfg::kColumns;
+        ptx::cp_async_16(&slots()[j][r][threadIdx.x], present ? head.address(row[r], column) : head.rows,
+                         present ? 16 : 0);
+      }
     }
+    ptx::cp_async_commit();
+  }
+
+  // Loads two rows of each thread, with norm and RoPE, and transforms them to `values` as rows.transform does.
+  // kOfTile: they are the thread's rows of the tile of read_tile_angles, and start_load has loaded them. start_next():
+  // may call start_load for other rows.
+  template <bool kOfTile, class Rows, class StartNext>
+  __device__ __forceinline__ void transform(const HeadRows<Cfg>& head, const int (&row)[2], const Rows& rows,
+                                            typename Rows::Values& values, StartNext start_next) const {
+    Loaded x[kLoads][2];
+    if constexpr (kOfTile) ptx::cp_async_wait<0>();
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kOfTile) {
+          x[j][r] = slots()[j][r][threadIdx.x];
+        } else {
+          x[j][r] = head.load(row[r], column_of(j));
+        }
+      }
+    }
+    start_next();  // the slots have been read
     float inverse[2] = {};
     if constexpr (Cfg::kNorm) normalize(head, row, x, inverse);
     if constexpr (Cfg::kRotaryDim > 0) {
       if constexpr (Cfg::kInterleaved) {
-        rotate_neighbours(head, row, x);
+        rotate_neighbours<kOfTile>(head, row, x);
       } else if constexpr (kOwnPairs) {
-        rotate_halves(head, row, x);
+        rotate_halves<kOfTile>(head, row, x);
       } else {
-        rotate_distant(head, row, inverse, x);
+        rotate_distant<kOfTile>(head, row, inverse, x);
       }
     }
     if constexpr (kSplit == 1) {
       rows.transform([&](int r, int column) { return x[column / 32][r]; }, values);
     } else {
       // Chunks of eight columns of odd rows are exchanged, so that a warp's accesses meet in fewer banks.
-      Storage& shared = storage();
+      Exchanged& shared = exchanged();
       const int first = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4, turn = first % 2 * 4;
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
@@ -122,9 +159,16 @@ struct RowsPrologue<Cfg, true> {
     }
   }
 
-  __device__ __forceinline__ static Storage& storage() {
+  __device__ __forceinline__ static unsigned char* storage() {
     extern __shared__ __align__(16) unsigned char prologue_storage[];
-    return *reinterpret_cast<Storage*>(prologue_storage);
+    return prologue_storage;
+  }
+  __device__ __forceinline__ static Slots& slots() { return *reinterpret_cast<Slots*>(storage()); }
+  __device__ __forceinline__ static Exchanged& exchanged() {
+    return *reinterpret_cast<Exchanged*>(storage() + kExchangedAt);
+  }
+  __device__ __forceinline__ static Table* tile_angles(int row) {
+    return reinterpret_cast<Table*>(storage() + kAnglesAt) + row * kAngleRow;
   }
 
   // Barrier of the warps that share rows.
@@ -173,7 +217,7 @@ struct RowsPrologue<Cfg, true> {
     }
     if constexpr (kSplit > 1) {
       const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32 / 4;
-      Storage& shared = storage();
+      Exchanged& shared = exchanged();
 #pragma unroll
       for (int r = 0; r < 2; ++r) shared.sums[warp][in_warp + 8 * r] = sum[r];
       sync_rows();
@@ -202,10 +246,50 @@ struct RowsPrologue<Cfg, true> {
     return Cfg::kWeighted ? __fmul_rn(value, static_cast<float>(weight)) : value;
   }
 
+  // Reads the angles of the rows from `first` on; zeros from `length` on. All threads call it, then __syncthreads().
+  __device__ __forceinline__ void read_tile_angles(int first, int length) const {
+    constexpr int kMost = 16 / sizeof(Table);
+    constexpr int kCount = kHalf % kMost == 0 ? kMost : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;
+    constexpr int kChunks = kHalf / kCount;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kRowBlock * kChunks; i += Cfg::kThreads) {
+      const int row = i / kChunks, angle = i % kChunks * kCount;
+      Pack<Table, kCount> cosines, sines;
+      load_table(cos, first + row, angle, first + row < length, cosines.values);
+      load_table(sin, first + row, angle, first + row < length, sines.values);
+      *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + angle) = cosines;
+      *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + kSines + angle) = sines;
+    }
+  }
+
+  // Loads adjacent angles of row r of the thread's two; zeros if the row is not present.
+  template <bool kOfTile, int kCount>
+  __device__ __forceinline__ void load_angles(const int (&row)[2], int r, int angle, bool present,
+                                              float (&cosines)[kCount], float (&sines)[kCount]) const {
+    if constexpr (kOfTile) {
+      constexpr int kMost = 16 / sizeof(Table), kWide = kCount < kMost ? kCount : kMost;
+      const int in_tile = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4 + 8 * r;
+      const Table* const from = tile_angles(in_tile) + angle;
+#pragma unroll
+      for (int i = 0; i < kCount; i += kWide) {
+        const auto of_cos = *reinterpret_cast<const Pack<Table, kWide>*>(from + i);
+        const auto of_sin = *reinterpret_cast<const Pack<Table, kWide>*>(from + kSines + i);
+#pragma unroll
+        for (int e = 0; e < kWide; ++e) {
+          cosines[i + e] = static_cast<float>(of_cos.values[e]);
+          sines[i + e] = static_cast<float>(of_sin.values[e]);
+        }
+      }
+    } else {
+      load_table(cos, row[r], angle, present, cosines);
+      load_table(sin, row[r], angle, present, sines);
+    }
+  }
+
   // Loads adjacent angles of a row; zeros if it is not present.
-  template <int kCount>
-  __device__ __forceinline__ void load_angles(const Table* table, int row, int angle, bool present,
-                                              float (&out)[kCount]) const {
+  template <class Out, int kCount>
+  __device__ __forceinline__ void load_table(const Table* table, int row, int angle, bool present,
+                                             Out (&out)[kCount]) const {
     constexpr int kElements = kCount * Cfg::kAngleStep;
     constexpr int kAligned = Cfg::kAngleVector < kElements ? Cfg::kAngleVector : kElements;
     using Vector = Pack<Table, kAligned>;
@@ -218,7 +302,7 @@ struct RowsPrologue<Cfg, true> {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int element = i * Cfg::kAngleStep;
-      out[i] = static_cast<float>(loaded[element / kAligned].values[element % kAligned]);
+      out[i] = static_cast<Out>(loaded[element / kAligned].values[element % kAligned]);
     }
   }
 
@@ -230,6 +314,7 @@ struct RowsPrologue<Cfg, true> {
     return __fmaf_rn(b, cos, __fmul_rn(a, sin));
   }
 
+  template <bool kOfTile>
   __device__ __forceinline__ void rotate_neighbours(const HeadRows<Cfg>& head, const int (&row)[2],
                                                     Loaded (&x)[kLoads][2]) const {
     constexpr int kPairs = Cfg::kRotaryDim % kVector == 0 ? kVector / 2 : 1;  // that are all rotated, or not
@@ -240,8 +325,7 @@ struct RowsPrologue<Cfg, true> {
       const int column = column_of(j) + first;
       if (column >= Cfg::kRotaryDim) continue;
       float cosines[kPairs], sines[kPairs];
-      load_angles(cos, row[r], column / 2, row[r] < head.length, cosines);
-      load_angles(sin, row[r], column / 2, row[r] < head.length, sines);
+      load_angles<kOfTile>(row, r, column / 2, row[r] < head.length, cosines, sines);
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         In* const pair = x[j][r].values + first + 2 * p;
@@ -251,6 +335,7 @@ struct RowsPrologue<Cfg, true> {
     }
   }
 
+  template <bool kOfTile>
   __device__ __forceinline__ void rotate_halves(const HeadRows<Cfg>& head, const int (&row)[2],
                                                 Loaded (&x)[kLoads][2]) const {
 #pragma unroll
@@ -258,8 +343,7 @@ struct RowsPrologue<Cfg, true> {
       const int j = i / 2, r = i % 2;
       if (column_of(j) >= kHalf) continue;
       float cosines[kVector], sines[kVector];
-      load_angles(cos, row[r], column_of(j), row[r] < head.length, cosines);
-      load_angles(sin, row[r], column_of(j), row[r] < head.length, sines);
+      load_angles<kOfTile>(row, r, column_of(j), row[r] < head.length, cosines, sines);
 #pragma unroll
       for (int c = 0; c < kVector; c += 2) {
         In *const low = x[j][r].values + c, *const high = x[j + kDistance][r].values + c;
@@ -273,6 +357,7 @@ struct RowsPrologue<Cfg, true> {
   }
 
   // For pairs that two threads hold: the other columns are loaded again.
+  template <bool kOfTile>
   __device__ __forceinline__ void rotate_distant(const HeadRows<Cfg>& head, const int (&row)[2],
                                                  const float (&inverse)[2], Loaded (&x)[kLoads][2]) const {
     constexpr int kPart = kHalf % 8 == 0 ? 8 : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;  // columns of one half
@@ -284,8 +369,7 @@ struct RowsPrologue<Cfg, true> {
       const bool upper = column >= kHalf;
       const int partner_column = upper ? column - kHalf : column + kHalf;
       float cosines[kPart], sines[kPart];
-      load_angles(cos, row[r], column % kHalf, true, cosines);
-      load_angles(sin, row[r], column % kHalf, true, sines);
+      load_angles<kOfTile>(row, r, column % kHalf, true, cosines, sines);
       Pack<In, kPart> partner = *reinterpret_cast<const Pack<In, kPart>*>(head.address(row[r], partner_column));
       if constexpr (Cfg::kNorm) {
         const Pack<Weight, kPart> weights = load_weights<kPart>(partner_column);
