@@ -138,21 +138,26 @@ def block_threads(head_dim: int) -> tuple[int, int]:
     return _THREADS[head_dim], _BLOCKS[head_dim]
 
 
+def key_tiles(sizes: Sizes) -> int:
+    """Return the tiles of K of one head per block: several if there are many, because each computes the mean first."""
+    return 4 if sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len) >= _MANY_TILES else 1
+
+
 def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | None = None) -> Sharing:
     """Choose what a block takes.
 
-    Several tiles of K, if there are many, because each block computes the mean first. With rotary embedding several
-    heads, because the angles of a row are the same for all: read once for each head they would be most of the traffic.
+    Without rotary embedding ``key_tiles`` of one head. With it several heads, because the angles of a row are the same
+    for all: read once for each head they would be most of the traffic.
     """
     tiles = sizes.batch * sizes.kv_heads * _tiles(sizes.kv_len)
     all_tiles = 2 * tiles + sizes.batch * sizes.heads * _tiles(sizes.q_len)
     per_place = all_tiles // (_MULTIPROCESSORS * _BLOCKS[config.head_dim])
     share = next((share for least, share in _SHARES.items() if per_place >= least), None)
     if prologue is None or not prologue.rotary_dim or prologue.tile_angle_bytes > _ANGLE_BYTES or share is None:
-        return Sharing(4 if tiles >= _MANY_TILES else 1, 1, 1, False)
-    key_tiles, key_heads, query_heads = share
+        return Sharing(key_tiles(sizes), 1, 1, False)
+    most_tiles, key_heads, query_heads = share
     return Sharing(
-        key_tiles, _largest_divisor(sizes.kv_heads, key_heads), _largest_divisor(sizes.heads, query_heads), True
+        most_tiles, _largest_divisor(sizes.kv_heads, key_heads), _largest_divisor(sizes.heads, query_heads), True
     )
 
 
