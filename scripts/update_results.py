@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import parallel_page, quality
+from benchmarks import block, parallel_page, quality
 from benchmarks.emulator_against_gpu import counts_table
 from benchmarks.freshness import current_part, freshness
 from benchmarks.pictures import DESCRIPTION, digest_numbers, draw_speed, format_gains
@@ -53,8 +53,10 @@ OPERATOR_RECORD = COMPARED[0][2]
 ROUTING_RULES, ROUTING_RECORDS = "src/greenfast/ops/routing_rules.json", ("evidence/routing-h200.json", OPERATOR_RECORD)
 ROUTING_PAGE = "docs/operator-times.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
-MODELS_PAGE, MODELS_RECORDS = "docs/operator-times.md", "evidence/models*.json"
+MODELS_PAGE, MODELS_RECORDS = "docs/operator-times.md", "evidence/models*-h200.json"
 QUALITY_PAGE, QUALITY_RECORD, QUALITY_PICTURE = "docs/models.md", "evidence/quality.json", "docs/images/quality.svg"
+BLOCK_PAGE, BLOCK_RECORD, BLOCK_PICTURE = "docs/models.md", "evidence/block-h100.json", "docs/images/block.svg"
+BLOCK_MODELS_RECORD = "evidence/block-models-h100.json"
 PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel-times.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving-times.md", "evidence/continuous-batching*-h100.json"
 
@@ -233,10 +235,10 @@ def _emulator_page(root: Path) -> dict[Path, str]:
 def _compared_pages(root: Path) -> dict[Path, str]:
     """The pages with tables of a comparison, those for which there is a record."""
     found = {}
-    for page, block, record in COMPARED:
+    for page, part, record in COMPARED:
         if (root / record).is_file():
             content = _section(f"../{record}", read_benchmark(root / record))
-            found[root / page] = fill((root / page).read_text(encoding="utf-8"), block, content, page)
+            found[root / page] = fill((root / page).read_text(encoding="utf-8"), part, content, page)
     return found
 
 
@@ -247,8 +249,8 @@ def _routing(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     found = rules([(path, read_benchmark(root / path)) for path in ROUTING_RECORDS if (root / path).is_file()])
     page = root / ROUTING_PAGE
     text = pages.get(page) or page.read_text(encoding="utf-8")
-    for block, against in (("routing", TORCH), ("routing-fa3", FA3)):
-        text = fill(text, block, rules_table(found, against), ROUTING_PAGE)
+    for part, against in (("routing", TORCH), ("routing-fa3", FA3)):
+        text = fill(text, part, rules_table(found, against), ROUTING_PAGE)
     return {**pages, page: text, root / ROUTING_RULES: to_json({"rules": found})}
 
 
@@ -277,17 +279,21 @@ def _parallel_page(root: Path) -> dict[Path, str]:
 def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """These pages, and those with tables of benchmarks/ for which there are records."""
     found = dict(pages)
-    for name, block, pattern, table in (
+    pictures = {QUALITY_RECORD: (QUALITY_PICTURE, quality.picture), BLOCK_RECORD: (BLOCK_PICTURE, block.picture)}
+    for name, part, pattern, table in (
         (MODELS_PAGE, "models", MODELS_RECORDS, models_table),
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
         (QUALITY_PAGE, "quality", QUALITY_RECORD, quality.render_page),
+        (BLOCK_PAGE, "block", BLOCK_RECORD, block.render_page),
+        (BLOCK_PAGE, "block-models", BLOCK_MODELS_RECORD, models_table),
     ):
         records = [read_json(file, dict[str, Any], "record") for file in sorted(root.glob(pattern))]
         if records:
             page = root / name
-            found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), block, table(records), name)
-            if pattern == QUALITY_RECORD:
-                found[root / QUALITY_PICTURE] = quality.picture(records[0])
+            found[page] = fill(found.get(page) or page.read_text(encoding="utf-8"), part, table(records), name)
+            if pattern in pictures:
+                picture, draw = pictures[pattern]
+                found[root / picture] = draw(records[0])
     return found
 
 
