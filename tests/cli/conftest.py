@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.command_line import MACHINE_VARIABLES
-from tests.fakes import emulate_here, no_gpu, shipped
+from tests.fakes import emulate_here, import_families_here, no_gpu, shipped
 
 
 @pytest.fixture
@@ -22,3 +22,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulator_here(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator runs in the process of the test."""
     emulate_here(monkeypatch)
+
+
+@pytest.fixture
+def families_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of families runs in the process of the test, for tests of anything else."""
+    import_families_here(monkeypatch)

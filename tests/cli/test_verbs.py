@@ -21,7 +21,7 @@ from tests.fakes import L4, Behaviour, FakeDevice, Script, install, request, rig
 from tests.judge import behaviours
 from tests.judge.small_task import loaded, write_task
 
-pytestmark = pytest.mark.usefixtures("emulator_here")
+pytestmark = pytest.mark.usefixtures("emulator_here", "families_here")
 
 SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "12", "--warmup", "2")
 

@@ -14,7 +14,7 @@ from tests.cli.command_line import run_here
 from tests.evolve.doubling import SPACE, write_search_task
 from tests.fakes import L4
 
-pytestmark = pytest.mark.usefixtures("machine")
+pytestmark = pytest.mark.usefixtures("machine", "families_here")
 PARAMETERS: Any = SPACE["parameters"]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes import import_families_here, no_gpu
+from tests.cli.conftest import families_here as families_here
+from tests.fakes import no_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -14,9 +15,3 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenfast.judge.profiling.ncu", lambda: None)
     monkeypatch.setattr("greenfast.judge.validate.save_plot", lambda record, path: path.touch())  # slow to draw
     no_gpu(monkeypatch)
-
-
-@pytest.fixture
-def families_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of families runs in the process of the test, for tests of anything else."""
-    import_families_here(monkeypatch)

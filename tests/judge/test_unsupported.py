@@ -36,7 +36,7 @@ def family(**statements: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def emulator(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def emulator(machine: None, families_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_here(monkeypatch)
 
 
