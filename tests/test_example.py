@@ -21,6 +21,7 @@ from greenfast.judge.record_schema import Record
 from greenfast.judge.task import TaskConfig, load, load_task
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
+from tests.fakes import emulate_here, import_families_here
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "row_softmax"
@@ -39,9 +40,17 @@ def blocks(language: str) -> list[str]:
     return [text for kind, text in _BLOCK.findall(PAGE) if kind == language]
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator and the family run in the process of the test."""
+    emulate_here(monkeypatch)
+    import_families_here(monkeypatch)
+
+
 # The task
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
 def test_every_rung_builds_inside_its_budget_with_what_it_promises(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -107,6 +116,7 @@ def test_every_rung_is_right_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
         assert max(ratio for ratio in ratios if ratio is not None) > 0.2  # a bound that is never near stops nothing
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_shape_whose_answer_is_constant_is_judged_beside_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

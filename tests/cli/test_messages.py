@@ -367,6 +367,7 @@ def test_dims_beyond_all_memory_are_one_line(capsys: pytest.CaptureFixture[str],
         (("// 256), 1, 1)", "// 256), 70000, 1)"), "its grid is 1 x 70000 x 1"),
     ],
 )
+@pytest.mark.usefixtures("emulator_here", "families_here")
 @pytest.mark.parametrize("device", ["emulator", "none"])
 def test_a_launch_that_no_gpu_takes_is_the_kernels_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, change: tuple[str, str], said: str, device: str
