@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Files with the longest tests, which begin first: one that begins last keeps the other processes waiting.
 _FIRST = (
+    "tests/test_site.py",
     "tests/test_evidence.py",
     "tests/kernels/serving/test_attention.py",
     "tests/emulator/test_hopper_attention.py",
