@@ -530,7 +530,7 @@ def shipped(name: str) -> LoadedTask:
 PAGE = 1 << 14
 #: Of the fake device. It digests and overwrites the memory of all shifts around each launch.
 SHIFTS = 8
-FEW = {"warmup_iters": 5, "timed_iters": 40}
+FEW = {"warmup_iters": 3, "timed_iters": 24}
 
 
 def request(

@@ -54,7 +54,7 @@ class Machines:
         return outcome
 
     def _run(self, folder: Path, device: Any, scripts: Any, kept: Any, required: float | None, options: Any) -> Outcome:
-        asked = request(folder, device=device, **{"warmup_iters": 5, "timed_iters": 100, **options})
+        asked = request(folder, device=device, **{"warmup_iters": 5, "timed_iters": 40, **options})
         install(self.monkeypatch, FakeDevice(asked, scripts))
         one, other = (asked.task.config.variant(name) for name in ("stage1", "stage2"))
         return validate(asked, one, other, Watcher(), required=required, profile=False, kept=kept)
