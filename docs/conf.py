@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 from greenfast import __version__
 from greenfast.cli.main import parser
 
@@ -75,7 +77,8 @@ def link_to_repository(text: str, page: Path) -> str:
         if file in PAGES:
             return f"{words}({os.path.relpath(PAGES[file], page_in_docs.parent)}{anchor})"
         if file.is_relative_to(DOCS) and file.suffix in (".md", ".rst", ".svg", ".png"):
-            return f"{words}({os.path.relpath(file, page_in_docs.parent)}{anchor})"
+            named_by_file = words == f"[{file.name}]"  # the site has the title of the page or section instead
+            return f"{'[]' if named_by_file else words}({os.path.relpath(file, page_in_docs.parent)}{anchor})"
         if REPOSITORY_URL and not words.startswith("!"):
             return f"{words}({REPOSITORY_URL}/blob/main/{file.relative_to(ROOT)}{anchor})"
         return words[1:-1]
@@ -178,4 +181,11 @@ def setup(app: Any) -> None:
         if page.is_file() and page.parent == DOCS:
             source[0] = link_to_repository(source[0], page)
 
+    def mark_long_cells(app: Any, doctree: nodes.document) -> None:
+        """Mark table cells with much text: in a narrow window they keep a width at which their rows stay low."""
+        for cell in doctree.findall(nodes.entry):
+            if len(cell.astext()) > 60:
+                cell["classes"].append("long")
+
     app.connect("source-read", read)
+    app.connect("doctree-read", mark_long_cells)
