@@ -1,0 +1,156 @@
+"""Time the prototype of an 8-bit backward pass beside PyTorch's in bfloat16, and measure its errors.
+
+python -m benchmarks backward_speed [--json FILE]     on a Hopper GPU
+
+All calls of a shape are timed interleaved, as CUDA graphs: backward passes alone, the prototype's steps, and forward
+plus backward. Errors are relative (Frobenius), against float64, of the first and the last head. TFLOP/s count five
+products for a backward pass, and seven with the forward pass, whatever a kernel computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import greenfast
+from benchmarks.options import make_parser
+from benchmarks.records import write_measurements
+from benchmarks.timing import time_calls
+from greenfast.ops import quantized_backward
+
+HEADS, HEAD_DIM, TOKENS = 16, 128, 16384
+LENGTHS = (4096, 16384)
+SCALE = HEAD_DIM**-0.5
+_ATEN: Any = torch.ops.aten
+
+
+def make_tensors(length: int) -> list[Tensor]:
+    """Return Q, K, V and dO, bfloat16 (B, H, S, D)."""
+    torch.manual_seed(0)
+    shape = (TOKENS // length, HEADS, length, HEAD_DIM)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+
+def make_cudnn_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Any, Any]:
+    """Return the calls of forward plus backward and of the backward pass alone, by cuDNN."""
+
+    def forward() -> Any:
+        return _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=SCALE)
+
+    def backward(results: Any) -> Any:
+        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = results
+        return _ATEN._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, causal, scale=SCALE
+        )
+
+    kept = forward()
+    return lambda: backward(forward()), lambda: backward(kept)
+
+
+def make_flash_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Any, Any]:
+    """Return the same calls by PyTorch's FlashAttention-2."""
+
+    def forward() -> Any:
+        return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=SCALE)
+
+    def backward(results: Any) -> Any:
+        out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = results
+        return _ATEN._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, out, lse, from_q, from_k, most_q, most_k, 0.0, causal, seed, offset, scale=SCALE
+        )
+
+    kept = forward()
+    return lambda: backward(forward()), lambda: backward(kept)
+
+
+def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
+    """Return the calls by name."""
+    q, k, v, g = tensors
+    length = q.shape[2]
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return greenfast.sdpa(q, k, v, is_causal=causal, precision="int8", return_lse=True)
+
+    kept = forward()
+    codes = quantized_backward.quantize(q, k, v, *kept, g, SCALE)
+
+    def launch(parts: str) -> Any:
+        return quantized_backward.launch(codes, length, length, causal, parts)
+
+    def backward(out: Tensor, lse: Tensor) -> Any:
+        return quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, SCALE)
+
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, make in (("cuDNN bf16", make_cudnn_calls), ("flash bf16", make_flash_calls)):
+        calls[f"{name}, forward + backward"], calls[f"{name}, backward"] = make(q, k, v, g, causal)
+    return calls | {
+        "8-bit, forward + backward": lambda: backward(*forward()),
+        "8-bit, backward": lambda: backward(*kept),
+        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, *kept, g, SCALE),
+        "8-bit, kernel of dK and dV": lambda: launch("keys"),
+        "8-bit, kernel of dQ": lambda: launch("queries"),
+        "int8 forward": forward,
+    }
+
+
+def compute_exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """Return dQ, dK and dV of one head in float64."""
+    q, k, v, g = (x.double() for x in (q, k, v, g))
+    scores = q @ k.T * SCALE
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -math.inf)
+    p = torch.softmax(scores, -1)
+    del scores
+    dv = p.T @ g
+    delta = (g * (p @ v)).sum(-1, keepdim=True)
+    ds = (g @ v.T).sub_(delta).mul_(p).mul_(SCALE)
+    return ds @ k, ds.T @ q, dv
+
+
+def measure_errors(tensors: Sequence[Tensor], causal: bool, grads: Sequence[Tensor]) -> list[float]:
+    """Return the relative errors of dQ, dK and dV (B, H, S, D) over two heads."""
+    differences, norms = [0.0] * 3, [0.0] * 3
+    for index in ((0, 0), (-1, -1)):
+        exact = compute_exact(*(x[index] for x in tensors), causal)  # type: ignore[arg-type]
+        for i, (got, want) in enumerate(zip(grads, exact, strict=True)):
+            differences[i] += float((got[index].double() - want).square().sum())
+            norms[i] += float(want.square().sum())
+        torch.cuda.empty_cache()
+    return [round(math.sqrt(a / b), 5) for a, b in zip(differences, norms, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print times and errors, and write the record if asked to."""
+    parser = make_parser("backward_speed", __doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    args = parser.parse_args(argv)
+    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    rows = []
+    for length in LENGTHS:
+        tensors = make_tensors(length)
+        for causal in (False, True):
+            calls = make_calls(tensors, causal)
+            errors = {
+                name: measure_errors(tensors, causal, calls[f"{name}, backward"]()[:3])
+                for name in ("8-bit", "cuDNN bf16")
+            }
+            q, k, v, g = tensors
+            out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=SCALE)[:2]
+            grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, SCALE)
+            errors["8-bit, bf16 forward"] = measure_errors(tensors, causal, grads)
+            us = time_calls(calls)
+            product = 2e-6 * TOKENS * length * HEADS * HEAD_DIM / (2 if causal else 1)
+            count = {name: 7 if "forward +" in name else 2 if "forward" in name else 5 for name in us}
+            tflops = {name: round(count[name] * product / t) for name, t in us.items() if "quantizer" not in name}
+            rows.append({"length": length, "causal": causal, "us": us, "tflops": tflops, "errors": errors})
+            print(f"length {length}, {'causal' if causal else 'full'}; errors of dQ, dK, dV: {errors}")
+            for name, t in us.items():
+                print(f"  {name:32} {t:10.1f} us {tflops.get(name, 0):6} TFLOP/s", flush=True)
+            del calls
+            torch.cuda.empty_cache()
+    write_measurements(args.json, "backward_speed", torch.cuda.get_device_name(), rows=rows)

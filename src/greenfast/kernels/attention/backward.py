@@ -1,0 +1,225 @@
+"""Render and launch the backward pass of Hopper: a prototype, head dim 128.
+
+The quantizer is ``kernels/quantize/backward.cuh``, the products are ``kernels/attention/sm90/backward.cuh``.
+
+Buffers: ``q``, ``grad`` (of the output), ``k`` and ``v``: int8 codes (heads, length, 128); ``q_t``, ``grad_t`` and
+``k_t``: E4M3 codes (heads, 128, length rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``:
+QueryTable (heads, tiles of 64 queries); ``factors``: float32 (heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greenfast.kernels import make_source
+from greenfast.kernels.attention.config import ROW_BLOCK, Stride3, padded_keys
+from greenfast.spec.arch import Target
+from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
+
+MEASURE_ENTRY, ENCODE_ENTRY = "backward_measure_keys", "backward_encode"
+KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
+TARGET = Target("sm_90a")
+HEAD_DIM = 128
+#: Rows of a warpgroup, and queries of a table.
+ROWS = 64
+#: Words of a QueryTable: the starts of S and of dP, and four of the tile.
+TABLE_WORDS = 2 * ROWS + 4
+_ALIGNMENT = 1024
+
+
+@dataclass(frozen=True)
+class BackwardTiling:
+    """Tiles of a backward kernel.
+
+    consumers: warpgroups, of 64 rows each. block_n: keys of a tile of the dQ kernel; the tiles of the dK/dV kernel have
+    64 queries. registers: of a consumer's thread and of a producer's.
+    """
+
+    consumers: int
+    stages: int
+    block_n: int = ROWS
+    registers: tuple[int, int] = (240, 24)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + 1)
+
+
+KEYS_TILING = BackwardTiling(consumers=2, stages=4)
+QUERIES_TILING = BackwardTiling(consumers=2, stages=3, block_n=128)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def keys_smem_bytes(tiles: BackwardTiling) -> int:
+    """Return the size of KeyGradientStorage."""
+    staged = tiles.stages * (4 * ROWS * HEAD_DIM + 4 * TABLE_WORDS)
+    return _round_up(2 * tiles.rows * HEAD_DIM + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
+
+
+def queries_smem_bytes(tiles: BackwardTiling) -> int:
+    """Return the size of QueryGradientStorage."""
+    staged = tiles.stages * 3 * tiles.block_n * HEAD_DIM
+    barriers = _round_up(8 * (1 + 2 * tiles.stages), 16)
+    return _round_up(2 * tiles.rows * HEAD_DIM + staged + barriers + 16, _ALIGNMENT)
+
+
+_SOURCE = """#include "attention/sm90/backward.cuh"
+
+struct Cfg {{
+  static constexpr int kConsumers = {tiles.consumers};
+  static constexpr int kBlockN = {tiles.block_n};
+  static constexpr int kStages = {tiles.stages};
+  static constexpr int kConsumerRegisters = {tiles.registers[0]};
+  static constexpr int kProducerRegisters = {tiles.registers[1]};
+  static constexpr int kSmemBytes = {smem};
+  static constexpr bool kCausal = {causal};
+}};
+
+using greenfast::ptx::TensorMap;
+
+extern "C" __global__ void __launch_bounds__({tiles.threads}, 1)
+{entry}({maps}, const greenfast::QueryTable* tables, const float* factors,
+        {outputs}, int heads, int q_len, int kv_len) {{
+  greenfast::{body}<Cfg>({{tables, factors, {fields}, heads, q_len, kv_len}}, {names});
+}}
+"""
+
+
+def _render(
+    entry: str, body: str, tiles: BackwardTiling, smem: int, causal: bool, maps: str, outputs: str
+) -> KernelSource:
+    names = maps.split()
+    source = _SOURCE.format(
+        tiles=tiles,
+        smem=smem,
+        causal=str(causal).lower(),
+        entry=entry,
+        body=body,
+        maps=", ".join(f"const __grid_constant__ TensorMap {name}" for name in names),
+        names=", ".join(names),
+        outputs=", ".join(f"__nv_bfloat16* {name}" for name in outputs.split()),
+        fields=", ".join(name if name in outputs.split() else "nullptr" for name in ("dq", "dk", "dv")),
+    )
+    return make_source(entry, source, tiles.threads, dynamic_smem_bytes=smem, requires=TARGET.name)
+
+
+def keys_kernel(causal: bool, tiles: BackwardTiling = KEYS_TILING) -> KernelSource:
+    """Render the kernel of dK and dV."""
+    smem = keys_smem_bytes(tiles)
+    return _render(KEYS_ENTRY, "backward_keys", tiles, smem, causal, "k v q grad q_t grad_t", "dk dv")
+
+
+def queries_kernel(causal: bool, tiles: BackwardTiling = QUERIES_TILING) -> KernelSource:
+    """Render the kernel of dQ."""
+    smem = queries_smem_bytes(tiles)
+    return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, causal, "q grad k v k_t", "dq")
+
+
+def _rows_map(name: str, heads: int, length: int, box_rows: int) -> TensorMap:
+    strides = (length * HEAD_DIM, HEAD_DIM, 1)
+    return TensorMap(name, "uint8", (heads, length, HEAD_DIM), strides, (1, box_rows, HEAD_DIM), HEAD_DIM)
+
+
+def _columns_map(name: str, heads: int, length: int, box: int) -> TensorMap:
+    padded = padded_keys(length)
+    strides = (HEAD_DIM * padded, padded, 1)
+    return TensorMap(name, "uint8", (heads, HEAD_DIM, padded), strides, (1, HEAD_DIM, box), box)
+
+
+def keys_launch(heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = KEYS_TILING) -> Launch:
+    """Return the launch of the kernel of dK and dV."""
+    return Launch(
+        grid=(-(-kv_len // tiles.rows) * heads, 1, 1),
+        args=(
+            *(_rows_map(name, heads, kv_len, ROWS) for name in ("k", "v")),
+            *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
+            *(_columns_map(name, heads, q_len, ROWS) for name in ("q_t", "grad_t")),
+            *("tables", "factors", "dk", "dv"),
+            *(np.int32(n) for n in (heads, q_len, kv_len)),
+        ),
+    )
+
+
+def queries_launch(heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = QUERIES_TILING) -> Launch:
+    """Return the launch of the kernel of dQ."""
+    return Launch(
+        grid=(-(-q_len // tiles.rows) * heads, 1, 1),
+        args=(
+            *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
+            *(_rows_map(name, heads, kv_len, tiles.block_n) for name in ("k", "v")),
+            _columns_map("k_t", heads, kv_len, tiles.block_n),
+            *("tables", "factors", "dq"),
+            *(np.int32(n) for n in (heads, q_len, kv_len)),
+        ),
+    )
+
+
+_ENCODE_THREADS = 256
+_ENCODE_SOURCE = """#include "quantize/backward.cuh"
+
+struct Cfg {{
+  static constexpr int kThreads = {threads};
+  using In = __nv_bfloat16;
+}};
+
+extern "C" __global__ void __launch_bounds__({threads}, 2)
+{entry}({inputs}, const float* lse, int batch, int heads, int q_len, int kv_len, float softmax_scale,
+        unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
+        unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
+        float* k_mean, float* amax) {{
+  greenfast::{body}<Cfg>(
+      {{{fields}, lse, batch, heads, q_len, kv_len, softmax_scale}},
+      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_mean, amax}});
+}}
+"""
+#: The quantizer's inputs, in the order of its arguments.
+INPUTS = ("query", "key", "value", "out", "grad_out")
+
+
+def encode_kernels() -> tuple[KernelSource, KernelSource]:
+    """Render the kernels that measure K and V, and that write codes and tables."""
+    inputs = ", ".join(
+        f"const void* {name}, long long {name}_batch, long long {name}_head, long long {name}_row" for name in INPUTS
+    )
+    fields = ", ".join(f"{{{name}, {name}_batch, {name}_head, {name}_row}}" for name in INPUTS)
+
+    def render(entry: str, body: str) -> KernelSource:
+        source = _ENCODE_SOURCE.format(threads=_ENCODE_THREADS, entry=entry, inputs=inputs, body=body, fields=fields)
+        return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
+
+    return render(MEASURE_ENTRY, "measure_keys"), render(ENCODE_ENTRY, "encode_backward")
+
+
+def count_blocks(length: int) -> int:
+    """Return the blocks of the quantizer for the rows of a head."""
+    return -(-length // ROW_BLOCK)
+
+
+def encode_launches(
+    batch: int, heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
+) -> tuple[Launch, Launch]:
+    """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
+
+    Further buffers: ``k_mean``, float32 (heads, 128), and ``amax``, float32 (2, heads, blocks of keys).
+    """
+    args: tuple[Argument, ...] = (
+        *(x for name, s in zip(INPUTS, strides, strict=True) for x in (name, *(np.int64(n) for n in s))),
+        "lse",
+        *(np.int32(n) for n in (batch, heads, q_len, kv_len)),
+        np.float32(scale),
+        *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_mean", "amax"),
+    )
+    of_keys = 2 * batch * heads * count_blocks(kv_len)
+    of_queries = batch * heads * count_blocks(q_len)
+    return Launch((of_keys, 1, 1), args), Launch((of_keys + of_queries, 1, 1), args)

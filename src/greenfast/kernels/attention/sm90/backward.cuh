@@ -1,0 +1,576 @@
+// Attention backward for Hopper, head dim 128: dK and dV by one kernel, dQ by another, both by wgmma on 8-bit operands.
+//
+// S = Q K^T and dP = dO V^T are products of int8 codes; P^T dO, dS^T Q and dS K are products of E4M3 codes. 8-bit wgmma
+// reads both operands along the summed axis. So the dK/dV kernel computes S^T and dP^T (rows are keys), the dQ kernel S
+// and dP (rows are queries): seven products, no transposition of P or dS, no atomics, the same bits in every run.
+//
+// Accumulators of int8 products start at integers that are the bits of floats near kMagic = 1.5 * 2^23. So the result
+// read as a float is kMagic + (the sum), without a conversion. In the dK/dV kernel the start of a score also holds the
+// log-sum-exp of its query, and the start of dP holds delta = rowsum(dO O), both in the units of the codes.
+//
+// P and dS have a scale for each row that is not summed over: a power of two that begins too large and shrinks when a
+// code reaches 2 (RowScale). E4M3 has a floating point, so that a row needs no new scale for later, smaller values.
+//
+// Members of Cfg:
+//   int kConsumers  consumer warpgroups: of 64 keys each for dK and dV, of 64 queries each for dQ
+//   int kBlockN     keys of a tile of the dQ kernel: 64 or 128
+//   int kStages     stages of the loaded tiles
+//   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
+//   int kSmemBytes  sizeof(Storage), to check the plan in Python
+//   bool kCausal    query i attends to keys 0 .. i, else to all
+#pragma once
+
+#include "attention/epilogue.cuh"
+#include "attention/sm90/traits.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/load.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_s8.cuh"
+
+namespace greenfast {
+
+constexpr int kBackwardDim = 128;  // head dim
+constexpr int kBackwardRows = 64;  // of a warpgroup, and queries of a QueryTable
+
+// Of 64 queries: the starts of the accumulators of S^T and dP^T, and what the queries share.
+struct QueryTable {
+  // In the order in which a thread of a quad loads them, see word_of. Of S: kMagicBits - (lse log2(e) - log2(scale of
+  // dO's row) + grad_exponent) / score_factor; of dP: kMagicBits - delta / (scale of dO's row * scale of V). So P
+  // contains the scale of dO's row, relative to the tile's.
+  int score[kBackwardRows];
+  int weight[kBackwardRows];
+  float score_factor;   // scale of Q's int8 codes * scale of K * scale of the scores * log2(e)
+  float q_scale;        // of the codes of Q^T, times 1/4
+  float grad_exponent;  // an integer: 2^grad_exponent exceeds all scales of dO's rows
+  int padding;
+
+  // The place of a query. Of each 16 queries, lane l of a quad has the accumulators of 2 l, 2 l + 1, 8 + 2 l, 9 + 2 l.
+  __device__ __forceinline__ static int word_of(int query) {
+    return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
+  }
+};
+
+struct BackwardParams {
+  const QueryTable* tables;  // (heads, query tiles)
+  const float* factors;      // (heads, 3): of the accumulators of dQ, dK and dV, without the scales in the tables
+  __nv_bfloat16 *dq, *dk, *dv;
+  int heads, q_len, kv_len;
+};
+
+constexpr int kMagicBits = 0x4b400000;
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23
+
+// The power-of-two scale of a thread's two rows of P or dS, for E4M3 codes. Codes are checked for a magnitude of 2 or
+// more, which is one bit of a code, so that a tile costs one operation for eight codes.
+struct RowScale {
+  // Returns whether some code of a warp has a magnitude of at least 2.
+  template <int kSteps>
+  __device__ __forceinline__ static bool exceeds(const unsigned (&codes)[kSteps][4]) {
+    unsigned any = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * kSteps; ++i) any |= codes[i / 4][i % 4];
+    return __any_sync(0xffffffffu, (any & 0x40404040u) != 0);
+  }
+
+  // Returns for each row the power of two that brings its largest magnitude below 2, at most 1.
+  template <int kCount>
+  __device__ __forceinline__ static void find_shrink(const float (&x)[kCount], float (&shrink)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float row_max = 0.0f;
+#pragma unroll
+      for (int i = 2 * r; i < kCount; i += 4) row_max = fmaxf(row_max, fmaxf(fabsf(x[i]), fabsf(x[i + 1])));
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+      row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffffu, row_max, 2));
+      const int exponent = max(0, static_cast<int>(__float_as_uint(row_max) >> 23) - 127);
+      shrink[r] = __uint_as_float((127u - min(exponent, 126)) << 23);
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ static void multiply(float (&x)[kCount], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] *= factor[i / 2 % 2];
+  }
+};
+
+// The float 2^exponent of a power of two as an integer exponent.
+__device__ __forceinline__ int exponent_of(float power) { return static_cast<int>(__float_as_uint(power) >> 23) - 127; }
+
+// Starts all accumulators of an int8 product at kMagic.
+template <int kCount>
+__device__ __forceinline__ void start_at_magic(int (&acc)[kCount], const int (&magic)[4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) ptx::load_shared_again(reinterpret_cast<int (&)[4]>(acc[i]), magic);
+}
+
+// Starts the accumulators of S^T or dP^T by the queries of their columns. Both rows of a thread have the same start.
+__device__ __forceinline__ void load_starts(int (&acc)[kBackwardRows / 2], const int (&starts)[kBackwardRows]) {
+#pragma unroll
+  for (int i = 0; i < kBackwardRows / 2; i += 8) {
+    int four[4];
+    ptx::load_shared_again(four, reinterpret_cast<const int (&)[4]>(starts[2 * i + threadIdx.x % 4 * 4]));
+#pragma unroll
+    for (int c = 0; c < 8; ++c) acc[i + c] = four[c / 4 * 2 + c % 2];
+  }
+}
+
+// Issues acc += a b of int8 tiles with rows of 128 bytes.
+template <int kCount>
+__device__ __forceinline__ void start_int8_product(int (&acc)[kCount], ptx::Operand<128> a, ptx::Operand<128> b,
+                                                   unsigned b_offset) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kBackwardDim / 32; ++i) ptx::wgmma_add(acc, a.at(i * 32), b.at(b_offset + i * 32));
+  ptx::wgmma_commit();
+}
+
+// Issues acc += codes b, where b is transposed: rows of columns of the result, kSwizzle bytes each.
+template <int kSwizzle, int kSteps>
+__device__ __forceinline__ void start_e4m3_product(float (&acc)[kBackwardDim / 2], unsigned (&codes)[kSteps][4],
+                                                   ptx::Operand<kSwizzle> b, unsigned b_offset) {
+  static_assert(kSwizzle == kSteps * 32, "a tile is one panel");
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int t = 0; t < kSteps; ++t) ptx::wgmma_add(acc, codes[t], b.at(b_offset + t * 32));
+  ptx::wgmma_commit();
+}
+
+// Rounds values in the order of an accumulator to A operands; the summed index of the other operand is permuted
+// (kernel.cuh).
+template <int kCount, int kSteps>
+__device__ __forceinline__ void pack_codes(const float (&x)[kCount], unsigned (&codes)[kSteps][4]) {
+  static_assert(kCount == 16 * kSteps, "32 columns of two rows");
+#pragma unroll
+  for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // row i % 2, columns from 16 (i / 2)
+      const int first = 16 * t + 8 * (i / 2) + 2 * (i % 2), second = first + 4;
+      const float four[4] = {x[first], x[first + 1], x[second], x[second + 1]};
+      codes[t][i] = ptx::pack_e4m3(four);
+    }
+  }
+}
+
+// Writes acc * factor to the rows below stop_row of a (rows, 128) tensor.
+__device__ __forceinline__ void store_gradient(const float (&acc)[kBackwardDim / 2], const float (&factor)[2],
+                                               __nv_bfloat16* out, int first_row, int stop_row) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+#pragma unroll
+    for (int j = 0; j < kBackwardDim / 8; j += 4) {
+      unsigned x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *pair = acc + 4 * (j + i) + 2 * r;
+        x[i] = pack_out(pair[0] * factor[r], pair[1] * factor[r], static_cast<__nv_bfloat16*>(nullptr));
+      }
+      transpose_quad(x);
+      if (row < stop_row) ptx::store_16(out + static_cast<long long>(row) * kBackwardDim + 8 * (j + quad), x);
+    }
+  }
+}
+
+// Arrives for a warp. Its other lanes have passed the same wgmma wait.
+__device__ __forceinline__ void arrive_for_warp(ptx::Mbarrier& barrier) {
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
+template <class Cfg>
+struct KeyGradientStorage {
+  alignas(1024) unsigned char k[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  alignas(1024) unsigned char v[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  struct alignas(1024) Stage {
+    unsigned char q[kBackwardRows * kBackwardDim], grad[kBackwardRows * kBackwardDim];
+    unsigned char q_t[kBackwardDim * kBackwardRows], grad_t[kBackwardDim * kBackwardRows];
+  } stages[Cfg::kStages];
+  QueryTable tables[Cfg::kStages];
+  ptx::Mbarrier kv_full, full[Cfg::kStages], empty[Cfg::kStages];
+};
+
+// dK and dV of 64 keys of a consumer warpgroup.
+template <class Cfg>
+struct KeyGradients {
+  using Storage = KeyGradientStorage<Cfg>;
+  static constexpr int kScores = kBackwardRows / 2, kSteps = kBackwardRows / 32;
+  // The first scales, of P and of dS, relative to those of the first tile: P <= 1 and |dP - delta| < 2^23, so no product
+  // overflows.
+  static constexpr int kWeightExponent = 100, kSlopeExponent = 40;
+
+  float dk[kBackwardDim / 2], dv[kBackwardDim / 2];
+  int weight_exponent[2];  // log2 of the scales of P's rows
+  float slope[2];          // scales of dS's rows / those of P's
+
+  __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int tile, int stop_tile,
+                                      Ring<Cfg::kStages>& ring) {
+#pragma unroll
+    for (int i = 0; i < kBackwardDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight_exponent[r] = kWeightExponent;
+      slope[r] = 0.0f;
+    }
+    if (tile >= stop_tile) return;
+    const ptx::Operand<128> k(shared.k[warpgroup]), v(shared.v[warpgroup]);
+    const ptx::Operand<128> q(shared.stages[0].q), grad(shared.stages[0].grad);
+    const ptx::Operand<64> q_t(shared.stages[0].q_t), grad_t(shared.stages[0].grad_t);
+    const int lane_pair = threadIdx.x % 4;
+    shared.kv_full.wait(0);
+    shared.full[ring.stage].wait(ring.parity);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const QueryTable& table = shared.tables[ring.stage];
+      weight_exponent[r] -= static_cast<int>(table.grad_exponent);
+      slope[r] = __fdividef(__uint_as_float((127u + kSlopeExponent - kWeightExponent) << 23), table.q_scale);
+    }
+    int s[kScores], dp[kScores], last_stage = -1;
+    load_starts(s, shared.tables[ring.stage].score);
+    do {  // with `for`, ptxas serializes the products
+      const int stage = ring.stage;
+      const unsigned offset = stage * sizeof(typename Storage::Stage);
+      const QueryTable& table = shared.tables[stage];
+      start_int8_product(s, k, q, offset);
+      const float score_factor = table.score_factor;
+      ptx::wgmma_wait<0>();  // S, and all products of the tile before
+      ptx::pin(s);
+      ptx::pin(dv);
+      ptx::pin(dk);
+      if (last_stage >= 0) arrive_for_warp(shared.empty[last_stage]);
+      last_stage = stage;
+
+      float (&p)[kScores] = reinterpret_cast<float (&)[kScores]>(s);
+      if (Cfg::kCausal && tile * kBackwardRows < first_key + kBackwardRows - 1) {
+        // Columns of this thread are queries 8 j + 2 (lane % 4) and the next one of the tile.
+        const int key = first_key + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 - tile * kBackwardRows;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          const int query = i / 4 * 8 + 2 * lane_pair + i % 2;
+          if (query < key + 8 * (i / 2 % 2)) p[i] = -CUDART_INF_F;
+        }
+      }
+      load_starts(dp, table.weight);
+      start_int8_product(dp, v, grad, offset);
+      float bias[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        bias[r] = fmaf(-kMagic, score_factor, static_cast<float>(weight_exponent[r]) + table.grad_exponent);
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
+      unsigned p_codes[kSteps][4];
+      pack_codes(p, p_codes);
+      if (RowScale::exceeds(p_codes)) {
+        float shrink[2];
+        RowScale::find_shrink(p, shrink);
+        RowScale::multiply(p, shrink);
+        RowScale::multiply(dv, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          weight_exponent[r] += exponent_of(shrink[r]);
+          slope[r] = __fdividef(slope[r], shrink[r]);
+        }
+        pack_codes(p, p_codes);
+      }
+      start_e4m3_product(dv, p_codes, grad_t, offset);
+      ptx::wgmma_wait<1>();  // dP
+      ptx::pin(dp);
+      const float (&dp_raw)[kScores] = reinterpret_cast<const float (&)[kScores]>(dp);
+      float ds[kScores];
+      const float tile_slope[2] = {slope[0] * table.q_scale, slope[1] * table.q_scale};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        ds[i] = p[i] * fmaf(dp_raw[i], tile_slope[i / 2 % 2], -kMagic * tile_slope[i / 2 % 2]);
+      }
+      unsigned ds_codes[kSteps][4];
+      pack_codes(ds, ds_codes);
+      if (RowScale::exceeds(ds_codes)) {
+        float shrink[2];
+        RowScale::find_shrink(ds, shrink);
+        RowScale::multiply(ds, shrink);
+        RowScale::multiply(dk, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) slope[r] *= shrink[r];
+        pack_codes(ds, ds_codes);
+      }
+      // The starts of the next tile, while no product is in flight: ptxas would insert a wait before them. dV takes less
+      // time than dS.
+      ring.advance();
+      ptx::wgmma_wait<0>();
+      ptx::pin(dv);
+      if (++tile < stop_tile) {
+        shared.full[ring.stage].wait(ring.parity);
+        load_starts(s, shared.tables[ring.stage].score);
+      }
+      start_e4m3_product(dk, ds_codes, q_t, offset);
+    } while (tile < stop_tile);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dk);
+    ptx::pin(dv);
+  }
+
+  // Writes the rows below p.kv_len.
+  __device__ __forceinline__ void store(const BackwardParams& p, int head, int first_key) {
+    const float dk_factor = p.factors[3 * head + 1], dv_factor = p.factors[3 * head + 2];
+    const long long first = static_cast<long long>(head) * p.kv_len * kBackwardDim;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+    store_gradient(dv, factor, p.dv + first, first_key, p.kv_len);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Without a query the sum is 0 and there is no slope.
+      factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+    }
+    store_gradient(dk, factor, p.dk + first, first_key, p.kv_len);
+  }
+};
+
+// The body of the dK/dV kernel. Grid: (key blocks of 64 kConsumers keys) x heads, keys first. Block: 128 threads per
+// consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, 128) of K, V, Q and dO, and E4M3 codes
+// (heads, 128, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
+template <class Cfg>
+__device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx::TensorMap& k_map,
+                                              const ptx::TensorMap& v_map, const ptx::TensorMap& q_map,
+                                              const ptx::TensorMap& grad_map, const ptx::TensorMap& q_t_map,
+                                              const ptx::TensorMap& grad_t_map) {
+  using Storage = KeyGradientStorage<Cfg>;
+  static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Storage& shared = *reinterpret_cast<Storage*>(smem);
+  constexpr int kBlockKeys = kBackwardRows * Cfg::kConsumers;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
+  const int key_blocks = (p.kv_len + kBlockKeys - 1) / kBlockKeys;
+  const int head = blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
+  const int tiles = (p.q_len + kBackwardRows - 1) / kBackwardRows;
+  const int first_tile = Cfg::kCausal ? min(tiles, block_key / kBackwardRows) : 0;
+  if (threadIdx.x == 0) {
+    shared.kv_full.init(1);
+    for (int s = 0; s < Cfg::kStages; ++s) {
+      shared.full[s].init(1);
+      shared.empty[s].init(4 * Cfg::kConsumers);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (warpgroup == Cfg::kConsumers) {
+    ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
+    if (threadIdx.x % 128 != 0) return;
+    shared.kv_full.arrive_expect(2 * kBlockKeys * kBackwardDim);
+    for (int w = 0; w < Cfg::kConsumers; ++w) {
+      ptx::tma_load_3d(shared.k[w], k_map, shared.kv_full, 0, block_key + w * kBackwardRows, head);
+      ptx::tma_load_3d(shared.v[w], v_map, shared.kv_full, 0, block_key + w * kBackwardRows, head);
+    }
+    Ring<Cfg::kStages> ring;
+    for (int tile = first_tile; tile < tiles; ++tile, ring.advance()) {
+      const int s = ring.stage, query = tile * kBackwardRows;
+      ptx::Mbarrier& full = shared.full[s];
+      shared.empty[s].wait(ring.parity ^ 1);
+      full.arrive_expect(sizeof(shared.stages[s]) + sizeof(QueryTable));
+      ptx::tma_load_3d(shared.stages[s].q, q_map, full, 0, query, head);
+      ptx::bulk_load(&shared.tables[s], p.tables + head * tiles + tile, sizeof(QueryTable), full);
+      ptx::tma_load_3d(shared.stages[s].grad, grad_map, full, 0, query, head);
+      ptx::tma_load_3d(shared.stages[s].grad_t, grad_t_map, full, query, 0, head);
+      ptx::tma_load_3d(shared.stages[s].q_t, q_t_map, full, query, 0, head);
+    }
+  } else {
+    ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
+    const int first_key = block_key + warpgroup * kBackwardRows;
+    Ring<Cfg::kStages> ring;
+    int tile = first_tile;
+    // With a mask, all queries of a tile before the warpgroup's first key are hidden.
+    for (; Cfg::kCausal && tile < min(tiles, first_key / kBackwardRows); ++tile, ring.advance()) {
+      shared.full[ring.stage].wait(ring.parity);
+      arrive_for_warp(shared.empty[ring.stage]);
+    }
+    KeyGradients<Cfg> gradients;
+    gradients.run(shared, warpgroup, first_key, tile, tiles, ring);
+    gradients.store(p, head, first_key);
+  }
+}
+
+template <class Cfg>
+struct QueryGradientStorage {
+  alignas(1024) unsigned char q[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  alignas(1024) unsigned char grad[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  struct alignas(1024) Stage {
+    unsigned char k[Cfg::kBlockN * kBackwardDim], v[Cfg::kBlockN * kBackwardDim], k_t[kBackwardDim * Cfg::kBlockN];
+  } stages[Cfg::kStages];
+  ptx::Mbarrier q_full, full[Cfg::kStages], empty[Cfg::kStages];
+  alignas(16) int magic[4];  // kMagicBits, four times
+};
+
+// dQ of 64 queries of a consumer warpgroup.
+template <class Cfg>
+struct QueryGradients {
+  using Storage = QueryGradientStorage<Cfg>;
+  static constexpr int kBlockN = Cfg::kBlockN, kScores = kBlockN / 2, kSteps = kBlockN / 32;
+  static constexpr int kFirstExponent = 60;  // P <= 1 and |dP - delta| < 2^23, so no product overflows
+
+  float dq[kBackwardDim / 2];
+  int exponent[2];  // log2 of the scales of dS's rows, relative to the table's grad_exponent
+  float grad_exponent;
+
+  __device__ __forceinline__ void run(const BackwardParams& params, Storage& shared, int warpgroup, int head,
+                                      int first_query, int tiles, Ring<Cfg::kStages>& ring) {
+#pragma unroll
+    for (int i = 0; i < kBackwardDim / 2; ++i) dq[i] = 0.0f;
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const int query_tiles = (params.q_len + kBackwardRows - 1) / kBackwardRows;
+    const QueryTable& table = params.tables[head * query_tiles + min(first_query / kBackwardRows, query_tiles - 1)];
+    const float score_factor = table.score_factor;
+    grad_exponent = table.grad_exponent;
+    float score_shift[2], weight_shift[2];  // that replace 2 kMagic by the row's start: see QueryTable
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int word = QueryTable::word_of(row + 8 * r);
+      score_shift[r] = (__int_as_float(table.score[word]) - 2.0f * kMagic) * score_factor;
+      weight_shift[r] = __int_as_float(table.weight[word]) - 2.0f * kMagic;
+      exponent[r] = kFirstExponent;
+    }
+    const ptx::Operand<128> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
+    const ptx::Operand<128> k(shared.stages[0].k), v(shared.stages[0].v);
+    const ptx::Operand<kBlockN> k_t(shared.stages[0].k_t);
+    shared.q_full.wait(0);
+    int last_stage = -1;
+    int tile = 0;
+    if (tiles == 0) return;
+    do {  // with `for`, ptxas serializes the products
+      const int stage = ring.stage;
+      const unsigned offset = stage * sizeof(typename Storage::Stage);
+      shared.full[stage].wait(ring.parity);
+      int s[kScores], dp[kScores];
+      start_at_magic(s, shared.magic);
+      start_int8_product(s, q, k, offset);
+      ptx::wgmma_wait<0>();  // S, and the dQ product of the tile before
+      ptx::pin(s);
+      ptx::pin(dq);
+      if (last_stage >= 0) arrive_for_warp(shared.empty[last_stage]);
+      last_stage = stage;
+
+      float (&p)[kScores] = reinterpret_cast<float (&)[kScores]>(s);
+      const int stop_key = Cfg::kCausal ? min(params.kv_len, first_query + 1) : params.kv_len;
+      if ((tile + 1) * kBlockN > stop_key) {
+        const int quad = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+          const int key = tile * kBlockN + i / 4 * 8 + 2 * quad + i % 2;
+          const int last = Cfg::kCausal ? min(params.kv_len - 1, first_query + row + 8 * (i / 2 % 2)) : params.kv_len - 1;
+          if (key > last) p[i] = -CUDART_INF_F;
+        }
+      }
+      start_at_magic(dp, shared.magic);
+      start_int8_product(dp, grad, v, offset);
+      float bias[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) bias[r] = score_shift[r] + static_cast<float>(exponent[r]);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
+      ptx::wgmma_wait<0>();  // dP
+      ptx::pin(dp);
+      const float (&dp_raw)[kScores] = reinterpret_cast<const float (&)[kScores]>(dp);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) p[i] *= dp_raw[i] + weight_shift[i / 2 % 2];
+      unsigned codes[kSteps][4];
+      pack_codes(p, codes);
+      if (RowScale::exceeds(codes)) {
+        float shrink[2];
+        RowScale::find_shrink(p, shrink);
+        RowScale::multiply(p, shrink);
+        RowScale::multiply(dq, shrink);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) exponent[r] += exponent_of(shrink[r]);
+        pack_codes(p, codes);
+      }
+      start_e4m3_product(dq, codes, k_t, offset);
+      ring.advance();
+    } while (++tile < tiles);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+  }
+
+  // Releases the tiles that only other warpgroups read: those from `tile` on. ring: after the last tile of this one.
+  __device__ __forceinline__ static void skip(Storage& shared, int tile, int stop_tile, Ring<Cfg::kStages>& ring) {
+    for (; tile < stop_tile; ++tile, ring.advance()) {
+      shared.full[ring.stage].wait(ring.parity);
+      arrive_for_warp(shared.empty[ring.stage]);
+    }
+  }
+
+  __device__ __forceinline__ void store(const BackwardParams& p, int head, int first_query) {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = p.factors[3 * head] * ptx::ex2(grad_exponent - static_cast<float>(exponent[r]));
+    }
+    store_gradient(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * kBackwardDim, first_query, p.q_len);
+  }
+};
+
+// The body of the dQ kernel. Grid: (query blocks of 64 kConsumers queries) x heads, queries first, the last ones first.
+// Block: as that of the dK/dV kernel. Maps: int8 codes (heads, length, 128) of Q, dO, K and V, and E4M3 codes (heads,
+// 128, length) of K^T, with permuted keys (kernel.cuh).
+template <class Cfg>
+__device__ __forceinline__ void backward_queries(const BackwardParams& p, const ptx::TensorMap& q_map,
+                                                 const ptx::TensorMap& grad_map, const ptx::TensorMap& k_map,
+                                                 const ptx::TensorMap& v_map, const ptx::TensorMap& k_t_map) {
+  using Storage = QueryGradientStorage<Cfg>;
+  static_assert(sizeof(Storage) == Cfg::kSmemBytes, "the plan of shared memory in Python differs");
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Storage& shared = *reinterpret_cast<Storage*>(smem);
+  constexpr int kBlockQueries = kBackwardRows * Cfg::kConsumers;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
+  const int query_blocks = (p.q_len + kBlockQueries - 1) / kBlockQueries;
+  const int head = blockIdx.x / query_blocks;
+  const int block_query = (query_blocks - 1 - blockIdx.x % query_blocks) * kBlockQueries;
+  const auto count_tiles = [&](int stop_query) {  // key tiles of the queries below stop_query
+    const int stop_key = Cfg::kCausal ? min(p.kv_len, stop_query) : p.kv_len;
+    return (stop_key + Cfg::kBlockN - 1) / Cfg::kBlockN;
+  };
+  const int loaded_tiles = count_tiles(min(p.q_len, block_query + kBlockQueries));
+  if (threadIdx.x < 4) shared.magic[threadIdx.x] = kMagicBits;
+  if (threadIdx.x == 0) {
+    shared.q_full.init(1);
+    for (int s = 0; s < Cfg::kStages; ++s) {
+      shared.full[s].init(1);
+      shared.empty[s].init(4 * Cfg::kConsumers);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (warpgroup == Cfg::kConsumers) {
+    ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
+    if (threadIdx.x % 128 != 0) return;
+    shared.q_full.arrive_expect(2 * kBlockQueries * kBackwardDim);
+    for (int w = 0; w < Cfg::kConsumers; ++w) {
+      ptx::tma_load_3d(shared.q[w], q_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
+      ptx::tma_load_3d(shared.grad[w], grad_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
+    }
+    Ring<Cfg::kStages> ring;
+    for (int tile = 0; tile < loaded_tiles; ++tile, ring.advance()) {
+      const int s = ring.stage, key = tile * Cfg::kBlockN;
+      ptx::Mbarrier& full = shared.full[s];
+      shared.empty[s].wait(ring.parity ^ 1);
+      full.arrive_expect(3 * Cfg::kBlockN * kBackwardDim);
+      ptx::tma_load_3d(shared.stages[s].k, k_map, full, 0, key, head);
+      ptx::tma_load_3d(shared.stages[s].v, v_map, full, 0, key, head);
+      ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, head);
+    }
+  } else {
+    ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
+    const int first_query = block_query + warpgroup * kBackwardRows;
+    const int tiles = first_query < p.q_len ? count_tiles(min(p.q_len, first_query + kBackwardRows)) : 0;
+    QueryGradients<Cfg> gradients;
+    Ring<Cfg::kStages> ring;
+    gradients.run(p, shared, warpgroup, head, first_query, tiles, ring);
+    if (0 < tiles && tiles < loaded_tiles) {
+      arrive_for_warp(shared.empty[(ring.stage + Cfg::kStages - 1) % Cfg::kStages]);  // of the last tile
+    }
+    gradients.skip(shared, tiles, loaded_tiles, ring);
+    gradients.store(p, head, first_query);
+  }
+}
+
+}  // namespace greenfast

@@ -1,0 +1,217 @@
+"""A prototype: gradients of attention by 8-bit products on Hopper, head dim 128. Not part of the public API.
+
+``compute_gradients`` is ``quantize``, which converts Q, K, V and dO to codes, and ``launch``, which computes the
+gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training.md describes the
+formats and their errors.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from greenfast.kernels.attention import backward as kernels
+from greenfast.kernels.attention.config import KEY_ORDER, Stride3, padded_keys
+from greenfast.ops.launch_plans import LaunchPlan, LaunchStep
+from greenfast.ops.reference import build_rotation
+
+_LOG2_E = math.log2(math.e)
+_INT8_MAX, _E4M3_MAX = 127.0, 448.0
+#: Float bits of 1.5 * 2^23: an accumulator that starts there is, read as a float, that number plus its sum.
+_MAGIC_BITS = 0x4B400000
+#: The least factor of the scores, so that a start is less than 2^22 units away from _MAGIC_BITS.
+_LEAST_FACTOR = 2.0**-16
+#: The start of a score of a query without a gradient or after the last one: P is 0.
+_NO_QUERY = _MAGIC_BITS - 2**22
+#: Factor of E4M3 codes: a row can have a number that is sqrt(128) times larger than any after the rotation.
+_FACTOR = 0.25
+_CODES = ("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors")
+_OUTPUTS = ("dq", "dk", "dv")
+
+
+def encode(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    mean: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the buffers that the backward kernels read (kernels/attention/backward.py).
+
+    query, out, grad: (B, H, S, 128); key, value: (B, H, KV, 128). lse: natural logarithms, float32 (B, H, S).
+    scale: of the scores. mean: the vector that is subtracted from the keys, (B, H, 128); by default their mean. Int8
+    codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each head of K
+    and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, times 4.
+    """
+    q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
+    q_len, head_dim = q.shape[1:]
+    means = k.mean(-2, keepdim=True) if mean is None else mean.flatten(0, 1).unsqueeze(1)
+    k = (k - means).to(key.dtype).float()
+    rotation = _get_rotation(head_dim, q.device)
+    rotated_q, rotated_k, rotated_v, rotated_g = (x @ rotation for x in (q, k, v, g))
+
+    k_scale, v_scale = (_replace_zero(x.abs().amax((-2, -1)) / _INT8_MAX) for x in (rotated_k, rotated_v))
+    of_scores = k_scale.unsqueeze(-1) * (scale * _LOG2_E)  # (heads, 1)
+    tiles = -(-q_len // kernels.ROWS)
+    q_scale = _replace_zero(_split_rows(rotated_q, tiles).abs().amax((-2, -1)) / _INT8_MAX)  # (heads, tiles)
+    int8_scale = torch.maximum(q_scale, _LEAST_FACTOR / of_scores)
+    score_factor = int8_scale * of_scores
+    g_max = rotated_g.abs().amax(-1) / _INT8_MAX
+    g_scale = _replace_zero(g_max)
+    grad_exponent = torch.frexp(_split_rows(g_max.unsqueeze(-1), tiles).amax((-2, -1))).exponent.float()
+
+    def expand(x: Tensor) -> Tensor:
+        return x.repeat_interleave(kernels.ROWS, 1)[:, :q_len]
+
+    exponent = (lse.flatten(0, 1) - (q * means).sum(-1) * scale) * _LOG2_E - torch.log2(g_scale)
+    score = (exponent + expand(grad_exponent)) / expand(score_factor)
+    starts = torch.where((g_max > 0.0) & (exponent > -math.inf), _round_starts(score), _NO_QUERY)
+    weight = (g * o).sum(-1) / (g_scale * v_scale.unsqueeze(-1))
+    tables = q.new_zeros((len(q), tiles, kernels.TABLE_WORDS), dtype=torch.int32)
+    half = kernels.ROWS
+    tables[..., :half] = _lay_out_starts(starts, tiles, _NO_QUERY)
+    tables[..., half : 2 * half] = _lay_out_starts(_round_starts(weight), tiles, _MAGIC_BITS)
+    of_tiles = torch.stack([score_factor, q_scale, grad_exponent], -1).float()
+    tables[..., 2 * half : 2 * half + 3] = of_tiles.view(torch.int32)
+    dk_factor = v_scale * (scale / _FACTOR)
+    factors = [dk_factor * k_scale, dk_factor, torch.full_like(dk_factor, 1.0 / _FACTOR)]
+    return {
+        "q": _encode_int8(rotated_q, expand(int8_scale)),
+        "k": _encode_int8(rotated_k, k_scale.unsqueeze(-1)),
+        "v": _encode_int8(rotated_v, v_scale.unsqueeze(-1)),
+        "grad": _encode_int8(rotated_g, g_scale),
+        "q_t": _encode_transposed(q, expand(q_scale)),
+        "k_t": _encode_transposed(k, k_scale.unsqueeze(-1)),
+        "grad_t": _encode_transposed(g, g_scale),
+        "tables": tables,
+        "factors": torch.stack(factors, -1).float().contiguous(),
+    }
+
+
+@cache
+def _get_rotation(head_dim: int, device: torch.device) -> Tensor:
+    return build_rotation(head_dim).to(device)
+
+
+@cache
+def _get_key_order(device: torch.device) -> Tensor:
+    return torch.tensor(KEY_ORDER, device=device)
+
+
+def _replace_zero(x: Tensor) -> Tensor:
+    return torch.where(x > 0.0, x, 1.0)
+
+
+def _split_rows(x: Tensor, tiles: int) -> Tensor:
+    """Return (heads, tiles, rows of a tile, columns), with zeros after the last row."""
+    return torch.nn.functional.pad(x, (0, 0, 0, tiles * kernels.ROWS - x.shape[1])).unflatten(1, (tiles, -1))
+
+
+def _encode_int8(x: Tensor, row_scale: Tensor) -> Tensor:
+    return (x / row_scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8).view(torch.uint8)
+
+
+def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
+    """Return E4M3 codes (heads, head_dim, rows), rows in KEY_ORDER."""
+    group = len(KEY_ORDER)
+    scaled = (x * (_FACTOR / row_scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    padded = torch.nn.functional.pad(scaled, (0, 0, 0, -x.shape[1] % group))
+    codes = padded.to(torch.float8_e4m3fn).view(torch.uint8).unflatten(1, (-1, group))
+    return codes.index_select(2, _get_key_order(x.device)).flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _round_starts(x: Tensor) -> Tensor:
+    """Return _MAGIC_BITS - x as integers."""
+    return _MAGIC_BITS - x.round().clamp(-(2**22), 2**22).to(torch.int32)
+
+
+def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
+    """Return the starts of queries in the order of QueryTable, (heads, tiles, words)."""
+    padded = torch.nn.functional.pad(starts, (0, tiles * kernels.ROWS - starts.shape[1]), value=padding)
+    halves = padded.unflatten(1, (tiles, -1, 2, 4, 2))  # of each 16 queries, four pairs of each half
+    return halves.transpose(3, 4).flatten(2)
+
+
+def _get_code_shapes(heads: int, q_len: int, kv_len: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's two kernels."""
+    dim = kernels.HEAD_DIM
+    rows = {"q": q_len, "k": kv_len, "v": kv_len, "grad": q_len}
+    columns = {"q_t": q_len, "k_t": kv_len, "grad_t": q_len}
+    codes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        **{name: ((heads, length, dim), torch.uint8) for name, length in rows.items()},
+        **{name: ((heads, dim, padded_keys(length)), torch.uint8) for name, length in columns.items()},
+    }
+    return codes | {
+        "tables": ((heads, -(-q_len // kernels.ROWS), kernels.TABLE_WORDS), torch.int32),
+        "factors": ((heads, 3), torch.float32),
+        "k_mean": ((heads, dim), torch.float32),
+        "amax": ((2, heads, kernels.count_blocks(kv_len)), torch.float32),
+    }
+
+
+@cache
+def _make_quantize_plan(
+    device: int, batch: int, heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
+) -> LaunchPlan:
+    launches = kernels.encode_launches(batch, heads, q_len, kv_len, scale, strides)
+    steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(), launches, strict=True))
+    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, q_len, kv_len))
+    return LaunchPlan(device, steps, names)
+
+
+def quantize(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """Return the buffers of ``encode``, on a Hopper GPU, and two that its kernels share.
+
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes. The vector that is subtracted from the
+    keys is an estimate of their mean, ``k_mean``.
+    """
+    inputs = (query, key, value, out, grad)
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    buffers = {
+        name: torch.empty(shape, dtype=dtype, device=query.device)
+        for name, (shape, dtype) in _get_code_shapes(batch * heads, q_len, kv_len).items()
+    }
+    strides = tuple(x.stride()[:3] for x in inputs)
+    plan = _make_quantize_plan(query.get_device(), batch, heads, q_len, kv_len, scale, strides)
+    plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])
+    return buffers
+
+
+def compute_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV, bfloat16 (B, H, length, 128), on a Hopper GPU. Arguments are as for ``quantize``.
+
+    causal: query i attends to keys 0 .. i.
+    """
+    codes = quantize(query, key, value, out, lse, grad, scale)
+    dq, dk, dv = launch(codes, query.shape[2], key.shape[2], causal)
+    return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
+
+
+@cache
+def _make_plan(device: int, heads: int, q_len: int, kv_len: int, causal: bool, parts: str) -> LaunchPlan:
+    steps = []
+    if "keys" in parts:
+        steps.append(LaunchStep(kernels.keys_kernel(causal), kernels.keys_launch(heads, q_len, kv_len)))
+    if "queries" in parts:
+        steps.append(LaunchStep(kernels.queries_kernel(causal), kernels.queries_launch(heads, q_len, kv_len)))
+    return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS))
+
+
+def launch(
+    codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool, parts: str = "keys, queries"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV, bfloat16 (heads, length, 128), from the buffers of ``encode``, on a Hopper GPU.
+
+    causal: query i attends to keys 0 .. i. parts: the kernels to launch; the gradients of the others are uninitialised.
+    """
+    heads, device = codes["q"].shape[0], codes["q"].get_device()
+    lengths = (q_len, kv_len, kv_len)
+    grads = [codes["q"].new_empty((heads, n, kernels.HEAD_DIM), dtype=torch.bfloat16) for n in lengths]
+    addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads)]
+    _make_plan(device, heads, q_len, kv_len, causal, parts).launch(addresses)
+    return grads[0], grads[1], grads[2]

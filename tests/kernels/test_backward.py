@@ -1,0 +1,155 @@
+"""The backward kernels of Hopper on the emulator: codes and tables bit by bit, gradients against float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from greenfast.device.compiler import compile_kernel
+from greenfast.kernels.attention import backward
+from greenfast.kernels.attention.config import padded_keys
+from greenfast.ops import quantized_backward
+from greenfast.spec.kernel import KernelSource, Launch, find_buffers
+from greenfast.spec.problem import Case, OutputSpec
+from tests.emulator.kernels import run_source
+
+DIM = backward.HEAD_DIM
+SCALE = DIM**-0.5
+#: Relative errors (Frobenius) of a gradient, and the largest of a row: int8 for Q K^T and dO V^T, E4M3 for the others.
+LARGEST_ERROR, LARGEST_ROW_ERROR = 0.05, 0.12
+
+
+def draw(heads: int, q_len: int, kv_len: int) -> list[Tensor]:
+    """Return Q, K, V and dO, bfloat16 (1, heads, length, 128)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, heads, n, DIM, generator=generator).bfloat16() for n in (q_len, kv_len, kv_len, q_len)]
+
+
+def attend(tensors: list[Tensor], causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the output and the log-sum-exp of exact attention, and dQ, dK and dV, in float64."""
+    q, k, v, g = (x.double() for x in tensors)
+    scores = q @ k.mT * SCALE
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    p = torch.softmax(scores, -1)
+    out = p @ v
+    ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * SCALE
+    return out, torch.logsumexp(scores, -1), [ds @ k, ds.mT @ q, p.mT @ g]
+
+
+def emulate(source: KernelSource, plan: Launch, buffers: dict[str, np.ndarray], outputs: dict[str, OutputSpec]) -> None:
+    """Run a kernel, and add its outputs to the buffers. Every byte of them must be written."""
+    used = {name for argument in plan.args for name in find_buffers(argument)}
+    inputs = {name: x for name, x in buffers.items() if name in used and name not in outputs}
+    result = run_source(source, plan, Case(inputs, outputs))
+    assert not any(result.unwritten.values())
+    buffers |= result.outputs
+
+
+def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool) -> list[Tensor]:
+    """Return dQ, dK and dV, float64 (1, heads, length, 128), of the kernels on the emulator."""
+    heads = len(codes["q"])
+    buffers = {name: x.numpy() for name, x in codes.items()}
+    lengths = {"dq": q_len, "dk": kv_len, "dv": kv_len}
+    specs = {name: OutputSpec((heads, n, DIM), "uint16") for name, n in lengths.items()}
+    of_keys = {name: specs[name] for name in ("dk", "dv")}
+    emulate(backward.keys_kernel(causal), backward.keys_launch(heads, q_len, kv_len), buffers, of_keys)
+    plan = backward.queries_launch(heads, q_len, kv_len)
+    emulate(backward.queries_kernel(causal), plan, buffers, {"dq": specs["dq"]})
+    return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in lengths]
+
+
+def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
+    """Check the relative error of a gradient, and those of its rows."""
+    error, norm = (got - want)[..., rows, :].norm(dim=-1), want[..., rows, :].norm(dim=-1)
+    assert error.norm() < LARGEST_ERROR * norm.norm()
+    assert (error < LARGEST_ROW_ERROR * norm).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "kv_len", "causal"),
+    [(1, 200, 300, False), (2, 130, 70, True), pytest.param(1, 300, 300, True, marks=pytest.mark.slow)],
+)
+def test_gradients_follow_float64(heads: int, q_len: int, kv_len: int, causal: bool) -> None:
+    """The lengths are no multiples of a tile, and with a mask some tiles have no visible key."""
+    tensors = draw(heads, q_len, kv_len)
+    out, lse, exact = attend(tensors, causal)
+    q, k, v, g = tensors
+    codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE)
+    dq, dk, dv = compute_gradients(codes, q_len, kv_len, causal)
+    check(dq, exact[0], slice(16 if causal else 0, None))  # dP - delta of the first rows is a small difference
+    check(dk, exact[1], slice(min(q_len, kv_len) - 8 if causal and q_len <= kv_len else None))
+    check(dv, exact[2])
+
+
+def test_each_key_has_its_scale() -> None:
+    """A key with a weight of almost 1 leaves about 1e-7 to each other one, and rows of dO differ by a factor of 1e6."""
+    q, k, v, g = draw(1, 128, 128)
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[..., 5, 0] = 24.0
+    g[..., :64, :] *= 1e-6
+    g[..., 3, :] = 0.0
+    out, lse, _ = attend([q, k, v, g], causal=False)
+    out = out.bfloat16()
+    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, SCALE)
+    # The weights of the rounded scores: a score of 17 is off by 0.05, and all weights of its row would be.
+    q_codes, k_codes = (codes[name].view(torch.int8).double() for name in "qk")
+    factor = codes["tables"][..., 2 * backward.ROWS].view(torch.float32).repeat_interleave(backward.ROWS, 1)
+    scores = q_codes @ k_codes.mT * factor.unsqueeze(-1) * math.log(2)
+    mean = k.double().mean(-2, keepdim=True)
+    lse = torch.logsumexp(scores, -1) + (q.double() * mean).sum(-1) * SCALE
+    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, SCALE)
+    _, _, dv = compute_gradients(codes, 128, 128, False)
+    exact = torch.softmax(scores, -1).mT @ g.double()
+    others = [i for i in range(128) if i != 5]
+    assert exact[..., others, :].norm(dim=-1).max() < 1e-4 * exact[..., 5, :].norm()
+    check(dv, exact)
+
+
+def test_the_quantizer_writes_the_defined_codes() -> None:
+    q_len, kv_len = 70, 140
+    q, k, v, g = draw(1, q_len, kv_len)
+    k += 2.0
+    g[..., 5, :] = 0.0
+    g[..., 7, :] *= 1e-3
+    out, lse, _ = attend([q, k, v, g], causal=False)
+    inputs = (q, k, v, out.bfloat16(), g)
+    buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
+    buffers["lse"] = lse.float().numpy()
+    measured = {"k_mean": OutputSpec((1, DIM), "float32"), "amax": OutputSpec((2, 1, 2), "float32")}
+    lengths = {"q": q_len, "k": kv_len, "v": kv_len, "grad": q_len}
+    specs = {name: OutputSpec((1, n, DIM), "uint8") for name, n in lengths.items()}
+    specs |= {f"{name}_t": OutputSpec((1, DIM, padded_keys(lengths[name])), "uint8") for name in ("q", "k", "grad")}
+    specs |= {"tables": OutputSpec((1, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
+    # The first kernel gets the second one's outputs as arguments, and does not use them.
+    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
+    launches = backward.encode_launches(1, 1, q_len, kv_len, SCALE, tuple(x.stride()[:3] for x in inputs))
+    for source, plan, outputs in zip(backward.encode_kernels(), launches, (measured, specs), strict=True):
+        emulate(source, plan, buffers, outputs)
+
+    mean = torch.from_numpy(buffers["k_mean"])
+    assert (mean - 2.0).abs().max() < 1.0  # a median of means of 32 keys, with a standard error of about 0.2
+    want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE, mean.unsqueeze(0))
+    starts = slice(0, 2 * backward.ROWS)
+    for name in specs:
+        got, expected = torch.from_numpy(buffers[name]), want[name]
+        if name == "tables":
+            assert (got[..., starts] - expected[..., starts]).abs().max() <= 1
+            got, expected = (x[..., 2 * backward.ROWS :].view(torch.float32) for x in (got, expected))
+        if name in ("tables", "factors"):
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
+        else:
+            assert (got != expected).float().mean() < 2e-3  # a sum in another order may round to the next code
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_overlap(causal: bool) -> None:
+    """ptxas serializes wgmma (messages C7510 to C7517) after small changes of the loop, at half the speed."""
+    for source in (backward.keys_kernel(causal), backward.queries_kernel(causal)):
+        compiled = compile_kernel(source, backward.TARGET)
+        assert "C75" not in compiled.log
+        assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0
