@@ -21,6 +21,7 @@ import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
+from greenfast.judge.report.formatting import table
 from greenfast.ops import quantized_backward
 
 HEADS, HEAD_DIM, TOKENS = 16, 128, 16384
@@ -116,12 +117,29 @@ def measure_errors(tensors: Sequence[Tensor], causal: bool, grads: Sequence[Tens
     """Return the relative errors of dQ, dK and dV (B, H, S, D) over two heads."""
     differences, norms = [0.0] * 3, [0.0] * 3
     for index in ((0, 0), (-1, -1)):
-        exact = compute_exact(*(x[index] for x in tensors), causal)  # type: ignore[arg-type]
+        q, k, v, g = (x[index] for x in tensors)
+        exact = compute_exact(q, k, v, g, causal)
         for i, (got, want) in enumerate(zip(grads, exact, strict=True)):
             differences[i] += float((got[index].double() - want).square().sum())
             norms[i] += float(want.square().sum())
         torch.cuda.empty_cache()
     return [round(math.sqrt(a / b), 5) for a, b in zip(differences, norms, strict=True)]
+
+
+def render_times(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of microseconds, and of errors in per cent."""
+    lines = []
+    for row in rows:
+        us, own = row["us"], [f"{100 * error:.1f}" for error in row["errors"]["8-bit"]]
+        parts = [f"{us[f'8-bit, {name}']:.0f}" for name in ("quantizer", "kernel of dK and dV", "kernel of dQ")]
+        compared = [
+            f"{us[f'8-bit, {name}']:.0f}, {us[f'cuDNN bf16, {name}'] / us[f'8-bit, {name}']:.2f}x"
+            for name in ("backward", "forward + backward")
+        ]
+        shape = f"{TOKENS // row['length']} x {row['length']}, {'causal' if row['causal'] else 'full'}"
+        lines.append((shape, *parts, *compared, " / ".join(own)))
+    titles = ("sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
+    return table(titles, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

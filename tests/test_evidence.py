@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import backward
+from benchmarks import backward, backward_speed
 from benchmarks.freshness import current_part, freshness
 from benchmarks.masks import render_skipping, render_table
 from benchmarks.pictures import operator_series
@@ -401,6 +401,13 @@ def test_the_tables_of_backward_passes_are_the_records() -> None:
     }  # fmt: skip
     for name, rendered in tables.items():
         assert page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0].strip() == rendered
+
+
+def test_the_table_of_the_backward_prototype_is_its_record() -> None:
+    record = read_content(ROOT / "evidence/backward-speed-h100.json")
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    block = page.split("<!-- speed:begin -->")[1].split("<!-- speed:end -->")[0]
+    assert block.strip() == backward_speed.render_times(record["rows"])
 
 
 def test_the_table_of_packed_sequences_is_its_record() -> None:

@@ -104,7 +104,8 @@ def _replace_zero(x: Tensor) -> Tensor:
 
 def _split_rows(x: Tensor, tiles: int) -> Tensor:
     """Return (heads, tiles, rows of a tile, columns), with zeros after the last row."""
-    return torch.nn.functional.pad(x, (0, 0, 0, tiles * kernels.ROWS - x.shape[1])).unflatten(1, (tiles, -1))
+    padded = torch.nn.functional.pad(x, (0, 0, 0, tiles * kernels.ROWS - x.shape[1]))
+    return padded.reshape(len(x), tiles, kernels.ROWS, -1)
 
 
 def _encode_int8(x: Tensor, row_scale: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
     group = len(KEY_ORDER)
     scaled = (x * (_FACTOR / row_scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
     padded = torch.nn.functional.pad(scaled, (0, 0, 0, -x.shape[1] % group))
-    codes = padded.to(torch.float8_e4m3fn).view(torch.uint8).unflatten(1, (-1, group))
+    codes = padded.to(torch.float8_e4m3fn).view(torch.uint8).reshape(len(x), -1, group, x.shape[2])
     return codes.index_select(2, _get_key_order(x.device)).flatten(1, 2).transpose(1, 2).contiguous()
 
 
@@ -128,7 +129,7 @@ def _round_starts(x: Tensor) -> Tensor:
 def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
     """Return the starts of queries in the order of QueryTable, (heads, tiles, words)."""
     padded = torch.nn.functional.pad(starts, (0, tiles * kernels.ROWS - starts.shape[1]), value=padding)
-    halves = padded.unflatten(1, (tiles, -1, 2, 4, 2))  # of each 16 queries, four pairs of each half
+    halves = padded.reshape(len(starts), tiles, -1, 2, 4, 2)  # of each 16 queries, four pairs of each half
     return halves.transpose(3, 4).flatten(2)
 
 

@@ -213,8 +213,11 @@ def encode_launches(
 
     Further buffers: ``k_mean``, float32 (heads, 128), and ``amax``, float32 (2, heads, blocks of keys).
     """
+    inputs: list[Argument] = []
+    for name, of_rows in zip(INPUTS, strides, strict=True):
+        inputs += [name, *(np.int64(n) for n in of_rows)]
     args: tuple[Argument, ...] = (
-        *(x for name, s in zip(INPUTS, strides, strict=True) for x in (name, *(np.int64(n) for n in s))),
+        *inputs,
         "lse",
         *(np.int32(n) for n in (batch, heads, q_len, kv_len)),
         np.float32(scale),

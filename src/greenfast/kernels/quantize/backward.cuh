@@ -96,8 +96,8 @@ struct BackwardTile {
     });
   }
 
-  // Writes the E4M3 codes of the tile's columns, (128, padded) of the head, with the scales shared.row_scale. observe(i,
-  // column, values): called for eight columns of row i of the tile, by 16 adjacent lanes for a row.
+  // Writes the E4M3 codes of the tile's columns, (128, padded) of the head, with the scales shared.row_scale.
+  // observe(i, column, values): called for eight columns of row i of the tile, by 16 adjacent lanes for a row.
   template <bool kCentered, class Observe>
   __device__ __forceinline__ void write_transposed(const Head& head, unsigned char* codes, Observe observe) const {
     using Values = VQuantizer<RowsCfg>;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const Back
     const RowsQuantizer<Plain> averaging(shared.rows, plain);
     averaging.compute_mean(plain, nullptr);
     if (threadIdx.x < kBackwardDim) {
-      const float mean = shared.rows.mean[threadIdx.x] * RowsTransform<Plain>::kFactor;
+      const float mean = shared.rows.mean[0][threadIdx.x] * RowsTransform<Plain>::kFactor;
       shared.mean[threadIdx.x] = mean;
       if (tile == 0) codes.k_mean[head_index * kBackwardDim + threadIdx.x] = mean;
     }
@@ -304,8 +304,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     int score = kMagicBits - static_cast<int>(kRange), weight = kMagicBits;
     if (rows.row[r] < p.q_len && row_max[r] > 0.0f) {
       const float lse = p.lse[static_cast<long long>(head_index) * p.q_len + rows.row[r]];
-      const float exponent =
-          (lse - shared.mean_score[i] * p.softmax_scale) * kLog2e - log2f(scales[r]) + grad_exponent;
+      const float exponent = (lse - shared.mean_score[i] * p.softmax_scale) * kLog2e - log2f(scales[r]) + grad_exponent;
       if (lse > -CUDART_INF_F) {
         score = kMagicBits - __float2int_rn(fminf(fmaxf(exponent / score_factor, -kRange), kRange));
       }

@@ -165,7 +165,7 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[kBackwardDim /
       unsigned x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float *pair = acc + 4 * (j + i) + 2 * r;
+        const float* pair = acc + 4 * (j + i) + 2 * r;
         x[i] = pack_out(pair[0] * factor[r], pair[1] * factor[r], static_cast<__nv_bfloat16*>(nullptr));
       }
       transpose_quad(x);
@@ -196,8 +196,8 @@ template <class Cfg>
 struct KeyGradients {
   using Storage = KeyGradientStorage<Cfg>;
   static constexpr int kScores = kBackwardRows / 2, kSteps = kBackwardRows / 32;
-  // The first scales, of P and of dS, relative to those of the first tile: P <= 1 and |dP - delta| < 2^23, so no product
-  // overflows.
+  // The first scales, of P and of dS, relative to those of the first tile. P <= 1 and |dP - delta| < 2^23, so no
+  // product overflows.
   static constexpr int kWeightExponent = 100, kSlopeExponent = 40;
 
   float dk[kBackwardDim / 2], dv[kBackwardDim / 2];
@@ -295,8 +295,8 @@ struct KeyGradients {
         for (int r = 0; r < 2; ++r) slope[r] *= shrink[r];
         pack_codes(ds, ds_codes);
       }
-      // The starts of the next tile, while no product is in flight: ptxas would insert a wait before them. dV takes less
-      // time than dS.
+      // The starts of the next tile, while no product is in flight: ptxas would insert a wait before them. By now dV
+      // is usually complete.
       ring.advance();
       ptx::wgmma_wait<0>();
       ptx::pin(dv);
@@ -457,7 +457,8 @@ struct QueryGradients {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
           const int key = tile * kBlockN + i / 4 * 8 + 2 * quad + i % 2;
-          const int last = Cfg::kCausal ? min(params.kv_len - 1, first_query + row + 8 * (i / 2 % 2)) : params.kv_len - 1;
+          const int last =
+              Cfg::kCausal ? min(params.kv_len - 1, first_query + row + 8 * (i / 2 % 2)) : params.kv_len - 1;
           if (key > last) p[i] = -CUDART_INF_F;
         }
       }
