@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+COMPILED := .venv/.compiled
 
 # As many processes as cores, a thread in each.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
@@ -19,12 +20,12 @@ HAS_GPU := import sys; from cuda.bindings import driver; sys.exit(int(driver.cuI
 judge validate: $(READY)
 	$(BIN)/greenfast judge fp8_sdpa
 
-test: $(READY)
+test: $(COMPILED)
 	$(PYTEST) --numprocesses auto -m "not gpu and not slow"
 	@if $(BIN)/python -c "$(HAS_GPU)" 2>/dev/null; then $(MAKE) test-gpu; else echo "no GPU here: make test-gpu was left out"; fi
 
 # The tests of Triton on CPU tensors. Triton is large (0.3 GB) and in no other test's way, so it has a folder of its own.
-test-triton: $(READY)
+test-triton: $(COMPILED)
 	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target .venv/triton triton==3.9.0
 	@# One process: another one would take half of the tests' time to import torch and Triton.
 	PYTHONPATH=.venv/triton TRITON_CACHE_DIR=.venv/triton-cache $(PYTEST) --numprocesses 1 -m "not gpu and not slow" $(TRITON_TESTS)
@@ -52,6 +53,11 @@ lint: $(READY)
 
 clean:
 	rm -rf .venv build dist site docs/generated .mypy_cache .pytest_cache .ruff_cache
+
+# The bytecode of what tests import, once: processes that begin together would each compile it, 20 s of CPU.
+$(COMPILED): $(READY)
+	@$(PYTEST) --collect-only --quiet > /dev/null || true
+	@touch $@
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 10) <= v <= (3, 13) and "greenfast needs Python 3.10 to 3.13, but $(PYTHON) is %d.%d; name another, as in: make PYTHON=python3.12" % v)'
