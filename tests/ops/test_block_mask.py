@@ -195,9 +195,12 @@ def make_arguments() -> tuple[Tensor, ...]:
     return make_dense(1, 2, 300, 400), torch.tensor([[[1, 4, 2], [0, 2, 3]]]), indices, documents(300)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
-    compiled = COMPILE(run_all, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+@pytest.mark.parametrize(
+    ("dynamic", "backend"),
+    [(False, "aot_eager"), (True, "eager"), pytest.param(True, "aot_eager", marks=pytest.mark.slow)],
+)
+def test_compiled(dynamic: bool, backend: str) -> None:
+    compiled = COMPILE(run_all, fullgraph=True, backend=backend, dynamic=dynamic)
     arguments = make_arguments()
     for found, wanted in zip(compiled(*arguments), run_all(*arguments), strict=True):
         assert torch.equal(found, wanted)

@@ -65,8 +65,18 @@ def part(c: Case, b: int, rows: slice) -> Case:
     )
 
 
-@pytest.mark.parametrize("scales", ["token", "head"])
-@pytest.mark.parametrize("options", [{}, {"window": (300, 0), "sinks": True, "softcap": 20.0}], ids=["plain", "all"])
+MORE = {"window": (300, 0), "sinks": True, "softcap": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        pytest.param({}, "token", id="plain-token"),
+        pytest.param(MORE, "head", id="all-head"),
+        pytest.param({}, "head", id="plain-head", marks=pytest.mark.slow),
+        pytest.param(MORE, "token", id="all-token", marks=pytest.mark.slow),
+    ],
+)
 def test_decode_equals_prefill_bit_for_bit(
     scales: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,7 +204,7 @@ def test_an_empty_batch_has_no_work() -> None:
         assert all(len(b) == 0 for b in plan.blocks)
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])  # wide: 40,000 rows, below
 def test_two_thousand_sequences(wide: bool) -> None:
     generator = np.random.default_rng(5)
     lengths = [
