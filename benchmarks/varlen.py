@@ -1,6 +1,7 @@
 """Packed sequences without a cache: ``greenfast.varlen_attn`` beside equal sequences in ``sdpa`` and FlashAttention.
 
 python -m benchmarks varlen [--json FILE]     on a Hopper GPU
+python -m benchmarks varlen --fixed-tiles [--json FILE]     instead, what GREENFAST_BATCH_INVARIANT costs ``sdpa``
 
 Each case is timed interleaved in one process, as graphs of calls from bfloat16 tensors. Errors are relative
 (Frobenius), against attention in float64 of two heads.
@@ -11,7 +12,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
+from greenfast.judge.report.formatting import table
+from greenfast.kernels.attention import heuristics
 
 #: Query heads, KV heads, head dim.
 HEADS = ((32, 8, 128), (64, 8, 64), (16, 8, 256))
@@ -33,6 +38,8 @@ CASES = {
     "12 of 33 to 4000": (4000, 120, 2500, 60, 900, 3100, 33, 1800, 700, 2048, 512, 611),
 }
 WINDOW_TOKENS, WINDOWS = 32768, (1024, 4096)
+#: Batch, query heads, length: from a small part of a GPU to many times its blocks.
+FIXED_TILES = ((1, 8, 1024), (1, 32, 1024), (1, 32, 4096), (4, 32, 4096), (1, 32, 16384))
 _FA3 = "fa3_fwd_interface"
 varlen_attn: Any = greenfast.varlen_attn
 
@@ -91,12 +98,46 @@ def measure_error(tensors: Sequence[Tensor], lengths: Sequence[int]) -> float:
     return math.sqrt(difference / norm)
 
 
+def time_fixed_tiles(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> dict[str, Any]:
+    """Time ``sdpa`` with the tiles that are chosen for the call, and with those that any batch has."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, fixed, scale in (("chosen", False, 0.1), ("fixed", True, 0.11)):  # two scales are two plans
+        heuristics.BATCH_INVARIANT = fixed
+        calls[name] = partial(greenfast.sdpa, q, k, v, is_causal=causal, scale=scale)
+        calls[name]()
+    heuristics.BATCH_INVARIANT = False
+    return {"shape": [batch, heads, length, head_dim], "causal": causal, "us": time_calls(calls)}
+
+
+def render_fixed_tiles(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of the times with fixed tiles, as multiples of those with chosen ones, and its source."""
+    parts = []
+    for record in records:
+        ratios = {(*row["shape"], row["causal"]): row["us"]["fixed"] / row["us"]["chosen"] for row in record["rows"]}
+        shapes = dict.fromkeys(shape[:3] for shape in ratios)
+        kinds = dict.fromkeys(shape[3:] for shape in ratios)
+        header = ("batch, heads, length", *(f"D {dim}{', causal' if causal else ''}" for dim, causal in kinds))
+        rows = [(" x ".join(map(str, shape)), *(f"{ratios[shape + kind]:.2f}" for kind in kinds)) for shape in shapes]
+        sha = record["git"]["sha"][:10]
+        parts.append(f"{table(header, rows)}\n\nMeasured on {record['device']}; commit {sha}.")
+    return "\n\n".join(parts)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the times, and write the record if asked to."""
     parser = make_parser("varlen", __doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.add_argument("--fixed-tiles", action="store_true", help="time sdpa with the tiles of any batch instead")
     args = parser.parse_args(argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    if args.fixed_tiles:
+        rows = []
+        for (batch, heads, length), head_dim, causal in product(FIXED_TILES, (64, 128, 256), (False, True)):
+            rows.append(time_fixed_tiles(batch, heads, length, head_dim, causal))
+            print(rows[-1], flush=True)
+        return write_measurements(args.json, "fixed_tiles", torch.cuda.get_device_name(), rows=rows)
     times, windows, errors = [], [], []
     for heads in HEADS:
         tensors = make_tensors(heads, TOKENS)

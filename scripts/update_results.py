@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks import block, parallel_page, quality
+from benchmarks import block, parallel_page, quality, varlen
 from benchmarks.emulator_against_gpu import counts_table
 from benchmarks.freshness import current_part, freshness
 from benchmarks.pictures import DESCRIPTION, digest_numbers, draw_speed, format_gains
@@ -286,6 +286,7 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
         (QUALITY_PAGE, "quality", QUALITY_RECORD, quality.render_page),
         (BLOCK_PAGE, "block", BLOCK_RECORD, block.render_page),
         (BLOCK_PAGE, "block-models", BLOCK_MODELS_RECORD, models_table),
+        ("docs/masks.md", "fixed-tiles", "evidence/fixed-tiles-h100.json", varlen.render_fixed_tiles),
     ):
         records = [read_json(file, dict[str, Any], "record") for file in sorted(root.glob(pattern))]
         if records:

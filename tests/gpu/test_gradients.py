@@ -51,6 +51,46 @@ def test_within_three_times_the_error_of_16_bits(kind: str, dtype: torch.dtype) 
             assert error(mine, wanted, grad) <= bound(other, wanted, grad), (sizes, name)
 
 
+#: Kind of inputs -> largest error of a gradient in 8 bits; docs/training.md has those of more kinds.
+IN_8_BITS = {"normal": 0.07, "uniform": 0.07, "biased 3": 0.07, "biased 30": 0.1, "outliers": 0.15, "logits 4": 0.2}
+SIZES_8_BITS = (
+    Sizes(300, 300, 128, heads=4, kv_heads=1, causal=1),
+    Sizes(130, 300, 128, causal=1),
+    Sizes(300, 130, 128),
+    Sizes(1000, 1000, 128, causal=1),
+    Sizes(64, 1025, 128),
+)
+
+
+@pytest.mark.parametrize("kind", IN_8_BITS)
+@pytest.mark.parametrize("sizes", SIZES_8_BITS, ids=str)
+def test_in_8_bits(sizes: Sizes, kind: str) -> None:
+    inputs, grad = on_gpu(kind, sizes)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    options = sizes.options() | {"precision": "int8", "backward": "8bit"}
+    found = gradients(lambda *x: sdpa(*x, **options), inputs, grad)
+    again = gradients(lambda *x: sdpa(*x, **options), strided, grad)
+    wanted = of_reference(grad, *inputs, sizes.causal, sizes.head_dim**-0.5)
+    for name, x, mine, same, exact in zip("qkv", strided, found, again, wanted, strict=True):
+        assert error(mine, exact, grad) < IN_8_BITS[kind], name
+        assert torch.equal(mine, same)
+        assert same.stride() == x.stride()
+
+
+def test_compiled_and_zero_gradients_in_8_bits() -> None:
+    inputs, grad = on_gpu("normal", SIZES_8_BITS[0])
+    options = SIZES_8_BITS[0].options() | {"precision": "int8", "backward": "8bit"}
+    wanted = gradients(lambda *x: sdpa(*x, **options), inputs, grad)
+    compiled: Any = torch.compile(lambda *x: sdpa(*x, **options), fullgraph=True)
+    for mine, theirs in zip(gradients(compiled, inputs, grad), wanted, strict=True):
+        assert torch.equal(mine, theirs)
+    grad[:, :, 100:] = 0.0
+    found = gradients(lambda *x: sdpa(*x, **options), inputs, grad)
+    assert not found[0][:, :, 100:].any()
+    zeros = gradients(lambda *x: sdpa(*x, **options), inputs, torch.zeros_like(grad))
+    assert not any(x.any() for x in zeros)
+
+
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_of_pytorchs_kernels(sizes: Sizes, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,44 +50,51 @@ class _Node(torch.autograd.Function):
         )
 
 
+#: Arguments of _AttentionNode before those of the call.
+_NODE_OPTIONS = 7
+
+
 class _AttentionNode(_Node):
     """Attention of query, key and value, with gradients on the unquantized inputs.
 
     backward: the operator of the gradients, one for each of ``inputs``. Its arguments are the gradient of the output,
-    the inputs before ``first``, and the arguments from ``first`` on. inputs: the positions of the arguments with
-    gradients, tensors or None. public: the public function, for errors.
+    the inputs before ``first``, with ``keeps`` the results of the operator, and the arguments from ``first`` on.
+    inputs: the positions of the arguments with gradients, tensors or None. public: the public function, for errors.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, op: Any, keys: Any, backward: str, first: int, inputs: tuple[int, ...], public: str, *args: Any
-    ) -> Any:
+        ctx: Any, op: Any, keys: Any, backward: str, first: int, inputs: tuple[int, ...], public: str, keeps: bool,
+        *args: Any,
+    ) -> Any:  # fmt: skip
         ctx.name, ctx.of, ctx.first, ctx.inputs = public, backward, first, inputs
         ctx.options = [None if i in inputs else x for i, x in enumerate(args)]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_MARK, *[args[i] for i in inputs])
-        return _redispatch_in_node(op, keys, args)
+        results = _redispatch_in_node(op, keys, args)
+        ctx.save_for_backward(_MARK, *[args[i] for i in inputs], *(results if keeps else ()))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, grad_lse = (*grads, None)[:2]
         _, *saved = ctx.saved_tensors
         args = [*ctx.options]
-        for i, x in zip(ctx.inputs, saved, strict=True):
+        kept = saved[len(ctx.inputs) :]
+        for i, x in zip(ctx.inputs, saved, strict=False):
             args[i] = x
         grads_in: list[Tensor | None] = [None] * len(args)
         if grad is not None:
             before = [args[i] for i in ctx.inputs if i < ctx.first]
-            results = getattr(torch.ops.greenfast, ctx.of)(grad, *before, *args[ctx.first :])
+            results = getattr(torch.ops.greenfast, ctx.of)(grad, *before, *kept, *args[ctx.first :])
             for i, result in zip(ctx.inputs, results, strict=True):
                 grads_in[i] = None if args[i] is None else result
         if grad_lse is not None:
-            needed = [i for i in ctx.inputs if ctx.needs_input_grad[6 + i]]
+            needed = [i for i in ctx.inputs if ctx.needs_input_grad[_NODE_OPTIONS + i]]
             refused = _refuse_gradients(_LSE_MESSAGE, [True] * len(needed), [args[i].shape for i in needed], grad_lse)
             for i, zeros in zip(needed, refused, strict=True):
                 own = grads_in[i]
                 grads_in[i] = zeros if own is None or zeros is None else own + zeros
-        return (*[None] * 6, *grads_in)
+        return (*[None] * _NODE_OPTIONS, *grads_in)
 
 
 class _NoGradientNode(_Node):
@@ -173,17 +180,17 @@ def _build_autocast_kernel(op: Any) -> Callable[..., Any]:
 
 def register(
     library: Any, name: str, message: str | None, backward: str = "sdpa_backward", first: int = 4,
-    inputs: tuple[int, ...] = (0, 1, 2), public: str = "greenfast.sdpa",
+    inputs: tuple[int, ...] = (0, 1, 2), public: str = "greenfast.sdpa", keeps: bool = False,
 ) -> None:  # fmt: skip
     """Register the kernels of ``torch.ops.greenfast.<name>``.
 
     message: the error for a gradient that reaches the results, beginning with the public name and a colon. None for an
-    operator with gradients. These come from ``backward``; it, ``first``, ``inputs`` and ``public`` are as for
-    ``_AttentionNode``.
+    operator with gradients. These come from ``backward``; it, ``first``, ``inputs``, ``public`` and ``keeps`` are as
+    for ``_AttentionNode``.
     """
     op = getattr(torch.ops.greenfast, name).default
     kernel = (
-        _build_autograd_kernel(op, _AttentionNode, backward, first, inputs, public)
+        _build_autograd_kernel(op, _AttentionNode, backward, first, inputs, public, keeps)
         if message is None
         else _build_autograd_kernel(op, _NoGradientNode, message)
     )

@@ -1,4 +1,4 @@
-"""A prototype: gradients of attention by 8-bit products on Hopper, head dim 128. Not part of the public API.
+"""Gradients of attention by 8-bit products on Hopper, head dim 128: ``sdpa(..., backward="8bit")``.
 
 ``compute_gradients`` is ``quantize``, which converts Q, K, V and dO to codes, and ``launch``, which computes the
 gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training.md describes the
@@ -16,6 +16,7 @@ from torch import Tensor
 from greenfast.kernels.attention import backward as kernels
 from greenfast.kernels.attention.config import KEY_ORDER, Stride3, padded_keys
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep
+from greenfast.ops.layout import make_tma_compatible
 from greenfast.ops.reference import build_rotation
 
 _LOG2_E = math.log2(math.e)
@@ -191,6 +192,26 @@ def compute_gradients(
     codes = quantize(query, key, value, out, lse, grad, scale)
     dq, dk, dv = launch(codes, query.shape[2], key.shape[2], causal)
     return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
+
+
+def sdpa_kept_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
+
+    causal: 0 or 1. Several heads of Q may share one of K and V: each gets gradients of its own, which are then added.
+    """
+    by_query, by_key, by_value = (torch.empty_like(x) for x in (query, key, value))
+    if not (query.numel() and key.numel()):
+        return by_query.zero_(), by_key.zero_(), by_value.zero_()
+    share = query.shape[1] // key.shape[1]
+    inputs = (query, *(x.repeat_interleave(share, 1) if share > 1 else x for x in (key, value)), out)
+    q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in inputs)
+    g = make_tma_compatible(grad, unique_rows=True)
+    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), causal == 1, scale)
+    if share > 1:
+        dk, dv = (x.unflatten(1, (-1, share)).float().sum(2) for x in (dk, dv))
+    return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
 
 
 @cache

@@ -269,10 +269,11 @@ def _has_masks(query: Tensor, gpu: Target | None) -> bool:
     """Return whether the kernels of the target, or of the query's device, have masks that are not causal."""
     if gpu is not None:
         return gpu.name == routing_rules.TARGET
-    return not query.is_cuda or _is_hopper(query.get_device())
+    return not query.is_cuda or is_hopper(query.get_device())
 
 
-def _is_hopper(device: int) -> bool:
+def is_hopper(device: int) -> bool:
+    """Return whether a GPU by its number is one that the Hopper kernels run on."""
     try:
         return bool(torch_ops.load_cuda().get_target(device).name == routing_rules.TARGET)
     except NotImplementedError:  # too old for any kernel; the refusal comes later
@@ -280,13 +281,13 @@ def _is_hopper(device: int) -> bool:
 
 
 def _is_measured_device(device: int) -> bool:
-    return _is_hopper(device) and bool(routing_rules.load_data()["rules"])
+    return is_hopper(device) and bool(routing_rules.load_data()["rules"])
 
 
 # Constants of a graph, as _traced_kernel's; torch.compile would trace into a cached function.
 _get_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_measured_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_fused_allowed() -> bool:

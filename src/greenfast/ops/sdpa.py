@@ -64,7 +64,7 @@ from greenfast.ops.quantized import (
     check_choice,
     check_tensors,
 )
-from greenfast.ops.routing import explain
+from greenfast.ops.routing import explain, is_hopper
 from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
@@ -80,6 +80,10 @@ _NO_MEAN_SCORES = (
     "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
     "with subtract_key_mean=False"
 )
+Backward = Literal["16bit", "8bit", "auto"]
+BACKWARDS = ("16bit", "8bit", "auto")
+#: Queries and keys from which on the backward pass in 8 bits was measured to be faster.
+_LONG = 8192
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -89,7 +93,7 @@ def sdpa(
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[False] = ..., float32_as: torch.dtype | None = ...,
     window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
-    skip_threshold: float = ...,
+    skip_threshold: float = ..., backward: Backward = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def sdpa(
@@ -97,7 +101,7 @@ def sdpa(
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, precision: AutoPrecision = ...,
     causal_alignment: Alignment = ..., return_lse: Literal[True], float32_as: torch.dtype | None = ...,
     window: Sequence[int] = ..., softcap: float = ..., sinks: Tensor | None = ..., kv_lengths: Tensor | None = ...,
-    skip_threshold: float = ...,
+    skip_threshold: float = ..., backward: Backward = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sdpa(
     query: Tensor,
@@ -118,6 +122,7 @@ def sdpa(
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     skip_threshold: float = 0.0,
+    backward: Backward = "16bit",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FP8 attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -156,6 +161,10 @@ def sdpa(
     tensors, and no tile is skipped in them; the backward pass recomputes it in 16 bits. There is no forward mode and no
     second derivative, and a gradient that reaches the log-sum-exp raises NotImplementedError. sinks have gradients.
     With softcap the backward pass is in float32, which is slower on a GPU.
+    backward: "16bit" as above. "8bit" keeps the output and the log-sum-exp of the forward pass, and computes the five
+    products of the backward pass in int8 and E4M3: see docs/training.md for speed and errors. It is for training on a
+    Hopper GPU in bfloat16 with head dim 128, (B, H, S, D), and causal masks at the first key. On a CPU its gradients
+    are exact. "auto" is "8bit" for such calls with 8,192 queries and keys or more, else "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
@@ -165,9 +174,9 @@ def sdpa(
     if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
         options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if ACTIVE:
-        if options is not NO_OPTIONS:
+        if options is not NO_OPTIONS or backward == "8bit":
             raise NotImplementedError(
-                "window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel"
+                "window, softcap, sinks, kv_lengths, skip_threshold, backward: not inside a context_parallel"
             )
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
@@ -178,7 +187,16 @@ def sdpa(
             sdpa, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             precision=precision, causal_alignment=causal_alignment, return_lse=return_lse, float32_as=float32_as,
             window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
+            backward=backward,
         )  # fmt: skip
+    if backward != "16bit":
+        check_choice("backward", backward, BACKWARDS)
+        simple = options is NO_OPTIONS and attn_mask is None and parse_dropout(dropout_p) == 0.0 and not return_lse
+        kept = _sdpa_kept(
+            query, key, value, simple, parse_causal(is_causal, causal_alignment), scale, enable_gqa, precision, backward
+        )  # fmt: skip
+        if kept is not None:
+            return kept
     # The common case is checked inline, because function calls would double the host time.
     if causal_alignment == "upper_left" and (is_causal is False or is_causal is True):
         causal = 1 if is_causal else 0
@@ -221,10 +239,7 @@ def sdpa(
         replayed = replay(SDPA_CACHE, (query, key, value, precision, causal, scale, enable_gqa), query)
         if replayed is not None:
             return replayed[0]  # type: ignore[no-any-return]
-    if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
-        query, key, value = (
-            x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
-        )
+    query, key, value = _cast_for_autocast(query, key, value)
     if not (plain and is_canonical(query, key, value, enable_gqa)):
         return _canonicalized_sdpa(
             query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision, return_lse,
@@ -243,6 +258,49 @@ def sdpa(
         launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)
         SDPA_CACHE.put((query, key, value, precision, causal, scale, enable_gqa), launch)
     return result
+
+
+def _cast_for_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the tensors as autocast does, if it is enabled for query's device."""
+    if not (isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu")):
+        return query, key, value
+    q, k, v = (x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value))
+    return q, k, v
+
+
+def _sdpa_kept(
+    query: Tensor, key: Tensor, value: Tensor, simple: bool, causal: int, scale: float | None, enable_gqa: bool,
+    precision: AutoPrecision, backward: Backward,
+) -> Tensor | None:  # fmt: skip
+    """Compute ``sdpa`` with a backward pass in 8 bits. None if no gradient is required or "auto" does not choose it.
+
+    simple: without masks, other options and a log-sum-exp. Raises NotImplementedError for other calls.
+    """
+    check_flag("enable_gqa", enable_gqa)
+    query, key, value = _cast_for_autocast(query, key, value)
+    reason = ""
+    if not simple:
+        reason = "masks, score options, dropout and return_lse have gradients in 16 bits only"
+    elif causal == 2:
+        reason = 'causal_alignment="lower_right" has gradients in 16 bits only'
+    elif precision not in PRECISIONS:
+        reason = (
+            f"precision {precision!r} has gradients in 16 bits only; allowed are {', '.join(map(repr, PRECISIONS))}"
+        )
+    elif not is_canonical(query, key, value, enable_gqa) or query.dtype != torch.bfloat16 or query.shape[3] != 128:
+        reason = "query, key and value must be bfloat16 tensors (B, H, length, 128) on one device"
+    elif query.is_cuda and not is_hopper(query.get_device()):
+        reason = "the GPU has no such kernels; they need an H100 or H200"
+    if backward == "auto" and (
+        reason or not (is_certain(query.shape[2] >= _LONG) and is_certain(key.shape[2] >= _LONG))
+    ):
+        return None
+    if reason:
+        raise NotImplementedError(f'backward="8bit": {reason}{_format_shapes(query, key, value)}')
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        return None
+    out, _ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, 128))
+    return out  # type: ignore[no-any-return]
 
 
 def _sdpa_auto(

@@ -37,6 +37,11 @@ _SCHEMAS = {
     "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
     "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
+    "sdpa_kept_backward": (
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, str precision, int causal, float scale) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
     "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
 }
@@ -138,6 +143,25 @@ def _sdpa_lse_cpu(
     return empty_rows(query, query.shape[3]).copy_(out), lse
 
 
+def _sdpa_kept_backward_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, precision: str, causal: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
+    return reference.compute_gradients(grad, query, key, value, causal, scale)
+
+
+def _sdpa_kept_backward_cuda(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, precision: str, causal: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    quantized: Any = importlib.import_module("greenfast.ops.quantized_backward")
+    gradients: tuple[Tensor, Tensor, Tensor] = quantized.sdpa_kept_backward(
+        grad, query, key, value, out, lse, causal, scale
+    )
+    return gradients
+
+
 def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
     return reference.compute_mean_scores(query, key_mean, rotated=rotated)
 
@@ -211,6 +235,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
     "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
     "sdpa_backward": (reference.compute_gradients, sdpa_backward, infer_gradients),
+    "sdpa_kept": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
+    "sdpa_kept_backward": (_sdpa_kept_backward_cpu, _sdpa_kept_backward_cuda, infer_gradients),
     "mean_scores": (
         _mean_scores,
         _mean_scores,
@@ -221,26 +247,36 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
 #: The error for a gradient that reaches the results of an operator; None for an operator with gradients.
 _CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
 CODES_REFUSAL = f"greenfast.attention: {_CODES}"
+_NOT_TWICE = (
+    "greenfast.sdpa: its gradients are not differentiable; for second derivatives use PyTorch's attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 _REFUSALS = {
     "quantize": f"greenfast.quantize: {_CODES}",
     "attention": CODES_REFUSAL,
     "attention_lse": CODES_REFUSAL,
     "sdpa": None,
     "sdpa_lse": None,
-    "sdpa_backward": "greenfast.sdpa: its gradients are not differentiable; for second derivatives use PyTorch's "
-    "attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    "sdpa_kept": None,
+    "sdpa_backward": _NOT_TWICE,
+    "sdpa_kept_backward": _NOT_TWICE,
     "mean_scores": f"greenfast.quantize: {_CODES}",
     "refuse_gradient": "greenfast: a gradient that is refused has none",
 }
 
 for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
-    autograd.register(LIBRARY, _name, _REFUSALS[_name])
+    if _name == "sdpa_kept":
+        autograd.register(LIBRARY, _name, None, "sdpa_kept_backward", 3, keeps=True)
+    else:
+        autograd.register(LIBRARY, _name, _REFUSALS[_name])
     _rule = (
         _vmap_refuse_gradient if _name == "refuse_gradient" else build_vmap_rule(getattr(torch.ops.greenfast, _name))
     )
     torch.library.register_vmap(f"greenfast::{_name}", _rule, lib=LIBRARY)
-for _name, _layout in product(("quantize", "sdpa", "sdpa_lse"), ("Sparse", "SparseCsr", "Mkldnn", "Quantized")):
+for _name, _layout in product(
+    ("quantize", "sdpa", "sdpa_lse", "sdpa_kept"), ("Sparse", "SparseCsr", "Mkldnn", "Quantized")
+):
     for _device in ("CPU", "CUDA"):  # without these the dispatcher's error is a page-long list of registered kernels
         if _layout + _device != "MkldnnCUDA":
             LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
@@ -257,7 +293,7 @@ def register_sdpa_flops(*ops: Any) -> None:
     flop_counter.register_flop_formula(ops)(lambda query, key, *args, **kwargs: _count_flops(2, query, key[2]))
 
 
-register_sdpa_flops(torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse)
+register_sdpa_flops(torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse, torch.ops.greenfast.sdpa_kept)
 
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
@@ -266,7 +302,7 @@ def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
     return _count_flops(2, (*query.shape[:3], head_dim), key_length)
 
 
-@flop_counter.register_flop_formula(torch.ops.greenfast.sdpa_backward)
+@flop_counter.register_flop_formula([torch.ops.greenfast.sdpa_backward, torch.ops.greenfast.sdpa_kept_backward])
 def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
     return _count_flops(5, query, key[2])  # as for PyTorch's backward, without the recomputed forward
 
@@ -321,4 +357,5 @@ ATTENTION = torch.ops.greenfast.attention.default
 ATTENTION_LSE = torch.ops.greenfast.attention_lse.default
 SDPA = torch.ops.greenfast.sdpa.default
 SDPA_LSE = torch.ops.greenfast.sdpa_lse.default
+SDPA_KEPT = torch.ops.greenfast.sdpa_kept.default
 MEAN_SCORES = torch.ops.greenfast.mean_scores.default

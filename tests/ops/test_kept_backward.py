@@ -1,0 +1,115 @@
+"""``sdpa(..., backward="8bit")``: which calls take it, and that its operators behave as PyTorch's do.
+
+On the CPU its gradients are exact; those of the kernels are compared in tests/kernels and tests/gpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import greenfast
+from greenfast.ops import sdpa as operator
+from greenfast.ops import torch_ops
+from tests.ops.gradient_cases import Sizes, case
+
+sdpa: Any = greenfast.sdpa
+compiled: Any = torch.compile
+
+
+def inputs(q_len: int = 40, kv_len: int = 50, **more: Any) -> list[Tensor]:
+    tensors, _ = case("biased 10", Sizes(q_len, kv_len, head_dim=128, **more), torch.bfloat16)
+    return [x.requires_grad_() for x in tensors]
+
+
+def gradients(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    out = sdpa(*tensors, enable_gqa=True, **options)
+    return list(torch.autograd.grad(out.float().square().sum(), tensors))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_results_on_a_cpu_are_those_of_16_bits(causal: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, options = inputs(), {"is_causal": causal, "precision": precision}
+    wanted, out = gradients(tensors, **options), sdpa(*tensors, enable_gqa=True, **options)
+    kept: list[Any] = []
+    op = torch_ops.SDPA_KEPT
+    monkeypatch.setattr(torch_ops, "SDPA_KEPT", lambda *args: kept.append(args) or op(*args))
+    assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
+    found = gradients(tensors, backward="8bit", **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(kept) == 2
+    with torch.no_grad():
+        assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
+    assert len(kept) == 2, "nothing is kept without gradients"
+
+
+def test_the_operators_are_registered_as_pytorch_wants() -> None:
+    q, k, v = inputs(20, 20)
+    parts = ("test_schema", "test_autograd_registration", "test_faketensor")  # others send gradients to its log-sum-exp
+    torch.library.opcheck(torch.ops.greenfast.sdpa_kept.default, (q, k, v, "fp8", 1, 0.1), test_utils=parts)
+    out, lse = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1)
+    call = (out, q.detach(), k.detach(), v.detach(), out, lse, "fp8", 1, 0.1)
+    torch.library.opcheck(torch.ops.greenfast.sdpa_kept_backward.default, call)
+    grad, *_ = torch.autograd.grad(torch.ops.greenfast.sdpa_kept(q, k, v, "fp8", 1, 0.1)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="its gradients are not differentiable"):
+        grad.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_compiled_and_in_checkpoints() -> None:
+    tensors = inputs()
+    wanted = gradients(tensors, backward="8bit")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return sdpa(q, k, v, enable_gqa=True, backward="8bit")
+
+    for function in (compiled(attend, fullgraph=True, backend="aot_eager", dynamic=True), attend):
+        for use_checkpoint in (False, True):
+            out = checkpoint(function, *tensors, use_reentrant=False) if use_checkpoint else function(*tensors)
+            found = torch.autograd.grad(out.float().square().sum(), tensors)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_other_calls_are_refused_by_name() -> None:
+    q, k, v = inputs(40, 40)
+    named = [x.detach() for x in (q, k, v)]
+    for tensors, options, message in (
+        (named, {"backward": "fp8"}, r"backward: 'fp8'; allowed are '16bit', '8bit', 'auto'"),
+        (named, {"kv_lengths": torch.tensor([3])}, "masks, score options, dropout and return_lse"),
+        (named, {"return_lse": True}, "masks, score options, dropout and return_lse"),
+        (named, {"is_causal": True, "causal_alignment": "lower_right"}, "lower_right"),
+        (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
+        ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 128\)"),
+        ([x[..., :64] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 128\).*query \("),
+    ):
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            sdpa(*tensors, **({"enable_gqa": True, "backward": "8bit"} | options))
+
+
+def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    op = torch_ops.SDPA_KEPT
+    monkeypatch.setattr(torch_ops, "SDPA_KEPT", lambda *args: kept.append(args) or op(*args))
+    monkeypatch.setattr(operator, "_LONG", 32)
+    q, k, v = inputs()
+    for tensors, options, taken in (
+        ((q, k, v), {}, True),
+        ((q[:, :, :31], k, v), {}, False),
+        ((q, k, v), {"softcap": 3.0}, False),
+        ((q[..., :64], k[..., :64], v[..., :64]), {}, False),
+    ):
+        sdpa(*tensors, enable_gqa=True, backward="auto", **options)
+        assert len(kept) == taken
+        kept.clear()
+
+
+def test_autocast_casts_first() -> None:
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sdpa(q, k, v, enable_gqa=True, backward="8bit")
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
