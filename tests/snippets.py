@@ -218,5 +218,5 @@ def exists(name: str) -> bool:
 
 def prose_names(text: str) -> list[str]:
     """The names in greenfast that a page's inline code gives."""
-    names = re.findall(r"`[^`\n]*?\b((?:torch\.ops\.)?greenfast(?:\.[A-Za-z_]\w*)+)", without_blocks(text))
+    names = re.findall(r"`[^`\n]*?(?<!/)\b((?:torch\.ops\.)?greenfast(?:\.[A-Za-z_]\w*)+)", without_blocks(text))
     return sorted(set(names))
