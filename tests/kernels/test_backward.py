@@ -23,22 +23,27 @@ SCALE = DIM**-0.5
 LARGEST_ERROR, LARGEST_ROW_ERROR = 0.05, 0.12
 
 
-def draw(heads: int, q_len: int, kv_len: int) -> list[Tensor]:
+def draw(heads: int, kv_heads: int, q_len: int, kv_len: int) -> list[Tensor]:
     """Return Q, K, V and dO, bfloat16 (1, heads, length, 128)."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, n, DIM, generator=generator).bfloat16() for n in (q_len, kv_len, kv_len, q_len)]
+    of_queries, of_keys = (1, heads, q_len, DIM), (1, kv_heads, kv_len, DIM)
+    shapes = (of_queries, of_keys, of_keys, of_queries)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
 def attend(tensors: list[Tensor], causal: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the output and the log-sum-exp of exact attention, and dQ, dK and dV, in float64."""
     q, k, v, g = (x.double() for x in tensors)
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = q @ k.mT * SCALE
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     p = torch.softmax(scores, -1)
     out = p @ v
     ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * SCALE
-    return out, torch.logsumexp(scores, -1), [ds @ k, ds.mT @ q, p.mT @ g]
+    dk, dv = (x.view(1, -1, group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ g))
+    return out, torch.logsumexp(scores, -1), [ds @ k, dk, dv]
 
 
 def emulate(source: KernelSource, plan: Launch, buffers: dict[str, np.ndarray], outputs: dict[str, OutputSpec]) -> None:
@@ -52,15 +57,16 @@ def emulate(source: KernelSource, plan: Launch, buffers: dict[str, np.ndarray], 
 
 def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool) -> list[Tensor]:
     """Return dQ, dK and dV, float64 (1, heads, length, 128), of the kernels on the emulator."""
-    heads = len(codes["q"])
+    heads, kv_heads = len(codes["q"]), len(codes["k"])
     buffers = {name: x.numpy() for name, x in codes.items()}
-    lengths = {"dq": q_len, "dk": kv_len, "dv": kv_len}
-    specs = {name: OutputSpec((heads, n, DIM), "uint16") for name, n in lengths.items()}
+    shapes = {"dq": (heads, q_len), "dk": (kv_heads, kv_len), "dv": (kv_heads, kv_len)}
+    specs = {name: OutputSpec((*shape, DIM), "uint16") for name, shape in shapes.items()}
     of_keys = {name: specs[name] for name in ("dk", "dv")}
-    emulate(backward.keys_kernel(causal), backward.keys_launch(heads, q_len, kv_len), buffers, of_keys)
-    plan = backward.queries_launch(heads, q_len, kv_len)
+    plan = backward.keys_launch(heads, kv_heads, q_len, kv_len)
+    emulate(backward.keys_kernel(causal), plan, buffers, of_keys)
+    plan = backward.queries_launch(heads, kv_heads, q_len, kv_len)
     emulate(backward.queries_kernel(causal), plan, buffers, {"dq": specs["dq"]})
-    return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in lengths]
+    return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in shapes]
 
 
 def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
@@ -71,12 +77,17 @@ def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_len", "kv_len", "causal"),
-    [(1, 200, 300, False), (2, 130, 70, True), pytest.param(1, 300, 300, True, marks=pytest.mark.slow)],
+    ("heads", "kv_heads", "q_len", "kv_len", "causal"),
+    [
+        (1, 1, 200, 300, False),
+        (4, 2, 130, 70, True),
+        pytest.param(1, 1, 300, 300, True, marks=pytest.mark.slow),
+        pytest.param(2, 1, 100, 200, False, marks=pytest.mark.slow),
+    ],
 )
-def test_gradients_follow_float64(heads: int, q_len: int, kv_len: int, causal: bool) -> None:
+def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len: int, causal: bool) -> None:
     """The lengths are no multiples of a tile, and with a mask some tiles have no visible key."""
-    tensors = draw(heads, q_len, kv_len)
+    tensors = draw(heads, kv_heads, q_len, kv_len)
     out, lse, exact = attend(tensors, causal)
     q, k, v, g = tensors
     codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE)
@@ -88,7 +99,7 @@ def test_gradients_follow_float64(heads: int, q_len: int, kv_len: int, causal: b
 
 def test_each_key_has_its_scale() -> None:
     """A key with a weight of almost 1 leaves about 1e-7 to each other one, and rows of dO differ by a factor of 1e6."""
-    q, k, v, g = draw(1, 128, 128)
+    q, k, v, g = draw(1, 1, 128, 128)
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[..., 5, 0] = 24.0
     g[..., :64, :] *= 1e-6
@@ -112,7 +123,7 @@ def test_each_key_has_its_scale() -> None:
 
 def test_the_quantizer_writes_the_defined_codes() -> None:
     q_len, kv_len = 70, 140
-    q, k, v, g = draw(1, q_len, kv_len)
+    q, k, v, g = draw(2, 1, q_len, kv_len)
     k += 2.0
     g[..., 5, :] = 0.0
     g[..., 7, :] *= 1e-3
@@ -121,13 +132,15 @@ def test_the_quantizer_writes_the_defined_codes() -> None:
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
     buffers["lse"] = lse.float().numpy()
     measured = {"k_mean": OutputSpec((1, DIM), "float32"), "amax": OutputSpec((2, 1, 2), "float32")}
-    lengths = {"q": q_len, "k": kv_len, "v": kv_len, "grad": q_len}
-    specs = {name: OutputSpec((1, n, DIM), "uint8") for name, n in lengths.items()}
-    specs |= {f"{name}_t": OutputSpec((1, DIM, padded_keys(lengths[name])), "uint8") for name in ("q", "k", "grad")}
-    specs |= {"tables": OutputSpec((1, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
+    shapes = {"q": (2, q_len), "k": (1, kv_len), "v": (1, kv_len), "grad": (2, q_len)}
+    specs = {name: OutputSpec((*shape, DIM), "uint8") for name, shape in shapes.items()}
+    for name in ("q", "k", "grad"):
+        heads, length = shapes[name]
+        specs[f"{name}_t"] = OutputSpec((heads, DIM, padded_keys(length)), "uint8")
+    specs |= {"tables": OutputSpec((2, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
     # The first kernel gets the second one's outputs as arguments, and does not use them.
     buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
-    launches = backward.encode_launches(1, 1, q_len, kv_len, SCALE, tuple(x.stride()[:3] for x in inputs))
+    launches = backward.encode_launches(1, 2, 1, q_len, kv_len, SCALE, tuple(x.stride()[:3] for x in inputs))
     for source, plan, outputs in zip(backward.encode_kernels(), launches, (measured, specs), strict=True):
         emulate(source, plan, buffers, outputs)
 

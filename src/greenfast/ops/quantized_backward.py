@@ -39,10 +39,10 @@ def encode(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers that the backward kernels read (kernels/attention/backward.py).
 
-    query, out, grad: (B, H, S, 128); key, value: (B, H, KV, 128). lse: natural logarithms, float32 (B, H, S).
-    scale: of the scores. mean: the vector that is subtracted from the keys, (B, H, 128); by default their mean. Int8
-    codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each head of K
-    and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, times 4.
+    query, out, grad: (B, H, S, 128); key, value: (B, HK, KV, 128); HK divides H. lse: natural logarithms, float32
+    (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, 128); by default their
+    mean. Int8 codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
+    head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, times 4.
     """
     q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
     q_len, head_dim = q.shape[1:]
@@ -52,7 +52,9 @@ def encode(
     rotated_q, rotated_k, rotated_v, rotated_g = (x @ rotation for x in (q, k, v, g))
 
     k_scale, v_scale = (_replace_zero(x.abs().amax((-2, -1)) / _INT8_MAX) for x in (rotated_k, rotated_v))
-    of_scores = k_scale.unsqueeze(-1) * (scale * _LOG2_E)  # (heads, 1)
+    group = len(q) // len(k)
+    q_means, q_v_scale = means.repeat_interleave(group, 0), v_scale.repeat_interleave(group).unsqueeze(-1)
+    of_scores = k_scale.repeat_interleave(group).unsqueeze(-1) * (scale * _LOG2_E)  # (heads, 1)
     tiles = -(-q_len // kernels.ROWS)
     q_scale = _replace_zero(_split_rows(rotated_q, tiles).abs().amax((-2, -1)) / _INT8_MAX)  # (heads, tiles)
     int8_scale = torch.maximum(q_scale, _LEAST_FACTOR / of_scores)
@@ -64,10 +66,10 @@ def encode(
     def expand(x: Tensor) -> Tensor:
         return x.repeat_interleave(kernels.ROWS, 1)[:, :q_len]
 
-    exponent = (lse.flatten(0, 1) - (q * means).sum(-1) * scale) * _LOG2_E - torch.log2(g_scale)
+    exponent = (lse.flatten(0, 1) - (q * q_means).sum(-1) * scale) * _LOG2_E - torch.log2(g_scale)
     score = (exponent + expand(grad_exponent)) / expand(score_factor)
     starts = torch.where((g_max > 0.0) & (exponent > -math.inf), _round_starts(score), _NO_QUERY)
-    weight = (g * o).sum(-1) / (g_scale * v_scale.unsqueeze(-1))
+    weight = (g * o).sum(-1) / (g_scale * q_v_scale)
     tables = q.new_zeros((len(q), tiles, kernels.TABLE_WORDS), dtype=torch.int32)
     half = kernels.ROWS
     tables[..., :half] = _lay_out_starts(starts, tiles, _NO_QUERY)
@@ -134,30 +136,34 @@ def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
     return halves.transpose(3, 4).flatten(2)
 
 
-def _get_code_shapes(heads: int, q_len: int, kv_len: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _get_code_shapes(
+    heads: int, kv_heads: int, q_len: int, kv_len: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's two kernels."""
     dim = kernels.HEAD_DIM
-    rows = {"q": q_len, "k": kv_len, "v": kv_len, "grad": q_len}
-    columns = {"q_t": q_len, "k_t": kv_len, "grad_t": q_len}
+    of_queries, of_keys = (heads, q_len), (kv_heads, kv_len)
+    rows = {"q": of_queries, "k": of_keys, "v": of_keys, "grad": of_queries}
+    columns = {"q_t": of_queries, "k_t": of_keys, "grad_t": of_queries}
     codes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        **{name: ((heads, length, dim), torch.uint8) for name, length in rows.items()},
-        **{name: ((heads, dim, padded_keys(length)), torch.uint8) for name, length in columns.items()},
+        **{name: ((count, length, dim), torch.uint8) for name, (count, length) in rows.items()},
+        **{name: ((count, dim, padded_keys(length)), torch.uint8) for name, (count, length) in columns.items()},
     }
     return codes | {
         "tables": ((heads, -(-q_len // kernels.ROWS), kernels.TABLE_WORDS), torch.int32),
-        "factors": ((heads, 3), torch.float32),
-        "k_mean": ((heads, dim), torch.float32),
-        "amax": ((2, heads, kernels.count_blocks(kv_len)), torch.float32),
+        "factors": ((kv_heads, 3), torch.float32),
+        "k_mean": ((kv_heads, dim), torch.float32),
+        "amax": ((2, kv_heads, kernels.count_blocks(kv_len)), torch.float32),
     }
 
 
 @cache
 def _make_quantize_plan(
-    device: int, batch: int, heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
-) -> LaunchPlan:
-    launches = kernels.encode_launches(batch, heads, q_len, kv_len, scale, strides)
+    device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, scale: float,
+    strides: tuple[Stride3, ...],
+) -> LaunchPlan:  # fmt: skip
+    launches = kernels.encode_launches(batch, heads, kv_heads, q_len, kv_len, scale, strides)
     steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(), launches, strict=True))
-    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, q_len, kv_len))
+    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len))
     return LaunchPlan(device, steps, names)
 
 
@@ -166,18 +172,18 @@ def quantize(
 ) -> dict[str, Tensor]:
     """Return the buffers of ``encode``, on a Hopper GPU, and two that its kernels share.
 
-    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes. The vector that is subtracted from the
-    keys is an estimate of their mean, ``k_mean``.
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous. The vector that is
+    subtracted from the keys is an estimate of their mean, ``k_mean``.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, _ = query.shape
-    kv_len = key.shape[2]
+    kv_heads, kv_len = key.shape[1:3]
     buffers = {
         name: torch.empty(shape, dtype=dtype, device=query.device)
-        for name, (shape, dtype) in _get_code_shapes(batch * heads, q_len, kv_len).items()
+        for name, (shape, dtype) in _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len).items()
     }
     strides = tuple(x.stride()[:3] for x in inputs)
-    plan = _make_quantize_plan(query.get_device(), batch, heads, q_len, kv_len, scale, strides)
+    plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, scale, strides)
     plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])
     return buffers
 
@@ -185,7 +191,7 @@ def quantize(
 def compute_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV, bfloat16 (B, H, length, 128), on a Hopper GPU. Arguments are as for ``quantize``.
+    """Return dQ, dK and dV, bfloat16, of the shapes of Q, K and V, on a Hopper GPU. Arguments are as for ``quantize``.
 
     causal: query i attends to keys 0 .. i.
     """
@@ -199,28 +205,24 @@ def sdpa_kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
-    causal: 0 or 1. Several heads of Q may share one of K and V: each gets gradients of its own, which are then added.
+    causal: 0 or 1. Several heads of Q may share one of K and V.
     """
     by_query, by_key, by_value = (torch.empty_like(x) for x in (query, key, value))
     if not (query.numel() and key.numel()):
         return by_query.zero_(), by_key.zero_(), by_value.zero_()
-    share = query.shape[1] // key.shape[1]
-    inputs = (query, *(x.repeat_interleave(share, 1) if share > 1 else x for x in (key, value)), out)
-    q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in inputs)
-    g = make_tma_compatible(grad, unique_rows=True)
+    g, q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in (grad, query, key, value, out))
     dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), causal == 1, scale)
-    if share > 1:
-        dk, dv = (x.unflatten(1, (-1, share)).float().sum(2) for x in (dk, dv))
     return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
 
 
 @cache
-def _make_plan(device: int, heads: int, q_len: int, kv_len: int, causal: bool, parts: str) -> LaunchPlan:
+def _make_plan(device: int, heads: int, kv_heads: int, q_len: int, kv_len: int, causal: bool, parts: str) -> LaunchPlan:
     steps = []
     if "keys" in parts:
-        steps.append(LaunchStep(kernels.keys_kernel(causal), kernels.keys_launch(heads, q_len, kv_len)))
+        steps.append(LaunchStep(kernels.keys_kernel(causal), kernels.keys_launch(heads, kv_heads, q_len, kv_len)))
     if "queries" in parts:
-        steps.append(LaunchStep(kernels.queries_kernel(causal), kernels.queries_launch(heads, q_len, kv_len)))
+        plan = kernels.queries_launch(heads, kv_heads, q_len, kv_len)
+        steps.append(LaunchStep(kernels.queries_kernel(causal), plan))
     return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS))
 
 
@@ -229,11 +231,12 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, bfloat16 (heads, length, 128), from the buffers of ``encode``, on a Hopper GPU.
 
-    causal: query i attends to keys 0 .. i. parts: the kernels to launch; the gradients of the others are uninitialised.
+    dK and dV are sums over the heads of Q that share a head of K and V. causal: query i attends to keys 0 .. i. parts:
+    the kernels to launch; the gradients of the others are uninitialised.
     """
-    heads, device = codes["q"].shape[0], codes["q"].get_device()
-    lengths = (q_len, kv_len, kv_len)
-    grads = [codes["q"].new_empty((heads, n, kernels.HEAD_DIM), dtype=torch.bfloat16) for n in lengths]
+    heads, kv_heads, device = len(codes["q"]), len(codes["k"]), codes["q"].get_device()
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    grads = [codes["q"].new_empty((*shape, kernels.HEAD_DIM), dtype=torch.bfloat16) for shape in shapes]
     addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads)]
-    _make_plan(device, heads, q_len, kv_len, causal, parts).launch(addresses)
+    _make_plan(device, heads, kv_heads, q_len, kv_len, causal, parts).launch(addresses)
     return grads[0], grads[1], grads[2]

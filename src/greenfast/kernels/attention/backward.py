@@ -2,9 +2,10 @@
 
 The quantizer is ``kernels/quantize/backward.cuh``, the products are ``kernels/attention/sm90/backward.cuh``.
 
-Buffers: ``q``, ``grad`` (of the output), ``k`` and ``v``: int8 codes (heads, length, 128); ``q_t``, ``grad_t`` and
-``k_t``: E4M3 codes (heads, 128, length rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``:
-QueryTable (heads, tiles of 64 queries); ``factors``: float32 (heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
+Heads are those of the batch; several heads of Q may share one of K and V. Buffers: ``q``, ``grad`` (of the output),
+``k`` and ``v``: int8 codes (heads, length, 128); ``q_t``, ``grad_t`` and ``k_t``: E4M3 codes (heads, 128, length
+rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``: QueryTable (heads, tiles of 64 queries);
+``factors``: float32 (kv_heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ using greenfast::ptx::TensorMap;
 
 extern "C" __global__ void __launch_bounds__({tiles.threads}, 1)
 {entry}({maps}, const greenfast::QueryTable* tables, const float* factors,
-        {outputs}, int heads, int q_len, int kv_len) {{
-  greenfast::{body}<Cfg>({{tables, factors, {fields}, heads, q_len, kv_len}}, {names});
+        {outputs}, int group, int q_len, int kv_len) {{
+  greenfast::{body}<Cfg>({{tables, factors, {fields}, group, q_len, kv_len}}, {names});
 }}
 """
 
@@ -137,30 +138,32 @@ def _columns_map(name: str, heads: int, length: int, box: int) -> TensorMap:
     return TensorMap(name, "uint8", (heads, HEAD_DIM, padded), strides, (1, HEAD_DIM, box), box)
 
 
-def keys_launch(heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = KEYS_TILING) -> Launch:
-    """Return the launch of the kernel of dK and dV."""
+def keys_launch(heads: int, kv_heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = KEYS_TILING) -> Launch:
+    """Return the launch of the kernel of dK and dV. heads, kv_heads: over the batch; kv_heads divides heads."""
     return Launch(
-        grid=(-(-kv_len // tiles.rows) * heads, 1, 1),
+        grid=(-(-kv_len // tiles.rows) * kv_heads, 1, 1),
         args=(
-            *(_rows_map(name, heads, kv_len, ROWS) for name in ("k", "v")),
+            *(_rows_map(name, kv_heads, kv_len, ROWS) for name in ("k", "v")),
             *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
             *(_columns_map(name, heads, q_len, ROWS) for name in ("q_t", "grad_t")),
             *("tables", "factors", "dk", "dv"),
-            *(np.int32(n) for n in (heads, q_len, kv_len)),
+            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
         ),
     )
 
 
-def queries_launch(heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = QUERIES_TILING) -> Launch:
-    """Return the launch of the kernel of dQ."""
+def queries_launch(
+    heads: int, kv_heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = QUERIES_TILING
+) -> Launch:
+    """Return the launch of the kernel of dQ. heads, kv_heads: over the batch; kv_heads divides heads."""
     return Launch(
         grid=(-(-q_len // tiles.rows) * heads, 1, 1),
         args=(
             *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
-            *(_rows_map(name, heads, kv_len, tiles.block_n) for name in ("k", "v")),
-            _columns_map("k_t", heads, kv_len, tiles.block_n),
+            *(_rows_map(name, kv_heads, kv_len, tiles.block_n) for name in ("k", "v")),
+            _columns_map("k_t", kv_heads, kv_len, tiles.block_n),
             *("tables", "factors", "dq"),
-            *(np.int32(n) for n in (heads, q_len, kv_len)),
+            *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
         ),
     )
 
@@ -174,12 +177,12 @@ struct Cfg {{
 }};
 
 extern "C" __global__ void __launch_bounds__({threads}, 2)
-{entry}({inputs}, const float* lse, int batch, int heads, int q_len, int kv_len, float softmax_scale,
+{entry}({inputs}, const float* lse, int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
         float* k_mean, float* amax) {{
   greenfast::{body}<Cfg>(
-      {{{fields}, lse, batch, heads, q_len, kv_len, softmax_scale}},
+      {{{fields}, lse, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
       {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_mean, amax}});
 }}
 """
@@ -207,11 +210,11 @@ def count_blocks(length: int) -> int:
 
 
 def encode_launches(
-    batch: int, heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
 ) -> tuple[Launch, Launch]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
-    Further buffers: ``k_mean``, float32 (heads, 128), and ``amax``, float32 (2, heads, blocks of keys).
+    Further buffers: ``k_mean``, float32 (kv_heads, 128), and ``amax``, float32 (2, kv_heads, blocks of keys).
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):
@@ -219,10 +222,10 @@ def encode_launches(
     args: tuple[Argument, ...] = (
         *inputs,
         "lse",
-        *(np.int32(n) for n in (batch, heads, q_len, kv_len)),
+        *(np.int32(n) for n in (batch, heads, kv_heads, q_len, kv_len)),
         np.float32(scale),
         *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_mean", "amax"),
     )
-    of_keys = 2 * batch * heads * count_blocks(kv_len)
+    of_keys = 2 * batch * kv_heads * count_blocks(kv_len)
     of_queries = batch * heads * count_blocks(q_len)
     return Launch((of_keys, 1, 1), args), Launch((of_keys + of_queries, 1, 1), args)

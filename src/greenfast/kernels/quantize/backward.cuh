@@ -14,17 +14,17 @@ namespace greenfast {
 struct BackwardInputs {
   QuantizeInput q, k, v, out, grad;
   const float* lse;  // (batch x heads, q_len), natural logarithms
-  int batch, heads, q_len, kv_len;
+  int batch, heads, kv_heads, q_len, kv_len;
   float softmax_scale;
 };
 
 struct BackwardCodes {
-  unsigned char *q, *k, *v, *grad;    // int8 (batch x heads, length, 128)
-  unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads, 128, length rounded up to 16)
+  unsigned char *q, *k, *v, *grad;    // int8 (batch x heads or kv_heads, length, 128)
+  unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, 128, length rounded up to 16)
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
-  float* factors;                     // (batch x heads, 3)
-  float* k_mean;                      // (batch x heads, 128)
-  float* amax;                        // (2, batch x heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
+  float* factors;                     // (batch x kv_heads, 3)
+  float* k_mean;                      // (batch x kv_heads, 128)
+  float* amax;                        // (2, batch x kv_heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
 };
 
 // The configuration of the quantizer's parts. Cfg: In, kThreads.
@@ -157,10 +157,10 @@ template <class Cfg>
 __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const BackwardCodes& codes) {
   __shared__ BackwardStorage<Cfg> shared;
   using Tile = BackwardTile<Cfg>;
-  const int tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, head_count = p.batch * p.heads;
+  const int tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, head_count = p.batch * p.kv_heads;
   const int head_index = blockIdx.x / tiles % head_count, tile = blockIdx.x % tiles;
   const bool of_keys = blockIdx.x < head_count * tiles;
-  const int b = head_index / p.heads, h = head_index % p.heads;
+  const int b = head_index / p.kv_heads, h = head_index % p.kv_heads;
   const Tile rows(shared, tile);
   const typename Tile::Head head(of_keys ? p.k : p.v, b, h, p.kv_len);
   typename Tile::Rows::Values x;
@@ -191,20 +191,22 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   using Rows = typename Tile::Rows;
   constexpr float kLog2e = 1.4426950408889634f;
   const int kv_tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, q_tiles = (p.q_len + kRowBlock - 1) / kRowBlock;
-  const int head_count = p.batch * p.heads, kind = min(2, static_cast<int>(blockIdx.x) / (head_count * kv_tiles));
+  const int head_count = p.batch * p.kv_heads, kind = min(2, static_cast<int>(blockIdx.x) / (head_count * kv_tiles));
   const int item = blockIdx.x - kind * head_count * kv_tiles, tiles = kind < 2 ? kv_tiles : q_tiles;
-  const int head_index = item / tiles, tile = item % tiles, b = head_index / p.heads, h = head_index % p.heads;
-  const long long kv_first = static_cast<long long>(head_index) * p.kv_len * kBackwardDim;
+  const int heads = kind < 2 ? p.kv_heads : p.heads, head_index = item / tiles, tile = item % tiles;
+  const int b = head_index / heads, h = head_index % heads;
+  const int kv_index = kind < 2 ? head_index : head_index / (p.heads / p.kv_heads);
+  const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * kBackwardDim;
   const long long q_first = static_cast<long long>(head_index) * p.q_len * kBackwardDim;
   const Tile rows(shared, tile);
-  const float* k_amax = codes.amax + head_index * kv_tiles;
+  const float* k_amax = codes.amax + kv_index * kv_tiles;
   const float* v_amax = k_amax + head_count * kv_tiles;
   typename Rows::Values x;
   const auto ignore = [](int, int, const typename Tile::Loaded&) {};
 
   if (kind == 0) {
     const typename Tile::Head head(p.k, b, h, p.kv_len);
-    if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * kBackwardDim + threadIdx.x];
+    if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * kBackwardDim + threadIdx.x];
     const float k_scale = rows.head_scale(k_amax, kv_tiles), v_scale = rows.head_scale(v_amax, kv_tiles);
     if (threadIdx.x < kRowBlock) shared.row_scale[threadIdx.x] = k_scale;
     if (threadIdx.x == 0 && tile == 0) {
@@ -245,7 +247,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const float int8_scale = fmaxf(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
   rows.write_int8(q, x, {int8_scale, int8_scale}, codes.q + q_first);
   if (threadIdx.x % 32 < kQueryBlock) shared.row_scale[warp * kQueryBlock + threadIdx.x % 32] = q_scale;
-  if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * kBackwardDim + threadIdx.x];
+  if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * kBackwardDim + threadIdx.x];
   __syncthreads();
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * kBackwardDim * padded;
   const auto sum_row = [&](float* to, int i, float sum) {  // over the 16 lanes of a row

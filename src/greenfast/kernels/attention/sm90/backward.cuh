@@ -53,9 +53,9 @@ struct QueryTable {
 
 struct BackwardParams {
   const QueryTable* tables;  // (heads, query tiles)
-  const float* factors;      // (heads, 3): of the accumulators of dQ, dK and dV, without the scales in the tables
+  const float* factors;  // (heads / group, 3): of the accumulators of dQ, dK and dV, without the scales in the tables
   __nv_bfloat16 *dq, *dk, *dv;
-  int heads, q_len, kv_len;
+  int group, q_len, kv_len;  // group: heads of Q that share a head of K and V
 };
 
 constexpr int kMagicBits = 0x4b400000;
@@ -205,8 +205,9 @@ struct KeyGradients {
   int weight_exponent[2];  // log2 of the scales of P's rows
   float slope[2];          // scales of dS's rows / those of P's
 
-  __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int tile, int stop_tile,
-                                      Ring<Cfg::kStages>& ring) {
+  // Adds the tiles first_tile .. stop_tile - 1 of `group` heads of Q.
+  __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int first_tile, int stop_tile,
+                                      int group) {
 #pragma unroll
     for (int i = 0; i < kBackwardDim / 2; ++i) dk[i] = dv[i] = 0.0f;
 #pragma unroll
@@ -214,7 +215,9 @@ struct KeyGradients {
       weight_exponent[r] = kWeightExponent;
       slope[r] = 0.0f;
     }
-    if (tile >= stop_tile) return;
+    int tile = first_tile, tiles_left = group * (stop_tile - first_tile);
+    if (tiles_left <= 0) return;
+    Ring<Cfg::kStages> ring;
     const ptx::Operand<128> k(shared.k[warpgroup]), v(shared.v[warpgroup]);
     const ptx::Operand<128> q(shared.stages[0].q), grad(shared.stages[0].grad);
     const ptx::Operand<64> q_t(shared.stages[0].q_t), grad_t(shared.stages[0].grad_t);
@@ -301,12 +304,13 @@ struct KeyGradients {
       ring.advance();
       ptx::wgmma_wait<0>();
       ptx::pin(dv);
-      if (++tile < stop_tile) {
+      if (++tile == stop_tile) tile = first_tile;
+      if (--tiles_left > 0) {
         shared.full[ring.stage].wait(ring.parity);
         load_starts(s, shared.tables[ring.stage].score);
       }
       start_e4m3_product(dk, ds_codes, q_t, offset);
-    } while (tile < stop_tile);
+    } while (tiles_left > 0);
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     ptx::pin(dv);
@@ -329,7 +333,7 @@ struct KeyGradients {
   }
 };
 
-// The body of the dK/dV kernel. Grid: (key blocks of 64 kConsumers keys) x heads, keys first. Block: 128 threads per
+// The body of the dK/dV kernel. Grid: (key blocks of 64 kConsumers keys) x heads of K, keys first. Block: 128 threads per
 // consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, 128) of K, V, Q and dO, and E4M3 codes
 // (heads, 128, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
 template <class Cfg>
@@ -344,7 +348,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
   constexpr int kBlockKeys = kBackwardRows * Cfg::kConsumers;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
   const int key_blocks = (p.kv_len + kBlockKeys - 1) / kBlockKeys;
-  const int head = blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
+  const int kv_head = blockIdx.x / key_blocks, block_key = blockIdx.x % key_blocks * kBlockKeys;
   const int tiles = (p.q_len + kBackwardRows - 1) / kBackwardRows;
   const int first_tile = Cfg::kCausal ? min(tiles, block_key / kBackwardRows) : 0;
   if (threadIdx.x == 0) {
@@ -361,34 +365,29 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
     if (threadIdx.x % 128 != 0) return;
     shared.kv_full.arrive_expect(2 * kBlockKeys * kBackwardDim);
     for (int w = 0; w < Cfg::kConsumers; ++w) {
-      ptx::tma_load_3d(shared.k[w], k_map, shared.kv_full, 0, block_key + w * kBackwardRows, head);
-      ptx::tma_load_3d(shared.v[w], v_map, shared.kv_full, 0, block_key + w * kBackwardRows, head);
+      ptx::tma_load_3d(shared.k[w], k_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
+      ptx::tma_load_3d(shared.v[w], v_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
     }
     Ring<Cfg::kStages> ring;
-    for (int tile = first_tile; tile < tiles; ++tile, ring.advance()) {
-      const int s = ring.stage, query = tile * kBackwardRows;
-      ptx::Mbarrier& full = shared.full[s];
-      shared.empty[s].wait(ring.parity ^ 1);
-      full.arrive_expect(sizeof(shared.stages[s]) + sizeof(QueryTable));
-      ptx::tma_load_3d(shared.stages[s].q, q_map, full, 0, query, head);
-      ptx::bulk_load(&shared.tables[s], p.tables + head * tiles + tile, sizeof(QueryTable), full);
-      ptx::tma_load_3d(shared.stages[s].grad, grad_map, full, 0, query, head);
-      ptx::tma_load_3d(shared.stages[s].grad_t, grad_t_map, full, query, 0, head);
-      ptx::tma_load_3d(shared.stages[s].q_t, q_t_map, full, query, 0, head);
+    for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
+      for (int tile = first_tile; tile < tiles; ++tile, ring.advance()) {
+        const int s = ring.stage, query = tile * kBackwardRows;
+        ptx::Mbarrier& full = shared.full[s];
+        shared.empty[s].wait(ring.parity ^ 1);
+        full.arrive_expect(sizeof(shared.stages[s]) + sizeof(QueryTable));
+        ptx::tma_load_3d(shared.stages[s].q, q_map, full, 0, query, head);
+        ptx::bulk_load(&shared.tables[s], p.tables + head * tiles + tile, sizeof(QueryTable), full);
+        ptx::tma_load_3d(shared.stages[s].grad, grad_map, full, 0, query, head);
+        ptx::tma_load_3d(shared.stages[s].grad_t, grad_t_map, full, query, 0, head);
+        ptx::tma_load_3d(shared.stages[s].q_t, q_t_map, full, query, 0, head);
+      }
     }
   } else {
     ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
     const int first_key = block_key + warpgroup * kBackwardRows;
-    Ring<Cfg::kStages> ring;
-    int tile = first_tile;
-    // With a mask, all queries of a tile before the warpgroup's first key are hidden.
-    for (; Cfg::kCausal && tile < min(tiles, first_key / kBackwardRows); ++tile, ring.advance()) {
-      shared.full[ring.stage].wait(ring.parity);
-      arrive_for_warp(shared.empty[ring.stage]);
-    }
     KeyGradients<Cfg> gradients;
-    gradients.run(shared, warpgroup, first_key, tile, tiles, ring);
-    gradients.store(p, head, first_key);
+    gradients.run(shared, warpgroup, first_key, first_tile, tiles, p.group);
+    gradients.store(p, kv_head, first_key);
   }
 }
 
@@ -505,7 +504,7 @@ struct QueryGradients {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = p.factors[3 * head] * ptx::ex2(grad_exponent - static_cast<float>(exponent[r]));
+      factor[r] = p.factors[3 * (head / p.group)] * ptx::ex2(grad_exponent - static_cast<float>(exponent[r]));
     }
     store_gradient(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * kBackwardDim, first_query, p.q_len);
   }
@@ -525,7 +524,7 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   constexpr int kBlockQueries = kBackwardRows * Cfg::kConsumers;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // makes it uniform for the compiler
   const int query_blocks = (p.q_len + kBlockQueries - 1) / kBlockQueries;
-  const int head = blockIdx.x / query_blocks;
+  const int head = blockIdx.x / query_blocks, kv_head = head / p.group;
   const int block_query = (query_blocks - 1 - blockIdx.x % query_blocks) * kBlockQueries;
   const auto count_tiles = [&](int stop_query) {  // key tiles of the queries below stop_query
     const int stop_key = Cfg::kCausal ? min(p.kv_len, stop_query) : p.kv_len;
@@ -556,9 +555,9 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
       full.arrive_expect(3 * Cfg::kBlockN * kBackwardDim);
-      ptx::tma_load_3d(shared.stages[s].k, k_map, full, 0, key, head);
-      ptx::tma_load_3d(shared.stages[s].v, v_map, full, 0, key, head);
-      ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, head);
+      ptx::tma_load_3d(shared.stages[s].k, k_map, full, 0, key, kv_head);
+      ptx::tma_load_3d(shared.stages[s].v, v_map, full, 0, key, kv_head);
+      ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, kv_head);
     }
   } else {
     ptx::warpgroup_reg_alloc<Cfg::kConsumerRegisters>();
