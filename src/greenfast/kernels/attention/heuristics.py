@@ -237,8 +237,8 @@ def scheduled_head_swizzle(config: AttentionConfig, sizes: Sizes) -> int:
 
 def _evenness(tiles: np.ndarray, heads: int, width: int, multiprocessors: int) -> float:
     """Return mean / maximum load of a block, for the alternating static schedule of ``width`` heads at a time."""
-    groups = [np.repeat(tiles, min(width, heads - first)) for first in range(0, heads, width)]
-    loads = np.concatenate(groups)
+    whole_groups, rest = divmod(heads, width)
+    loads = np.concatenate([np.tile(np.repeat(tiles, width), whole_groups), np.repeat(tiles, rest)])
     rounds = np.zeros((-(-len(loads) // multiprocessors), multiprocessors))
     rounds.ravel()[: len(loads)] = loads
     rounds[1::2] = rounds[1::2, ::-1]
