@@ -176,7 +176,7 @@ struct Cfg {{
   using In = __nv_bfloat16;
 }};
 
-extern "C" __global__ void __launch_bounds__({threads}, 2)
+extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 {entry}({inputs}, const float* lse, int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
@@ -197,11 +197,13 @@ def encode_kernels() -> tuple[KernelSource, KernelSource]:
     )
     fields = ", ".join(f"{{{name}, {name}_batch, {name}_head, {name}_row}}" for name in INPUTS)
 
-    def render(entry: str, body: str) -> KernelSource:
-        source = _ENCODE_SOURCE.format(threads=_ENCODE_THREADS, entry=entry, inputs=inputs, body=body, fields=fields)
+    def render(entry: str, body: str, blocks: int) -> KernelSource:
+        source = _ENCODE_SOURCE.format(
+            threads=_ENCODE_THREADS, blocks=blocks, entry=entry, inputs=inputs, body=body, fields=fields
+        )
         return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
 
-    return render(MEASURE_ENTRY, "measure_keys"), render(ENCODE_ENTRY, "encode_backward")
+    return render(MEASURE_ENTRY, "measure_keys", 3), render(ENCODE_ENTRY, "encode_backward", 2)
 
 
 def count_blocks(length: int) -> int:

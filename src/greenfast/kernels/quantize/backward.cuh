@@ -235,6 +235,11 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const float of_scores = rows.head_scale(k_amax, kv_tiles) * (p.softmax_scale * kLog2e);
   const int warp = threadIdx.x / 32, warp_of_table = warp / 4 * 4;
   const typename Tile::Head q(p.q, b, h, p.q_len), grad(p.grad, b, h, p.q_len), out(p.out, b, h, p.q_len);
+  constexpr int kLine = 64, kLines = kBackwardDim / kLine;                 // columns per prefetch; prefetches per row
+  for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {  // dO and O are read after the work on Q
+    grad.prefetch(rows.first + i / kLines, i % kLines * kLine);
+    out.prefetch(rows.first + i / kLines, i % kLines * kLine);
+  }
   const auto max_of_table = [&](float warp_max) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) shared.warp_max[warp] = warp_max;
