@@ -143,7 +143,7 @@ def to_e4m3(x: Tensor, scales: int, whole: bool) -> tuple[Tensor, Tensor]:
 
     There is one, (1, 1, 1, 1), if whole, else (B, scales), each of H / scales heads.
     """
-    grouped = x.float().unflatten(2, (scales, -1))
+    grouped = torch.unflatten(x.float(), 2, (scales, -1))
     peak = grouped.abs().amax().expand(1, 1, 1, 1) if whole else grouped.abs().amax((1, 3, 4))
     scale = peak.clamp_min(1e-12) / torch.finfo(FP8).max
     codes = grouped / (scale if whole else scale[:, None, :, None, None])
@@ -220,14 +220,15 @@ def _fa3(inputs: BlockInputs) -> BoundCall:
 @_register("torchao", "torchao's RoPE and conversion, FlashAttention-3 FP8", "fp8", ("torchao", "torchao"))
 def _torchao(inputs: BlockInputs) -> BoundCall:
     """Bind the kernels of torchao's fp8_fa3_rope_sdpa. Its own call needs FlashAttention-3 built with gradients."""
-    if inputs.rope is None:
+    rope = inputs.rope
+    if rope is None:
         raise ValueError("the case has no RoPE")
     kernels = importlib.import_module("torchao.prototype.attention.quantization.triton_rope_qkv_quantization")
 
     def call() -> Tensor:
         norms = _compiled(normalize_and_rotate_both)(inputs.q, inputs.k, inputs.weights, None, False)
         *codes, q_scale, k_scale, v_scale = kernels.triton_fp8_rope_sdpa_quantize(
-            *norms, inputs.v, *inputs.rope, rope_interleaved=inputs.case.interleaved
+            *norms, inputs.v, *rope, rope_interleaved=inputs.case.interleaved
         )
         scales = dict(zip(_DESCALES, (q_scale, k_scale, v_scale), strict=True))
         return _attend_by_fa3(inputs, *(x.transpose(1, 2) for x in codes), **scales)
@@ -255,7 +256,8 @@ def _cudnn(inputs: BlockInputs) -> BoundCall:
         codes, scales = _convert(inputs, whole=True)
         unit = 2.0 * scales[2]
         out = attend([x.view(torch.uint8).transpose(1, 2) for x in codes], scales, unit.reciprocal())
-        return _compiled(_decode)(out, unit)
+        decoded: Tensor = _compiled(_decode)(out, unit)
+        return decoded
 
     return BoundCall(call)
 

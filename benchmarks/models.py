@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -280,8 +281,9 @@ def measure_share(call: Callable[[], Tensor]) -> float:
         torch.cuda.synchronize()
     events = profile.key_averages()
     attention_times = [e.device_time_total for e in events if "scaled_dot_product" in e.key]  # some contain others
-    kernels = sum(e.self_device_time_total for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
-    return max(attention_times, default=0.0) / kernels
+    kernels = sum(e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA)
+    share: float = max(attention_times, default=0.0) / kernels
+    return share
 
 
 def _accelerated(make: Callable[[], TimedModel]) -> TimedModel:

@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     if args.fixed_tiles:
         rows = []
-        for (batch, heads, length), head_dim, causal in product(FIXED_TILES, (64, 128, 256), (False, True)):
-            rows.append(time_fixed_tiles(batch, heads, length, head_dim, causal))
+        for (batch, head_count, length), head_dim, causal in product(FIXED_TILES, (64, 128, 256), (False, True)):
+            rows.append(time_fixed_tiles(batch, head_count, length, head_dim, causal))
             print(rows[-1], flush=True)
         return write_measurements(args.json, "fixed_tiles", torch.cuda.get_device_name(), rows=rows)
     times, windows, errors = [], [], []

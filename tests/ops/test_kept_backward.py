@@ -31,14 +31,25 @@ def gradients(tensors: list[Tensor], **options: Any) -> list[Tensor]:
     return list(torch.autograd.grad(out.float().square().sum(), tensors))
 
 
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the arguments of each call of the operator that keeps its output."""
+    calls: list[Any] = []
+    op = torch_ops.SDPA_KEPT
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        return op(*args)
+
+    monkeypatch.setattr(torch_ops, "SDPA_KEPT", call)
+    return calls
+
+
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_results_on_a_cpu_are_those_of_16_bits(causal: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, options = inputs(), {"is_causal": causal, "precision": precision}
     wanted, out = gradients(tensors, **options), sdpa(*tensors, enable_gqa=True, **options)
-    kept: list[Any] = []
-    op = torch_ops.SDPA_KEPT
-    monkeypatch.setattr(torch_ops, "SDPA_KEPT", lambda *args: kept.append(args) or op(*args))
+    kept = record_calls(monkeypatch)
     assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
     found = gradients(tensors, backward="8bit", **options)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -91,9 +102,7 @@ def test_other_calls_are_refused_by_name() -> None:
 
 
 def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    op = torch_ops.SDPA_KEPT
-    monkeypatch.setattr(torch_ops, "SDPA_KEPT", lambda *args: kept.append(args) or op(*args))
+    kept = record_calls(monkeypatch)
     monkeypatch.setattr(operator, "_LONG", 32)
     q, k, v = inputs()
     for tensors, options, taken in (
