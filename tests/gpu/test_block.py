@@ -168,3 +168,91 @@ def test_norm_is_that_of_pytorch() -> None:
     )  # fmt: skip
     error = measure_error(separate, scaled_dot_product_attention(a.double(), b.double(), v.double()))
     assert measure_error(fused, separate.double()) < 0.3 * error
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_fine"])
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "heads", "tables", "interleaved"),
+    [
+        (64, (77, 1000), (8, 2), "second", True), (128, (512, 4096), (24, 24), "whole", True),
+        (128, (226, 700), (8, 8), "own", True), (256, (33, 300), (4, 2), "whole", False),
+        (64, (0, 300), (4, 2), "", False),
+        (128, (300, 0), (4, 4), "first", False), (128, (300, 16384), (24, 24), "own", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_are_one_sequence(
+    head_dim: int, rows: tuple[int, int], heads: tuple[int, int], tables: str, interleaved: bool, precision: str
+) -> None:
+    """Norms and tables of each part: equal weights give the codes of joined tensors, other weights those of PyTorch."""
+    parts = [[x.cuda() for x in tensors(head_dim, heads, n)] for n in rows]
+    query, key, value = ([x, y] for x, y in zip(*parts, strict=True))
+    joined = [torch.cat(pair, 2) for pair in (query, key, value)]
+    angles = make_angles(head_dim, sum(rows))[0].cuda()
+    pair = angles.cos(), angles.sin()
+    each: list[Any] = [tuple(x[: rows[0]] for x in pair), tuple(x[rows[0] :] for x in pair)]
+    rope: Any = {
+        "whole": pair, "own": each, "first": [each[0], None], "second": [None, each[1]], "": None
+    }[tables]  # fmt: skip
+    whole = pair
+    if tables in ("first", "second"):
+        part = slice(rows[0], None) if tables == "first" else slice(0, rows[0])
+        whole = pair[0].clone(), pair[1].clone()
+        whole[0][part], whole[1][part] = 1.0, 0.0
+    weights = [x.cuda() for x in make_weights(head_dim)]
+    options: dict[str, Any] = dict(norm_eps=EPS, rope_interleaved=interleaved)
+    same = dict(q_norm=weights[0], k_norm=weights[1])
+    results = quantize(query, key, value, rope=rope, **same, **options, precision=precision)
+    wanted = quantize(*joined, rope=whole if tables else None, **same, **options, precision=precision)
+    for x, y in zip(results.tensors(), wanted.tensors(), strict=True):
+        assert torch.equal(x, y)
+    out = block(query, key, value, rope=rope, **same, **options, precision=precision)
+    assert torch.equal(out, greenfast.attention(wanted))
+    assert out.transpose(1, 2).is_contiguous(), "the memory order of query"
+    own = dict(q_norm=[weights[0], 3 * weights[0]], k_norm=[weights[1], 3 * weights[1]])
+    found = quantize(query, key, value, rope=rope, **own, **options, precision=precision)
+    with torch.enable_grad():  # PyTorch computes the norms for calls with gradients
+        leaves = [x.detach().requires_grad_() for x in query]
+        separate = block(leaves, key, value, rope=rope, **own, **options, precision=precision).detach()
+    fused = block(query, key, value, rope=rope, **own, **options, precision=precision)
+    assert torch.equal(fused, greenfast.attention(found))
+    assert measure_error(fused, separate.double()) < 5e-3
+
+
+def test_parts_in_graphs_and_with_masks() -> None:
+    text, image = ([x.cuda() for x in tensors(128, (8, 8), n)] for n in (77, 700))
+    weights = [x.cuda() for x in (*make_weights(128), *(2 * y for y in make_weights(128)))]
+    angles = make_angles(128, 700)[0].cuda()
+    tables = angles.cos(), angles.sin()
+    call = dict(
+        q_norm=weights[::2], k_norm=weights[1::2], norm_eps=EPS, rope=[None, tables], rope_interleaved=True
+    )  # fmt: skip
+    pairs = [[x, y] for x, y in zip(text, image, strict=True)]
+    wanted = block(*pairs, **call)
+    for _ in range(2):  # a repeated call is replayed
+        assert torch.equal(block(*pairs, **call), wanted)
+    compiled: Any = torch.compile(block, fullgraph=True)
+    assert torch.equal(compiled(*pairs, **call), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = block(*pairs, **call)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+    tables[0].zero_()
+    graph.replay()
+    assert not torch.equal(out, wanted), "tables are read in each replay"
+    tables[0].copy_(angles.cos())
+    mask = torch.rand(2, 1, 777, 777, device="cuda") < 0.5
+    joined = [torch.cat(pair, 2) for pair in pairs]
+    whole = [torch.cat([torch.full((77, 64), x, device="cuda"), y]) for x, y in zip((1.0, 0.0), tables, strict=True)]
+    same = dict(q_norm=weights[0], k_norm=weights[1], norm_eps=EPS, rope_interleaved=True)
+    masks: list[dict[str, Any]] = [
+        dict(attn_mask=mask), dict(window=(100, 0)), dict(return_lse=True), dict(softcap=20.0)
+    ]  # fmt: skip
+    for options in masks:
+        results = block(*pairs, **same, rope=[None, tables], **options)
+        expected = block(*joined, **same, rope=tuple(whole), **options)
+        results, expected = ((x if isinstance(x, tuple) else (x,)) for x in (results, expected))
+        for x, y in zip(results, expected, strict=True):
+            assert torch.allclose(x, y, atol=1e-3), options

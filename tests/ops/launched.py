@@ -33,6 +33,7 @@ def forget_launches() -> None:
     for repeats in (
         sdpa.SDPA_CACHE,
         sdpa.BLOCK_CACHE,
+        sdpa.PARTS_CACHE,
         masked.MASKED_CACHE,
         varlen.VARLEN_CACHE,
         serving_request.ATTENTION_CACHE,

@@ -18,7 +18,7 @@ from greenfast.numerics.serving_append import rotate
 from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
-from greenfast.ops.layout import empty_rows, is_aligned
+from greenfast.ops.layout import empty_rows, is_aligned, join_rows
 from greenfast.ops.quantized import build_config, check_choice, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
@@ -294,7 +294,7 @@ def _join_parts(args: RowArguments) -> RowArguments:
             for part, norms in zip(parts, zip(*every, strict=True), strict=True)
         ]
         joined = args._replace(q_norm=None, k_norm=None, q_norm_bias=None, k_norm_bias=None)
-    query, key, value = (torch.cat([part[i] for part in parts], 2) for i in range(3))
+    query, key, value = (join_rows([part[i] for part in parts]) for i in range(3))
     return joined._replace(query=query, key=key, value=value, rope=_join_tables(args.rope, [p[0] for p in parts]))
 
 
@@ -396,7 +396,6 @@ def build_prologue(options: QKTransform, batch: int) -> Prologue:
     across_heads = weight is not None and weight.dim() == 2
     if table is None:
         return Prologue(norm=norm, across_heads=across_heads, eps=options.eps)
-    shared = table.dim() == 2 or table.shape[0] == 1 or batch == 1
     return Prologue(
         norm=norm,
         across_heads=across_heads,
@@ -405,8 +404,16 @@ def build_prologue(options: QKTransform, batch: int) -> Prologue:
         interleaved=options.interleaved,
         table=str(table.dtype).removeprefix("torch."),
         angle_step=2 if options.interleaved and table.shape[-1] == options.rope_dim else 1,
-        table_strides=(0 if shared else table.stride(0), table.stride(-2)),
+        table_strides=get_table_strides(table, batch),
     )
+
+
+def get_table_strides(table: Tensor | None, batch: int) -> tuple[int, int]:
+    """Return the strides of batch and row of a table, in elements; 0 for a table that all sequences share."""
+    if table is None:
+        return 0, 0
+    shared = table.dim() == 2 or table.shape[0] == 1 or batch == 1
+    return (0 if shared else table.stride(0)), table.stride(-2)
 
 
 def _parse_operator(query: Tensor, key: Tensor, value: Tensor, args: Sequence[Any]) -> tuple[QKTransform, Any]:
@@ -431,7 +438,7 @@ def _quantize_cuda(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any
     cuda, (_, _, values, *_) = torch_ops.load_cuda(), choices
     if query.numel() == 0 or key.numel() == 0 or values != "block":
         return cuda.quantize(*transform_both(query, key, options), value, *choices)
-    options = _make_readable(options)
+    options = make_readable(options)
     return cuda.quantize_block(query, key, value, options[:4], build_prologue(options, query.shape[0]), *choices)
 
 
@@ -459,7 +466,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tenso
         return empty_rows(query, query.shape[3]).zero_()
     if not cuda.has_block_scales(query.get_device()):
         return cuda.sdpa(*transform_both(query, key, options), value, *choices)  # type: ignore[no-any-return]
-    options = _make_readable(options)
+    options = make_readable(options)
     prologue = build_prologue(options, query.shape[0])
     return cuda.block(query, key, value, options[:4], prologue, *choices)  # type: ignore[no-any-return]
 
@@ -486,7 +493,7 @@ def _is_readable(options: QKTransform) -> bool:
     )
 
 
-def _make_readable(options: QKTransform) -> QKTransform:
+def make_readable(options: QKTransform) -> QKTransform:
     """Return norm and RoPE, with copies of weights and tables if the kernel cannot read one of them."""
     if _is_readable(options):
         return options

@@ -33,7 +33,14 @@ from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
 from greenfast.ops.arguments import MASKED_ON_HOPPER, PACKED_ON_HOPPER, has_key_mean
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
-from greenfast.ops.layout import allocate_mask, empty_rows, is_aligned, make_tma_compatible, row_strides
+from greenfast.ops.layout import (
+    allocate_mask,
+    empty_rows,
+    is_aligned,
+    joined_strides,
+    make_tma_compatible,
+    row_strides,
+)
 from greenfast.ops.quantized import FINE, build_config, check_tensors
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
@@ -87,8 +94,8 @@ def get_sizes(query: Shape, key: Shape) -> Sizes:
 def build_quantize_step(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, prologue: qkv.Prologue | None = None
 ) -> LaunchStep:
-    """Build the launch that quantizes tensors with these shapes and strides."""
-    sizes = get_sizes(query.shape, key.shape)
+    """Build the launch that quantizes tensors with these shapes and strides; of two parts, these are the first ones."""
+    sizes = _get_joined_sizes(query, key, prologue)
     strides = Strides(query.stride()[:3], key.stride()[:3], value.stride()[:3])
     return LaunchStep(
         qkv.kernel(config, sizes, prologue=prologue), qkv.launch(config, sizes, strides, prologue=prologue)
@@ -111,6 +118,15 @@ def _get_norm_bytes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -
     if prologue is None or not prologue.across_heads:
         return {}
     return {f"{name}_inverse": 4 * x.shape[0] * x.shape[2] for name, x in (("q", query), ("k", key))}
+
+
+def _get_joined_sizes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> Sizes:
+    """Return the sizes of a call: of two parts, those of the whole sequence. query, key: the first part."""
+    sizes = get_sizes(query.shape, key.shape)
+    if prologue is None or prologue.second is None:
+        return sizes
+    second = prologue.second
+    return replace(sizes, q_len=sizes.q_len + second.q_rows, kv_len=sizes.kv_len + second.kv_rows)
 
 
 def build_attention_step(
@@ -205,6 +221,42 @@ def _quantize(
         plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, steps, names, work, size), _MAX_PLANS)
     plan.launch([x.data_ptr() for x in (*inputs, *buffers.values())])
     return tuple(buffers.values())
+
+
+def quantize_parts(tensors: Extras, prologue: qkv.Prologue, *choices: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.greenfast.quantize_parts`` of CUDA tensors that kernels read, with scales of blocks.
+
+    tensors: those of the operator, in its order. choices: as for ``quantize``.
+    """
+    query, key, value = _get_first_part(tensors)
+    device, choices = query.get_device(), (query.shape[3], query.dtype, *choices)
+    config = _build_config(*choices)
+    query_shape, key_shape = _get_joined_shapes(query, key, prologue)
+    shapes = get_quantized_shapes(query_shape, key_shape, config)
+    buffers = {name: query.new_empty(shape, dtype=get_buffer_dtype(name)) for name, shape in shapes.items()}
+    plan_key = _make_plan_key("quantize_parts", False, *tensors, prologue, *choices)
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        step = build_quantize_step(query, key, value, config, prologue)
+        names = ("q", "k", "v", *prologue.buffers(), *buffers)
+        plan = put_bounded(_PLANS, plan_key, LaunchPlan(device, (step,), names), _MAX_PLANS)
+    plan.launch([x.data_ptr() for x in (*(x for x in tensors if x is not None), *buffers.values())])
+    return tuple(buffers.values())
+
+
+def _get_first_part(tensors: Extras) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = tensors[:3]
+    if query is None or key is None or value is None:
+        raise AssertionError
+    return query, key, value
+
+
+def _get_joined_shapes(query: Tensor, key: Tensor, prologue: qkv.Prologue) -> tuple[Shape, Shape]:
+    """Return the shapes of Q and K of a whole sequence. query, key: of its first part."""
+    sizes = _get_joined_sizes(query, key, prologue)
+    rows = (query, sizes.q_len), (key, sizes.kv_len)
+    of_query, of_key = ((*x.shape[:2], n, x.shape[3]) for x, n in rows)
+    return of_query, of_key
 
 
 def attention(query: Tensor, *args: Any) -> Tensor:
@@ -379,19 +431,43 @@ def get_block_plan(
     return _PLANS.get(_make_plan_key("block", False, query, key, value, *extras, prologue, *options))
 
 
+def block_parts(tensors: Extras, prologue: qkv.Prologue, precision: str, causal: int, scale: float) -> Tensor:
+    """``torch.ops.greenfast.block_parts`` of CUDA tensors that kernels read, on a GPU with scales of blocks.
+
+    tensors: those of the operator, in its order.
+    """
+    query, key, value = _get_first_part(tensors)
+    plan_key = _make_plan_key("block_parts", False, *tensors, prologue, precision, causal, scale)
+    plan = _PLANS.get(plan_key)
+    if plan is None:
+        config = build_sdpa_config(get_target(query.get_device()), query.shape[3], query.dtype, precision, causal)
+        plan = put_bounded(_PLANS, plan_key, _build_block_plan(query, key, value, config, prologue, scale), _MAX_PLANS)
+    out = query.new_empty_strided(_get_joined_shapes(query, key, prologue)[0], plan.out_strides)
+    plan.launch([x.data_ptr() for x in (*(x for x in tensors if x is not None), out)])
+    return out
+
+
+def get_parts_plan(tensors: Extras, prologue: qkv.Prologue, *options: Any) -> LaunchPlan | None:
+    """Return the plan of ``block_parts`` for such arguments, or None if there is none."""
+    return _PLANS.get(_make_plan_key("block_parts", False, *tensors, prologue, *options))
+
+
 def _build_block_plan(
     query: Tensor, key: Tensor, value: Tensor, config: AttentionConfig, prologue: qkv.Prologue, scale: float
 ) -> LaunchPlan:
     """Build the plan of norm, RoPE and quantization in one launch, and of attention on its codes."""
     device, config = query.get_device(), replace(config, fuse_q_quant=False)
-    sizes, out_strides = get_sizes(query.shape, key.shape), row_strides(query, config.columns)
+    sizes, out_strides = _get_joined_sizes(query, key, prologue), row_strides(query, config.columns)
+    if prologue.second is not None:
+        out_strides = joined_strides(query, sizes.q_len)
+    query_shape, key_shape = _get_joined_shapes(query, key, prologue)
     steps = (
         *build_quantize_steps(query, key, value, config, prologue),
         build_attention_step(config, sizes, scale, get_target(device), Strides(out=out_strides[:3])),
     )
     codes = {
         name: torch.Size(shape).numel() * get_buffer_dtype(name).itemsize
-        for name, shape in get_quantized_shapes(query.shape, key.shape, config).items()
+        for name, shape in get_quantized_shapes(query_shape, key_shape, config).items()
     }
     work, size = lay_out_workspace(codes | _get_norm_bytes(query, key, prologue))
     names = ("q", "k", "v", *prologue.buffers(), "out")

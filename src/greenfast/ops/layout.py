@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,13 +31,41 @@ def empty_rows(x: Tensor, head_dim: int) -> Tensor:
 
 def pad_head_dim(x: Tensor, head_dim: int) -> Tensor:
     """Return x, zero-padded to ``head_dim`` columns. The other dimensions keep their memory order."""
+    order = _get_memory_order(x)
+    wide = torch.nn.functional.pad(x.permute(*order, 3), (0, head_dim - x.shape[3]))
+    return wide.permute(*(order.index(d) for d in range(3)), 3)
+
+
+def _get_memory_order(x: Tensor) -> list[int]:
+    """Return the dimensions batch, heads and rows of x by descending strides."""
     strides = row_strides(x, 1)
     order = [0, 1, 2]
     for i, j in ((0, 1), (1, 2), (0, 1)):
         if is_known(strides[order[i]] < strides[order[j]]):  # any order is correct
             order[i], order[j] = order[j], order[i]
-    wide = torch.nn.functional.pad(x.permute(*order, 3), (0, head_dim - x.shape[3]))
-    return wide.permute(*(order.index(d) for d in range(3)), 3)
+    return order
+
+
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors (B, H, S_i, D) to (B, H, S, D) in the memory order of the first one."""
+    order = _get_memory_order(parts[0])
+    joined = torch.cat([x.permute(*order, 3) for x in parts], order.index(2))
+    return joined.permute(*(order.index(d) for d in range(3)), 3)
+
+
+def joined_strides(first: Tensor, rows: int) -> tuple[int, ...]:
+    """Return the strides of a dense (B, H, rows, D) tensor in the memory order of ``first``, a part of the sequence."""
+    shape, strides = (*first.shape[:2], rows), [0, 0, 0]
+    stride: Any = first.shape[3]
+    for d in reversed(_get_memory_order(first)):
+        strides[d] = stride
+        stride = stride * shape[d]
+    return (*strides, 1)
+
+
+def empty_joined(first: Tensor, rows: int) -> Tensor:
+    """Return an uninitialized (B, H, rows, D) tensor with ``joined_strides``."""
+    return first.new_empty_strided((*first.shape[:2], rows, first.shape[3]), joined_strides(first, rows))
 
 
 def is_aligned(address: int) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from greenfast.ops.arguments import (
     parse_length,
     parse_number,
 )
+from greenfast.ops.block import RowArguments
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.canonicalize import (
     CanonicalCall,
@@ -36,6 +37,7 @@ from greenfast.ops.canonicalize import (
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
 from greenfast.ops.masked import TOKEN_MASKS, describe_mask, parse_options
+from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
@@ -83,9 +85,9 @@ CONTEXT_PARALLEL = Explanation("context_parallel", "attention to the rows of all
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | Sequence[Tensor],
+    key: Tensor | Sequence[Tensor],
+    value: Tensor | Sequence[Tensor],
     attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -100,8 +102,8 @@ def explain(
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     skip_threshold: float = 0.0,
-    q_norm: Tensor | bool | None = None,
-    rope: Sequence[Tensor] | None = None,
+    q_norm: Any = None,
+    rope: Any = None,
     norm: str = "rms",
     min_length: int | None = 0,
     target: str | None = None,
@@ -128,7 +130,8 @@ def explain(
     ``skip_threshold``: calls with them that no kernel can compute are refused.
 
     q_norm, rope, norm: of a call of ``attention_block``. The reason then names what computes norm and RoPE: the pass
-    that quantizes, or PyTorch before it.
+    that quantizes, or PyTorch before it. query, key and value may then be lists of the parts of a sequence, and the
+    reason also names whether they are read in place.
 
     target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
     The default is the tensors' own device.
@@ -136,6 +139,14 @@ def explain(
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
     """
+    if isinstance(query, list | tuple) or isinstance(key, list | tuple) or isinstance(value, list | tuple):
+        return _explain_parts(
+            RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False), attn_mask,
+            dropout_p, is_causal, scale, enable_gqa, precision=precision, causal_alignment=causal_alignment,
+            float32_as=float32_as, window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths,
+            skip_threshold=skip_threshold, min_length=min_length, target=target,
+        )  # fmt: skip
+    query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     if q_norm is not None or rope is not None:
         explanation = explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
@@ -216,6 +227,36 @@ def _parse_target(text: str) -> Target:
         return Target.parse(text)
     except UsageError as e:
         raise ValueError(f"target: {e}") from None
+
+
+def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation:
+    """Explain a call on the parts of a sequence: as one on the joined tensors, and whether they are read in place."""
+    each = list(zip(row.query, row.key, row.value, strict=True))
+    joined = [
+        parts[0].new_empty(1, 1, 1, 1).expand(*parts[0].shape[:2], sum(x.shape[2] for x in parts), parts[0].shape[3])
+        for parts in (row.query, row.key, row.value)
+    ]
+    explanation = explain(*joined, *args, **options)
+    if not explanation.taken:
+        return explanation
+    mask = args[0]
+    listed = list_tensors(row)
+    in_place = (
+        explanation.kernel == "hopper"
+        and listed is not None
+        and not any(isinstance(x, Tensor) and x.dim() != 1 for x in listed[3:5])
+        and options["kv_lengths"] is None
+        and not (isinstance(mask, Tensor) and mask.shape[-2] == 1)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for part in each for x in part))
+    )
+    has_norm = any(x is not None for x in (row.q_norm if isinstance(row.q_norm, list | tuple) else [row.q_norm]))
+    names = " and ".join(name for name, x in (("norm", has_norm), ("RoPE", row.rope is not None)) if x)
+    if in_place:
+        more = f"{names} in the pass that quantizes Q, K and V; it" if names else "one pass that quantizes Q, K and V"
+        by = f"{more} reads both parts in place"
+    else:
+        by = f"{names} by PyTorch, before quantization; parts joined by a copy" if names else "parts joined by a copy"
+    return Explanation(explanation.kernel, f"{explanation.reason}; {by}", explanation.precision)
 
 
 def _choose_faster(query: Tensor, form: CanonicalCall, precision: str, gpu: Target | None) -> tuple[str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from greenfast.ops import reference, torch_ops
@@ -51,6 +53,16 @@ from greenfast.ops.masked import (
     parse_options,
     replay_options,
 )
+from greenfast.ops.parts import (
+    BLOCK_PARTS,
+    QUANTIZE_PARTS,
+    TwoParts,
+    attend_parts,
+    get_parts_plan,
+    list_tensors,
+    parse_parts,
+    transform_query,
+)
 from greenfast.ops.quantized import (
     PRECISIONS,
     SDPA_PRECISIONS,
@@ -75,7 +87,8 @@ Biases = Tensor | Sequence[Tensor | None] | None
 
 #: For subclasses of Tensor, modes, and the tracing of torch.fx.
 _call_torch_function: Any = handle_torch_function
-SDPA_CACHE, BLOCK_CACHE = CallCache(3), CallCache(7)  # plans of calls that skipped the dispatcher
+#: Plans of calls that skipped the dispatcher.
+SDPA_CACHE, BLOCK_CACHE, PARTS_CACHE = CallCache(3), CallCache(7), CallCache(14)
 _NO_MEAN_SCORES = (
     "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
     "with subtract_key_mean=False"
@@ -501,23 +514,27 @@ def quantize(
     norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
     Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
     D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
-    sequence, or a list of pairs, with None for a part that is not rotated. No kernel computes LayerNorm, norms that
-    differ between parts, and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass. It joins parts
-    by a copy.
+    sequence, or a list of pairs, with None for a part that is not rotated. The pass reads two parts in place, each with
+    norm weights (D,) and tables of its own. PyTorch joins others by a copy, after their norms: more than two, and two
+    with norms over all heads or of different kinds, or with tables of different dtypes or widths. No kernel computes
+    LayerNorm and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass.
 
     Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim without a kernel.
     """
     check_choice("precision", precision, PRECISIONS)
+    parts = None
     if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
-        simple = simplify(
-            RowArguments(
-                query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
-                rope_interleaved,
-            )
+        row = RowArguments(
+            query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
+            rope_interleaved,
         )  # fmt: skip
-        query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = simple
-    if has_torch_function_variadic(query, key, value):
+        listed = list_tensors(row)
+        parts = parse_parts(row) if listed is not None and _may_fuse_parts(listed) else None
+        if parts is None:
+            row = simplify(row)
+            query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = row
+    if parts is None and has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             quantize, (query, key, value), query, key, value, precision=precision, scales=scales,
             value_scales=value_scales, subtract_key_mean=subtract_key_mean, rotate=rotate, log_sum_exp=log_sum_exp,
@@ -530,19 +547,29 @@ def quantize(
     check_flag("log_sum_exp", log_sum_exp)
     values = scales if value_scales is None else value_scales
     check_choice("value_scales", values, VALUE_SCALES)
+    choices = (precision, scales == "block", values, subtract_key_mean, rotate)
+    if parts is not None:
+        return _quantize_parts(parts, choices, log_sum_exp)
     query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     check_tensors(query, key, value)
     options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)
-    choices = (precision, scales == "block", values, subtract_key_mean, rotate)
     if options is None:
         tensors = torch_ops.QUANTIZE(query, key, value, *choices)
     else:
         tensors = QUANTIZE_BLOCK(query, key, value, *options, *choices)
-    q, k, v, q_scale, k_scale, v_scale, mean = tensors
     mean_scores = None
     if log_sum_exp and subtract_key_mean:
         transformed = query if options is None else transform(query, options.q_norm, options)
-        mean_scores = torch_ops.MEAN_SCORES(transformed, mean, rotate)
+        mean_scores = torch_ops.MEAN_SCORES(transformed, tensors[-1], rotate)
+    return _build_quantized(tensors, choices, query, key.shape[2], mean_scores)
+
+
+def _build_quantized(
+    tensors: Sequence[Tensor], choices: tuple[Any, ...], query: Tensor, key_length: int, mean_scores: Tensor | None
+) -> QuantizedQKV:
+    """Return the results of the operator ``quantize`` by name. choices: its arguments after the tensors."""
+    q, k, v, q_scale, k_scale, v_scale, mean = tensors
+    precision, _, _, key_mean, _ = choices
     return QuantizedQKV(
         query=q,
         key=k,
@@ -550,13 +577,37 @@ def quantize(
         query_scale=q_scale,
         key_scale=k_scale,
         value_scale=v_scale,
-        key_mean=mean if subtract_key_mean else None,
+        key_mean=mean if key_mean else None,
         precision=precision,
         head_dim=query.shape[3],
-        key_length=key.shape[2],
+        key_length=key_length,
         dtype=query.dtype,
         mean_scores=mean_scores,
     )
+
+
+def _quantize_parts(parts: TwoParts, choices: tuple[Any, ...], log_sum_exp: bool) -> QuantizedQKV:
+    """Compute ``quantize`` of a sequence in two parts. choices: the arguments of the operator after the tensors."""
+    tensors = QUANTIZE_PARTS(*parts.flatten(), *choices)
+    _, _, _, key_mean, rotate = choices
+    mean_scores = None
+    if log_sum_exp and key_mean:
+        each = [torch_ops.MEAN_SCORES(query, tensors[-1], rotate) for query in transform_query(parts)]
+        mean_scores = torch.cat(each, 2)
+    return _build_quantized(tensors, choices, parts.first.query, parts.key_shape[2], mean_scores)
+
+
+def _may_fuse_parts(listed: tuple[Any, ...]) -> bool:
+    """Return whether the operators on parts may take the tensors of ``list_tensors``.
+
+    They do not cast for autocast, and have no rules for functorch transforms, dual numbers and overrides of functions.
+    """
+    tensors = [x for x in listed if isinstance(x, Tensor)]
+    if has_torch_function_variadic(*tensors) or torch_ops.get_autocast_dtype(tensors[0]) != tensors[0].dtype:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 @overload
@@ -624,25 +675,32 @@ def attention_block(
     norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
     Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
     D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
-    sequence, or a list of pairs, with None for a part that is not rotated. No kernel computes LayerNorm, norms that
-    differ between parts, and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass. It joins parts
-    by a copy.
+    sequence, or a list of pairs, with None for a part that is not rotated. The pass reads two parts in place, each with
+    norm weights (D,) and tables of its own. PyTorch joins others by a copy, after their norms: more than two, and two
+    with norms over all heads or of different kinds, or with tables of different dtypes or widths. No kernel computes
+    LayerNorm and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass.
 
     Returns (B, H, S, D) of the inputs' dtype, in the memory order of query, and with ``return_lse`` also the
     log-sum-exp, float32 (B, H, S). With a mask or ``return_lse`` the same pass quantizes, and the kernel of masks
     attends. But for calls with gradients, for ``kv_lengths``, and for masks other than booleans (B, H, S, KV) and a
-    BlockMask, PyTorch computes norm and RoPE, and ``sdpa`` the rest. The gradients of Q, K, V and the weights are those
-    of norm, RoPE and attention on the unquantized tensors, which the backward pass recomputes.
+    BlockMask, PyTorch computes norm and RoPE, and ``sdpa`` the rest. These calls join parts by a copy. The gradients of
+    Q, K, V and the weights are those of norm, RoPE and attention on the unquantized tensors, which the backward pass
+    recomputes.
     Raises TypeError, ValueError and NotImplementedError as ``quantize`` and ``sdpa`` do, and name the argument.
     """
     if norm != "rms" or not _is_simple(query, key, value, rope, q_norm_bias, k_norm_bias):
-        simple = simplify(
-            RowArguments(
-                query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
-                rope_interleaved,
-            )
+        row = RowArguments(
+            query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim,
+            rope_interleaved,
         )  # fmt: skip
-        query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = simple
+        options_of_scores = (window, softcap, sinks, kv_lengths, skip_threshold)
+        result = _attend_two_parts(
+            row, is_causal, scale, precision, causal_alignment, attn_mask, return_lse, options_of_scores
+        )
+        if result is not None:
+            return result
+        row = simplify(row)
+        query, key, value, q_norm, k_norm, norm, q_norm_bias, k_norm_bias, norm_eps, rope, rope_dim, _ = row
     if has_torch_function_variadic(query, key, value):
         return _call_torch_function(  # type: ignore[no-any-return]
             attention_block, (query, key, value), query, key, value, is_causal, scale, precision=precision,
@@ -683,7 +741,7 @@ def attention_block(
     )
     fused = options is not None and not ACTIVE and query.numel() > 0 and key.numel() > 0
     fused = fused and not needs_grad and kv_lengths is None
-    if masked and fused and _has_code_form(attn_mask, causal, query, key):
+    if masked and fused and _has_code_form(attn_mask, causal, query.shape, key.shape):
         spec = make_spec(attn_mask, causal, scores, query.shape[2], key.shape[2], query.shape[0])
         codes = quantize(
             query, key, value, precision=precision, subtract_key_mean=has_key_mean(scores.softcap, scores.sinks),
@@ -710,6 +768,62 @@ def attention_block(
     return BLOCK(*args)  # type: ignore[no-any-return]
 
 
+def _attend_two_parts(
+    row: RowArguments, is_causal: bool, scale: float | None, precision: Precision, alignment: Alignment,
+    attn_mask: Tensor | BlockMask | None, return_lse: bool, options: tuple[Any, ...],
+) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Compute ``attention_block`` of a sequence in two parts by the pass that reads both in place.
+
+    options: window, softcap, sinks, kv_lengths and skip_threshold. Returns None if ``simplify`` must join the parts:
+    for gradients, inside a context_parallel, with padding, and for parts that no kernel reads.
+    """
+    listed = list_tensors(row)
+    if listed is None or ACTIVE or options[3] is not None or not _may_fuse_parts(listed):
+        return None
+    window, softcap, sinks, _, skip_threshold = options
+    scores = NO_OPTIONS
+    if window != (-1, -1) or softcap != 0.0 or sinks is not None or skip_threshold != 0.0:
+        scores = parse_options(window, softcap, sinks, None, skip_threshold, alignment)
+    check_flag("return_lse", return_lse)
+    masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
+    if torch.is_grad_enabled():
+        if any([isinstance(x, Tensor) and x.requires_grad for x in listed]):
+            return None
+    else:  # the cache takes tensors of one type
+        listed = tuple(x.detach() if isinstance(x, torch.nn.Parameter) else x for x in listed)
+    repeats = not (masked or torch.compiler.is_compiling())
+    request = (
+        *listed, is_causal, scale, precision, alignment, row.norm_eps, row.rope_dim, row.rope_interleaved
+    )  # fmt: skip
+    if repeats:
+        replayed = replay(PARTS_CACHE, request, listed[0])
+        if replayed is not None:
+            return replayed[0]  # type: ignore[no-any-return]
+    check_choice("precision", precision, PRECISIONS)
+    causal = parse_causal(is_causal, alignment)
+    parts = parse_parts(row)
+    if parts is None or parts.is_empty:
+        return None
+    query_shape, key_shape = parts.query_shape, parts.key_shape
+    factor = parse_scale(scale, query_shape[3])
+    if masked:
+        if not _has_code_form(attn_mask, causal, query_shape, key_shape):
+            return None
+        spec = make_spec(attn_mask, causal, scores, query_shape[2], key_shape[2], query_shape[0])
+        choices = (precision, True, "block", has_key_mean(scores.softcap, scores.sinks), True)
+        codes = _quantize_parts(parts, choices, return_lse)
+        return _attend_codes(codes, spec, scores, causal, factor, return_lse)  # type: ignore[no-any-return]
+    args = (*parts.flatten(), precision, causal, factor)
+    if not torch_ops.can_skip_dispatcher(*[x for x in listed if isinstance(x, Tensor)]):
+        return BLOCK_PARTS(*args)  # type: ignore[no-any-return]
+    out = attend_parts(*args)
+    plan = get_parts_plan(*args)
+    if plan is not None:
+        allocate = partial(Tensor.new_empty_strided, size=out.shape, stride=plan.out_strides)
+        PARTS_CACHE.put(request, CachedLaunch(plan, allocate, 14))
+    return out
+
+
 def _is_simple(query: Any, key: Any, value: Any, rope: Any, *biases: Any) -> bool:
     """Return whether ``simplify`` would change nothing: tensors, no biases, and tables without a head dimension."""
     return (
@@ -721,7 +835,7 @@ def _is_simple(query: Any, key: Any, value: Any, rope: Any, *biases: Any) -> boo
     )
 
 
-def _has_code_form(mask: Any, causal: int, query: Tensor, key: Tensor) -> bool:
+def _has_code_form(mask: Any, causal: int, query_shape: Sequence[int], key_shape: Sequence[int]) -> bool:
     """Return whether attention on codes takes this mask: not padding alone, because codes are of all keys."""
     if mask is None:
         return True
@@ -729,7 +843,7 @@ def _has_code_form(mask: Any, causal: int, query: Tensor, key: Tensor) -> bool:
         return not causal
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1:
         return False
-    whole = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    whole = (*query_shape[:3], key_shape[2])
     return mask.shape[2:] == whole[2:] and all(n in (1, m) for n, m in zip(mask.shape[:2], whole[:2], strict=True))
 
 

@@ -282,7 +282,7 @@ for _name, _layout in product(
             LIBRARY.impl(_name, lambda query, key, value, *rest: check_tensors(query, key, value), _layout + _device)
 
 
-def _count_flops(products: int, query: Any, keys: int) -> int:
+def count_flops(products: int, query: Any, keys: int) -> int:
     """Count FLOPs as ``FlopCounterMode`` does: products of (S, D) by (D, KV), without regard to the mask."""
     batch, heads, length, head_dim = query
     return products * 2 * batch * heads * length * keys * head_dim  # type: ignore[no-any-return]
@@ -290,7 +290,7 @@ def _count_flops(products: int, query: Any, keys: int) -> int:
 
 def register_sdpa_flops(*ops: Any) -> None:
     """Make FlopCounterMode count operators with query and key as the first arguments as attention."""
-    flop_counter.register_flop_formula(ops)(lambda query, key, *args, **kwargs: _count_flops(2, query, key[2]))
+    flop_counter.register_flop_formula(ops)(lambda query, key, *args, **kwargs: count_flops(2, query, key[2]))
 
 
 register_sdpa_flops(torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse, torch.ops.greenfast.sdpa_kept)
@@ -299,12 +299,12 @@ register_sdpa_flops(torch.ops.greenfast.sdpa, torch.ops.greenfast.sdpa_lse, torc
 @flop_counter.register_flop_formula([torch.ops.greenfast.attention, torch.ops.greenfast.attention_lse], get_raw=True)
 def _attention_flops(query: Tensor, *args: Any, **kwargs: Any) -> int:
     _, _, _, _, _, _, head_dim, key_length, *_ = args
-    return _count_flops(2, (*query.shape[:3], head_dim), key_length)
+    return count_flops(2, (*query.shape[:3], head_dim), key_length)
 
 
 @flop_counter.register_flop_formula([torch.ops.greenfast.sdpa_backward, torch.ops.greenfast.sdpa_kept_backward])
 def _backward_flops(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
-    return _count_flops(5, query, key[2])  # as for PyTorch's backward, without the recomputed forward
+    return count_flops(5, query, key[2])  # as for PyTorch's backward, without the recomputed forward
 
 
 def get_autocast_dtype(tensor: Tensor) -> torch.dtype:

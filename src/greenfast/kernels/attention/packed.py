@@ -102,6 +102,7 @@ def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource
         "Rotate": config.rotate,
         "FineScales": config.key_scales == "fine",
         "Gathered": False,
+        "Parts": False,
         "Prologue": False,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())

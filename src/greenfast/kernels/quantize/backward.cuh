@@ -32,7 +32,7 @@ template <class Cfg, bool kRotated>
 struct BackwardRows : Cfg {
   static constexpr int kHeadDim = kBackwardDim, kColumns = kBackwardDim;
   static constexpr bool kInt8 = true, kRotate = kRotated, kKeyMean = true, kSampled = false, kFineScales = false,
-                        kGathered = false, kPrologue = false;
+                        kGathered = false, kPrologue = false, kParts = false;
 };
 
 template <class Cfg>

@@ -19,9 +19,28 @@ struct QuantizeInput {
 
 constexpr int kVector = 8;  // columns per vector load
 
-// One head of a tensor.
+// With kParts: the second tensor of HeadRows, and the rows of the first one, 0 to length.
+template <class Cfg, bool kUsed = Cfg::kParts>
+struct SecondRows {
+  static constexpr int boundary = 0;
+};
 template <class Cfg>
-struct HeadRows {
+struct SecondRows<Cfg, true> {
+  const typename Cfg::In* second_rows;
+  long long second_stride;
+  int boundary;
+
+  __device__ __forceinline__ void set_second(const QuantizeInput& input, int batch, int head, int first_rows) {
+    second_rows =
+        static_cast<const typename Cfg::In*>(input.data) + batch * input.batch_stride + head * input.head_stride;
+    second_stride = input.row_stride;
+    boundary = first_rows;
+  }
+};
+
+// One head of a tensor. With kParts it is one head of two tensors: the rows of the second one follow those of the first.
+template <class Cfg>
+struct HeadRows : SecondRows<Cfg> {
   using Loaded = Pack<typename Cfg::In, kVector>;
 
   const typename Cfg::In* rows;
@@ -36,6 +55,9 @@ struct HeadRows {
 
   __device__ __forceinline__ const typename Cfg::In* address(int row, int column) const {
     if constexpr (Cfg::kGathered) row = places[row];
+    if constexpr (Cfg::kParts) {
+      if (row >= this->boundary) return this->second_rows + (row - this->boundary) * this->second_stride + column;
+    }
     return rows + row * row_stride + column;
   }
 

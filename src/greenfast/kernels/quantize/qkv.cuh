@@ -11,6 +11,12 @@
 
 namespace greenfast {
 
+// The second part of a sequence in two parts, such as image tokens after text tokens.
+struct SecondPart {
+  QuantizeInput q, k, v;
+  int q_boundary, kv_boundary;  // rows of the first part
+};
+
 struct QuantizeParams {
   QuantizeInput q, k, v;
   unsigned char *q_codes, *k_codes, *v_codes;
@@ -25,6 +31,7 @@ struct QuantizeParams {
   const int* kv_lengths;   // (batch)
   const int* kv_rows;      // (batch, kv_len)
   PrologueInput prologue;  // with kPrologue: norm and RoPE of Q and K
+  SecondPart second;       // with kParts
 };
 
 template <class Cfg>
@@ -32,21 +39,31 @@ __device__ __forceinline__ RowsPrologue<Cfg> prologue_of(const QuantizeParams& p
   if constexpr (Cfg::kPrologue) {
     const PrologueInput& input = p.prologue;
     const int heads = of_q ? p.heads : p.kv_heads, batch = head_index / heads, head = head_index % heads;
-    if (of_q) return {input, input.q_weight, input.q_inverse, batch, head, p.q_len};
-    return {input, input.k_weight, input.k_inverse, batch, head, p.kv_len};
+    if (of_q) return {input, input.q_weight, input.second_q_weight, input.q_inverse, batch, head, p.q_len};
+    return {input, input.k_weight, input.second_k_weight, input.k_inverse, batch, head, p.kv_len};
   } else {
     return {};
   }
 }
 
-// The keys of a head that are quantized.
+// The keys of a head that are quantized, or its values. second: the input of the second part.
 template <class Cfg>
 __device__ __forceinline__ HeadRows<Cfg> select_keys(const QuantizeParams& p, const QuantizeInput& input,
-                                                     int head_index) {
+                                                     const QuantizeInput& second, int head_index) {
   const int b = head_index / p.kv_heads;
   const int length = Cfg::kLengths ? max(0, min(p.kv_lengths[b], p.kv_len)) : p.kv_len;
   HeadRows<Cfg> head(input, b, head_index % p.kv_heads, length);
   if constexpr (Cfg::kGathered) head.places = p.kv_rows + static_cast<long long>(b) * p.kv_len;
+  if constexpr (Cfg::kParts) head.set_second(second, b, head_index % p.kv_heads, p.second.kv_boundary);
+  return head;
+}
+
+template <class Cfg>
+__device__ __forceinline__ HeadRows<Cfg> select_queries(const QuantizeParams& p, int head_index) {
+  HeadRows<Cfg> head(p.q, head_index / p.heads, head_index % p.heads, p.q_len);
+  if constexpr (Cfg::kParts) {
+    head.set_second(p.second.q, head_index / p.heads, head_index % p.heads, p.second.q_boundary);
+  }
   return head;
 }
 
@@ -55,14 +72,13 @@ __device__ __forceinline__ int count_tiles(int length) { return (length + kRowBl
 template <class Cfg>
 __device__ __forceinline__ RowsQuantizer<Cfg> quantizer_of_keys(const QuantizeParams& p, RowsStorage<Cfg>& shared,
                                                                 int head_index) {
-  return {shared, select_keys<Cfg>(p, p.k, head_index), prologue_of<Cfg>(p, false, head_index)};
+  return {shared, select_keys<Cfg>(p, p.k, p.second.k, head_index), prologue_of<Cfg>(p, false, head_index)};
 }
 
 template <class Cfg>
 __device__ __forceinline__ RowsQuantizer<Cfg> quantizer_of_queries(const QuantizeParams& p, RowsStorage<Cfg>& shared,
                                                                    int head_index) {
-  const HeadRows<Cfg> head(p.q, head_index / p.heads, head_index % p.heads, p.q_len);
-  return {shared, head, prologue_of<Cfg>(p, true, head_index)};
+  return {shared, select_queries<Cfg>(p, head_index), prologue_of<Cfg>(p, true, head_index)};
 }
 
 // Computes the means of kKeyHeads heads of K, of several at once, each by the warps of two groups of rows.
@@ -99,7 +115,8 @@ __device__ __forceinline__ void quantize_keys(const QuantizeParams& p, RowsStora
   quantizer_of_keys<Cfg>(p, shared, head_index).start_load(tile);
   if constexpr (Cfg::kKeyMean) compute_means<Cfg>(p, shared, head_index, tile == 0);
   for (; tile < stop; ++tile) {
-    quantizer_of_keys<Cfg>(p, shared, head_index).prologue.read_tile_angles(tile * kRowBlock, p.kv_len);
+    quantizer_of_keys<Cfg>(p, shared, head_index)
+        .prologue.read_tile_angles(tile * kRowBlock, p.kv_len, p.second.kv_boundary);
     __syncthreads();
 #pragma unroll 1
     for (int number = 0; number < Cfg::kKeyHeads; ++number) {
@@ -122,7 +139,8 @@ template <class Cfg>
 __device__ __forceinline__ void quantize_queries(const QuantizeParams& p, RowsStorage<Cfg>& shared, int head_index,
                                                  int tile) {
   quantizer_of_queries<Cfg>(p, shared, head_index).start_load(tile);
-  quantizer_of_queries<Cfg>(p, shared, head_index).prologue.read_tile_angles(tile * kRowBlock, p.q_len);
+  quantizer_of_queries<Cfg>(p, shared, head_index)
+      .prologue.read_tile_angles(tile * kRowBlock, p.q_len, p.second.q_boundary);
   __syncthreads();
 #pragma unroll 1
   for (int number = 0; number < Cfg::kQueryHeads; ++number) {
@@ -161,7 +179,7 @@ __device__ __forceinline__ void quantize_several_heads(const QuantizeParams& p, 
   item -= query_blocks;
   const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
   VQuantizer<Cfg>::run(*reinterpret_cast<VStorage<Cfg>*>(RowsPrologue<Cfg>::storage()),
-                       select_keys<Cfg>(p, p.v, head_index), item % kv_tiles,
+                       select_keys<Cfg>(p, p.v, p.second.v, head_index), item % kv_tiles,
                        p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
                        p.v_scale + head_index * kv_tiles);
 }
@@ -179,7 +197,7 @@ __device__ __forceinline__ void quantize_single_heads(const QuantizeParams& p) {
   int item = blockIdx.x;
   if (item < p.batch * p.kv_heads * k_blocks) {
     const int head_index = item / k_blocks, tile = item % k_blocks * Cfg::kKeyTiles;
-    const RowsQuantizer<Cfg> rows(shared.rows, select_keys<Cfg>(p, p.k, head_index),
+    const RowsQuantizer<Cfg> rows(shared.rows, select_keys<Cfg>(p, p.k, p.second.k, head_index),
                                   prologue_of<Cfg>(p, false, head_index));
     const int stop = min(tile + Cfg::kKeyTiles, Cfg::kLengths ? count_tiles(rows.head.length) : kv_tiles);
     if (Cfg::kLengths && tile >= stop) return;
@@ -193,7 +211,7 @@ __device__ __forceinline__ void quantize_single_heads(const QuantizeParams& p) {
   item -= p.batch * p.kv_heads * k_blocks;
   if (item < p.batch * p.kv_heads * kv_tiles) {
     const int head_index = item / kv_tiles, padded = (p.kv_len + 15) / 16 * 16;
-    const HeadRows<Cfg> head = select_keys<Cfg>(p, p.v, head_index);
+    const HeadRows<Cfg> head = select_keys<Cfg>(p, p.v, p.second.v, head_index);
     if (Cfg::kLengths && item % kv_tiles >= count_tiles(head.length)) return;
     VQuantizer<Cfg>::run(shared.values, head, item % kv_tiles,
                          p.v_codes + static_cast<long long>(head_index) * Cfg::kHeadDim * padded, padded,
@@ -203,8 +221,7 @@ __device__ __forceinline__ void quantize_single_heads(const QuantizeParams& p) {
   item -= p.batch * p.kv_heads * kv_tiles;
   const int head_index = item / q_tiles;
   const int q_blocks = (p.q_len + kQueryBlock - 1) / kQueryBlock;
-  const RowsQuantizer<Cfg> rows(shared.rows, HeadRows<Cfg>(p.q, head_index / p.heads, head_index % p.heads, p.q_len),
-                                prologue_of<Cfg>(p, true, head_index));
+  const RowsQuantizer<Cfg> rows(shared.rows, select_queries<Cfg>(p, head_index), prologue_of<Cfg>(p, true, head_index));
   rows.quantize_q(item % q_tiles, p.q_codes + static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim,
                   p.q_scale + static_cast<long long>(head_index) * (Cfg::kFineScales ? p.q_len : q_blocks));
 }

@@ -51,6 +51,24 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecondPart:
+    """The second part of a sequence in two parts, such as image tokens after text tokens.
+
+    Its tensors are the buffers ``second_q``, ``second_k`` and ``second_v``, the weights of its norms
+    ``second_q_weight`` and ``second_k_weight``. q_rows, kv_rows: its rows, any number. strides: of its tensors.
+    has_tables: for each part, whether it has tables of its own, those of the second part in buffers ``second_cos`` and
+    ``second_sin``; a part without is not rotated. None if one pair of tables spans the sequence. table_strides: of the
+    second part's tables, as in ``Prologue``.
+    """
+
+    q_rows: int
+    kv_rows: int
+    strides: tuple[tuple[int, ...], ...]
+    has_tables: tuple[bool, bool] | None = None
+    table_strides: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prologue:
     """RMSNorm and rotary embedding of Q and K, before their quantization in the same kernel.
 
@@ -60,7 +78,8 @@ class Prologue:
     squares. rotary_dim: columns that are rotated, even; 0 for
     none. interleaved: columns 2 j and 2 j + 1 are rotated together, else j and j + rotary_dim / 2. table: the dtype of
     the buffers ``cos`` and ``sin``. angle_step: distance of a row's angles in a table, 1 or 2. table_strides: of batch
-    and row, in elements; the addresses of the tables are multiples of 16 bytes.
+    and row, in elements; the addresses of the tables are multiples of 16 bytes. second: the second part of the
+    sequences, if they have two; not with across_heads.
     """
 
     norm: str = ""
@@ -71,12 +90,14 @@ class Prologue:
     table: str = "float32"
     angle_step: int = 1
     table_strides: tuple[int, int] = (0, 0)
+    second: SecondPart | None = None
 
     @property
     def angle_vector(self) -> int:
         """The angles of an aligned access: a power of two that divides all strides, up to 16 bytes."""
         count = 4 if self.table == "float32" else 8
-        while any(stride % count for stride in self.table_strides):
+        strides = self.table_strides + (self.second.table_strides if self.second else ())
+        while any(stride % count for stride in strides):
             count //= 2
         return count
 
@@ -85,6 +106,7 @@ class Prologue:
         weighted = self.norm not in ("", "plain")
         flags = {"Norm": bool(self.norm), "Weighted": weighted, "Interleaved": self.interleaved}
         flags["AcrossHeads"] = self.across_heads
+        flags["OwnTables"] = self.second is not None and self.second.has_tables is not None
         numbers = {"RotaryDim": self.rotary_dim, "AngleStep": self.angle_step, "AngleVector": self.angle_vector}
         lines = [f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"  static constexpr int k{name} = {value};" for name, value in numbers.items()]
@@ -110,26 +132,54 @@ class Prologue:
         return ROW_BLOCK * head_dim * 2 + exchanged + max(self.tile_angle_bytes, means)
 
     def buffers(self) -> tuple[str, ...]:
-        """Return the names of its buffers."""
+        """Return the names of its buffers: weights, tables, then tensors, weights and tables of a second part."""
         weights = () if self.norm in ("", "plain") else ("q_weight", "k_weight")
-        return (*weights, *(("cos", "sin") if self.rotary_dim else ()))
+        tables = ("cos", "sin") if self.rotary_dim else ()
+        if self.second is None:
+            return (*weights, *tables)
+        has_first, has_second = self.second.has_tables or (True, False)
+        of_second = (*weights, *(tables if has_second else ()))
+        return (
+            *weights, *(tables if has_first else ()), *("second_q", "second_k", "second_v"),
+            *(f"second_{name}" for name in of_second),
+        )  # fmt: skip
 
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self, sizes: Sizes) -> tuple[Argument, ...]:
         """Return the kernel's arguments."""
         names = self.buffers()
-        q_weight, k_weight, cos, sin = (
-            name if name in names else np.int64(0) for name in ("q_weight", "k_weight", "cos", "sin")
-        )
+
+        def point_to(*buffers: str) -> tuple[Argument, ...]:
+            return tuple(name if name in names else np.int64(0) for name in buffers)
+
         inverses: tuple[Argument, ...] = (np.int64(0), np.int64(0))
         if self.across_heads:
             inverses = ("q_inverse", "k_inverse")
         strides = (np.int64(n) for n in self.table_strides)
-        return (q_weight, k_weight, np.float32(self.eps), cos, sin, *strides, *inverses)
+        weights, tables = point_to("q_weight", "k_weight"), point_to("cos", "sin")
+        own = (*weights, np.float32(self.eps), *tables, *strides, *inverses)
+        if self.second is None:
+            return own
+        second = self.second
+        return (
+            *own,
+            *point_to("second_q_weight", "second_k_weight", "second_cos", "second_sin"),
+            *(np.int64(n) for n in second.table_strides),
+            *("second_q", "second_k", "second_v"),
+            *(np.int64(n) for tensor in second.strides for n in tensor),
+            *(np.int32(n) for n in (sizes.q_len - second.q_rows, sizes.kv_len - second.kv_rows)),
+        )
 
 
 _PROLOGUE_PARAMETERS = (
     ", const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, long long table_batch, "
     "long long table_row, const float* q_inverse, const float* k_inverse"
+)
+_SECOND_PARAMETERS = (
+    ", const void* second_q_weight, const void* second_k_weight, const void* second_cos, const void* second_sin, "
+    "long long second_table_batch, long long second_table_row, const void* second_q, const void* second_k, "
+    "const void* second_v, long long second_q_batch, long long second_q_head, long long second_q_row, "
+    "long long second_k_batch, long long second_k_head, long long second_k_row, long long second_v_batch, "
+    "long long second_v_head, long long second_v_row, int q_boundary, int kv_boundary"
 )
 
 
@@ -182,7 +232,8 @@ def kernel(
 
     sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
     all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: and
-    only those keys that a list names. prologue: of Q and K; not with the other options.
+    only those keys that a list names. prologue: of Q and K; not with the other options. If it has a second part,
+    ``sizes`` are those of the whole sequence.
     """
     threads = _THREADS[config.head_dim]
     sharing = choose_sharing(config, sizes, prologue)
@@ -196,6 +247,7 @@ def kernel(
         "Gathered": gathered,
         "Prologue": prologue is not None,
         "SeveralHeads": sharing.several_heads,
+        "Parts": prologue is not None and prologue.second is not None,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     if prologue is not None:
@@ -211,7 +263,14 @@ def kernel(
     if prologue is not None:
         more = f"{more}{_PROLOGUE_PARAMETERS}"
         members = "q_weight, k_weight, eps, cos, sin, table_batch, table_row, q_inverse, k_inverse"
+        if prologue.second is not None:
+            more = f"{more}{_SECOND_PARAMETERS}"
+            members = f"{members}, second_q_weight, second_k_weight, second_cos, second_sin"
+            members = f"{members}, second_table_batch, second_table_row"
         chosen = f"{chosen}, nullptr, nullptr, {{{members}}}"
+        if prologue.second is not None:
+            inputs = (f"{{second_{x}, second_{x}_batch, second_{x}_head, second_{x}_row}}" for x in "qkv")
+            chosen = f"{chosen}, {{{', '.join(inputs)}, q_boundary, kv_boundary}}"
     source = f"""#include "quantize/qkv.cuh"
 
 struct Cfg {{
@@ -283,7 +342,7 @@ def launch(
             "k_mean" if config.key_mean else np.int64(0),
             *(np.int32(n) for n in (sizes.batch, sizes.heads, sizes.kv_heads, q_len, sizes.kv_len)),
             *(name for name, given in (("samples", sampled), ("kv_lengths", lengths), ("kv_rows", gathered)) if given),
-            *(() if prologue is None else prologue.arguments()),
+            *(() if prologue is None else prologue.arguments(sizes)),
         ),
     )
 
@@ -294,7 +353,7 @@ def norms_kernel(config: AttentionConfig) -> KernelSource:
 
 struct Cfg {{
   static constexpr int kColumns = {config.columns};
-  static constexpr bool kGathered = false;
+  static constexpr bool kGathered = false, kParts = false;
   using In = {CUDA_TYPES[config.dtype]};
 }};
 

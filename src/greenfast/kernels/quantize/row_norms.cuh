@@ -12,7 +12,7 @@ struct RowNormsParams {
   int batch, heads, kv_heads, q_len, kv_len;
 };
 
-// A warp per row. Grid: enough for the rows of Q, then of K. Block: any whole warps. Cfg: kColumns, In, kGathered.
+// A warp per row. Grid: enough for the rows of Q, then of K. Block: any whole warps. Cfg: kColumns, In, kGathered, kParts.
 template <class Cfg>
 __device__ __forceinline__ void compute_row_norms(const RowNormsParams& p) {
   constexpr int kChunks = Cfg::kColumns / kVector;  // per head

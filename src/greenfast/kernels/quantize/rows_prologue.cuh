@@ -18,6 +18,10 @@ struct PrologueInput {
   long long table_batch, table_row;  // strides of cos and sin, in elements
   // With kAcrossHeads: the inverse root mean squares of rows over all heads (row_norms.cuh), (batch, length).
   const float *q_inverse, *k_inverse;
+  // With kParts: the same of the second part of a sequence. With kOwnTables each part has tables of its own, or null.
+  const void *second_q_weight, *second_k_weight;
+  const void *second_cos, *second_sin;
+  long long second_table_batch, second_table_row;
 };
 
 // Two numbers, rounded.
@@ -36,7 +40,8 @@ struct RowsPrologue {};
 // kRotaryDim, columns that are rotated, or 0; kInterleaved, whether columns 2 j and 2 j + 1 share an angle, else j and
 // j + kRotaryDim / 2; kAngleStep, the distance of two angles in a table of type Table; kAngleVector, angles at aligned
 // addresses; kSeveralHeads, whether a block takes a tile of several heads: it reads the angles once, to shared memory,
-// and the rows of the next head early.
+// and the rows of the next head early; kParts, whether sequences have two parts with weights of their own; kOwnTables,
+// whether these have tables of their own.
 template <class Cfg>
 struct RowsPrologue<Cfg, true> {
   static constexpr int kSplit = Cfg::kHeadDim <= 128 ? 1 : 2;  // warps that share rows
@@ -47,6 +52,7 @@ struct RowsPrologue<Cfg, true> {
   static constexpr int kDistance = kSplit == 1 || kHalf == 32 ? kHalf / 32 : kHalf / 64;
   static_assert(!Cfg::kGathered && !Cfg::kSampled, "rows and angles have the same numbers");
   static_assert(Cfg::kRotaryDim % 2 == 0 && Cfg::kRotaryDim <= Cfg::kColumns, "pairs of columns");
+  static_assert(!(Cfg::kParts && Cfg::kAcrossHeads), "row_norms.cuh reads one tensor");
 
   using In = typename Cfg::In;
   using Loaded = typename HeadRows<Cfg>::Loaded;
@@ -73,17 +79,24 @@ struct RowsPrologue<Cfg, true> {
   float eps;
   const Table *cos, *sin;  // of the sequence
   long long table_row;
+  const Weight* second_weight;
+  const Table *second_cos, *second_sin;  // with kOwnTables
+  long long second_table_row;
   int half_of_row;  // this warp's number among those that share rows
 
-  // weight, row_inverse: of Q or K. length: rows of a sequence.
-  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, const float* row_inverse,
-                                          int batch, int head, int length)
+  // weight, second_weight, row_inverse: of Q or K. length: rows of a sequence.
+  __device__ __forceinline__ RowsPrologue(const PrologueInput& input, const void* weight, const void* second_weight,
+                                          const float* row_inverse, int batch, int head, int length)
       : weight(static_cast<const Weight*>(weight) + (Cfg::kAcrossHeads ? head * Cfg::kColumns : 0)),
         row_inverse(row_inverse + static_cast<long long>(batch) * length),
         eps(input.eps),
         cos(static_cast<const Table*>(input.cos) + batch * input.table_batch),
         sin(static_cast<const Table*>(input.sin) + batch * input.table_batch),
         table_row(input.table_row),
+        second_weight(static_cast<const Weight*>(second_weight)),
+        second_cos(static_cast<const Table*>(input.second_cos) + batch * input.second_table_batch),
+        second_sin(static_cast<const Table*>(input.second_sin) + batch * input.second_table_batch),
+        second_table_row(input.second_table_row),
         half_of_row(kSplit == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / 32 % kSplit, 0)) {}
 
   // The first column of load j. With kOwnPairs, both columns of a pair are in the same warp.
@@ -105,8 +118,8 @@ struct RowsPrologue<Cfg, true> {
       for (int r = 0; r < 2; ++r) {
         const int column = column_of(j);
         const bool present = row[r] < head.length && column < Cfg::kColumns;
-        ptx::cp_async_16(&slots()[j][r][threadIdx.x], present ? head.address(row[r], column) : head.rows,
-                         present ? 16 : 0);
+        const In* const any = Cfg::kParts ? head.address(0, 0) : head.rows;  // the first part may be empty
+        ptx::cp_async_16(&slots()[j][r][threadIdx.x], present ? head.address(row[r], column) : any, present ? 16 : 0);
       }
     }
     ptx::cp_async_commit();
@@ -187,9 +200,15 @@ struct RowsPrologue<Cfg, true> {
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      const Pack<Weight, kVector> weights = load_weights<kVector>(column_of(j));
+      Pack<Weight, kVector> weights = load_weights<kVector>(weight_of(head, row[0]), column_of(j));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if constexpr (Cfg::kParts) {
+          // Both rows are in one part, except in one group of rows of a sequence.
+          if (r == 1 && weight_of(head, row[1]) != weight_of(head, row[0])) {
+            weights = load_weights<kVector>(weight_of(head, row[1]), column_of(j));
+          }
+        }
 #pragma unroll
         for (int c = 0; c < kVector; c += 2) {
           In* const pair = x[j][r].values + c;
@@ -231,11 +250,19 @@ struct RowsPrologue<Cfg, true> {
     }
   }
 
+  // The weights of the norm of a row.
+  __device__ __forceinline__ const Weight* weight_of(const HeadRows<Cfg>& head, int row) const {
+    if constexpr (Cfg::kParts) {
+      if (row >= head.boundary) return second_weight;
+    }
+    return weight;
+  }
+
   template <int kCount>
-  __device__ __forceinline__ Pack<Weight, kCount> load_weights(int column) const {
+  __device__ __forceinline__ static Pack<Weight, kCount> load_weights(const Weight* from, int column) {
     Pack<Weight, kCount> weights = {};
     if (Cfg::kWeighted && column < Cfg::kColumns) {
-      weights = *reinterpret_cast<const Pack<Weight, kCount>*>(weight + column);
+      weights = *reinterpret_cast<const Pack<Weight, kCount>*>(from + column);
     }
     return weights;
   }
@@ -247,7 +274,8 @@ struct RowsPrologue<Cfg, true> {
   }
 
   // Reads the angles of the rows from `first` on; zeros from `length` on. All threads call it, then __syncthreads().
-  __device__ __forceinline__ void read_tile_angles(int first, int length) const {
+  // boundary: of the parts of the sequence.
+  __device__ __forceinline__ void read_tile_angles(int first, int length, int boundary) const {
     constexpr int kMost = 16 / sizeof(Table);
     constexpr int kCount = kHalf % kMost == 0 ? kMost : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;
     constexpr int kChunks = kHalf / kCount;
@@ -255,8 +283,8 @@ struct RowsPrologue<Cfg, true> {
     for (int i = threadIdx.x; i < kRowBlock * kChunks; i += Cfg::kThreads) {
       const int row = i / kChunks, angle = i % kChunks * kCount;
       Pack<Table, kCount> cosines, sines;
-      load_table(cos, first + row, angle, first + row < length, cosines.values);
-      load_table(sin, first + row, angle, first + row < length, sines.values);
+      load_cosines(boundary, first + row, angle, first + row < length, cosines.values);
+      load_sines(boundary, first + row, angle, first + row < length, sines.values);
       *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + angle) = cosines;
       *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + kSines + angle) = sines;
     }
@@ -264,8 +292,8 @@ struct RowsPrologue<Cfg, true> {
 
   // Loads adjacent angles of row r of the thread's two; zeros if the row is not present.
   template <bool kOfTile, int kCount>
-  __device__ __forceinline__ void load_angles(const int (&row)[2], int r, int angle, bool present,
-                                              float (&cosines)[kCount], float (&sines)[kCount]) const {
+  __device__ __forceinline__ void load_angles(const HeadRows<Cfg>& head, const int (&row)[2], int r, int angle,
+                                              bool present, float (&cosines)[kCount], float (&sines)[kCount]) const {
     if constexpr (kOfTile) {
       constexpr int kMost = 16 / sizeof(Table), kWide = kCount < kMost ? kCount : kMost;
       const int in_tile = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4 + 8 * r;
@@ -281,21 +309,52 @@ struct RowsPrologue<Cfg, true> {
         }
       }
     } else {
-      load_table(cos, row[r], angle, present, cosines);
-      load_table(sin, row[r], angle, present, sines);
+      load_cosines(head.boundary, row[r], angle, present, cosines);
+      load_sines(head.boundary, row[r], angle, present, sines);
+    }
+  }
+
+  // Loads the cosines of adjacent angles of a row; zeros if it is not present, 1 if its part has no tables.
+  template <class Out, int kCount>
+  __device__ __forceinline__ void load_cosines(int boundary, int row, int angle, bool present,
+                                               Out (&out)[kCount]) const {
+    load_table_of_part(cos, second_cos, boundary, row, angle, present, out);
+    if constexpr (Cfg::kOwnTables) {
+      const bool rotated = (row < boundary ? cos : second_cos) != nullptr;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) out[i] = rotated ? out[i] : static_cast<Out>(1.0f);
+    }
+  }
+
+  // Loads the sines; zeros if the row is not present or its part has no tables.
+  template <class Out, int kCount>
+  __device__ __forceinline__ void load_sines(int boundary, int row, int angle, bool present, Out (&out)[kCount]) const {
+    load_table_of_part(sin, second_sin, boundary, row, angle, present, out);
+  }
+
+  template <class Out, int kCount>
+  __device__ __forceinline__ void load_table_of_part(const Table* first, const Table* second, int boundary, int row,
+                                                     int angle, bool present, Out (&out)[kCount]) const {
+    if constexpr (Cfg::kOwnTables) {
+      const bool in_second = row >= boundary;
+      const Table* const table = in_second ? second : first;
+      load_table(table, in_second ? second_table_row : table_row, in_second ? row - boundary : row, angle,
+                 present && table != nullptr, out);
+    } else {
+      load_table(first, table_row, row, angle, present, out);
     }
   }
 
   // Loads adjacent angles of a row; zeros if it is not present.
   template <class Out, int kCount>
-  __device__ __forceinline__ void load_table(const Table* table, int row, int angle, bool present,
-                                             Out (&out)[kCount]) const {
+  __device__ __forceinline__ static void load_table(const Table* table, long long stride, int row, int angle,
+                                                    bool present, Out (&out)[kCount]) {
     constexpr int kElements = kCount * Cfg::kAngleStep;
     constexpr int kAligned = Cfg::kAngleVector < kElements ? Cfg::kAngleVector : kElements;
     using Vector = Pack<Table, kAligned>;
     Vector loaded[kElements / kAligned] = {};
     if (present) {
-      const Table* const from = table + row * table_row + angle * Cfg::kAngleStep;
+      const Table* const from = table + row * stride + angle * Cfg::kAngleStep;
 #pragma unroll
       for (int i = 0; i < kElements / kAligned; ++i) loaded[i] = reinterpret_cast<const Vector*>(from)[i];
     }
@@ -325,7 +384,7 @@ struct RowsPrologue<Cfg, true> {
       const int column = column_of(j) + first;
       if (column >= Cfg::kRotaryDim) continue;
       float cosines[kPairs], sines[kPairs];
-      load_angles<kOfTile>(row, r, column / 2, row[r] < head.length, cosines, sines);
+      load_angles<kOfTile>(head, row, r, column / 2, row[r] < head.length, cosines, sines);
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         In* const pair = x[j][r].values + first + 2 * p;
@@ -343,7 +402,7 @@ struct RowsPrologue<Cfg, true> {
       const int j = i / 2, r = i % 2;
       if (column_of(j) >= kHalf) continue;
       float cosines[kVector], sines[kVector];
-      load_angles<kOfTile>(row, r, column_of(j), row[r] < head.length, cosines, sines);
+      load_angles<kOfTile>(head, row, r, column_of(j), row[r] < head.length, cosines, sines);
 #pragma unroll
       for (int c = 0; c < kVector; c += 2) {
         In *const low = x[j][r].values + c, *const high = x[j + kDistance][r].values + c;
@@ -369,10 +428,10 @@ struct RowsPrologue<Cfg, true> {
       const bool upper = column >= kHalf;
       const int partner_column = upper ? column - kHalf : column + kHalf;
       float cosines[kPart], sines[kPart];
-      load_angles<kOfTile>(row, r, column % kHalf, true, cosines, sines);
+      load_angles<kOfTile>(head, row, r, column % kHalf, true, cosines, sines);
       Pack<In, kPart> partner = *reinterpret_cast<const Pack<In, kPart>*>(head.address(row[r], partner_column));
       if constexpr (Cfg::kNorm) {
-        const Pack<Weight, kPart> weights = load_weights<kPart>(partner_column);
+        const Pack<Weight, kPart> weights = load_weights<kPart>(weight_of(head, row[r]), partner_column);
 #pragma unroll
         for (int c = 0; c < kPart; ++c) {
           partner.values[c] = static_cast<In>(normalized(partner.values[c], inverse[r], weights.values[c]));
