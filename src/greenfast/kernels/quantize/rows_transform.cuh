@@ -27,7 +27,7 @@ struct RowsTransform {
   static constexpr int kGroups = 4;  // groups of four columns in a part
   static constexpr float kCodeMax = Cfg::kInt8 ? 127.0f : 448.0f;
   using Mma = ptx::InputMma<typename Cfg::In>;
-  using Loaded = typename HeadRows<Cfg>::Loaded;
+  using Loaded = Pack<typename Cfg::In, kVector>;
   using Values = float[kWarpParts][2][kGroups][4];  // part, row, group, element
   using Codes = uint2;                              // eight columns
 
