@@ -131,7 +131,9 @@ def test_the_quantizer_writes_the_defined_codes() -> None:
     inputs = (q, k, v, out.bfloat16(), g)
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
     buffers["lse"] = lse.float().numpy()
-    measured = {"k_mean": OutputSpec((1, DIM), "float32"), "amax": OutputSpec((2, 1, 2), "float32")}
+    mean = k.float().mean(2)
+    buffers["k_mean"] = mean[0].numpy()
+    measured = {"amax": OutputSpec((2, 1, 2), "float32")}
     shapes = {"q": (2, q_len), "k": (1, kv_len), "v": (1, kv_len), "grad": (2, q_len)}
     specs = {name: OutputSpec((*shape, DIM), "uint8") for name, shape in shapes.items()}
     for name in ("q", "k", "grad"):
@@ -144,9 +146,7 @@ def test_the_quantizer_writes_the_defined_codes() -> None:
     for source, plan, outputs in zip(backward.encode_kernels(), launches, (measured, specs), strict=True):
         emulate(source, plan, buffers, outputs)
 
-    mean = torch.from_numpy(buffers["k_mean"])
-    assert (mean - 2.0).abs().max() < 1.0  # a median of means of 32 keys, with a standard error of about 0.2
-    want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE, mean.unsqueeze(0))
+    want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE, mean)
     starts = slice(0, 2 * backward.ROWS)
     for name in specs:
         got, expected = torch.from_numpy(buffers[name]), want[name]

@@ -172,8 +172,7 @@ def quantize(
 ) -> dict[str, Tensor]:
     """Return the buffers of ``encode``, on a Hopper GPU, and two that its kernels share.
 
-    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous. The vector that is
-    subtracted from the keys is an estimate of their mean, ``k_mean``.
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, _ = query.shape
@@ -182,6 +181,7 @@ def quantize(
         name: torch.empty(shape, dtype=dtype, device=query.device)
         for name, (shape, dtype) in _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len).items()
     }
+    buffers["k_mean"] = key.mean(2, dtype=torch.float32)
     strides = tuple(x.stride()[:3] for x in inputs)
     plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, scale, strides)
     plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])

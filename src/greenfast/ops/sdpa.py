@@ -95,8 +95,8 @@ _NO_MEAN_SCORES = (
 )
 Backward = Literal["16bit", "8bit", "auto"]
 BACKWARDS = ("16bit", "8bit", "auto")
-#: Queries and keys from which on the backward pass in 8 bits was measured to be faster.
-_LONG = 8192
+#: Queries and keys from which on training in 8 bits was measured to be faster than with a recomputed forward pass.
+_LONG = 4096
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -177,7 +177,7 @@ def sdpa(
     backward: "16bit" as above. "8bit" keeps the output and the log-sum-exp of the forward pass, and computes the five
     products of the backward pass in int8 and E4M3: see docs/training.md for speed and errors. It is for training on a
     Hopper GPU in bfloat16 with head dim 128, (B, H, S, D), and causal masks at the first key. On a CPU its gradients
-    are exact. "auto" is "8bit" for such calls with 8,192 queries and keys or more, else "16bit".
+    are exact. "auto" is "8bit" for such calls with 4,096 queries and keys or more, else "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head

@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 {entry}({inputs}, const float* lse, int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
-        float* k_mean, float* amax) {{
+        const float* k_mean, float* amax) {{
   greenfast::{body}<Cfg>(
       {{{fields}, lse, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
       {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_mean, amax}});
@@ -216,7 +216,8 @@ def encode_launches(
 ) -> tuple[Launch, Launch]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
-    Further buffers: ``k_mean``, float32 (kv_heads, 128), and ``amax``, float32 (2, kv_heads, blocks of keys).
+    Further buffers: ``k_mean``, float32 (kv_heads, 128), an input, and ``amax``, float32 (2, kv_heads, blocks of keys),
+    which the first kernel writes.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):

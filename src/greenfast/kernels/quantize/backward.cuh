@@ -1,12 +1,13 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads. Head dim 128.
 //
-// measure_keys finds the mean of K, and the largest numbers of K and V after the rotation. encode_backward writes the
-// codes and the tables. A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them
-// again for the transposed E4M3 codes, which are not rotated.
+// measure_keys finds the largest numbers of K and V after the rotation. encode_backward writes the codes and the tables.
+// A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
+// transposed E4M3 codes, which are not rotated. The mean of K is exact: rounding of dO V^T adds nearly the same number
+// to a whole row of dP, and in dQ = dS K that number meets the part of the mean that is left in K.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
-#include "quantize/rows.cuh"
+#include "quantize/rows_transform.cuh"
 #include "quantize/values.cuh"
 
 namespace greenfast {
@@ -23,21 +24,20 @@ struct BackwardCodes {
   unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, 128, length rounded up to 16)
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
   float* factors;                     // (batch x kv_heads, 3)
-  float* k_mean;                      // (batch x kv_heads, 128)
+  const float* k_mean;                // (batch x kv_heads, 128), given
   float* amax;                        // (2, batch x kv_heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
 };
 
 // The configuration of the quantizer's parts. Cfg: In, kThreads.
-template <class Cfg, bool kRotated>
+template <class Cfg>
 struct BackwardRows : Cfg {
   static constexpr int kHeadDim = kBackwardDim, kColumns = kBackwardDim;
-  static constexpr bool kInt8 = true, kRotate = kRotated, kKeyMean = true, kSampled = false, kFineScales = false,
+  static constexpr bool kInt8 = true, kRotate = true, kKeyMean = true, kSampled = false, kFineScales = false,
                         kGathered = false, kPrologue = false, kParts = false;
 };
 
 template <class Cfg>
 struct BackwardStorage {
-  RowsStorage<BackwardRows<Cfg, false>> rows;
   unsigned tile[kRowBlock * kBackwardDim / 4];  // of E4M3 codes, as VQuantizer::word_index orders them
   float mean[kBackwardDim];
   float row_scale[kRowBlock];  // of E4M3 codes
@@ -48,7 +48,7 @@ struct BackwardStorage {
 // A tile of 128 rows of one head.
 template <class Cfg>
 struct BackwardTile {
-  using RowsCfg = BackwardRows<Cfg, true>;
+  using RowsCfg = BackwardRows<Cfg>;
   using Rows = RowsTransform<RowsCfg>;
   using Head = HeadRows<RowsCfg>;
   using Loaded = typename Head::Loaded;
@@ -165,15 +165,7 @@ __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const Back
   const typename Tile::Head head(of_keys ? p.k : p.v, b, h, p.kv_len);
   typename Tile::Rows::Values x;
   if (of_keys) {
-    using Plain = BackwardRows<Cfg, false>;
-    const HeadRows<Plain> plain(p.k, b, h, p.kv_len);
-    const RowsQuantizer<Plain> averaging(shared.rows, plain);
-    averaging.compute_mean(plain, nullptr);
-    if (threadIdx.x < kBackwardDim) {
-      const float mean = shared.rows.mean[0][threadIdx.x] * RowsTransform<Plain>::kFactor;
-      shared.mean[threadIdx.x] = mean;
-      if (tile == 0) codes.k_mean[head_index * kBackwardDim + threadIdx.x] = mean;
-    }
+    if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * kBackwardDim + threadIdx.x];
     __syncthreads();
     rows.template rotate<true>(head, x);
   } else {
