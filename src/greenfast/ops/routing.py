@@ -139,7 +139,7 @@ def explain(
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
     """
-    if isinstance(query, list | tuple) or isinstance(key, list | tuple) or isinstance(value, list | tuple):
+    if _are_parts(query, key, value):
         return _explain_parts(
             RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False), attn_mask,
             dropout_p, is_causal, scale, enable_gqa, precision=precision, causal_alignment=causal_alignment,
@@ -227,6 +227,16 @@ def _parse_target(text: str) -> Target:
         return Target.parse(text)
     except UsageError as e:
         raise ValueError(f"target: {e}") from None
+
+
+def _are_parts(*inputs: Any) -> bool:
+    """Return whether query, key and value are lists of equally many tensors (B, H, S, D)."""
+    return all(
+        isinstance(parts, list | tuple)
+        and 0 < len(parts) == len(inputs[0])
+        and all(isinstance(x, Tensor) and x.dim() == 4 for x in parts)
+        for parts in inputs
+    )
 
 
 def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation:

@@ -187,10 +187,12 @@ def sdpa(
     if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
         options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if ACTIVE:
-        if options is not NO_OPTIONS or backward == "8bit":
+        if options is not NO_OPTIONS:
             raise NotImplementedError(
-                "window, softcap, sinks, kv_lengths, skip_threshold, backward: not inside a context_parallel"
+                "window, softcap, sinks, kv_lengths, skip_threshold: not inside a context_parallel"
             )
+        if backward == "8bit":
+            raise NotImplementedError('backward="8bit": not inside a context_parallel')
         return ACTIVE[-1].sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision, causal_alignment,
             return_lse, float32_as,
