@@ -238,7 +238,7 @@ def measure(name: str, models: Mapping[str, TimedModel], rounds: int, compiled: 
     outs: dict[str, Tensor] = {}
     routed: dict[str, Any] = {}
     with torch.inference_mode():
-        own = {a: [] if a == "block" else _measure_errors_of(a, model) for a, model in models.items()}
+        own = {a: [] if a == "block" else _measure_errors_with(a, model) for a, model in models.items()}
     if compiled:
         torch.compiler.reset()
         for model in {id(model): model for model in models.values()}.values():
@@ -269,7 +269,7 @@ def measure(name: str, models: Mapping[str, TimedModel], rounds: int, compiled: 
     return runs
 
 
-def _measure_errors_of(attention_name: str, model: TimedModel) -> list[float]:
+def _measure_errors_with(attention_name: str, model: TimedModel) -> list[float]:
     with ATTENTIONS[attention_name]():
         return measure_errors(model)
 

@@ -50,7 +50,7 @@ class _Node(torch.autograd.Function):
         )
 
 
-#: Arguments of _AttentionNode before those of the call.
+#: Number of arguments of _AttentionNode before the arguments of the call.
 _NODE_OPTIONS = 7
 
 

@@ -121,7 +121,7 @@ def _get_norm_bytes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -
 
 
 def _get_joined_sizes(query: Tensor, key: Tensor, prologue: qkv.Prologue | None) -> Sizes:
-    """Return the sizes of a call: of two parts, those of the whole sequence. query, key: the first part."""
+    """Return the sizes of a call, with two parts of the whole sequence. query, key: the first part."""
     sizes = get_sizes(query.shape, key.shape)
     if prologue is None or prologue.second is None:
         return sizes
@@ -226,7 +226,7 @@ def _quantize(
 def quantize_parts(tensors: Extras, prologue: qkv.Prologue, *choices: Any) -> tuple[Tensor, ...]:
     """``torch.ops.greenfast.quantize_parts`` of CUDA tensors that kernels read, with scales of blocks.
 
-    tensors: those of the operator, in its order. choices: as for ``quantize``.
+    tensors: of the operator, in its order. choices: as for ``quantize``.
     """
     query, key, value = _get_first_part(tensors)
     device, choices = query.get_device(), (query.shape[3], query.dtype, *choices)
@@ -434,7 +434,7 @@ def get_block_plan(
 def block_parts(tensors: Extras, prologue: qkv.Prologue, precision: str, causal: int, scale: float) -> Tensor:
     """``torch.ops.greenfast.block_parts`` of CUDA tensors that kernels read, on a GPU with scales of blocks.
 
-    tensors: those of the operator, in its order.
+    tensors: of the operator, in its order.
     """
     query, key, value = _get_first_part(tensors)
     plan_key = _make_plan_key("block_parts", False, *tensors, prologue, precision, causal, scale)

@@ -33,7 +33,7 @@ from greenfast.ops.symbols import is_known
 
 _PART = 7  # tensors of a part
 _TENSORS = 2 * _PART
-_OPTIONS = 5  # arguments after the tensors, without those of quantization and attention
+_OPTIONS = 5  # arguments of TwoParts after the tensors
 
 Tensors = tuple[Tensor | None, ...]
 

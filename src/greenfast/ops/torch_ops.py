@@ -39,8 +39,7 @@ _SCHEMAS = {
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
     "sdpa_kept_backward": (
-        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, str precision, int causal, float scale) "
-        "-> (Tensor, Tensor, Tensor)"
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int causal, float scale) -> (Tensor, Tensor, Tensor)"
     ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
     "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
@@ -144,22 +143,14 @@ def _sdpa_lse_cpu(
 
 
 def _sdpa_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, precision: str, causal: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     return reference.compute_gradients(grad, query, key, value, causal, scale)
 
 
-def _sdpa_kept_backward_cuda(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, precision: str, causal: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    quantized: Any = importlib.import_module("greenfast.ops.quantized_backward")
-    gradients: tuple[Tensor, Tensor, Tensor] = quantized.sdpa_kept_backward(
-        grad, query, key, value, out, lse, causal, scale
-    )
-    return gradients
+def _sdpa_kept_backward_cuda(*args: Any) -> Any:
+    return importlib.import_module("greenfast.ops.quantized_backward").sdpa_kept_backward(*args)
 
 
 def _mean_scores(query: Tensor, key_mean: Tensor, rotated: bool) -> Tensor:
@@ -267,7 +258,7 @@ _REFUSALS = {
 for _name, (_cpu, _cuda, _shapes) in _IMPLEMENTATIONS.items():
     define_operator(_name, _SCHEMAS[_name], _cpu, _cuda, _shapes)
     if _name == "sdpa_kept":
-        autograd.register(LIBRARY, _name, None, "sdpa_kept_backward", 3, keeps=True)
+        autograd.register(LIBRARY, _name, None, "sdpa_kept_backward", keeps=True)
     else:
         autograd.register(LIBRARY, _name, _REFUSALS[_name])
     _rule = (

@@ -233,7 +233,7 @@ def kernel(
     sampled: the mean of K is taken from MEAN_KEYS keys in a separate buffer. Needed if K is a shard of the keys, since
     all shards must subtract the same mean. lengths: only the first keys of each sequence are quantized. gathered: and
     only those keys that a list names. prologue: of Q and K; not with the other options. If it has a second part,
-    ``sizes`` are those of the whole sequence.
+    ``sizes`` are of the whole sequence.
     """
     threads = _THREADS[config.head_dim]
     sharing = choose_sharing(config, sizes, prologue)
