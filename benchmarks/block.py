@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib import rc_context
@@ -45,7 +45,10 @@ _compile: Any = torch.compile
 
 @dataclass(frozen=True)
 class BlockCase:
-    """A block of a model. interleaved: RoPE of diffusers, with tables in float32; else of transformers, in bfloat16."""
+    """A block of a model. interleaved: RoPE of diffusers, with tables in float32; else of transformers, in bfloat16.
+
+    text: the first tokens, which have tensors and norms of their own, as in Flux's double blocks; in none of them, 0.
+    """
 
     batch: int
     heads: int
@@ -55,11 +58,13 @@ class BlockCase:
     causal: bool = False
     interleaved: bool = False
     rope: bool = True
+    text: int = 0
 
 
 CASES = {
     "Wan-like": BlockCase(1, 40, 40, 32760, 128, interleaved=True),
     "Flux-like": BlockCase(1, 24, 24, 4608, 128, interleaved=True),
+    "Flux-like, text and image": BlockCase(1, 24, 24, 4608, 128, interleaved=True, text=512),
     "video": BlockCase(1, 24, 24, 16384, 128, interleaved=True),
     "Llama-like, 8k": BlockCase(2, 32, 8, 8192, 128, causal=True),
     "Llama-like, 2k": BlockCase(8, 32, 8, 2048, 128, causal=True),
@@ -71,38 +76,51 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class BlockInputs:
-    """Tensors (B, S, H, D), the weights of the norms, and tables (S, D) or None."""
+class SequencePart(NamedTuple):
+    """Tensors (B, S_i, H, D) of a part of a sequence, and the weights of its norms."""
 
-    case: BlockCase
     q: Tensor
     k: Tensor
     v: Tensor
-    weights: tuple[Tensor, Tensor]
+    q_norm: Tensor
+    k_norm: Tensor
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """One or two parts of a sequence, and tables (S, D) for all of it or None."""
+
+    case: BlockCase
+    parts: tuple[SequencePart, ...]
     rope: tuple[Tensor, Tensor] | None
 
     @property
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V as (B, H, S, D)."""
-        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+    def heads_first(self) -> list[Any]:
+        """Q, K and V as (B, H, S, D), each a list if there are two parts."""
+        turned = [[x.transpose(1, 2) for x in xs] for xs in tuple(zip(*self.parts, strict=True))[:3]]
+        return turned if len(self.parts) > 1 else [xs[0] for xs in turned]
 
     def options(self) -> dict[str, Any]:
         """Return the options of ``attention_block`` and ``quantize``."""
+        q_norms, k_norms = [part.q_norm for part in self.parts], [part.k_norm for part in self.parts]
+        one = len(self.parts) == 1
         return {
-            "q_norm": self.weights[0], "k_norm": self.weights[1], "norm_eps": _EPS, "rope": self.rope,
-            "rope_interleaved": self.case.interleaved,
+            "q_norm": q_norms[0] if one else q_norms, "k_norm": k_norms[0] if one else k_norms, "norm_eps": _EPS,
+            "rope": self.rope, "rope_interleaved": self.case.interleaved,
         }  # fmt: skip
 
 
 def make_inputs(case: BlockCase, device: str) -> BlockInputs:
     """Return random inputs in bfloat16."""
     torch.manual_seed(0)
-    sizes = (case.heads, case.kv_heads, case.kv_heads)
-    q, k, v = (
-        torch.randn(case.batch, case.tokens, n, case.head_dim, device=device, dtype=torch.bfloat16) for n in sizes
-    )
-    weights = torch.rand(2, case.head_dim, device=device, dtype=torch.bfloat16) + 0.5
+    parts = []
+    for tokens in (case.text, case.tokens - case.text) if case.text else (case.tokens,):
+        q, k, v = (
+            torch.randn(case.batch, tokens, n, case.head_dim, device=device, dtype=torch.bfloat16)
+            for n in (case.heads, case.kv_heads, case.kv_heads)
+        )
+        weights = torch.rand(2, case.head_dim, device=device, dtype=torch.bfloat16) + 0.5
+        parts.append(SequencePart(q, k, v, weights[0], weights[1]))
     rope = None
     if case.rope:
         frequencies = 1e4 ** -torch.linspace(0.0, 1.0, case.head_dim // 2, device=device)
@@ -110,12 +128,11 @@ def make_inputs(case: BlockCase, device: str) -> BlockInputs:
         angles = angles.repeat_interleave(2, -1) if case.interleaved else torch.cat([angles, angles], -1)
         dtype = torch.float32 if case.interleaved else torch.bfloat16
         rope = angles.cos().to(dtype), angles.sin().to(dtype)
-    return BlockInputs(case, q, k, v, (weights[0], weights[1]), rope)
+    return BlockInputs(case, tuple(parts), rope)
 
 
-def normalize_and_rotate(x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:
-    """Normalize and rotate x (B, S, H, D) as models do, for torch.compile."""
-    x = torch.nn.functional.rms_norm(x, (x.shape[3],), weight, _EPS)
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None, interleaved: bool) -> Tensor:
+    """Rotate x (B, S, H, D) as models do, for torch.compile."""
     if rope is None:
         return x
     cos, sin = (table.unsqueeze(1) for table in rope)
@@ -128,14 +145,17 @@ def normalize_and_rotate(x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] 
     return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
-def normalize_and_rotate_both(
-    q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor] | None, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """Normalize and rotate Q and K."""
-    return (
-        normalize_and_rotate(q, weights[0], rope, interleaved),
-        normalize_and_rotate(k, weights[1], rope, interleaved),
-    )
+def normalize_and_rotate(
+    parts: Sequence[SequencePart], rope: tuple[Tensor, Tensor] | None, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalize Q and K of each part, join the parts, and rotate Q and K. Return Q, K and V (B, S, H, D)."""
+    normalize = torch.nn.functional.rms_norm
+    normalized = [
+        (normalize(p.q, p.q_norm.shape, p.q_norm, _EPS), normalize(p.k, p.k_norm.shape, p.k_norm, _EPS), p.v)
+        for p in parts
+    ]
+    q, k, v = normalized[0] if len(parts) == 1 else (torch.cat(xs, 1) for xs in zip(*normalized, strict=True))
+    return rotate(q, rope, interleaved), rotate(k, rope, interleaved), v
 
 
 def to_e4m3(x: Tensor, scales: int, whole: bool) -> tuple[Tensor, Tensor]:
@@ -151,11 +171,11 @@ def to_e4m3(x: Tensor, scales: int, whole: bool) -> tuple[Tensor, Tensor]:
 
 
 def convert(
-    q: Tensor, k: Tensor, v: Tensor, weights: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor] | None,
-    interleaved: bool, whole: bool,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    parts: Sequence[SequencePart], rope: tuple[Tensor, Tensor] | None, interleaved: bool, whole: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Normalize and rotate Q and K, and return the E4M3 codes and the scales of Q, K and V: see ``to_e4m3``."""
-    pairs = [to_e4m3(x, k.shape[2], whole) for x in (*normalize_and_rotate_both(q, k, weights, rope, interleaved), v)]
+    kv_heads = parts[0].k.shape[2]
+    pairs = [to_e4m3(x, kv_heads, whole) for x in normalize_and_rotate(parts, rope, interleaved)]
     return [codes for codes, _ in pairs], [scale for _, scale in pairs]
 
 
@@ -168,13 +188,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prologue(inputs: BlockInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q and K after norm and RoPE, and V, as (B, S, H, D)."""
-    both = _compiled(normalize_and_rotate_both)
-    return (*both(inputs.q, inputs.k, inputs.weights, inputs.rope, inputs.case.interleaved), inputs.v)
+    rotated: tuple[Tensor, Tensor, Tensor] = _compiled(normalize_and_rotate)(
+        inputs.parts, inputs.rope, inputs.case.interleaved
+    )
+    return rotated
 
 
 def _convert(inputs: BlockInputs, whole: bool) -> tuple[list[Tensor], list[Tensor]]:
     converted: tuple[list[Tensor], list[Tensor]] = _compiled(convert)(
-        inputs.q, inputs.k, inputs.v, inputs.weights, inputs.rope, inputs.case.interleaved, whole
+        inputs.parts, inputs.rope, inputs.case.interleaved, whole
     )
     return converted
 
@@ -226,9 +248,9 @@ def _torchao(inputs: BlockInputs) -> BoundCall:
     kernels = importlib.import_module("torchao.prototype.attention.quantization.triton_rope_qkv_quantization")
 
     def call() -> Tensor:
-        norms = _compiled(normalize_and_rotate_both)(inputs.q, inputs.k, inputs.weights, None, False)
+        normalized = _compiled(normalize_and_rotate)(inputs.parts, None, False)
         *codes, q_scale, k_scale, v_scale = kernels.triton_fp8_rope_sdpa_quantize(
-            *norms, inputs.v, *rope, rope_interleaved=inputs.case.interleaved
+            *normalized, *rope, rope_interleaved=inputs.case.interleaved
         )
         scales = dict(zip(_DESCALES, (q_scale, k_scale, v_scale), strict=True))
         return _attend_by_fa3(inputs, *(x.transpose(1, 2) for x in codes), **scales)
@@ -279,8 +301,8 @@ def _quantize(inputs: BlockInputs) -> BoundCall:
 
 @_register("copy", "copy of as many bytes", "none", TORCH, attention=False)
 def _copy(inputs: BlockInputs) -> BoundCall:
-    elements = inputs.q.numel() + inputs.k.numel() + inputs.v.numel()
-    source = torch.empty(elements * 3 // 2, dtype=torch.uint8, device=inputs.q.device)
+    elements = sum(x.numel() for part in inputs.parts for x in part[:3])
+    source = torch.empty(elements * 3 // 2, dtype=torch.uint8, device=inputs.parts[0].q.device)
     target = torch.empty_like(source)
     return BoundCall(lambda: target.copy_(source))
 
@@ -293,14 +315,18 @@ def measure_error(inputs: BlockInputs, out: Tensor) -> float:
     difference = norm = 0.0
     for head in (0, case.heads - 1):
         kv_head = head * case.kv_heads // case.heads
-        q, k = (
-            normalize_and_rotate(x[-1:, :, n : n + 1].double(), w.double(), tables, case.interleaved)[0, :, 0]
-            for x, n, w in zip((inputs.q, inputs.k), (head, kv_head), inputs.weights, strict=True)
-        )
+        exact = [
+            SequencePart(
+                p.q[-1:, :, head : head + 1].double(), p.k[-1:, :, kv_head : kv_head + 1].double(),
+                p.v[-1:, :, kv_head : kv_head + 1].double(), p.q_norm.double(), p.k_norm.double(),
+            )
+            for p in inputs.parts
+        ]  # fmt: skip
+        q, k, v = (x[0, :, 0] for x in normalize_and_rotate(exact, tables, case.interleaved))
         scores = q[rows] @ k.T / math.sqrt(case.head_dim)
         if case.causal:
             scores = scores.masked_fill(torch.arange(case.tokens, device=out.device) > rows[:, None], -math.inf)
-        wanted = torch.softmax(scores, -1) @ inputs.v[-1, :, kv_head].double()
+        wanted = torch.softmax(scores, -1) @ v
         difference += float((out[-1, head, rows].double() - wanted).square().sum())
         norm += float(wanted.square().sum())
     return math.sqrt(difference / norm)

@@ -2,11 +2,12 @@
 
 python scripts/sanitize.py [--tools memcheck,racecheck,synccheck] [--cases TEXT] [--timeout S] [--log FOLDER]
 
-Needs a Hopper GPU and compute-sanitizer of the CUDA toolkit. The tools run at the same time, each over all cases whose
-names contain TEXT, and each fault runs under the tool that is to see it. Exit 1 where memcheck or synccheck reports
-something about a case, or one of the tools comes to no end. What racecheck reports has to be read: for it an arrival at
-an mbarrier is of its own thread alone, so it accuses correct kernels in which one thread arrives for others. What the
-tools print goes to FOLDER. The first run compiles 70 kernels into the cache.
+Needs a Hopper GPU and compute-sanitizer of the CUDA toolkit. First the cases whose names contain TEXT run without a
+tool, as many at a time as there are processors, which compiles their kernels into the cache. Then the tools run at the
+same time, each over all these cases, and each fault runs under the tool that is to see it. Exit 1 if a case fails
+without a tool, if memcheck or synccheck reports something about a case, or if a tool comes to no end. What racecheck
+reports has to be read: for it an arrival at an mbarrier is of its own thread alone, so it accuses correct kernels in
+which one thread arrives for others. What the tools print goes to FOLDER.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -62,6 +64,12 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for head_dim in HEAD_DIMS:
         yield f"parallel, head dim {head_dim}", partial(_parallel, head_dim)
     yield "masks by tiles", _make_masks
+    for precision, head_dim in product(PRECISIONS, HEAD_DIMS):
+        yield f"masked {precision}, head dim {head_dim}", partial(_masked, precision, head_dim)
+        yield f"packed {precision}, head dim {head_dim}", partial(_packed, precision, head_dim)
+    for head_dim in HEAD_DIMS:
+        yield f"two parts, head dim {head_dim}", partial(_parts, head_dim)
+    yield "backward in 8 bits", _backward
 
 
 def _randn(*shape: int) -> Any:
@@ -162,12 +170,72 @@ def _make_masks() -> None:
     BlockMask.from_blocks(torch.full((1, 2, 3), 9, device="cuda"), indices, 300, 300)
 
 
-def run_cases(text: str) -> None:
-    """Launch the kernels of the cases whose names contain a text."""
+def _masked(precision: str, head_dim: int) -> None:
+    """Every source of a schedule: lengths, windows, gathered keys, bits of each head, and lists of blocks."""
+    import torch
+
+    import greenfast
+
+    attend: Any = greenfast.sdpa
+    q, k, v = _randn(2, 4, 300, head_dim), _randn(2, 2, 416, head_dim), _randn(2, 2, 416, head_dim)
+    dense = _randn(2, 4, 300, 416) > 0
+    indices = torch.tensor([0, 2, 2, -1, 99], device="cuda").expand(1, 1, 3, 5)
+    lengths = torch.tensor([0, 333], device="cuda")
+    options: tuple[dict[str, Any], ...] = (
+        {"kv_lengths": lengths, "is_causal": True, "return_lse": True}, {"window": (100, 30)},
+        {"window": (60, 0), "kv_lengths": lengths, "softcap": 20.0, "sinks": torch.zeros(4, device="cuda")},
+        {"attn_mask": dense[:, :1, :1]}, {"attn_mask": dense, "return_lse": True},
+        {"attn_mask": greenfast.BlockMask.from_blocks(torch.full((1, 1, 3), 9, device="cuda"), indices, 300, 416)},
+        {"attn_mask": dense[:1, :1], "skip_threshold": 0.5},
+    )  # fmt: skip
+    for chosen in options:
+        attend(q, k, v, precision=precision, enable_gqa=True, **chosen)
+
+
+def _packed(precision: str, head_dim: int) -> None:
+    """Sequences of several lengths, also without rows, with a window and with unused keys."""
+    import torch
+
+    import greenfast
+
+    attend: Any = greenfast.varlen_attn
+    queries = torch.tensor([0, 0, 1, 200, 333], dtype=torch.int32, device="cuda")
+    keys = torch.tensor([0, 90, 90, 300, 555], dtype=torch.int32, device="cuda")
+    q, k, v = _randn(333, 4, head_dim), _randn(555, 2, head_dim), _randn(555, 2, head_dim)
+    used = torch.tensor([90, 0, 111, 254], dtype=torch.int32, device="cuda")
+    for chosen in ({}, {"window_size": (-1, 0), "seqused_k": used}, {"window_size": (50, 20)}):
+        attend(q, k, v, queries, keys, 199, 255, enable_gqa=True, precision=precision, **chosen)
+
+
+def _parts(head_dim: int) -> None:
+    """Text and image tokens that become one sequence: the boundary is inside a tile, then at its end."""
+    import greenfast
+
+    block: Any = greenfast.attention_block
+    for first in (77, 128):
+        q, k, v = ([_randn(1, n, rows, head_dim) for rows in (first, 300)] for n in (4, 2, 2))
+        tables = [(_randn(rows, head_dim // 2), _randn(rows, head_dim // 2)) for rows in (first, 300)]
+        norms = [_randn(head_dim) for _ in range(2)]
+        block(q, k, v, q_norm=norms, k_norm=norms, rope=tables, rope_interleaved=first == 77)
+
+
+def _backward() -> None:
+    """The quantizers and both kernels, with grouped heads and lengths that no tile divides."""
+    import greenfast
+
+    attend: Any = greenfast.sdpa
+    for causal, rows, keys in ((False, 200, 333), (True, 300, 300), (False, 64, 1)):
+        q, k, v = (_randn(1, n, s, 128).requires_grad_() for n, s in ((4, rows), (2, keys), (2, keys)))
+        out = attend(q, k, v, is_causal=causal, enable_gqa=True, precision="int8", backward="8bit")
+        out.backward(_randn(*out.shape))
+
+
+def run_cases(text: str, exactly: bool = False) -> None:
+    """Launch the kernels of the cases whose names contain a text, or of the one with this name."""
     import torch
 
     for name, run in cases():
-        if text in name:
+        if name == text if exactly else text in name:
             print(f"{_RUN}{name}", flush=True)
             run()
             torch.cuda.synchronize()
@@ -254,6 +322,18 @@ def run_planted(name: str) -> None:
 # ---- the tools ------------------------------------------------------------------------------------------------------
 
 
+def compile_cases(names: Sequence[str], timeout_s: float) -> list[str]:
+    """Run each case in a process of its own, without a tool. Return the output of those that fail."""
+
+    def run(name: str) -> str:
+        command = [sys.executable, __file__, "--run", name]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        return ended.stdout + ended.stderr if ended.returncode else ""
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return [output for output in threads.map(run, names) if output]
+
+
 @dataclass
 class Tool:
     """A tool that runs over this script with some arguments."""
@@ -309,13 +389,19 @@ def main() -> int:
         "--timeout", default=600.0, type=float, metavar="S", help="seconds for each (default: %(default)s)"
     )
     parser.add_argument("--log", type=Path, metavar="FOLDER")
-    parser.add_argument("--run", metavar="NAME", help="`cases`, or a planted fault, without a tool")
+    parser.add_argument("--run", metavar="NAME", help="`cases`, a case or a planted fault, without a tool")
     asked = parser.parse_args()
     if unknown := set(asked.tools) - set(TOOLS):
         parser.error(f"--tools: {', '.join(sorted(unknown))} is none of {', '.join(TOOLS)}")
     if asked.run:
-        run_cases(asked.cases) if asked.run == "cases" else run_planted(asked.run)
+        if asked.run in PLANTED:
+            run_planted(asked.run)
+        else:
+            run_cases(asked.cases if asked.run == "cases" else asked.run, asked.run != "cases")
         return 0
+    if failed := compile_cases([name for name, _ in cases() if asked.cases in name], asked.timeout):
+        print(*failed, sep="\n")
+        return 1
     folder = asked.log or Path(tempfile.mkdtemp(prefix="sanitize-"))
     folder.mkdir(parents=True, exist_ok=True)
     over_cases = {

@@ -13,17 +13,15 @@ from benchmarks import block
 from benchmarks.__main__ import BENCHMARKS
 
 
-@pytest.mark.parametrize("name", ["Flux-like", "Llama-like, 2k", "Gemma-like", "SD3-like"])
+@pytest.mark.parametrize("name", ["Flux-like", "Flux-like, text and image", "Llama-like, 2k", "Gemma-like", "SD3-like"])
 def test_separate_steps_equal_the_block(name: str) -> None:
-    case = replace(block.CASES[name], batch=1, heads=4, kv_heads=2, tokens=140)
+    case = block.CASES[name]
+    case = replace(case, batch=1, heads=4, kv_heads=2, tokens=140, text=min(case.text, 50))
     inputs = block.make_inputs(case, "cpu")
-    q, k = (
-        block.normalize_and_rotate(x, w, inputs.rope, case.interleaved)
-        for x, w in zip((inputs.q, inputs.k), inputs.weights, strict=True)
-    )
     sdpa: Any = greenfast.sdpa
-    separate = sdpa(*(x.transpose(1, 2) for x in (q, k, inputs.v)), is_causal=case.causal, enable_gqa=True)
-    fused = block.block(*(x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)), case.causal, **inputs.options())
+    steps = block.normalize_and_rotate(inputs.parts, inputs.rope, case.interleaved)
+    separate = sdpa(*(x.transpose(1, 2) for x in steps), is_causal=case.causal, enable_gqa=True)
+    fused = block.block(*inputs.heads_first, case.causal, **inputs.options())
     assert (fused - separate).float().norm() < 5e-3 * separate.float().norm()
     assert block.measure_error(inputs, fused) < 0.06
     assert block.measure_error(inputs, torch.zeros_like(fused)) == pytest.approx(1.0)
@@ -33,9 +31,10 @@ def test_separate_steps_equal_the_block(name: str) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_codes_and_scales_are_the_rotated_tensors(whole: bool) -> None:
     inputs = block.make_inputs(replace(block.CASES["Llama-like, 2k"], batch=2, heads=4, kv_heads=2, tokens=20), "cpu")
-    codes, scales = block.convert(inputs.q, inputs.k, inputs.v, inputs.weights, inputs.rope, False, whole)
-    q, k = block.normalize_and_rotate_both(inputs.q, inputs.k, inputs.weights, inputs.rope, False)
-    for found, scale, wanted in zip(codes, scales, (q, k, inputs.v), strict=True):
+    codes, scales = block.convert(inputs.parts, inputs.rope, False, whole)
+    for found, scale, wanted in zip(
+        codes, scales, block.normalize_and_rotate(inputs.parts, inputs.rope, False), strict=True
+    ):
         assert scale.shape == ((1, 1, 1, 1) if whole else (2, 2))
         by_head = scale if whole else scale.repeat_interleave(wanted.shape[2] // 2, 1)[:, None, :, None]
         assert (found.float() * by_head - wanted.float()).norm() < 0.04 * wanted.float().norm()
@@ -45,4 +44,4 @@ def test_codes_and_scales_are_the_rotated_tensors(whole: bool) -> None:
 def test_it_is_listed() -> None:
     assert BENCHMARKS["block"][0] == "block:main"
     assert set(block.CASES) >= {"Wan-like", "Flux-like", "Gemma-like"}
-    assert torch.is_tensor(block.make_inputs(replace(block.CASES["16 x 1k"], batch=1, tokens=8), "cpu").q)
+    assert torch.is_tensor(block.make_inputs(replace(block.CASES["16 x 1k"], batch=1, tokens=8), "cpu").parts[0].q)
