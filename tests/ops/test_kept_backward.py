@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.ops import sdpa as operator
-from greenfast.ops import torch_ops
+from greenfast.ops import routing, torch_ops
 from tests.ops.gradient_cases import Sizes, case
 
 sdpa: Any = greenfast.sdpa
@@ -103,7 +102,7 @@ def test_other_calls_are_refused_by_name() -> None:
 
 def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = record_calls(monkeypatch)
-    monkeypatch.setattr(operator, "_LONG", 32)
+    monkeypatch.setattr(routing, "LONG_BACKWARD", 32)
     q, k, v = inputs()
     for tensors, options, taken in (
         ((q, k, v), {}, True),
@@ -114,6 +113,45 @@ def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
         sdpa(*tensors, enable_gqa=True, backward="auto", **options)
         assert len(kept) == taken
         kept.clear()
+
+
+def test_explained_with_the_reason() -> None:
+    """On an H100 that this machine does not have, and on the CPU."""
+    q = torch.empty(1, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
+    short, masked = q[:, :, :4095], {"softcap": 3.0}
+
+    def explain(x: Tensor, backward: Any, **options: Any) -> greenfast.Explanation:
+        return greenfast.explain(x, x, x, backward=backward, **({"target": "sm_90a"} | options))
+
+    for x, asked, options, chosen, reason in (
+        (q, "16bit", {}, "16bit", ""),
+        (q, "8bit", {}, "8bit", "int8 and E4M3 products"),
+        (q, "auto", {"is_causal": True}, "8bit", "int8 and E4M3 products"),
+        (short, "8bit", {}, "8bit", "int8 and E4M3 products"),
+        (short, "auto", {}, "16bit", "may be shorter than 4096"),
+        (q, "auto", masked, "16bit", "masks, score options"),
+        (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
+        (q, "auto", {"q_norm": True}, "16bit", "attention_block has gradients in 16 bits only"),
+        (q.half(), "auto", {"target": "sm_89"}, "16bit", "must be bfloat16 tensors"),
+        (q.half(), "16bit", {"target": "sm_80"}, "torch", ""),
+        (inputs()[0], "8bit", {"target": None}, "8bit", "exact gradients without a GPU"),
+    ):
+        explanation = explain(x, asked, **options)
+        assert explanation.backward == chosen, explanation
+        assert reason in explanation.backward_reason
+        assert bool(reason) == ("backward" in str(explanation))
+    others: list[tuple[Tensor, Any, str]] = [
+        (q, masked, "masks, score"),
+        (q.half(), {}, "bfloat16"),
+        (q, {"rope": ()}, "block"),
+    ]
+    for x, options, reason in others:
+        refused = explain(x, "8bit", **options)
+        assert (refused.kernel, refused.backward) == ("torch", "torch")
+        assert refused.reason.startswith('backward="8bit": ')
+        assert reason in refused.reason
+    with pytest.raises(ValueError, match=r"backward: 'int8'; allowed are '16bit', '8bit', 'auto'"):
+        explain(q, "int8")
 
 
 def test_autocast_casts_first() -> None:

@@ -251,7 +251,9 @@ def test_explains_which_kernel_a_gpu_would_run(target: Callable[[str], None]) ->
     target("sm_90a")
     config = cuda.build_sdpa_config(Target("sm_90a"), q.shape[3], q.dtype, "fp8", 1)
     choice = cuda.choose_kernel(Target("sm_90a"), config, cuda.get_sizes(q.shape, k.shape))
-    assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(choice.rung, choice.reason, "fp8")
+    assert greenfast.explain(q, k, v, is_causal=True) == greenfast.Explanation(
+        choice.rung, choice.reason, "fp8", "16bit"
+    )
     assert choice.rung == "hopper"
     target("sm_89")
     assert greenfast.explain(q.half(), k.half(), v.half()).kernel == "ada"

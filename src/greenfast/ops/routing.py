@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from greenfast.kernels.attention.backward import HEAD_DIMS
 from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
@@ -33,17 +34,21 @@ from greenfast.ops.canonicalize import (
     Shape,
     canonicalize_call,
     get_cast_dtype,
+    is_canonical,
     is_jagged,
 )
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
-from greenfast.ops.masked import TOKEN_MASKS, describe_mask, parse_options
+from greenfast.ops.masked import NO_OPTIONS, TOKEN_MASKS, describe_mask, parse_options
 from greenfast.ops.parts import list_tensors
 from greenfast.ops.quantized import (
+    BACKWARDS,
+    PRECISIONS,
     PRECISIONS_AND_AUTO,
     SDPA_PRECISIONS,
     TOKEN,
     Alignment,
     AutoPrecision,
+    Backward,
     check_choice,
     pad_head_dim_size,
 )
@@ -54,6 +59,8 @@ from greenfast.spec.errors import UsageError
 
 TORCH = "torch"  # PyTorch's own attention computes the call
 NONE = "none"  # there is nothing to compute
+#: Queries and keys from which on training in 8 bits was measured to be faster than with a recomputed forward pass.
+LONG_BACKWARD = 4096
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
@@ -65,11 +72,15 @@ class Explanation:
     nothing to compute; "ring" or "ulysses" inside a ``context_parallel``, where ``use`` counts calls of
     "context_parallel"; "torch" if PyTorch's own attention computes it, because no kernel can or none is faster.
     precision: the precision of the computation; empty for "torch".
+    backward: the backward pass of such a call with gradients: "8bit" or "16bit", "torch" for PyTorch's own. Empty for
+    calls that only have a forward pass. backward_reason: why, empty for the default.
     """
 
     kernel: str
     reason: str
     precision: str = ""
+    backward: str = ""
+    backward_reason: str = ""
 
     @property
     def taken(self) -> bool:
@@ -77,7 +88,8 @@ class Explanation:
         return self.kernel != TORCH
 
     def __str__(self) -> str:
-        return f"{self.kernel}: {self.reason}"
+        backward = f"; backward {self.backward}: {self.backward_reason}" if self.backward_reason else ""
+        return f"{self.kernel}: {self.reason}{backward}"
 
 
 #: The explanation that ``use`` counts inside a ``context_parallel``.
@@ -107,6 +119,7 @@ def explain(
     norm: str = "rms",
     min_length: int | None = 0,
     target: str | None = None,
+    backward: Backward = "16bit",
 ) -> Explanation:
     """Return the kernel that ``greenfast.sdpa`` would run, or the reason of its refusal. Launches nothing.
 
@@ -136,9 +149,89 @@ def explain(
     target: explain a call on a GPU of this target, such as "sm_90a" for H100 and H200, on any device of the tensors.
     The default is the tensors' own device.
 
+    backward: as for ``sdpa``. The result names the backward pass of such a call with gradients, whether or not these
+    tensors require them, and why "auto" chose it. A call without the kernels of "8bit" is refused; the reason names
+    what it lacks.
+
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
-    ``causal_alignment`` or ``target`` and for a probability outside 0 to 1.
+    ``causal_alignment``, ``backward`` or ``target`` and for a probability outside 0 to 1.
     """
+    if backward != "16bit":
+        check_choice("backward", backward, BACKWARDS)
+    forward = _explain_forward(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
+        causal_alignment=causal_alignment, float32_as=float32_as, window=window, softcap=softcap, sinks=sinks,
+        kv_lengths=kv_lengths, skip_threshold=skip_threshold, q_norm=q_norm, rope=rope, norm=norm,
+        min_length=min_length, target=target,
+    )  # fmt: skip
+    if not forward.taken:
+        return Explanation(forward.kernel, forward.reason, forward.precision, TORCH)
+    if backward == "16bit":
+        return Explanation(forward.kernel, forward.reason, forward.precision, backward)
+    options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
+    if isinstance(query, list | tuple) or q_norm is not None or rope is not None:
+        obstacle = "attention_block has gradients in 16 bits only"
+    elif in_context_parallel():
+        obstacle = "not inside a context_parallel"
+    else:
+        plain = options is NO_OPTIONS and attn_mask is None and dropout_p == 0.0
+        causal = parse_causal(is_causal, causal_alignment)
+        gpu = None if target is None else _parse_target(target)
+        obstacle = find_8bit_obstacle(query, key, value, plain, causal, enable_gqa, precision, gpu)
+    if obstacle and backward == "8bit":
+        return Explanation(TORCH, f'backward="8bit": {obstacle}', "", TORCH)
+    if not obstacle and backward == "auto":
+        obstacle = find_short_length(cast(Tensor, query), cast(Tensor, key))
+    why = obstacle or "int8 and E4M3 products; the output and the log-sum-exp of the forward pass are kept"
+    if not obstacle and target is None and not cast(Tensor, query).is_cuda:
+        why = "the output and the log-sum-exp of the forward pass are kept; exact gradients without a GPU"
+    return Explanation(forward.kernel, forward.reason, forward.precision, "16bit" if obstacle else "8bit", why)
+
+
+def find_8bit_obstacle(
+    query: Any, key: Any, value: Any, plain: bool, causal: int, enable_gqa: bool, precision: str,
+    gpu: Target | None = None,
+) -> str:  # fmt: skip
+    """Return what a call of ``sdpa`` lacks for a backward pass in 8 bits, or an empty string.
+
+    plain: without a mask, score options, dropout and a log-sum-exp. gpu: the target, by default the query's device.
+    """
+    if not plain:
+        return "masks, score options, dropout and return_lse have gradients in 16 bits only"
+    if causal == 2:
+        return 'causal_alignment="lower_right" has gradients in 16 bits only'
+    if precision not in PRECISIONS:
+        allowed = ", ".join(map(repr, PRECISIONS))
+        return f"precision {precision!r} has gradients in 16 bits only; allowed are {allowed}"
+    if (
+        not is_canonical(query, key, value, enable_gqa)
+        or any([torch_ops.get_autocast_dtype(x) != torch.bfloat16 for x in (query, key, value)])
+        or query.shape[3] not in HEAD_DIMS
+    ):
+        dims = " or ".join(map(str, HEAD_DIMS))
+        return f"query, key and value must be bfloat16 tensors (B, H, length, {dims}) on one device"
+    if (gpu is not None and gpu.name != routing_rules.TARGET) or (
+        gpu is None and query.is_cuda and not is_hopper(query.get_device())
+    ):
+        return "the GPU has no such kernels; they need an H100 or H200"
+    return ""
+
+
+def find_short_length(query: Tensor, key: Tensor) -> str:
+    """Return why the backward pass "auto" stays in 16 bits for such lengths, or an empty string."""
+    if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
+        return ""
+    return f"query or key may be shorter than {LONG_BACKWARD}, where 8 bits were not measured to be faster"
+
+
+def _explain_forward(
+    query: Tensor | Sequence[Tensor], key: Tensor | Sequence[Tensor], value: Tensor | Sequence[Tensor],
+    attn_mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, *,
+    precision: AutoPrecision, causal_alignment: Alignment, float32_as: torch.dtype | None, window: Sequence[int],
+    softcap: float, sinks: Tensor | None, kv_lengths: Tensor | None, skip_threshold: float, q_norm: Any = None,
+    rope: Any = None, norm: str = "rms", min_length: int | None, target: str | None,
+) -> Explanation:  # fmt: skip
+    """Compute ``explain`` without the backward pass."""
     if _are_parts(query, key, value):
         return _explain_parts(
             RowArguments(query, key, value, q_norm, q_norm, norm, None, None, 0.0, rope, None, False), attn_mask,
@@ -148,7 +241,7 @@ def explain(
         )  # fmt: skip
     query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
     if q_norm is not None or rope is not None:
-        explanation = explain(
+        explanation = _explain_forward(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,
             causal_alignment=causal_alignment, float32_as=float32_as, window=window, softcap=softcap, sinks=sinks,
             kv_lengths=kv_lengths, skip_threshold=skip_threshold, min_length=min_length, target=target,
@@ -246,7 +339,7 @@ def _explain_parts(row: RowArguments, *args: Any, **options: Any) -> Explanation
         parts[0].new_empty(1, 1, 1, 1).expand(*parts[0].shape[:2], sum(x.shape[2] for x in parts), parts[0].shape[3])
         for parts in (row.query, row.key, row.value)
     ]
-    explanation = explain(*joined, *args, **options)
+    explanation = _explain_forward(*joined, *args, **options)
     if not explanation.taken:
         return explanation
     mask = args[0]

@@ -64,19 +64,21 @@ from greenfast.ops.parts import (
     transform_query,
 )
 from greenfast.ops.quantized import (
+    BACKWARDS,
     PRECISIONS,
     SDPA_PRECISIONS,
     TOKEN,
     VALUE_SCALES,
     Alignment,
     AutoPrecision,
+    Backward,
     Precision,
     QuantizedQKV,
     SdpaPrecision,
     check_choice,
     check_tensors,
 )
-from greenfast.ops.routing import explain, is_hopper
+from greenfast.ops.routing import explain, find_8bit_obstacle, find_short_length
 from greenfast.ops.symbols import is_certain
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
@@ -93,10 +95,6 @@ _NO_MEAN_SCORES = (
     "return_lse: these codes lack the contribution of the keys' mean to the scores; quantize with log_sum_exp=True, or "
     "with subtract_key_mean=False"
 )
-Backward = Literal["16bit", "8bit", "auto"]
-BACKWARDS = ("16bit", "8bit", "auto")
-#: Queries and keys from which on training in 8 bits was measured to be faster than with a recomputed forward pass.
-_LONG = 4096
 _ALTERNATIVE = "; torch.nn.functional.scaled_dot_product_attention has it"
 
 
@@ -293,28 +291,14 @@ def _sdpa_kept(
     """
     check_flag("enable_gqa", enable_gqa)
     query, key, value = _cast_for_autocast(query, key, value)
-    reason = ""
-    if not simple:
-        reason = "masks, score options, dropout and return_lse have gradients in 16 bits only"
-    elif causal == 2:
-        reason = 'causal_alignment="lower_right" has gradients in 16 bits only'
-    elif precision not in PRECISIONS:
-        reason = (
-            f"precision {precision!r} has gradients in 16 bits only; allowed are {', '.join(map(repr, PRECISIONS))}"
-        )
-    elif not is_canonical(query, key, value, enable_gqa) or query.dtype != torch.bfloat16 or query.shape[3] != 128:
-        reason = "query, key and value must be bfloat16 tensors (B, H, length, 128) on one device"
-    elif query.is_cuda and not is_hopper(query.get_device()):
-        reason = "the GPU has no such kernels; they need an H100 or H200"
-    if backward == "auto" and (
-        reason or not (is_certain(query.shape[2] >= _LONG) and is_certain(key.shape[2] >= _LONG))
-    ):
+    reason = find_8bit_obstacle(query, key, value, simple, causal, enable_gqa, precision)
+    if backward == "auto" and (reason or find_short_length(query, key)):
         return None
     if reason:
         raise NotImplementedError(f'backward="8bit": {reason}{_format_shapes(query, key, value)}')
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return None
-    out, _ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, 128))
+    out, _ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]))
     return out  # type: ignore[no-any-return]
 
 

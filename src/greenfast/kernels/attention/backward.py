@@ -23,6 +23,8 @@ MEASURE_ENTRY, ENCODE_ENTRY = "backward_measure_keys", "backward_encode"
 KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
 TARGET = Target("sm_90a")
 HEAD_DIM = 128
+#: Head dims with kernels.
+HEAD_DIMS = (HEAD_DIM,)
 #: Rows of a warpgroup, and queries of a table.
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.
