@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ needs_nvcc = pytest.mark.skipif(not (shutil.which("nvcc") and shutil.which("gcc"
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "modes"
-    compile_program([SOURCE], path, "sm_90a")
+    compile_program(SOURCE, path, "sm_90a")
     return path
 
 
@@ -153,6 +154,49 @@ def test_host_code_that_reads_device_memory_ends_as_on_a_gpu(run: Run) -> None:
 
 
 @needs_nvcc
+def test_lines_watches_and_a_trace_of_all_launches(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two launches of one kernel; together they execute both sides of its branch."""
+    source, page, trace = tmp_path / "twice.cu", tmp_path / "lines.html", tmp_path / "trace.txt"
+    (tmp_path / "factor.h").write_text("constexpr int kFactor = 3;\n")
+    source.write_text(
+        textwrap.dedent("""\
+        #include "factor.h"
+        __global__ void choose(int* x, int odd) {
+            int i = threadIdx.x;
+            if (odd)
+                x[i] = 2 * i;
+            else
+                atomicAdd(x + i, kFactor);
+        }
+        int main() {
+            int* x;
+            cudaMallocManaged(&x, 256);
+            for (int n = 0; n < 2; n++) choose<<<1, 64>>>(x, n);
+            cudaDeviceSynchronize();
+        }
+        """)
+    )
+    options = ("--lines-html", str(page), "--watch", "4:i,i+odd", "--trace", str(trace), "--trace-warp", "0,0,0:1")
+    assert main(["run", "--json", *options, str(source)]) == 0
+    observed = json.loads(capfd.readouterr().out)["observed"]
+    threads = {line["line"]: line["threads"] for line in observed["lines"] if line["file"] == "twice.cu"}
+    assert (threads[3], threads[5], threads[7]) == (128, 64, 64)
+    assert [(s["warp"], s["values"]["i+odd"][:2]) for s in observed["watched"]] == [
+        (0, [0, 1]),
+        (1, [32, 33]),
+        (0, [1, 2]),
+        (1, [33, 34]),
+    ]
+    traced = trace.read_text()
+    assert observed["trace"] == []
+    assert traced.count("mov.u32") == 2
+    assert "twice.cu:5" in traced
+    assert "atomicAdd(x + i, kFactor);" in page.read_text()
+    assert main(["run", "--watch", "4:missing", str(source)]) == 1
+    assert "its lines must be in kernels" in capfd.readouterr().err
+
+
+@needs_nvcc
 def test_output_of_kernels_and_the_exit_code_are_the_programs(run: Run) -> None:
     assert run("printf")[2].splitlines()[:2] == ["thread 0 of a kernel", "thread 1 of a kernel"]
     assert run("code")[0] == 7
@@ -174,6 +218,8 @@ def test_a_program_that_cannot_run_is_refused_with_the_remedy(
     assert "empty.cu(1): error" in capsys.readouterr().err
     assert main(["run", str(tmp_path / "missing")]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert main(["run", "--watch", "1:x", sys.executable]) == 2
+    assert "--watch are for a CUDA source" in capsys.readouterr().err
     assert main(["run", sys.executable, "--version"]) == 0  # a program without CUDA runs too
 
 

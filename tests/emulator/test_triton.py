@@ -235,5 +235,15 @@ def test_lines_of_a_kernel_are_observed() -> None:
     # fill 4; one of the last 18 floats has 5 sectors, and would fill 3.
     assert (line.global_loads.transactions, line.global_loads.ideal) == (2 * 2 * (8 + 5), 2 * 2 * (4 + 3))
     assert (line.global_stores.transactions, line.global_stores.ideal) == (2 * (8 + 5), 2 * (4 + 3))
+    with activate("sm_80", observe=Observe(lines=True)) as run:
+        for n in (100, 20):
+            add[(1,)](x, y, z, n, BLOCK=64, num_warps=1)
+    assert run.observer is not None
+    (both,) = [line for line in run.observer.observed().lines if line.global_loads.requests]
+    single = [launch.observed.lines for launch in run.launches if launch.observed]
+    (first, second) = ([line for line in lines if line.line == both.line] for lines in single)
+    assert both.global_loads.transactions == sum(line.global_loads.transactions for line in (*first, *second))
+    assert both.threads == 64
+    assert both.code == first[0].code
     with pytest.raises(UsageError, match=r"observe\.watch is for CUDA sources"):
         activate("sm_80", observe=Observe(watch=["1:x"]))

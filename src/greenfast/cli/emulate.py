@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from greenfast.emulator.kernel_run import (
     run_kernel,
 )
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.observed import MAX_STEPS, Observe, format_step
+from greenfast.emulator.machine.observed import MAX_STEPS, Observe, Observed, format_step
 from greenfast.emulator.watches import parse_watch
 from greenfast.judge.report.facts import SHOWN
 from greenfast.judge.store import check_output_file, check_writable, to_json, write_whole
@@ -48,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
         defines=args.define,
         includes=args.include,
         formal=args.formal == "fail",
-        observe=Observe(
-            lines=args.lines or args.lines_html is not None,
-            watch=args.watch,
-            trace=args.trace_warp if args.trace is not None else None,
-        ),
+        observe=read_observe(args),
     )
     kernel = None
     try:
@@ -60,29 +57,29 @@ def run(args: argparse.Namespace) -> int:
         expected = {name: load_expected(name, path, arguments) for name, path in dict(args.expect).items()}
         if args.save is not None:
             check_writable(args.save, "--save")
-        for option, path in (("--trace", args.trace), ("--lines-html", args.lines_html)):
-            check_output_file(path, option)
+        check_observed_files(args)
         with ProgressLine(f"compiling {args.file}") as progress:
             kernel = load_kernel(request)
             progress.step = f"emulating {args.file}"
             report, outputs = run_kernel(request, kernel, arguments, expected, args.tolerance)
     except GreenfastError as e:
-        report = _write_observed(args, describe_error(request, e), kernel)
+        report = _keep_observed(args, describe_error(request, e), kernel)
         if args.json:
             print(to_json(report), end="")
         else:
             if isinstance(e, KernelFaultError) and e.printed:  # the output before the fault helps to locate it
                 print(printable(e.printed), end="")
-            _show_observed(args, report, kernel)
+            if kernel is not None:
+                show_observed(args, report.observed, kernel.sources)
         raise
-    report = _write_observed(args, report, kernel)
+    report = _keep_observed(args, report, kernel)
     if args.save is not None:
         report = msgspec.structs.replace(report, saved=_save_outputs(args.save, outputs))
     if args.json:
         print(to_json(report), end="")
     else:
         _show(report)
-        _show_observed(args, report, kernel)
+        show_observed(args, report.observed, kernel.sources)
     if not request.formal:
         for fault in report.faults:
             if fault.level != "error":
@@ -100,24 +97,43 @@ def _save_outputs(folder: Path, outputs: dict[str, Array]) -> list[str]:
     return [str(folder / f"{name}.npy") for name in outputs]
 
 
-def _write_observed(args: argparse.Namespace, report: KernelReport, kernel: LoadedKernel | None) -> KernelReport:
-    """Write the files of the observations. Return the report without the trace, which is in its file."""
-    observed = report.observed
-    if observed is None or kernel is None:
+def _keep_observed(args: argparse.Namespace, report: KernelReport, kernel: LoadedKernel | None) -> KernelReport:
+    if report.observed is None or kernel is None:
         return report
+    observed = write_observed(args, report.kernel, report.observed, kernel.sources)
+    return msgspec.structs.replace(report, observed=observed)
+
+
+def read_observe(args: argparse.Namespace) -> Observe:
+    """Return what the options of ``options.observe`` select."""
+    return Observe(
+        lines=args.lines or args.lines_html is not None,
+        watch=args.watch,
+        trace=args.trace_warp if args.trace is not None else None,
+    )
+
+
+def check_observed_files(args: argparse.Namespace) -> None:
+    """Raise UsageError if a file of the observations cannot be written."""
+    for option, path in (("--trace", args.trace), ("--lines-html", args.lines_html)):
+        check_output_file(path, option)
+
+
+def write_observed(args: argparse.Namespace, title: str, observed: Observed, sources: Mapping[str, str]) -> Observed:
+    """Write the files of the observations. Return them without the trace, which is in its file."""
     if args.trace is not None:
         write_whole(args.trace, "".join(f"{format_step(step)}\n" for step in observed.trace).encode())
     if args.lines_html is not None:
-        write_whole(args.lines_html, annotated_page(report.kernel, observed, kernel.sources).encode())
-    return msgspec.structs.replace(report, observed=msgspec.structs.replace(observed, trace=[]))
+        write_whole(args.lines_html, annotated_page(title, observed, sources).encode())
+    return msgspec.structs.replace(observed, trace=[])
 
 
-def _show_observed(args: argparse.Namespace, report: KernelReport, kernel: LoadedKernel | None) -> None:
-    observed = report.observed
-    if observed is None or kernel is None:
+def show_observed(args: argparse.Namespace, observed: Observed | None, sources: Mapping[str, str]) -> None:
+    """Print the observations."""
+    if observed is None:
         return
     shown = observed if args.lines else msgspec.structs.replace(observed, lines=[])
-    if text := annotate(shown, kernel.sources):
+    if text := annotate(shown, sources):
         show("")
         print(printable(text))
     reached = {step.line for step in observed.watched}

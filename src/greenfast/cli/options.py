@@ -395,6 +395,7 @@ def run(parser: argparse.ArgumentParser) -> None:
     )
     add("--error-exitcode", type=count, metavar="N", help="exit code if there are findings (default: 1, or 3)")
     add("--sarif", type=Path, metavar="FILE", help="also write the findings as SARIF 2.1.0, which CI systems read")
+    observe(parser)
     add("--json", action="store_true", help="print the report as JSON; the script's own output goes to stderr")
 
 

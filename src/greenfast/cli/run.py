@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 
 from greenfast.cli.console import show, table
+from greenfast.cli.emulate import check_observed_files, read_observe, show_observed, write_observed
 from greenfast.emulator.cuda.program import compile_program, run_program
 from greenfast.emulator.findings import CountedFault, Findings, read_suppressions, to_sarif
 from greenfast.emulator.kernel_run import DEFAULT_TARGET
+from greenfast.emulator.machine.observed import Observed
 from greenfast.emulator.ptx.names import demangle
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import GreenfastError, UsageError
@@ -34,7 +36,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     launches: of a script, its launches (greenfast.emulator.triton.LaunchReport); of a CUDA program, its kernels.
     faults: of kernels, also those that the script caught, and what the emulator refused. error: the exception that
-    ended the script, empty if there was none.
+    ended the script, empty if there was none. observed: the observations of all launches, without the trace.
     """
 
     script: str
@@ -44,6 +46,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     faults: list[CountedFault]
     skipped_benchmarks: int = 0
     error: str = ""
+    observed: Observed | None = None
     exit_code: int
 
 
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     A script that ends by sys.exit, and a program, gives its own code; a script that raises an exception gives 1.
     """
     _check(args)
+    check_observed_files(args)
     findings = Findings(read_suppressions(args.suppressions) if args.suppressions else ())
     start = time.perf_counter()
     try:
@@ -72,10 +76,15 @@ def run(args: argparse.Namespace) -> int:
     code = args.error_exitcode if failing and args.error_exitcode is not None else report.exit_code or failing
     seconds = round(time.perf_counter() - start, 3)
     report = msgspec.structs.replace(report, exit_code=code, seconds=seconds, faults=findings.all)
+    sources = _read_sources(findings)
+    if report.observed is not None:
+        observed = write_observed(args, report.script, report.observed, sources)
+        report = msgspec.structs.replace(report, observed=observed)
     if args.json:
         print(to_json(report), end="")
     else:
         _show(report, findings)
+        show_observed(args, report.observed, sources)
     return code
 
 
@@ -88,8 +97,8 @@ def _check(args: argparse.Namespace) -> None:
         return
     if not args.script.is_file():
         raise UsageError(f"{args.script}: no such file; give a Python script, a CUDA source (.cu) or a program")
-    if _is_python(args) and (args.nvcc or args.orders != 1):
-        raise UsageError("--nvcc and --orders are for CUDA programs, not for Python scripts")
+    if _is_python(args) and (args.nvcc or args.orders != 1 or args.watch):
+        raise UsageError("--nvcc, --orders and --watch are for CUDA programs, not for Python scripts")
 
 
 def _run_program(args: argparse.Namespace, findings: Findings) -> RunReport:
@@ -99,9 +108,9 @@ def _run_program(args: argparse.Namespace, findings: Findings) -> RunReport:
         program = args.script
         if program.suffix == ".cu":
             program = Path(folder) / args.script.stem
-            compile_program([args.script], program, target, args.nvcc)
-        elif args.nvcc or args.target:
-            raise UsageError("--nvcc and --target are for a CUDA source; a program is compiled already")
+            compile_program(args.script, program, target, args.nvcc, args.watch)
+        elif args.nvcc or args.target or args.watch:
+            raise UsageError("--nvcc, --target and --watch are for a CUDA source; a program is compiled already")
         result = run_program(
             program,
             [a for n, a in enumerate(args.arguments) if n or a != "--"],
@@ -109,13 +118,20 @@ def _run_program(args: argparse.Namespace, findings: Findings) -> RunReport:
             seed=args.seed,
             orders=args.orders,
             output=sys.stderr if args.json else None,
+            observe=read_observe(args),
         )
     launches = [
         KernelLaunches(kernel=demangle(name), launches=count, seconds=round(result.seconds[name], 3))
         for name, count in result.launches.items()
     ]
     return RunReport(
-        script=str(args.script), target=target, seconds=0.0, launches=launches, faults=[], exit_code=result.code
+        script=str(args.script),
+        target=target,
+        seconds=0.0,
+        launches=launches,
+        faults=[],
+        observed=result.observed,
+        exit_code=result.code,
     )
 
 
@@ -135,6 +151,7 @@ def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
                 benchmarks=args.benchmarks,
                 formal=args.formal == "fail",
                 seed=args.seed,
+                observe=read_observe(args),
             )
         )
         try:
@@ -148,14 +165,16 @@ def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
     for launch in activation.launches:
         findings.extend(launch.kernel, launch.findings)
     findings.extend("", activation.faults)
+    findings.files |= activation.files
     return RunReport(
         script=str(args.script),
         target=target,
         seconds=0.0,
-        launches=activation.launches,
+        launches=[msgspec.structs.replace(launch, observed=None) for launch in activation.launches],
         faults=[],
         skipped_benchmarks=activation.skipped_benchmarks,
         error=error,
+        observed=activation.observer.observed() if activation.observer is not None else None,
         exit_code=code,
     )
 
@@ -207,6 +226,12 @@ def _library_folders() -> tuple[str, ...]:
     """Return the folders of Triton and PyTorch, and Python's contextlib, through which a launch goes."""
     libraries = (importlib.import_module(name) for name in ("torch", "triton"))
     return (*(str(Path(str(library.__file__)).parent) for library in libraries), contextlib.__file__)
+
+
+def _read_sources(findings: Findings) -> dict[str, str]:
+    """Return the texts of the source files of all kernels that are here, by file name."""
+    paths = {Path(name) for name in findings.files}
+    return {path.name: path.read_text(errors="replace") for path in sorted(paths) if path.is_file()}
 
 
 def _show(report: RunReport, findings: Findings) -> None:

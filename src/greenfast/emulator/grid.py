@@ -454,7 +454,7 @@ class _Chain:
                 raise RestartWarpByWarp from e
             if isinstance(e, KernelFaultError):
                 e.printed = "".join([*self.printed, *machine.output])
-                e.observed = self.observer.observed() if self.observer is not None else None
+                e.observer = self.observer
             if isinstance(e, GreenfastError):
                 raise
             i = machine.current
@@ -475,7 +475,7 @@ class _Chain:
             data[states == UNWRITTEN] = poison
             arrays[name] = data.copy().view(to_dtype(o.dtype)).reshape(o.shape)
         result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
-        result.observed = self.observer.observed() if self.observer is not None else None
+        result.observer = self.observer
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
             result.phases = self.by_phase.by_phase(phases, arrays[PHASE_BUFFER])
             for part in result.phases.values():

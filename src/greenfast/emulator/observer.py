@@ -108,6 +108,35 @@ class Observer:
                 line.threads += int(np.count_nonzero(line.seen))
                 line.seen = None
 
+    def add(self, other: Observer) -> None:
+        """Add the observations of another run, such as a program's next launch."""
+        other.end_blocks()
+        for number, program in other._programs.items():
+            if number not in self._programs:
+                self._programs[number] = program
+                for i in program.function.code:
+                    self._sites.setdefault(id(i), self._make_site(i, program))
+        for number, site in other._sites.items():
+            own = self._sites[number]
+            own.warps, own.threads, own.taken = (
+                own.warps + site.warps,
+                own.threads + site.threads,
+                own.taken + site.taken,
+            )
+        for key, line in other._lines.items():
+            mine = self._lines.setdefault(key, _LineState(line.function))
+            mine.threads += line.threads
+            for kind, access in line.accesses.items():
+                total = mine.accesses.setdefault(kind, LineAccesses())
+                total.requests += access.requests
+                total.transactions += access.transactions
+                total.ideal += access.ideal
+        self._omitted += other._omitted
+        for steps, more in ((self._watched, other._watched), (self._trace, other._trace)):
+            space = MAX_STEPS - len(steps)
+            steps += more[:space]
+            self._omitted += len(more[space:])
+
     def make_counts(self) -> Counts:
         """Return the counters of the run."""
         return _CountsByLine(self) if self.observe.lines else Counts()

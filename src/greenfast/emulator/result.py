@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenfast.emulator.machine.counts import Counts
-from greenfast.emulator.machine.observed import Observed
+from greenfast.emulator.machine.observed import Observed, Recorder
 from greenfast.spec.facts import Finding
 from greenfast.spec.problem import Array
 
@@ -19,7 +19,7 @@ class GridResult:
     they add up to ``counts``. later: results of further runs in the same memory. changed: by launch and name, module
     variables that no longer hold their initial value. notes: dependences on values that PTX does not define, and how
     they were explored. differences: faults and other outputs for other such values. findings: findings that do not
-    end the run. observed: the observations of the first run, if there are any.
+    end the run. observer: what recorded the first run, if anything did.
     """
 
     outputs: dict[str, Array]
@@ -33,4 +33,9 @@ class GridResult:
     changed: frozenset[tuple[int, str]] = frozenset()
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    observed: Observed | None = None
+    observer: Recorder | None = None
+
+    @property
+    def observed(self) -> Observed | None:
+        """The observations of the recorder, if there is one."""
+        return self.observer.observed() if self.observer is not None else None

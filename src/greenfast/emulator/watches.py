@@ -67,14 +67,14 @@ def parse_watch(text: str) -> Watch:
 def insert_watches(source: str, name: str, specs: Sequence[str]) -> str:
     """Return a CUDA source with a marker before each watched line; its lines keep their numbers.
 
-    name: the source's file name. Raise UsageError for a line of another file, or one that begins no statement.
+    name: the source's file name or path. Raise UsageError for a line of another file, or one that begins no statement.
     """
     if not specs:
         return source
     watches = [parse_watch(spec) for spec in specs]
     lines = source.splitlines(keepends=True)
     for spec, watch in zip(specs, watches, strict=True):
-        if watch.file and watch.file.rsplit("/", 1)[-1] != name:
+        if watch.file and watch.file.rsplit("/", 1)[-1] != name.rsplit("/", 1)[-1]:
             raise UsageError(f"--watch {spec!r}: lines of {name} can be watched, not of {watch.file}")
         if watch.line > len(lines):
             raise UsageError(f"--watch {spec!r}: {name} has {len(lines)} lines")

@@ -14,7 +14,9 @@ from greenfast.emulator.machine.access_log import RestartWithReadTracking
 from greenfast.emulator.machine.epochs import RestartWarpByWarp
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.memory import UNWRITTEN, Bytes
+from greenfast.emulator.machine.observed import NOTHING, Observe, Recorder
 from greenfast.emulator.machine.redundant_loads import RedundantLoads
+from greenfast.emulator.observer import Observer
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.rerun import UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.result import GridResult
@@ -41,10 +43,15 @@ class LaunchOutcome:
 
 
 class ProgramLauncher:
-    """Runs launches in one memory. seed: of the order of the warps. orders: how many orders each launch runs in."""
+    """Runs launches in one memory.
 
-    def __init__(self, memory: DeviceMemory, seed: int, orders: int) -> None:
+    seed: of the order of the warps. orders: how many orders each launch runs in. observe: what to observe in the first
+    order of each launch; ``observer`` adds it up.
+    """
+
+    def __init__(self, memory: DeviceMemory, seed: int, orders: int, observe: Observe = NOTHING) -> None:
         self.memory, self.seed, self.orders = memory, seed, orders
+        self.observer = Observer(observe) if observe else None
 
     def launch(self, step: KernelLaunch, symbols: dict[str, int]) -> LaunchOutcome:
         """Run a launch. A data race or a read of uninitialised memory is reported, and the launch runs to its end."""
@@ -55,15 +62,22 @@ class ProgramLauncher:
         except KernelFaultError as e:
             first = convert_error(e)
             if first.kind not in ("data-race", "uninitialized-read"):
+                self._observe(e.observer)
                 return LaunchOutcome([first], e.printed, _get_error_code(first))
             return self._go_on(step, symbols, saved, first)
         except GreenfastError as e:
             memory.restore(saved)
             return LaunchOutcome([convert_error(e)], "", 801)
+        self._observe(result.observer)
         faults = [convert_finding(f) for f in result.findings]
         if self.orders > 1:
             faults += self._compare_orders(step, symbols, saved)
         return LaunchOutcome(faults, result.printed, 0)
+
+    def _observe(self, launch: Recorder | None) -> None:
+        """Add the observations of a launch."""
+        if self.observer is not None and isinstance(launch, Observer):
+            self.observer.add(launch)
 
     def _go_on(
         self, step: KernelLaunch, symbols: dict[str, int], saved: list[tuple[slice, Bytes, Bytes]], first: Fault
@@ -75,8 +89,10 @@ class ProgramLauncher:
             result = self._run(step, symbols, saved, UninitFill(0), self.seed, races)
         except GreenfastError as e:
             self.memory.poisoned = False
+            self._observe(getattr(e, "observer", None))
             last = convert_error(e)
             return LaunchOutcome([first, last], getattr(e, "printed", ""), _get_error_code(last))
+        self._observe(result.observer)
         faults += [fault for race in races.values() if (fault := convert_error(race)).line != first.line]
         self._keep_unwritten(saved)
         return LaunchOutcome([*faults, *(convert_finding(f) for f in result.findings)], result.printed, 0)
@@ -131,7 +147,8 @@ class ProgramLauncher:
             launch = MemoryLaunch(step, self.memory, symbols, fill)
             launch.races_found = races
             try:
-                return launch.run(seed, {}, 0, ())
+                observer = Observer(self.observer.observe) if self.observer is not None else None
+                return launch.run(seed, {}, 0, (), observer)
             except (RestartWithReadTracking, RestartWarpByWarp) as restart:
                 launch.running.prepare_restart(restart)
             except GreenfastError:

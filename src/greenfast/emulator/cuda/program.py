@@ -18,6 +18,8 @@ from cuda.pathfinder import find_nvidia_binary_utility
 from greenfast.emulator.cuda.library import build_library
 from greenfast.emulator.cuda.server import Server
 from greenfast.emulator.findings import Findings
+from greenfast.emulator.machine.observed import NOTHING, Observe, Observed
+from greenfast.emulator.watches import insert_watches
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 
@@ -30,11 +32,15 @@ _STATIC = b"libcudart_static"
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """The end of a program. code: its exit code, or 128 and the number of the signal that ended it."""
+    """The end of a program. code: its exit code, or 128 and the number of the signal that ended it.
+
+    observed: the observations of all launches, None without any.
+    """
 
     code: int
     launches: dict[str, int]
     seconds: dict[str, float]
+    observed: Observed | None = None
 
 
 def find_nvcc() -> Path:
@@ -48,16 +54,27 @@ def find_nvcc() -> Path:
     return Path(path)
 
 
-def compile_program(sources: Sequence[Path], output: Path, arch: str, options: Sequence[str] = ()) -> None:
-    """Compile CUDA sources to a program with PTX and source lines. Raises CompileError, UsageError and MachineError."""
+def compile_program(
+    source: Path, output: Path, arch: str, options: Sequence[str] = (), watch: Sequence[str] = ()
+) -> None:
+    """Compile a CUDA source to a program with PTX and source lines. Raises CompileError, UsageError and MachineError.
+
+    watch: expressions to record, as in ``Observe``.
+    """
+    compiled = source
+    if watch:
+        path = str(source.resolve())
+        compiled = output.with_name(f"{output.name}-watched") / source.name
+        compiled.parent.mkdir()
+        compiled.write_text(insert_watches(source.read_text(), path, watch))
+        options = (*options, f"-I{Path(path).parent}")
     number = Target.parse(arch).name.removeprefix("sm_")
     embed = ("-gencode", f"arch=compute_{number},code=compute_{number}", "-cudart", "shared", "-no-compress")
-    command = [str(find_nvcc()), *embed, "-lineinfo", "-g", "-O1", *options, *map(str, sources), "-o", str(output)]
+    command = [str(find_nvcc()), *embed, "-lineinfo", "-g", "-O1", *options, str(compiled), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompileError(
-            f"nvcc cannot compile {' '.join(map(str, sources))}:\n{(done.stderr or done.stdout).strip()}"
-        )
+        hint = "\n(with --watch: its lines must be in kernels, its expressions valid there)" if watch else ""
+        raise CompileError(f"nvcc cannot compile {source}:\n{(done.stderr or done.stdout).strip()}{hint}")
 
 
 def check_program(program: Path) -> None:
@@ -91,14 +108,17 @@ def run_program(
     seed: int = 0,
     orders: int = 1,
     output: IO[str] | None = None,
+    observe: Observe = NOTHING,
 ) -> ProgramResult:
     """Run a program and its kernels. output: the file of its standard output (default: this process's).
+
+    observe: what to observe in the first order of each launch.
 
     Raises UsageError for a program that cannot run here, and MachineError.
     """
     check_program(program)
     library = build_library()
-    server = Server(findings, seed, orders)
+    server = Server(findings, seed, orders, observe)
     ours, theirs = socket.socketpair()
     environment = dict(os.environ)
     folders = [str(library), *filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))]
@@ -125,4 +145,10 @@ def run_program(
         if process.poll() is None:
             process.kill()
             process.wait()
-    return ProgramResult(code if code >= 0 else 128 - code, dict(server.launches), dict(server.seconds))
+    observer = server.launcher.observer
+    return ProgramResult(
+        code if code >= 0 else 128 - code,
+        dict(server.launches),
+        dict(server.seconds),
+        observer.observed() if observer is not None else None,
+    )

@@ -26,6 +26,7 @@ from greenfast.emulator.grid import MULTIPROCESSORS, KernelLaunch, load_module, 
 from greenfast.emulator.grid import THREADS as _RESIDENT
 from greenfast.emulator.kernel_run import Fault, convert_error
 from greenfast.emulator.machine.memory import FUNCTION_BASE, UNWRITTEN, WRITTEN
+from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.tensormap import bind, encode
 from greenfast.emulator.ptx.names import demangle, read_shapes
 from greenfast.emulator.ptx.syntax import Module
@@ -86,11 +87,11 @@ class CallError(Exception):
 class Server:
     """The state of a program's device. launches and seconds: by kernel."""
 
-    def __init__(self, findings: Findings, seed: int = 0, orders: int = 1) -> None:
+    def __init__(self, findings: Findings, seed: int = 0, orders: int = 1, observe: Observe = NOTHING) -> None:
         self.memory = DeviceMemory(CAPACITY)
         self.memory.resolve = self._resolve
         self.findings = findings
-        self.launcher = ProgramLauncher(self.memory, seed, orders)
+        self.launcher = ProgramLauncher(self.memory, seed, orders, observe)
         self.modules: list[LoadedModule] = []
         self.kernels: dict[int, KernelHandle] = {}
         self.variables: dict[int, tuple[int, int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenfast.emulator.machine.observed import Observed
+from greenfast.emulator.machine.observed import Observed, Recorder
 from greenfast.emulator.ptx.syntax import Instruction, SourceLine
 from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import ERROR
@@ -30,7 +30,7 @@ class KernelFaultError(GreenfastError):
     printed: the output of the kernel up to the fault. unwritten: True for a read of uninitialised shared, local or
     output memory, which is harmless if its value is unused. read: for a data race between a load and a store, the load;
     its value may be unused as well. level: ERROR or FORMAL. reason: the message without kernel, line and thread.
-    location: the source location. observed: the observations before the fault, if there are any.
+    location: the source location. observer: what recorded the run before the fault, if anything did.
     """
 
     exit_code = 1
@@ -41,4 +41,9 @@ class KernelFaultError(GreenfastError):
     unwritten = False
     level = ERROR
     read: Instruction | None = None
-    observed: Observed | None = None
+    observer: Recorder | None = None
+
+    @property
+    def observed(self) -> Observed | None:
+        """The observations of the recorder, if there is one."""
+        return self.observer.observed() if self.observer is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -117,6 +117,13 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     watched: list[WarpStep]
     trace: list[WarpStep]
     omitted: int
+
+
+class Recorder(Protocol):
+    """What records a run: ``greenfast.emulator.observer.Observer``."""
+
+    def observed(self) -> Observed:
+        """Return the observations."""
 
 
 def format_values(values: Sequence[Any]) -> str:

@@ -11,9 +11,11 @@ import msgspec
 import torch
 
 from greenfast.device.compiler import compile_kernel
+from greenfast.emulator.grid import load_program
 from greenfast.emulator.kernel_run import DEFAULT_TARGET, Fault, convert_error, convert_finding
 from greenfast.emulator.machine.faults import KernelFaultError
-from greenfast.emulator.machine.observed import NOTHING, Observe, Observed
+from greenfast.emulator.machine.observed import NOTHING, Observe, Observed, Recorder
+from greenfast.emulator.observer import Observer
 from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute
 from greenfast.emulator.triton.driver import SHARED_MEMORY, EmulatorDriver, measure_nothing, run_launch, without_modes
 from greenfast.spec.arch import Target
@@ -45,7 +47,8 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
 class Activation:
     """Triton's kernels run in the emulator until ``deactivate``.
 
-    launches: the reports of all launches, in order. faults: of kernels and refusals of launches, also those that the
+    launches: the reports of all launches, in order. observer: adds up their observations, None without ``observe``.
+    files: the paths of the kernels' source files. faults: of kernels and refusals of launches, also those that the
     caller caught. skipped_benchmarks: how many did not run. tensors: the CUDA tensors, None without them.
     """
 
@@ -69,6 +72,8 @@ class Activation:
         if observe.watch:
             raise UsageError("observe.watch is for CUDA sources; Triton kernels can be observed by lines and trace")
         self.observe = observe
+        self.observer = Observer(observe) if observe else None
+        self.files: set[str] = set()
         self.formal, self.seed, self.autotune, self.benchmarks = formal, seed, autotune, benchmarks
         self.launches: list[LaunchReport] = []
         self.faults: list[Fault] = []
@@ -147,7 +152,12 @@ class Activation:
                 )
         except GreenfastError as e:
             self.faults.append(convert_error(e))
+            self._observe(getattr(e, "observer", None))
             raise
+        finally:
+            with contextlib.suppress(GreenfastError):
+                self.files.update(load_program(function.ptx, function.name)[0].files)
+        self._observe(result.observer)
         report = LaunchReport(
             kernel=function.name,
             grid=grid,
@@ -169,6 +179,10 @@ class Activation:
             error.level, error.kernel = FORMAL, function.name
             self.faults += formal
             raise error
+
+    def _observe(self, launch: Recorder | None) -> None:
+        if self.observer is not None and isinstance(launch, Observer):
+            self.observer.add(launch)
 
 
 def activate(

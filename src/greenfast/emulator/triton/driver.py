@@ -7,6 +7,7 @@ tensors into the emulator's memory, and what the kernel changed back.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _FORMATS = {
     **{f"{sign}{bits}": f"{kind}{bits // 8}" for sign, kind in (("i", "i"), ("u", "u")) for bits in (8, 16, 32, 64)},
     **{"i1": "u1", "u1": "u1", "fp16": "f2", "fp32": "f4", "f32": "f4", "fp64": "f8"},
 }
+#: The folder of Triton's own files in a .file directive. Without it, their lines are reported at their calls.
+_LIBRARY = re.compile(r'^(\s*\.file\s+\d+\s+")[^"\n]*/(?=triton/language/)', re.MULTILINE)
 #: Bytes of a swizzle in the metadata of a tensor descriptor.
 _SWIZZLES = (0, 32, 64, 128)
 
@@ -56,7 +59,7 @@ class Utilities:
 
         The registers are 0: PTX does not have them. ``Activation`` counts them if a script asks for them.
         """
-        return None, LoadedFunction(name, binary.decode()), 0, 0, 1024
+        return None, LoadedFunction(name, _LIBRARY.sub(r"\1", binary.decode())), 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
         """Do nothing: a kernel is text."""
