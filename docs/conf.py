@@ -40,6 +40,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_mock_imports = ["vllm"]
 add_module_names = False
+highlight_language = "text"  # blocks without a language are commands and outputs
 toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
@@ -181,11 +182,17 @@ def setup(app: Any) -> None:
         if page.is_file() and page.parent == DOCS:
             source[0] = link_to_repository(source[0], page)
 
-    def mark_long_cells(app: Any, doctree: nodes.document) -> None:
-        """Mark table cells with much text: in a narrow window they keep a width at which their rows stay low."""
+    def mark_layout(app: Any, doctree: nodes.document) -> None:
+        """Mark what the style sheet lays out: tables by their columns, long cells, and code that must not break."""
+        for table in doctree.findall(nodes.table):
+            columns = len(list(table.findall(nodes.colspec)))
+            table["classes"] += ["two-columns"] if columns == 2 else ["many-columns"] if columns > 7 else []
         for cell in doctree.findall(nodes.entry):
             if len(cell.astext()) > 60:
                 cell["classes"].append("long")
+        for code in doctree.findall(nodes.literal):
+            if max(map(len, code.astext().split()), default=0) <= 20:
+                code["classes"].append("short")
 
     app.connect("source-read", read)
-    app.connect("doctree-read", mark_long_cells)
+    app.connect("doctree-read", mark_layout)

@@ -393,7 +393,7 @@ def test_the_table_of_masks_is_the_records() -> None:
 
 def test_the_tables_of_backward_passes_are_the_records() -> None:
     record = read_content(ROOT / "evidence/backward-errors.json")
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/training-errors.md").read_text(encoding="utf-8")
     errors = [backward.GradientErrors(**row) for row in record["errors"]]
     losses = backward.render_losses([backward.TrainingLoss(**row) for row in record["losses"]])
     tables = {

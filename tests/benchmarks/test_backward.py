@@ -30,7 +30,7 @@ def test_blocks_have_scales_of_their_own() -> None:
 
 
 def test_reused_codes_keep_the_errors_of_int8_small() -> None:
-    """The claim of docs/training.md, on inputs on which FP8 and blocks of int8 miss it."""
+    """The claim of docs/training-errors.md, on inputs on which FP8 and blocks of int8 miss it."""
     *_, outliers = (case for case in backward.generate_cases(256) if case[0] in ("outliers", "biased keys"))
     names = ("e4m3", "int8, centered", "int8, fine scales, codes reused")
     worst = [max(r.dq, r.dk, r.dv) for r in backward.measure_errors(outliers, {n: RECIPES[n] for n in names})]
