@@ -268,6 +268,22 @@ def _attend_by_fa3(inputs: BlockInputs, *tensors: Tensor, **scales: Tensor) -> T
     return out.transpose(1, 2)
 
 
+@_register("sage", "SageAttention 2++", "int8", ("sageattention", "sageattention"))
+def _sage(inputs: BlockInputs) -> BoundCall:
+    """Bind SageAttention's kernel for Hopper.
+
+    It launches on the default stream, which no graph can capture. A build from source whose launches name the current
+    stream can be timed.
+    """
+    attend: Any = importlib.import_module("sageattention").sageattn_qk_int8_pv_fp8_cuda_sm90
+
+    def call() -> Tensor:
+        out: Tensor = attend(*_prologue(inputs), tensor_layout="NHD", is_causal=inputs.case.causal)
+        return out.transpose(1, 2)
+
+    return BoundCall(call)
+
+
 @_register("cudnn", "cuDNN FP8", "fp8", ("cudnn", "nvidia-cudnn-frontend"))
 def _cudnn(inputs: BlockInputs) -> BoundCall:
     """Bind cuDNN's FP8 attention. Its output is E4M3, and a model needs bfloat16: the conversion is timed too."""
@@ -336,6 +352,7 @@ def measure_error(inputs: BlockInputs, out: Tensor) -> float:
 _COLUMNS = (
     ("block", "attention_block fp8"), ("block_int8", "int8"), ("sdpa", "sdpa fp8"), ("torch", "PyTorch bf16"),
     ("fa3_bf16", "FA3 bf16"), ("fa3", "FA3 FP8"), ("torchao", "torchao, FA3 FP8"), ("cudnn", "cuDNN FP8"),
+    ("sage", "SageAttention 2++"),
 )  # fmt: skip
 _BASELINES = ("torch", "fa3_bf16")
 

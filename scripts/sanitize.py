@@ -274,12 +274,25 @@ if (t < 32) for (int n = 0; n < 4; ++n) {
 }"""
 
 
+#: Two warps share rows by a named barrier of their own, then all threads by barrier 0, as in the quantizer of D 256.
+_PAIRS = """
+__shared__ float s[256], all[256];
+const unsigned t = threadIdx.x;
+s[t] = x[t];
+asm volatile("bar.sync %0, 64;" :: "r"(1 + t / 64) : "memory");
+all[t] = s[t ^ 32];
+__syncthreads();
+y[t] = all[255 - t];
+"""
+
+
 @dataclass(frozen=True)
 class Planted:
-    """The body of a kernel k(const float* x, float* y) of 64 threads, and the tool that is to see its fault."""
+    """The body of a kernel k(const float* x, float* y), and the tool that is to see its fault. x, y: 256 floats."""
 
     tool: str
     body: str
+    threads: int = 64
 
 
 #: None of them waits for what never comes.
@@ -297,6 +310,7 @@ PLANTED = {
     "a bulk copy over what is read": Planted(
         "racecheck", _BULK + "if (t == 32) { load(0, f); wait(f, 0); load(1, e); } wait(f, 0); y[t] = s[t]; wait(e, 0);"
     ),
+    "correct pairs of warps, then all": Planted("racecheck", _PAIRS, 256),
     "a barrier in a branch": Planted("synccheck", "if (threadIdx.x < 48) __syncthreads(); y[threadIdx.x] = x[0];"),
     "an mbarrier that is not initialised": Planted(
         "synccheck",
@@ -309,12 +323,12 @@ PLANTED = {
 
 def run_planted(name: str) -> None:
     """Launch a planted fault."""
-    body = PLANTED[name].body
+    body, block = PLANTED[name].body, (PLANTED[name].threads, 1, 1)
     source = f'extern "C" __global__ void k(const float* x, float* y) {{\n{body}\n}}'
     target = Target("sm_90a")
-    kernel = compile_kernel(KernelSource("k", source, "planted.cu", (), (64, 1, 1)), target)
+    kernel = compile_kernel(KernelSource("k", source, "planted.cu", (), block), target)
     x = np.zeros(256, np.float32)
-    image = KernelImage(kernel.cubin, "k", (64, 1, 1), 0)
+    image = KernelImage(kernel.cubin, "k", block, 0)
     case = Case({"x": x}, {"y": OutputSpec((256,), "float32")})
     GpuSession(0).run(Executable.single(image, Launch((1, 1, 1), ("x", "y"))), case, 1)
 

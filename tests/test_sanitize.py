@@ -14,13 +14,14 @@ from greenfast.spec.problem import OutputSpec
 from scripts.sanitize import PLANTED, cases, summary
 
 #: What the emulator allows, as threads that have ended release a barrier, and what is no fault.
-ALLOWED = {"a barrier in a branch", "a correct pipeline of bulk copies"}
+ALLOWED = {"a barrier in a branch", "a correct pipeline of bulk copies", "correct pairs of warps, then all"}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_on_the_emulator(name: str) -> None:
     source = f'extern "C" __global__ void k(const float* x, float* y) {{\n{PLANTED[name].body}\n}}'
-    ptx = to_ptx(KernelSource("k", source, "k.cu", (), (64, 1, 1)), Target("sm_90a"), assemble=False)
+    block = (PLANTED[name].threads, 1, 1)
+    ptx = to_ptx(KernelSource("k", source, "k.cu", (), block), Target("sm_90a"), assemble=False)
     outputs = {"y": OutputSpec((256,), "float32")}
 
     def run() -> None:
@@ -28,7 +29,7 @@ def test_planted_faults_on_the_emulator(name: str) -> None:
             run_grid(
                 ptx,
                 "k",
-                (64, 1, 1),
+                block,
                 0,
                 Launch((1, 1, 1), ("x", "y")),
                 {"x": np.ones(256, np.float32)},
