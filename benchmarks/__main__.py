@@ -26,7 +26,7 @@ BENCHMARKS = {
     "masks": ("masks:main", "time attention that skips tiles beside dense attention, cuDNN and FlexAttention"),
     "token_scales": ("token_scales:main", "measure times and errors of precision fp8_token"),
     "backward": ("backward:main", "measure the errors of 8-bit backward passes, and train small models with them"),
-    "backward_speed": ("backward_speed:main", "time the prototype of an 8-bit backward pass beside bfloat16"),
+    "backward_speed": ("backward_speed:main", "time the 8-bit backward pass beside bfloat16"),
     "quality": ("quality:main", "measure the errors and losses of small trained models with 8-bit attention"),
     "accumulation_error": ("accumulation_error:main", "measure the kernel error against the number of keys"),
     "hopper_tilings": ("hopper_tilings:main", "time all tilings of the Hopper kernel"),

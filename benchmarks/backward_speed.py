@@ -1,4 +1,4 @@
-"""Time the prototype of an 8-bit backward pass beside PyTorch's in bfloat16, and measure its errors.
+"""Time the 8-bit backward pass beside PyTorch's in bfloat16, and measure its errors.
 
 python -m benchmarks backward_speed [--json FILE]     on a Hopper GPU
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,29 @@ from benchmarks.timing import time_calls
 from greenfast.judge.report.formatting import table
 from greenfast.ops import quantized_backward
 
-HEADS, HEAD_DIM, TOKENS = 16, 128, 16384
-LENGTHS = (4096, 16384)
-SCALE = HEAD_DIM**-0.5
+HEADS, TOKENS = 16, 16384
+HEAD_DIMS, LENGTHS = (128, 64), (4096, 16384)
 _ATEN: Any = torch.ops.aten
 
 
-def make_tensors(length: int) -> list[Tensor]:
+def make_tensors(length: int, head_dim: int) -> list[Tensor]:
     """Return Q, K, V and dO, bfloat16 (B, H, S, D)."""
     torch.manual_seed(0)
-    shape = (TOKENS // length, HEADS, length, HEAD_DIM)
+    shape = (TOKENS // length, HEADS, length, head_dim)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
 
 def make_cudnn_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Any, Any]:
     """Return the calls of forward plus backward and of the backward pass alone, by cuDNN."""
+    scale = q.shape[3] ** -0.5
 
     def forward() -> Any:
-        return _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=SCALE)
+        return _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
 
     def backward(results: Any) -> Any:
         out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = results
         return _ATEN._scaled_dot_product_cudnn_attention_backward(
-            g, q, k, v, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, causal, scale=SCALE
+            g, q, k, v, out, lse, seed, offset, None, from_q, from_k, most_q, most_k, 0.0, causal, scale=scale
         )
 
     kept = forward()
@@ -55,14 +56,15 @@ def make_cudnn_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -
 
 def make_flash_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Any, Any]:
     """Return the same calls by PyTorch's FlashAttention-2."""
+    scale = q.shape[3] ** -0.5
 
     def forward() -> Any:
-        return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=SCALE)
+        return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
 
     def backward(results: Any) -> Any:
         out, lse, from_q, from_k, most_q, most_k, seed, offset, _ = results
         return _ATEN._scaled_dot_product_flash_attention_backward(
-            g, q, k, v, out, lse, from_q, from_k, most_q, most_k, 0.0, causal, seed, offset, scale=SCALE
+            g, q, k, v, out, lse, from_q, from_k, most_q, most_k, 0.0, causal, seed, offset, scale=scale
         )
 
     kept = forward()
@@ -72,19 +74,19 @@ def make_flash_calls(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -
 def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[], Any]]:
     """Return the calls by name."""
     q, k, v, g = tensors
-    length = q.shape[2]
+    length, scale = q.shape[2], q.shape[3] ** -0.5
 
     def forward() -> tuple[Tensor, Tensor]:
         return greenfast.sdpa(q, k, v, is_causal=causal, precision="int8", return_lse=True)
 
     kept = forward()
-    codes = quantized_backward.quantize(q, k, v, *kept, g, SCALE)
+    codes = quantized_backward.quantize(q, k, v, *kept, g, scale)
 
     def launch(parts: str) -> Any:
         return quantized_backward.launch(codes, length, length, causal, parts)
 
     def backward(out: Tensor, lse: Tensor) -> Any:
-        return quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, SCALE)
+        return quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, scale)
 
     calls: dict[str, Callable[[], Any]] = {}
     for name, make in (("cuDNN bf16", make_cudnn_calls), ("flash bf16", make_flash_calls)):
@@ -92,7 +94,7 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     return calls | {
         "8-bit, forward + backward": lambda: backward(*forward()),
         "8-bit, backward": lambda: backward(*kept),
-        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, *kept, g, SCALE),
+        "8-bit, quantizer": lambda: quantized_backward.quantize(q, k, v, *kept, g, scale),
         "8-bit, kernel of dK and dV": lambda: launch("keys"),
         "8-bit, kernel of dQ": lambda: launch("queries"),
         "int8 forward": forward,
@@ -102,14 +104,15 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
 def compute_exact(q: Tensor, k: Tensor, v: Tensor, g: Tensor, causal: bool) -> tuple[Tensor, ...]:
     """Return dQ, dK and dV of one head in float64."""
     q, k, v, g = (x.double() for x in (q, k, v, g))
-    scores = q @ k.T * SCALE
+    scale = q.shape[-1] ** -0.5
+    scores = q @ k.T * scale
     if causal:
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -math.inf)
     p = torch.softmax(scores, -1)
     del scores
     dv = p.T @ g
     delta = (g * (p @ v)).sum(-1, keepdim=True)
-    ds = (g @ v.T).sub_(delta).mul_(p).mul_(SCALE)
+    ds = (g @ v.T).sub_(delta).mul_(p).mul_(scale)
     return ds @ k, ds.T @ q, dv
 
 
@@ -137,8 +140,9 @@ def render_times(rows: Sequence[dict[str, Any]]) -> str:
             for name in ("backward", "forward + backward")
         ]
         shape = f"{TOKENS // row['length']} x {row['length']}, {'causal' if row['causal'] else 'full'}"
-        lines.append((shape, *parts, *compared, " / ".join(own)))
-    titles = ("sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
+        head_dim = str(row.get("head_dim", 128))  # records from before head dim 64 have none
+        lines.append((head_dim, shape, *parts, *compared, " / ".join(own)))
+    titles = ("D", "sequences", "quantizer", "dK and dV", "dQ", "backward", "with forward", "errors of dQ, dK, dV")
     return table(titles, lines)
 
 
@@ -149,26 +153,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     rows = []
-    for length in LENGTHS:
-        tensors = make_tensors(length)
-        for causal in (False, True):
-            calls = make_calls(tensors, causal)
-            errors = {
-                name: measure_errors(tensors, causal, calls[f"{name}, backward"]()[:3])
-                for name in ("8-bit", "cuDNN bf16")
-            }
-            q, k, v, g = tensors
-            out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=SCALE)[:2]
-            grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, SCALE)
-            errors["8-bit, bf16 forward"] = measure_errors(tensors, causal, grads)
-            us = time_calls(calls)
-            product = 2e-6 * TOKENS * length * HEADS * HEAD_DIM / (2 if causal else 1)
-            count = {name: 7 if "forward +" in name else 2 if "forward" in name else 5 for name in us}
-            tflops = {name: round(count[name] * product / t) for name, t in us.items() if "quantizer" not in name}
-            rows.append({"length": length, "causal": causal, "us": us, "tflops": tflops, "errors": errors})
-            print(f"length {length}, {'causal' if causal else 'full'}; errors of dQ, dK, dV: {errors}")
-            for name, t in us.items():
-                print(f"  {name:32} {t:10.1f} us {tflops.get(name, 0):6} TFLOP/s", flush=True)
-            del calls
-            torch.cuda.empty_cache()
+    for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
+        tensors, scale = make_tensors(length, head_dim), head_dim**-0.5
+        calls = make_calls(tensors, causal)
+        errors = {
+            name: measure_errors(tensors, causal, calls[f"{name}, backward"]()[:3]) for name in ("8-bit", "cuDNN bf16")
+        }
+        q, k, v, g = tensors
+        out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, scale)
+        errors["8-bit, bf16 forward"] = measure_errors(tensors, causal, grads)
+        us = time_calls(calls)
+        flop = 2e-6 * TOKENS * length * HEADS * head_dim / (2 if causal else 1)  # of a product, in millions
+        count = {name: 7 if "forward +" in name else 2 if "forward" in name else 5 for name in us}
+        tflops = {name: round(count[name] * flop / t) for name, t in us.items() if "quantizer" not in name}
+        rows.append(
+            {"head_dim": head_dim, "length": length, "causal": causal, "us": us, "tflops": tflops, "errors": errors}
+        )
+        print(f"D {head_dim}, length {length}, {'causal' if causal else 'full'}; errors of dQ, dK, dV: {errors}")
+        for name, t in us.items():
+            print(f"  {name:32} {t:10.1f} us {tflops.get(name, 0):6} TFLOP/s", flush=True)
+        del calls
+        torch.cuda.empty_cache()
     write_measurements(args.json, "backward_speed", torch.cuda.get_device_name(), rows=rows)

@@ -59,6 +59,8 @@ SIZES_8_BITS = (
     Sizes(300, 130, 128),
     Sizes(1000, 1000, 128, causal=1),
     Sizes(64, 1025, 128),
+    Sizes(300, 300, 64, heads=4, kv_heads=2, causal=1),
+    Sizes(500, 1025, 64),
 )
 
 

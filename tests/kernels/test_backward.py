@@ -17,16 +17,15 @@ from greenfast.spec.kernel import KernelSource, Launch, find_buffers
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
 
-DIM = backward.HEAD_DIM
-SCALE = DIM**-0.5
+DIM = 128
 #: Relative errors (Frobenius) of a gradient, and the largest of a row: int8 for Q K^T and dO V^T, E4M3 for the others.
 LARGEST_ERROR, LARGEST_ROW_ERROR = 0.05, 0.12
 
 
-def draw(heads: int, kv_heads: int, q_len: int, kv_len: int) -> list[Tensor]:
-    """Return Q, K, V and dO, bfloat16 (1, heads, length, 128)."""
+def draw(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int = DIM) -> list[Tensor]:
+    """Return Q, K, V and dO, bfloat16 (1, heads, length, dim)."""
     generator = torch.Generator().manual_seed(0)
-    of_queries, of_keys = (1, heads, q_len, DIM), (1, kv_heads, kv_len, DIM)
+    of_queries, of_keys = (1, heads, q_len, dim), (1, kv_heads, kv_len, dim)
     shapes = (of_queries, of_keys, of_keys, of_queries)
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
@@ -36,12 +35,13 @@ def attend(tensors: list[Tensor], causal: bool) -> tuple[Tensor, Tensor, list[Te
     q, k, v, g = (x.double() for x in tensors)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * SCALE
+    scale = q.shape[-1] ** -0.5
+    scores = q @ k.mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     p = torch.softmax(scores, -1)
     out = p @ v
-    ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * SCALE
+    ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * scale
     dk, dv = (x.view(1, -1, group, *x.shape[2:]).sum(2) for x in (ds.mT @ q, p.mT @ g))
     return out, torch.logsumexp(scores, -1), [ds @ k, dk, dv]
 
@@ -56,16 +56,20 @@ def emulate(source: KernelSource, plan: Launch, buffers: dict[str, np.ndarray], 
 
 
 def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool) -> list[Tensor]:
-    """Return dQ, dK and dV, float64 (1, heads, length, 128), of the kernels on the emulator."""
-    heads, kv_heads = len(codes["q"]), len(codes["k"])
+    """Return dQ, dK and dV, float64 (1, heads, length, dim), of the kernels on the emulator."""
+    heads, kv_heads, dim = len(codes["q"]), len(codes["k"]), codes["q"].shape[2]
+    sizes, of_keys, of_queries = (
+        (heads, kv_heads, q_len, kv_len),
+        backward.KEYS_TILINGS[dim],
+        backward.QUERIES_TILINGS[dim],
+    )
     buffers = {name: x.numpy() for name, x in codes.items()}
     shapes = {"dq": (heads, q_len), "dk": (kv_heads, kv_len), "dv": (kv_heads, kv_len)}
-    specs = {name: OutputSpec((*shape, DIM), "uint16") for name, shape in shapes.items()}
-    of_keys = {name: specs[name] for name in ("dk", "dv")}
-    plan = backward.keys_launch(heads, kv_heads, q_len, kv_len)
-    emulate(backward.keys_kernel(causal), plan, buffers, of_keys)
-    plan = backward.queries_launch(heads, kv_heads, q_len, kv_len)
-    emulate(backward.queries_kernel(causal), plan, buffers, {"dq": specs["dq"]})
+    specs = {name: OutputSpec((*shape, dim), "uint16") for name, shape in shapes.items()}
+    outputs = {name: specs[name] for name in ("dk", "dv")}
+    emulate(backward.keys_kernel(of_keys, causal), backward.keys_launch(of_keys, *sizes), buffers, outputs)
+    plan = backward.queries_launch(of_queries, *sizes)
+    emulate(backward.queries_kernel(of_queries, causal), plan, buffers, {"dq": specs["dq"]})
     return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in shapes]
 
 
@@ -77,20 +81,23 @@ def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "q_len", "kv_len", "causal"),
+    ("heads", "kv_heads", "q_len", "kv_len", "dim", "causal"),
     [
-        (1, 1, 200, 300, False),
-        (4, 2, 130, 70, True),
-        pytest.param(1, 1, 300, 300, True, marks=pytest.mark.slow),
-        pytest.param(2, 1, 100, 200, False, marks=pytest.mark.slow),
+        (1, 1, 200, 300, 128, False),
+        (4, 2, 130, 70, 128, True),
+        (2, 1, 70, 200, 64, False),
+        (2, 2, 200, 130, 64, True),
+        pytest.param(1, 1, 300, 300, 128, True, marks=pytest.mark.slow),
+        pytest.param(2, 1, 100, 200, 128, False, marks=pytest.mark.slow),
+        pytest.param(2, 1, 300, 300, 64, True, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len: int, causal: bool) -> None:
+def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, causal: bool) -> None:
     """The lengths are no multiples of a tile, and with a mask some tiles have no visible key."""
-    tensors = draw(heads, kv_heads, q_len, kv_len)
+    tensors = draw(heads, kv_heads, q_len, kv_len, dim)
     out, lse, exact = attend(tensors, causal)
     q, k, v, g = tensors
-    codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE)
+    codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5)
     dq, dk, dv = compute_gradients(codes, q_len, kv_len, causal)
     check(dq, exact[0], slice(16 if causal else 0, None))  # dP - delta of the first rows is a small difference
     check(dk, exact[1], slice(min(q_len, kv_len) - 8 if causal and q_len <= kv_len else None))
@@ -100,20 +107,21 @@ def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len:
 def test_each_key_has_its_scale() -> None:
     """A key with a weight of almost 1 leaves about 1e-7 to each other one, and rows of dO differ by a factor of 1e6."""
     q, k, v, g = draw(1, 1, 128, 128)
+    scale = DIM**-0.5
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[..., 5, 0] = 24.0
     g[..., :64, :] *= 1e-6
     g[..., 3, :] = 0.0
     out, lse, _ = attend([q, k, v, g], causal=False)
     out = out.bfloat16()
-    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, SCALE)
+    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, scale)
     # The weights of the rounded scores: a score of 17 is off by 0.05, and all weights of its row would be.
     q_codes, k_codes = (codes[name].view(torch.int8).double() for name in "qk")
     factor = codes["tables"][..., 2 * backward.ROWS].view(torch.float32).repeat_interleave(backward.ROWS, 1)
     scores = q_codes @ k_codes.mT * factor.unsqueeze(-1) * math.log(2)
     mean = k.double().mean(-2, keepdim=True)
-    lse = torch.logsumexp(scores, -1) + (q.double() * mean).sum(-1) * SCALE
-    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, SCALE)
+    lse = torch.logsumexp(scores, -1) + (q.double() * mean).sum(-1) * scale
+    codes = quantized_backward.encode(q, k, v, out, lse.float(), g, scale)
     _, _, dv = compute_gradients(codes, 128, 128, False)
     exact = torch.softmax(scores, -1).mT @ g.double()
     others = [i for i in range(128) if i != 5]
@@ -121,9 +129,10 @@ def test_each_key_has_its_scale() -> None:
     check(dv, exact)
 
 
-def test_the_quantizer_writes_the_defined_codes() -> None:
+@pytest.mark.parametrize("dim", backward.HEAD_DIMS)
+def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
     q_len, kv_len = 70, 140
-    q, k, v, g = draw(2, 1, q_len, kv_len)
+    q, k, v, g = draw(2, 1, q_len, kv_len, dim)
     k += 2.0
     g[..., 5, :] = 0.0
     g[..., 7, :] *= 1e-3
@@ -135,18 +144,18 @@ def test_the_quantizer_writes_the_defined_codes() -> None:
     buffers["k_mean"] = mean[0].numpy()
     measured = {"amax": OutputSpec((2, 1, 2), "float32")}
     shapes = {"q": (2, q_len), "k": (1, kv_len), "v": (1, kv_len), "grad": (2, q_len)}
-    specs = {name: OutputSpec((*shape, DIM), "uint8") for name, shape in shapes.items()}
+    specs = {name: OutputSpec((*shape, dim), "uint8") for name, shape in shapes.items()}
     for name in ("q", "k", "grad"):
         heads, length = shapes[name]
-        specs[f"{name}_t"] = OutputSpec((heads, DIM, padded_keys(length)), "uint8")
+        specs[f"{name}_t"] = OutputSpec((heads, dim, padded_keys(length)), "uint8")
     specs |= {"tables": OutputSpec((2, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
     # The first kernel gets the second one's outputs as arguments, and does not use them.
     buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
-    launches = backward.encode_launches(1, 2, 1, q_len, kv_len, SCALE, tuple(x.stride()[:3] for x in inputs))
-    for source, plan, outputs in zip(backward.encode_kernels(), launches, (measured, specs), strict=True):
+    launches = backward.encode_launches(1, 2, 1, q_len, kv_len, dim**-0.5, tuple(x.stride()[:3] for x in inputs))
+    for source, plan, outputs in zip(backward.encode_kernels(dim), launches, (measured, specs), strict=True):
         emulate(source, plan, buffers, outputs)
 
-    want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, SCALE, mean)
+    want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5, mean)
     starts = slice(0, 2 * backward.ROWS)
     for name in specs:
         got, expected = torch.from_numpy(buffers[name]), want[name]
@@ -159,10 +168,14 @@ def test_the_quantizer_writes_the_defined_codes() -> None:
             assert (got != expected).float().mean() < 2e-3  # a sum in another order may round to the next code
 
 
+@pytest.mark.parametrize("dim", backward.HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_products_overlap(causal: bool) -> None:
+def test_products_overlap(causal: bool, dim: int) -> None:
     """ptxas serializes wgmma (messages C7510 to C7517) after small changes of the loop, at half the speed."""
-    for source in (backward.keys_kernel(causal), backward.queries_kernel(causal)):
+    for source in (
+        backward.keys_kernel(backward.KEYS_TILINGS[dim], causal),
+        backward.queries_kernel(backward.QUERIES_TILINGS[dim], causal),
+    ):
         compiled = compile_kernel(source, backward.TARGET)
         assert "C75" not in compiled.log
         assert compiled.resources.spill_bytes == compiled.resources.stack_bytes == 0

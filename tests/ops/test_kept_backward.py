@@ -20,8 +20,8 @@ sdpa: Any = greenfast.sdpa
 compiled: Any = torch.compile
 
 
-def inputs(q_len: int = 40, kv_len: int = 50, **more: Any) -> list[Tensor]:
-    tensors, _ = case("biased 10", Sizes(q_len, kv_len, head_dim=128, **more), torch.bfloat16)
+def inputs(q_len: int = 40, kv_len: int = 50, head_dim: int = 128) -> list[Tensor]:
+    tensors, _ = case("biased 10", Sizes(q_len, kv_len, head_dim), torch.bfloat16)
     return [x.requires_grad_() for x in tensors]
 
 
@@ -43,10 +43,12 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize(("precision", "head_dim"), [("fp8", 128), ("int8", 64)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_results_on_a_cpu_are_those_of_16_bits(causal: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, options = inputs(), {"is_causal": causal, "precision": precision}
+def test_results_on_a_cpu_are_those_of_16_bits(
+    causal: bool, precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, options = inputs(head_dim=head_dim), {"is_causal": causal, "precision": precision}
     wanted, out = gradients(tensors, **options), sdpa(*tensors, enable_gqa=True, **options)
     kept = record_calls(monkeypatch)
     assert torch.equal(sdpa(*tensors, enable_gqa=True, backward="8bit", **options), out)
@@ -93,8 +95,8 @@ def test_other_calls_are_refused_by_name() -> None:
         (named, {"return_lse": True}, "masks, score options, dropout and return_lse"),
         (named, {"is_causal": True, "causal_alignment": "lower_right"}, "lower_right"),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
-        ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 128\)"),
-        ([x[..., :64] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 128\).*query \("),
+        ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 64 or 128\)"),
+        ([x[..., :32] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 64 or 128\).*query \("),
     ):
         with pytest.raises((NotImplementedError, ValueError), match=message):
             sdpa(*tensors, **({"enable_gqa": True, "backward": "8bit"} | options))
@@ -102,7 +104,7 @@ def test_other_calls_are_refused_by_name() -> None:
 
 def test_auto_takes_long_calls_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = record_calls(monkeypatch)
-    monkeypatch.setattr(routing, "LONG_BACKWARD", 32)
+    monkeypatch.setattr(routing, "LONG_BACKWARD", {128: 32})
     q, k, v = inputs()
     for tensors, options, taken in (
         ((q, k, v), {}, True),
@@ -131,6 +133,8 @@ def test_explained_with_the_reason() -> None:
         (short, "auto", {}, "16bit", "may be shorter than 4096"),
         (q, "auto", masked, "16bit", "masks, score options"),
         (q[..., :32], "auto", {}, "16bit", "must be bfloat16 tensors"),
+        (q[..., :64], "auto", {}, "16bit", "not measured at head dim 64"),
+        (q[..., :64], "8bit", {}, "8bit", "int8 and E4M3 products"),
         (q, "auto", {"q_norm": True}, "16bit", "attention_block has gradients in 16 bits only"),
         (q.half(), "auto", {"target": "sm_89"}, "16bit", "must be bfloat16 tensors"),
         (q.half(), "16bit", {"target": "sm_80"}, "torch", ""),

@@ -1,4 +1,4 @@
-"""Gradients of attention by 8-bit products on Hopper, head dim 128: ``sdpa(..., backward="8bit")``.
+"""Gradients of attention by 8-bit products on Hopper: ``sdpa(..., backward="8bit")``.
 
 ``compute_gradients`` is ``quantize``, which converts Q, K, V and dO to codes, and ``launch``, which computes the
 gradients from these. ``encode`` defines the codes, by PyTorch's operators on any device. docs/training.md describes the
@@ -39,8 +39,8 @@ def encode(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the buffers that the backward kernels read (kernels/attention/backward.py).
 
-    query, out, grad: (B, H, S, 128); key, value: (B, HK, KV, 128); HK divides H. lse: natural logarithms, float32
-    (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, 128); by default their
+    query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); HK divides H. lse: natural logarithms, float32
+    (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, D); by default their
     mean. Int8 codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
     head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, times 4.
     """
@@ -137,10 +137,9 @@ def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
 
 
 def _get_code_shapes(
-    heads: int, kv_heads: int, q_len: int, kv_len: int
+    heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's two kernels."""
-    dim = kernels.HEAD_DIM
     of_queries, of_keys = (heads, q_len), (kv_heads, kv_len)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "grad": of_queries}
     columns = {"q_t": of_queries, "k_t": of_keys, "grad_t": of_queries}
@@ -158,12 +157,12 @@ def _get_code_shapes(
 
 @cache
 def _make_quantize_plan(
-    device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, scale: float,
+    device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, scale: float,
     strides: tuple[Stride3, ...],
 ) -> LaunchPlan:  # fmt: skip
     launches = kernels.encode_launches(batch, heads, kv_heads, q_len, kv_len, scale, strides)
-    steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(), launches, strict=True))
-    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len))
+    steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(head_dim), launches, strict=True))
+    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim))
     return LaunchPlan(device, steps, names)
 
 
@@ -175,15 +174,13 @@ def quantize(
     Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous.
     """
     inputs = (query, key, value, out, grad)
-    batch, heads, q_len, _ = query.shape
+    batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    buffers = {
-        name: torch.empty(shape, dtype=dtype, device=query.device)
-        for name, (shape, dtype) in _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len).items()
-    }
+    shapes = _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim)
+    buffers = {name: torch.empty(shape, dtype=dtype, device=query.device) for name, (shape, dtype) in shapes.items()}
     buffers["k_mean"] = key.mean(2, dtype=torch.float32)
     strides = tuple(x.stride()[:3] for x in inputs)
-    plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, scale, strides)
+    plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides)
     plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])
     return buffers
 
@@ -216,27 +213,30 @@ def sdpa_kept_backward(
 
 
 @cache
-def _make_plan(device: int, heads: int, kv_heads: int, q_len: int, kv_len: int, causal: bool, parts: str) -> LaunchPlan:
-    steps = []
+def _make_plan(
+    device: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, causal: bool, parts: str
+) -> LaunchPlan:
+    steps, sizes = [], (heads, kv_heads, q_len, kv_len)
     if "keys" in parts:
-        steps.append(LaunchStep(kernels.keys_kernel(causal), kernels.keys_launch(heads, kv_heads, q_len, kv_len)))
+        tiles = kernels.KEYS_TILINGS[head_dim]
+        steps.append(LaunchStep(kernels.keys_kernel(tiles, causal), kernels.keys_launch(tiles, *sizes)))
     if "queries" in parts:
-        plan = kernels.queries_launch(heads, kv_heads, q_len, kv_len)
-        steps.append(LaunchStep(kernels.queries_kernel(causal), plan))
+        tiles = kernels.QUERIES_TILINGS[head_dim]
+        steps.append(LaunchStep(kernels.queries_kernel(tiles, causal), kernels.queries_launch(tiles, *sizes)))
     return LaunchPlan(device, tuple(steps), (*_CODES, *_OUTPUTS))
 
 
 def launch(
     codes: dict[str, Tensor], q_len: int, kv_len: int, causal: bool, parts: str = "keys, queries"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV, bfloat16 (heads, length, 128), from the buffers of ``encode``, on a Hopper GPU.
+    """Return dQ, dK and dV, bfloat16 (heads, length, D), from the buffers of ``encode``, on a Hopper GPU.
 
     dK and dV are sums over the heads of Q that share a head of K and V. causal: query i attends to keys 0 .. i. parts:
     the kernels to launch; the gradients of the others are uninitialised.
     """
-    heads, kv_heads, device = len(codes["q"]), len(codes["k"]), codes["q"].get_device()
+    heads, kv_heads, device, head_dim = len(codes["q"]), len(codes["k"]), codes["q"].get_device(), codes["q"].shape[2]
     shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    grads = [codes["q"].new_empty((*shape, kernels.HEAD_DIM), dtype=torch.bfloat16) for shape in shapes]
+    grads = [codes["q"].new_empty((*shape, head_dim), dtype=torch.bfloat16) for shape in shapes]
     addresses = [x.data_ptr() for x in (*(codes[name] for name in _CODES), *grads)]
-    _make_plan(device, heads, kv_heads, q_len, kv_len, causal, parts).launch(addresses)
+    _make_plan(device, heads, kv_heads, q_len, kv_len, head_dim, causal, parts).launch(addresses)
     return grads[0], grads[1], grads[2]

@@ -1,11 +1,11 @@
-"""Render and launch the backward pass of Hopper: a prototype, head dim 128.
+"""Render and launch the backward pass of Hopper.
 
 The quantizer is ``kernels/quantize/backward.cuh``, the products are ``kernels/attention/sm90/backward.cuh``.
 
 Heads are those of the batch; several heads of Q may share one of K and V. Buffers: ``q``, ``grad`` (of the output),
-``k`` and ``v``: int8 codes (heads, length, 128); ``q_t``, ``grad_t`` and ``k_t``: E4M3 codes (heads, 128, length
-rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``: QueryTable (heads, tiles of 64 queries);
-``factors``: float32 (kv_heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
+``k`` and ``v``: int8 codes (heads, length, head_dim); ``q_t``, ``grad_t`` and ``k_t``: E4M3 codes (heads, head_dim,
+length rounded up to 16), rows permuted in groups of 16 (KEY_ORDER); ``tables``: QueryTable (heads, tiles of 64
+queries); ``factors``: float32 (kv_heads, 3); ``dq``, ``dk``, ``dv``: bfloat16.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
 MEASURE_ENTRY, ENCODE_ENTRY = "backward_measure_keys", "backward_encode"
 KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
 TARGET = Target("sm_90a")
-HEAD_DIM = 128
 #: Head dims with kernels.
-HEAD_DIMS = (HEAD_DIM,)
+HEAD_DIMS = (64, 128)
 #: Rows of a warpgroup, and queries of a table.
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.
@@ -36,10 +35,11 @@ _ALIGNMENT = 1024
 class BackwardTiling:
     """Tiles of a backward kernel.
 
-    consumers: warpgroups, of 64 rows each. block_n: keys of a tile of the dQ kernel; the tiles of the dK/dV kernel have
-    64 queries. registers: of a consumer's thread and of a producer's.
+    head_dim: one of HEAD_DIMS. consumers: warpgroups, of 64 rows each. block_n: keys of a tile of the dQ kernel; the
+    tiles of the dK/dV kernel have 64 queries. registers: of a consumer's thread and of a producer's.
     """
 
+    head_dim: int
     consumers: int
     stages: int
     block_n: int = ROWS
@@ -56,8 +56,17 @@ class BackwardTiling:
         return 128 * (self.consumers + 1)
 
 
-KEYS_TILING = BackwardTiling(consumers=2, stages=4)
-QUERIES_TILING = BackwardTiling(consumers=2, stages=3, block_n=128)
+#: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ.
+#: For three of dK and dV a thread would have 160. Then ptxas serializes the products, and more exceed the
+#: multiprocessor's.
+KEYS_TILINGS = {
+    64: BackwardTiling(64, consumers=2, stages=4),
+    128: BackwardTiling(128, consumers=2, stages=4),
+}
+QUERIES_TILINGS = {
+    64: BackwardTiling(64, consumers=3, stages=4, registers=(160, 24)),
+    128: BackwardTiling(128, consumers=2, stages=3, block_n=128),
+}
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -66,20 +75,21 @@ def _round_up(n: int, multiple: int) -> int:
 
 def keys_smem_bytes(tiles: BackwardTiling) -> int:
     """Return the size of KeyGradientStorage."""
-    staged = tiles.stages * (4 * ROWS * HEAD_DIM + 4 * TABLE_WORDS)
-    return _round_up(2 * tiles.rows * HEAD_DIM + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
+    staged = tiles.stages * (4 * ROWS * tiles.head_dim + 4 * TABLE_WORDS)
+    return _round_up(2 * tiles.rows * tiles.head_dim + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
 
 
 def queries_smem_bytes(tiles: BackwardTiling) -> int:
     """Return the size of QueryGradientStorage."""
-    staged = tiles.stages * 3 * tiles.block_n * HEAD_DIM
+    staged = tiles.stages * 3 * tiles.block_n * tiles.head_dim
     barriers = _round_up(8 * (1 + 2 * tiles.stages), 16)
-    return _round_up(2 * tiles.rows * HEAD_DIM + staged + barriers + 16, _ALIGNMENT)
+    return _round_up(2 * tiles.rows * tiles.head_dim + staged + barriers + 16, _ALIGNMENT)
 
 
 _SOURCE = """#include "attention/sm90/backward.cuh"
 
 struct Cfg {{
+  static constexpr int kHeadDim = {tiles.head_dim};
   static constexpr int kConsumers = {tiles.consumers};
   static constexpr int kBlockN = {tiles.block_n};
   static constexpr int kStages = {tiles.stages};
@@ -117,53 +127,49 @@ def _render(
     return make_source(entry, source, tiles.threads, dynamic_smem_bytes=smem, requires=TARGET.name)
 
 
-def keys_kernel(causal: bool, tiles: BackwardTiling = KEYS_TILING) -> KernelSource:
+def keys_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
     """Render the kernel of dK and dV."""
     smem = keys_smem_bytes(tiles)
     return _render(KEYS_ENTRY, "backward_keys", tiles, smem, causal, "k v q grad q_t grad_t", "dk dv")
 
 
-def queries_kernel(causal: bool, tiles: BackwardTiling = QUERIES_TILING) -> KernelSource:
+def queries_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
     """Render the kernel of dQ."""
     smem = queries_smem_bytes(tiles)
     return _render(QUERIES_ENTRY, "backward_queries", tiles, smem, causal, "q grad k v k_t", "dq")
 
 
-def _rows_map(name: str, heads: int, length: int, box_rows: int) -> TensorMap:
-    strides = (length * HEAD_DIM, HEAD_DIM, 1)
-    return TensorMap(name, "uint8", (heads, length, HEAD_DIM), strides, (1, box_rows, HEAD_DIM), HEAD_DIM)
+def _rows_map(name: str, heads: int, length: int, box_rows: int, dim: int) -> TensorMap:
+    return TensorMap(name, "uint8", (heads, length, dim), (length * dim, dim, 1), (1, box_rows, dim), dim)
 
 
-def _columns_map(name: str, heads: int, length: int, box: int) -> TensorMap:
+def _columns_map(name: str, heads: int, length: int, box: int, dim: int) -> TensorMap:
     padded = padded_keys(length)
-    strides = (HEAD_DIM * padded, padded, 1)
-    return TensorMap(name, "uint8", (heads, HEAD_DIM, padded), strides, (1, HEAD_DIM, box), box)
+    return TensorMap(name, "uint8", (heads, dim, padded), (dim * padded, padded, 1), (1, dim, box), box)
 
 
-def keys_launch(heads: int, kv_heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = KEYS_TILING) -> Launch:
+def keys_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int) -> Launch:
     """Return the launch of the kernel of dK and dV. heads, kv_heads: over the batch; kv_heads divides heads."""
     return Launch(
         grid=(-(-kv_len // tiles.rows) * kv_heads, 1, 1),
         args=(
-            *(_rows_map(name, kv_heads, kv_len, ROWS) for name in ("k", "v")),
-            *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
-            *(_columns_map(name, heads, q_len, ROWS) for name in ("q_t", "grad_t")),
+            *(_rows_map(name, kv_heads, kv_len, ROWS, tiles.head_dim) for name in ("k", "v")),
+            *(_rows_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q", "grad")),
+            *(_columns_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q_t", "grad_t")),
             *("tables", "factors", "dk", "dv"),
             *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
         ),
     )
 
 
-def queries_launch(
-    heads: int, kv_heads: int, q_len: int, kv_len: int, tiles: BackwardTiling = QUERIES_TILING
-) -> Launch:
+def queries_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv_len: int) -> Launch:
     """Return the launch of the kernel of dQ. heads, kv_heads: over the batch; kv_heads divides heads."""
     return Launch(
         grid=(-(-q_len // tiles.rows) * heads, 1, 1),
         args=(
-            *(_rows_map(name, heads, q_len, ROWS) for name in ("q", "grad")),
-            *(_rows_map(name, kv_heads, kv_len, tiles.block_n) for name in ("k", "v")),
-            _columns_map("k_t", kv_heads, kv_len, tiles.block_n),
+            *(_rows_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q", "grad")),
+            *(_rows_map(name, kv_heads, kv_len, tiles.block_n, tiles.head_dim) for name in ("k", "v")),
+            _columns_map("k_t", kv_heads, kv_len, tiles.block_n, tiles.head_dim),
             *("tables", "factors", "dq"),
             *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
         ),
@@ -174,6 +180,7 @@ _ENCODE_THREADS = 256
 _ENCODE_SOURCE = """#include "quantize/backward.cuh"
 
 struct Cfg {{
+  static constexpr int kHeadDim = {head_dim};
   static constexpr int kThreads = {threads};
   using In = __nv_bfloat16;
 }};
@@ -192,7 +199,7 @@ extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 INPUTS = ("query", "key", "value", "out", "grad_out")
 
 
-def encode_kernels() -> tuple[KernelSource, KernelSource]:
+def encode_kernels(head_dim: int) -> tuple[KernelSource, KernelSource]:
     """Render the kernels that measure K and V, and that write codes and tables."""
     inputs = ", ".join(
         f"const void* {name}, long long {name}_batch, long long {name}_head, long long {name}_row" for name in INPUTS
@@ -201,7 +208,13 @@ def encode_kernels() -> tuple[KernelSource, KernelSource]:
 
     def render(entry: str, body: str, blocks: int) -> KernelSource:
         source = _ENCODE_SOURCE.format(
-            threads=_ENCODE_THREADS, blocks=blocks, entry=entry, inputs=inputs, body=body, fields=fields
+            head_dim=head_dim,
+            threads=_ENCODE_THREADS,
+            blocks=blocks,
+            entry=entry,
+            inputs=inputs,
+            body=body,
+            fields=fields,
         )
         return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
 
@@ -218,8 +231,8 @@ def encode_launches(
 ) -> tuple[Launch, Launch]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
-    Further buffers: ``k_mean``, float32 (kv_heads, 128), an input, and ``amax``, float32 (2, kv_heads, blocks of keys),
-    which the first kernel writes.
+    Further buffers: ``k_mean``, float32 (kv_heads, head_dim), an input, and ``amax``, float32 (2, kv_heads, blocks of
+    keys), which the first kernel writes.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):

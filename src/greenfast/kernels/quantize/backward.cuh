@@ -1,4 +1,4 @@
-// Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads. Head dim 128.
+// Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
 // measure_keys finds the largest numbers of K and V after the rotation. encode_backward writes the codes and the tables.
 // A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
@@ -20,26 +20,26 @@ struct BackwardInputs {
 };
 
 struct BackwardCodes {
-  unsigned char *q, *k, *v, *grad;    // int8 (batch x heads or kv_heads, length, 128)
-  unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, 128, length rounded up to 16)
+  unsigned char *q, *k, *v, *grad;    // int8 (batch x heads or kv_heads, length, kHeadDim)
+  unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, kHeadDim, length rounded up to 16)
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
   float* factors;                     // (batch x kv_heads, 3)
-  const float* k_mean;                // (batch x kv_heads, 128), given
+  const float* k_mean;                // (batch x kv_heads, kHeadDim), given
   float* amax;                        // (2, batch x kv_heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
 };
 
-// The configuration of the quantizer's parts. Cfg: In, kThreads.
+// The configuration of the quantizer's parts. Cfg: kHeadDim (64 or 128), In, kThreads.
 template <class Cfg>
 struct BackwardRows : Cfg {
-  static constexpr int kHeadDim = kBackwardDim, kColumns = kBackwardDim;
+  static constexpr int kColumns = Cfg::kHeadDim;
   static constexpr bool kInt8 = true, kRotate = true, kKeyMean = true, kSampled = false, kFineScales = false,
                         kGathered = false, kPrologue = false, kParts = false;
 };
 
 template <class Cfg>
 struct BackwardStorage {
-  unsigned tile[kRowBlock * kBackwardDim / 4];  // of E4M3 codes, as VQuantizer::word_index orders them
-  float mean[kBackwardDim];
+  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];  // of E4M3 codes, as VQuantizer::word_index orders them
+  float mean[Cfg::kHeadDim];
   float row_scale[kRowBlock];  // of E4M3 codes
   float warp_max[Cfg::kThreads / 32];
   float delta[kRowBlock], mean_score[kRowBlock];  // rowsum(dO O), and Q times the mean of K
@@ -91,13 +91,13 @@ struct BackwardTile {
                                              unsigned char* codes) const {
     rows.cast(x, scales, [&](int r, int column, const typename Rows::Codes& out) {
       if (row[r] < head.length) {
-        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * kBackwardDim + column) = out;
+        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
       }
     });
   }
 
-  // Writes the E4M3 codes of the tile's columns, (128, padded) of the head, with the scales shared.row_scale.
-  // observe(i, column, values): called for eight columns of row i of the tile, by 16 adjacent lanes for a row.
+  // Writes the E4M3 codes of the tile's columns, (kHeadDim, padded) of the head, with the scales shared.row_scale.
+  // observe(i, column, values): called for eight columns of row i of the tile, by kRowThreads adjacent lanes for a row.
   template <bool kCentered, class Observe>
   __device__ __forceinline__ void write_transposed(const Head& head, unsigned char* codes, Observe observe) const {
     using Values = VQuantizer<RowsCfg>;
@@ -122,7 +122,7 @@ struct BackwardTile {
     const int padded = (head.length + 15) / 16 * 16;
     constexpr int kChunks = kRowBlock / 16;
 #pragma unroll
-    for (int i = threadIdx.x; i < kChunks * kBackwardDim / 4; i += Cfg::kThreads) {
+    for (int i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {
       const int key = i % kChunks * 16, word = i / kChunks;
       if (first + key >= padded) continue;
       unsigned words[4][4];  // word m of column c in [m][c]
@@ -165,7 +165,7 @@ __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const Back
   const typename Tile::Head head(of_keys ? p.k : p.v, b, h, p.kv_len);
   typename Tile::Rows::Values x;
   if (of_keys) {
-    if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * kBackwardDim + threadIdx.x];
+    if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x];
     __syncthreads();
     rows.template rotate<true>(head, x);
   } else {
@@ -188,8 +188,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const int heads = kind < 2 ? p.kv_heads : p.heads, head_index = item / tiles, tile = item % tiles;
   const int b = head_index / heads, h = head_index % heads;
   const int kv_index = kind < 2 ? head_index : head_index / (p.heads / p.kv_heads);
-  const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * kBackwardDim;
-  const long long q_first = static_cast<long long>(head_index) * p.q_len * kBackwardDim;
+  const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * Cfg::kHeadDim;
+  const long long q_first = static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim;
   const Tile rows(shared, tile);
   const float* k_amax = codes.amax + kv_index * kv_tiles;
   const float* v_amax = k_amax + head_count * kv_tiles;
@@ -198,7 +198,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
 
   if (kind == 0) {
     const typename Tile::Head head(p.k, b, h, p.kv_len);
-    if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * kBackwardDim + threadIdx.x];
+    if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * Cfg::kHeadDim + threadIdx.x];
     const float k_scale = rows.head_scale(k_amax, kv_tiles), v_scale = rows.head_scale(v_amax, kv_tiles);
     if (threadIdx.x < kRowBlock) shared.row_scale[threadIdx.x] = k_scale;
     if (threadIdx.x == 0 && tile == 0) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     rows.template rotate<true>(head, x);
     rows.write_int8(head, x, {k_scale, k_scale}, codes.k + kv_first);
     const long long padded = (p.kv_len + 15) / 16 * 16;
-    rows.template write_transposed<true>(head, codes.k_t + head_index * kBackwardDim * padded, ignore);
+    rows.template write_transposed<true>(head, codes.k_t + head_index * Cfg::kHeadDim * padded, ignore);
     return;
   }
   const float v_scale = rows.head_scale(v_amax, kv_tiles);
@@ -227,7 +227,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const float of_scores = rows.head_scale(k_amax, kv_tiles) * (p.softmax_scale * kLog2e);
   const int warp = threadIdx.x / 32, warp_of_table = warp / 4 * 4;
   const typename Tile::Head q(p.q, b, h, p.q_len), grad(p.grad, b, h, p.q_len), out(p.out, b, h, p.q_len);
-  constexpr int kLine = 64, kLines = kBackwardDim / kLine;                 // columns per prefetch; prefetches per row
+  constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;                // columns per prefetch; prefetches per row
   for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {  // dO and O are read after the work on Q
     grad.prefetch(rows.first + i / kLines, i % kLines * kLine);
     out.prefetch(rows.first + i / kLines, i % kLines * kLine);
@@ -244,13 +244,14 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const float int8_scale = fmaxf(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
   rows.write_int8(q, x, {int8_scale, int8_scale}, codes.q + q_first);
   if (threadIdx.x % 32 < kQueryBlock) shared.row_scale[warp * kQueryBlock + threadIdx.x % 32] = q_scale;
-  if (threadIdx.x < kBackwardDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * kBackwardDim + threadIdx.x];
+  if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * Cfg::kHeadDim + threadIdx.x];
   __syncthreads();
-  const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * kBackwardDim * padded;
-  const auto sum_row = [&](float* to, int i, float sum) {  // over the 16 lanes of a row
+  const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
+  const auto sum_row = [&](float* to, int i, float sum) {  // over the lanes of a row
+    constexpr int kLanes = VQuantizer<BackwardRows<Cfg>>::kRowThreads;
 #pragma unroll
-    for (int lanes = 8; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (threadIdx.x % 16 == 0) to[i] = sum;
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (threadIdx.x % kLanes == 0) to[i] = sum;
   };
   rows.template write_transposed<false>(
       q, codes.q_t + columns_first, [&](int i, int column, const typename Tile::Loaded& eight) {

@@ -1,4 +1,4 @@
-// Attention backward for Hopper, head dim 128: dK and dV by one kernel, dQ by another, both by wgmma on 8-bit operands.
+// Attention backward for Hopper: dK and dV by one kernel, dQ by another, both by wgmma on 8-bit operands.
 //
 // S = Q K^T and dP = dO V^T are products of int8 codes; P^T dO, dS^T Q and dS K are products of E4M3 codes. 8-bit wgmma
 // reads both operands along the summed axis. So the dK/dV kernel computes S^T and dP^T (rows are keys), the dQ kernel S
@@ -12,6 +12,7 @@
 // code reaches 32 (RowScale). E4M3 has a floating point, so that a row needs no new scale for later, smaller values.
 //
 // Members of Cfg:
+//   int kHeadDim    64 or 128
 //   int kConsumers  consumer warpgroups: of 64 keys each for dK and dV, of 64 queries each for dQ
 //   int kBlockN     keys of a tile of the dQ kernel: 64 or 128
 //   int kStages     stages of the loaded tiles
@@ -30,7 +31,6 @@
 
 namespace greenfast {
 
-constexpr int kBackwardDim = 128;  // head dim
 constexpr int kBackwardRows = 64;  // of a warpgroup, and queries of a QueryTable
 
 // Of 64 queries: the starts of the accumulators of S^T and dP^T, and what the queries share.
@@ -117,19 +117,19 @@ __device__ __forceinline__ void load_starts(int (&acc)[kBackwardRows / 2], const
   }
 }
 
-// Issues acc += a b of int8 tiles with rows of 128 bytes.
-template <int kCount>
-__device__ __forceinline__ void start_int8_product(int (&acc)[kCount], ptx::Operand<128> a, ptx::Operand<128> b,
-                                                   unsigned b_offset) {
+// Issues acc += a b of int8 tiles with rows of kHeadDim bytes.
+template <int kHeadDim, int kCount>
+__device__ __forceinline__ void start_int8_product(int (&acc)[kCount], ptx::Operand<kHeadDim> a,
+                                                   ptx::Operand<kHeadDim> b, unsigned b_offset) {
   ptx::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kBackwardDim / 32; ++i) ptx::wgmma_add(acc, a.at(i * 32), b.at(b_offset + i * 32));
+  for (int i = 0; i < kHeadDim / 32; ++i) ptx::wgmma_add(acc, a.at(i * 32), b.at(b_offset + i * 32));
   ptx::wgmma_commit();
 }
 
 // Issues acc += codes b, where b is transposed: rows of columns of the result, kSwizzle bytes each.
-template <int kSwizzle, int kSteps>
-__device__ __forceinline__ void start_e4m3_product(float (&acc)[kBackwardDim / 2], unsigned (&codes)[kSteps][4],
+template <int kCount, int kSwizzle, int kSteps>
+__device__ __forceinline__ void start_e4m3_product(float (&acc)[kCount], unsigned (&codes)[kSteps][4],
                                                    ptx::Operand<kSwizzle> b, unsigned b_offset) {
   static_assert(kSwizzle == kSteps * 32, "a tile is one panel");
   ptx::wgmma_fence();
@@ -154,15 +154,16 @@ __device__ __forceinline__ void pack_codes(const float (&x)[kCount], unsigned (&
   }
 }
 
-// Writes acc * factor to the rows below stop_row of a (rows, 128) tensor.
-__device__ __forceinline__ void store_gradient(const float (&acc)[kBackwardDim / 2], const float (&factor)[2],
+// Writes acc * factor to the rows below stop_row of a (rows, kHeadDim) tensor.
+template <int kHeadDim>
+__device__ __forceinline__ void store_gradient(const float (&acc)[kHeadDim / 2], const float (&factor)[2],
                                                __nv_bfloat16* out, int first_row, int stop_row) {
   const int quad = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
 #pragma unroll
-    for (int j = 0; j < kBackwardDim / 8; j += 4) {
+    for (int j = 0; j < kHeadDim / 8; j += 4) {
       unsigned x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[kBackwardDim /
         x[i] = pack_out(pair[0] * factor[r], pair[1] * factor[r], static_cast<__nv_bfloat16*>(nullptr));
       }
       transpose_quad(x);
-      if (row < stop_row) ptx::store_16(out + static_cast<long long>(row) * kBackwardDim + 8 * (j + quad), x);
+      if (row < stop_row) ptx::store_16(out + static_cast<long long>(row) * kHeadDim + 8 * (j + quad), x);
     }
   }
 }
@@ -182,11 +183,11 @@ __device__ __forceinline__ void arrive_for_warp(ptx::Mbarrier& barrier) {
 
 template <class Cfg>
 struct KeyGradientStorage {
-  alignas(1024) unsigned char k[Cfg::kConsumers][kBackwardRows * kBackwardDim];
-  alignas(1024) unsigned char v[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  alignas(1024) unsigned char k[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
+  alignas(1024) unsigned char v[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
   struct alignas(1024) Stage {
-    unsigned char q[kBackwardRows * kBackwardDim], grad[kBackwardRows * kBackwardDim];
-    unsigned char q_t[kBackwardDim * kBackwardRows], grad_t[kBackwardDim * kBackwardRows];
+    unsigned char q[kBackwardRows * Cfg::kHeadDim], grad[kBackwardRows * Cfg::kHeadDim];
+    unsigned char q_t[Cfg::kHeadDim * kBackwardRows], grad_t[Cfg::kHeadDim * kBackwardRows];
   } stages[Cfg::kStages];
   QueryTable tables[Cfg::kStages];
   ptx::Mbarrier kv_full, full[Cfg::kStages], empty[Cfg::kStages];
@@ -201,7 +202,7 @@ struct KeyGradients {
   // product overflows.
   static constexpr int kWeightExponent = 100, kSlopeExponent = 40;
 
-  float dk[kBackwardDim / 2], dv[kBackwardDim / 2];
+  float dk[Cfg::kHeadDim / 2], dv[Cfg::kHeadDim / 2];
   int weight_exponent[2];  // log2 of the scales of P's rows
   float slope[2];          // scales of dS's rows / those of P's
 
@@ -209,7 +210,7 @@ struct KeyGradients {
   __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int first_tile, int stop_tile,
                                       int group) {
 #pragma unroll
-    for (int i = 0; i < kBackwardDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    for (int i = 0; i < Cfg::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight_exponent[r] = kWeightExponent;
@@ -218,8 +219,8 @@ struct KeyGradients {
     int tile = first_tile, tiles_left = group * (stop_tile - first_tile);
     if (tiles_left <= 0) return;
     Ring<Cfg::kStages> ring;
-    const ptx::Operand<128> k(shared.k[warpgroup]), v(shared.v[warpgroup]);
-    const ptx::Operand<128> q(shared.stages[0].q), grad(shared.stages[0].grad);
+    const ptx::Operand<Cfg::kHeadDim> k(shared.k[warpgroup]), v(shared.v[warpgroup]);
+    const ptx::Operand<Cfg::kHeadDim> q(shared.stages[0].q), grad(shared.stages[0].grad);
     const ptx::Operand<64> q_t(shared.stages[0].q_t), grad_t(shared.stages[0].grad_t);
     const int lane_pair = threadIdx.x % 4;
     shared.kv_full.wait(0);
@@ -319,23 +320,23 @@ struct KeyGradients {
   // Writes the rows below p.kv_len.
   __device__ __forceinline__ void store(const BackwardParams& p, int head, int first_key) {
     const float dk_factor = p.factors[3 * head + 1], dv_factor = p.factors[3 * head + 2];
-    const long long first = static_cast<long long>(head) * p.kv_len * kBackwardDim;
+    const long long first = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
-    store_gradient(dv, factor, p.dv + first, first_key, p.kv_len);
+    store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Without a query the sum is 0 and there is no slope.
       factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
     }
-    store_gradient(dk, factor, p.dk + first, first_key, p.kv_len);
+    store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
   }
 };
 
 // The body of the dK/dV kernel. Grid: (key blocks of 64 kConsumers keys) x heads of K, keys first. Block: 128 threads per
-// consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, 128) of K, V, Q and dO, and E4M3 codes
-// (heads, 128, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
+// consumer warpgroup and 128 for the producer. Maps: int8 codes (heads, length, kHeadDim) of K, V, Q and dO, and E4M3 codes
+// (heads, kHeadDim, length) of Q^T and dO^T, with permuted queries (kernel.cuh).
 template <class Cfg>
 __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx::TensorMap& k_map,
                                               const ptx::TensorMap& v_map, const ptx::TensorMap& q_map,
@@ -363,7 +364,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
   if (warpgroup == Cfg::kConsumers) {
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
-    shared.kv_full.arrive_expect(2 * kBlockKeys * kBackwardDim);
+    shared.kv_full.arrive_expect(2 * kBlockKeys * Cfg::kHeadDim);
     for (int w = 0; w < Cfg::kConsumers; ++w) {
       ptx::tma_load_3d(shared.k[w], k_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
       ptx::tma_load_3d(shared.v[w], v_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
@@ -393,10 +394,10 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
 
 template <class Cfg>
 struct QueryGradientStorage {
-  alignas(1024) unsigned char q[Cfg::kConsumers][kBackwardRows * kBackwardDim];
-  alignas(1024) unsigned char grad[Cfg::kConsumers][kBackwardRows * kBackwardDim];
+  alignas(1024) unsigned char q[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
+  alignas(1024) unsigned char grad[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
   struct alignas(1024) Stage {
-    unsigned char k[Cfg::kBlockN * kBackwardDim], v[Cfg::kBlockN * kBackwardDim], k_t[kBackwardDim * Cfg::kBlockN];
+    unsigned char k[Cfg::kBlockN * Cfg::kHeadDim], v[Cfg::kBlockN * Cfg::kHeadDim], k_t[Cfg::kHeadDim * Cfg::kBlockN];
   } stages[Cfg::kStages];
   ptx::Mbarrier q_full, full[Cfg::kStages], empty[Cfg::kStages];
   alignas(16) int magic[4];  // kMagicBits, four times
@@ -409,14 +410,14 @@ struct QueryGradients {
   static constexpr int kBlockN = Cfg::kBlockN, kScores = kBlockN / 2, kSteps = kBlockN / 32;
   static constexpr int kFirstExponent = 60;  // P <= 1 and |dP - delta| < 2^23, so no product overflows
 
-  float dq[kBackwardDim / 2];
+  float dq[Cfg::kHeadDim / 2];
   int exponent[2];  // log2 of the scales of dS's rows, relative to the table's grad_exponent
   float grad_exponent;
 
   __device__ __forceinline__ void run(const BackwardParams& params, Storage& shared, int warpgroup, int head,
                                       int first_query, int tiles, Ring<Cfg::kStages>& ring) {
 #pragma unroll
-    for (int i = 0; i < kBackwardDim / 2; ++i) dq[i] = 0.0f;
+    for (int i = 0; i < Cfg::kHeadDim / 2; ++i) dq[i] = 0.0f;
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     const int query_tiles = (params.q_len + kBackwardRows - 1) / kBackwardRows;
     const QueryTable& table = params.tables[head * query_tiles + min(first_query / kBackwardRows, query_tiles - 1)];
@@ -430,8 +431,8 @@ struct QueryGradients {
       weight_shift[r] = __int_as_float(table.weight[word]) - 2.0f * kMagic;
       exponent[r] = kFirstExponent;
     }
-    const ptx::Operand<128> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
-    const ptx::Operand<128> k(shared.stages[0].k), v(shared.stages[0].v);
+    const ptx::Operand<Cfg::kHeadDim> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
+    const ptx::Operand<Cfg::kHeadDim> k(shared.stages[0].k), v(shared.stages[0].v);
     const ptx::Operand<kBlockN> k_t(shared.stages[0].k_t);
     shared.q_full.wait(0);
     int last_stage = -1;
@@ -506,13 +507,14 @@ struct QueryGradients {
     for (int r = 0; r < 2; ++r) {
       factor[r] = p.factors[3 * (head / p.group)] * ptx::ex2(grad_exponent - static_cast<float>(exponent[r]));
     }
-    store_gradient(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * kBackwardDim, first_query, p.q_len);
+    store_gradient<Cfg::kHeadDim>(dq, factor, p.dq + static_cast<long long>(head) * p.q_len * Cfg::kHeadDim,
+                                  first_query, p.q_len);
   }
 };
 
 // The body of the dQ kernel. Grid: (query blocks of 64 kConsumers queries) x heads, queries first, the last ones first.
-// Block: as that of the dK/dV kernel. Maps: int8 codes (heads, length, 128) of Q, dO, K and V, and E4M3 codes (heads,
-// 128, length) of K^T, with permuted keys (kernel.cuh).
+// Block: as that of the dK/dV kernel. Maps: int8 codes (heads, length, kHeadDim) of Q, dO, K and V, and E4M3 codes
+// (heads, kHeadDim, length) of K^T, with permuted keys (kernel.cuh).
 template <class Cfg>
 __device__ __forceinline__ void backward_queries(const BackwardParams& p, const ptx::TensorMap& q_map,
                                                  const ptx::TensorMap& grad_map, const ptx::TensorMap& k_map,
@@ -544,7 +546,7 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
   if (warpgroup == Cfg::kConsumers) {
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
-    shared.q_full.arrive_expect(2 * kBlockQueries * kBackwardDim);
+    shared.q_full.arrive_expect(2 * kBlockQueries * Cfg::kHeadDim);
     for (int w = 0; w < Cfg::kConsumers; ++w) {
       ptx::tma_load_3d(shared.q[w], q_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
       ptx::tma_load_3d(shared.grad[w], grad_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
@@ -554,7 +556,7 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
       const int s = ring.stage, key = tile * Cfg::kBlockN;
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
-      full.arrive_expect(3 * Cfg::kBlockN * kBackwardDim);
+      full.arrive_expect(3 * Cfg::kBlockN * Cfg::kHeadDim);
       ptx::tma_load_3d(shared.stages[s].k, k_map, full, 0, key, kv_head);
       ptx::tma_load_3d(shared.stages[s].v, v_map, full, 0, key, kv_head);
       ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, kv_head);
