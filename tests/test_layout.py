@@ -84,6 +84,7 @@ TORCH_MODULES = (
             "solution.capture",
             "solution.languages",
             "solution.recording",
+            "solution.tensor_operations",
         )
     ),
 )

@@ -121,6 +121,8 @@ class Bound:
     """A program bound to one case in fresh device memory, ready to launch."""
 
     def __init__(self, gpu: Gpu, executable: Executable, case: Case) -> None:
+        if executable.operations:
+            raise MachineError("a function that was recorded without a GPU runs in the emulator only")
         self._gpu = gpu
         self._inputs = {name: np.ascontiguousarray(a) for name, a in case.inputs.items()}
         self._outputs = dict(case.outputs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from greenfast.spec.facts import Finding, KernelCounts
-from greenfast.spec.kernel import Allocation, Launch, Workspace
+from greenfast.spec.kernel import Allocation, Launch, TensorOperation, Workspace
 from greenfast.spec.problem import Array
 
 
@@ -31,11 +31,12 @@ class KernelImage:
 
 @dataclass(frozen=True)
 class Executable:
-    """A compiled program: its kernels with their launches, its scratch buffers and its allocations."""
+    """A compiled program: its kernels with their launches, its scratch buffers, allocations and tensor operations."""
 
     steps: tuple[tuple[KernelImage, Launch], ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     allocations: tuple[Allocation, ...] = ()
+    operations: tuple[TensorOperation, ...] = ()
 
     @classmethod
     def single(cls, image: KernelImage, plan: Launch) -> Executable:

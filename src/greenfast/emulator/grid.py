@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,17 @@ class KernelLaunch:
     block: tuple[int, int, int]
     dynamic_smem_bytes: int
     plan: Launch
+
+
+class HostOperation(Protocol):
+    """An operation of host code between launches, on the memory of a run."""
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+
+    def run(self, memory: GlobalMemory) -> Collection[str]:
+        """Run it. Return the buffers that it wrote. Raises KernelFaultError and UnsupportedError."""
 
 
 @lru_cache(maxsize=32)
@@ -163,6 +175,7 @@ def run_chain(
     sample: int = 0,
     structs: Mapping[str, Struct | Packed] | None = None,
     observe: Observe = NOTHING,
+    operations: Mapping[int, Sequence[HostOperation]] | None = None,
 ) -> GridResult:
     """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
 
@@ -183,6 +196,8 @@ def run_chain(
     keep_formal: keep formal findings in the result and go on; else the first one is raised as a fault.
 
     observe: what to observe in the first run, not in later ones. A fault carries the observations before it.
+
+    operations: of host code, by the number of the launch that they precede; those after the last launch by their count.
     """
 
     def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
@@ -190,6 +205,7 @@ def run_chain(
             try:
                 chain = _Chain(steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {})
                 chain.findings = {} if keep_formal else None
+                chain.operations = operations or {}
                 snapshot = MemorySnapshot(
                     chain.memory, [allocation for names in chain.variables for allocation in names.values()]
                 )
@@ -304,6 +320,7 @@ class _Chain:
         self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
         self.races_found: dict[str, KernelFaultError] | None = None
+        self.operations: Mapping[int, Sequence[HostOperation]] = {}
         self.inputs = {name: np.ascontiguousarray(a) for name, a in inputs.items()}
         sizes = {name: a.nbytes for name, a in self.inputs.items()}
         changed: dict[str, OutputSpec | Workspace] = {**outputs, **workspaces}
@@ -374,8 +391,16 @@ class _Chain:
         self.printed: list[str] = []
         self.by_phase: PhaseCounts | None = None
         for n, step in enumerate(self.steps):
+            self.run_operations(n)
             self.launch(n, step, seed, phases)
+        self.run_operations(len(self.steps))
         return self.result(outputs, poison, phases)
+
+    def run_operations(self, number: int) -> None:
+        """Run the operations of host code before a launch."""
+        for operation in self.operations.get(number, ()):
+            for name in self.read_only.intersection(operation.run(self.memory)):
+                self.input_writes.setdefault(name, f"{operation.name} writes to {name!r}, which is an input")
 
     def launch(self, number: int, step: KernelLaunch, seed: int, phases: Sequence[str]) -> None:
         """Run every block of one launch."""
@@ -496,6 +521,7 @@ class MemoryLaunch(_Chain):
         self.steps, self.fill, self.around, self.sample = [step], fill, USUAL, 0
         self.findings = {}
         self.races_found = None
+        self.operations = {}
         self.memory, self.symbols = memory, [symbols]
         self.read_only = set()
         self.input_writes = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -61,14 +62,16 @@ class EmulatorSession:
         ]
         violations += [f"formal finding: {f.text}" for f in first.findings if f.level == FORMAL]
         repeatable = all(same_bits(first.outputs, r.outputs) for r in first.later)
-        return RunResult(first.outputs, violations, repeatable, first.counts.record(), first.notes, first.findings)
+        names = ", ".join(dict.fromkeys(operation.name for operation in executable.operations))
+        notes = [*first.notes, *([f"computed by PyTorch on the CPU: {names}"] if names else [])]
+        return RunResult(first.outputs, violations, repeatable, first.counts.record(), notes, first.findings)
 
     def sample(self, executable: Executable, case: Case, blocks: int) -> int:
         """Run some blocks of a launch, for their faults alone, and return how many ran.
 
         Raises UnsupportedError for several launches, and for blocks that may wait for others.
         """
-        if len(executable.steps) != 1 or executable.steps[0][1].cooperative:
+        if len(executable.steps) != 1 or executable.steps[0][1].cooperative or executable.operations:
             raise UnsupportedError("only blocks of a single, not cooperative launch can be run separately")
         ((image, plan),) = executable.steps
         if _program(image).polling:
@@ -121,4 +124,10 @@ def _run(executable: Executable, case: Case, **how: Any) -> GridResult:
     for image, _ in executable.steps:
         _program(image)
     steps = [KernelLaunch(i.ptx, i.entry, i.block, i.dynamic_smem_bytes, plan) for i, plan in executable.steps]
-    return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, **how)
+    operations: dict[int, list[Any]] = {}
+    if executable.operations:
+        # only now, because it imports PyTorch
+        runner = importlib.import_module("greenfast.judge.solution.tensor_operations").OperationRunner
+        for operation in executable.operations:
+            operations.setdefault(operation.step, []).append(runner(operation))
+    return run_chain(steps, case.inputs, case.outputs, workspaces=executable.workspaces, operations=operations, **how)

@@ -152,7 +152,7 @@ class BuiltProgram:
         """The program in the form that a device runs."""
         plans = (step.launch for step in self.program.steps)
         steps = tuple(zip(map(build_image, self.kernels), plans, strict=True))
-        return Executable(steps, self.program.workspaces, self.program.allocations)
+        return Executable(steps, self.program.workspaces, self.program.allocations, self.program.operations)
 
     def facts(self, shape: str, dims: Mapping[str, int]) -> dict[str, tuple[CompiledKernel, LaunchFacts]]:
         """Return each launch with its kernel, by the launch's name in records."""

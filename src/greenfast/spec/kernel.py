@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -229,17 +229,55 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class TensorView:
+    """A strided tensor in a buffer. dtype: PyTorch's name. strides: in elements. offset: in bytes."""
+
+    buffer: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class TorchConstant:
+    """A constant of PyTorch by its name, such as a dtype or a memory format."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorOperation:
+    """An operation of PyTorch before a step, or after the last one: what a function computes between its launches.
+
+    name: such as "aten.add.Tensor". args, kwargs: TensorView, TorchConstant, numbers, texts, None, and lists of these.
+    writes: the arguments that it writes to. is_out: whether it writes them without reading them. results: the places of
+    its new tensors.
+    """
+
+    step: int
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    writes: tuple[TensorView, ...]
+    is_out: bool
+    results: tuple[TensorView, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """A computation of a case: launches in order on one stream, and the scratch buffers that they share, by name.
 
     allocations: of a captured function; its allocator may return the same memory several times. function_us: median
-    device time of direct calls of that function, in microseconds; 0 for other programs.
+    device time of direct calls of that function, in microseconds; 0 for other programs. operations: in their order, of
+    a function that was recorded without a GPU; only the emulator runs such a program.
     """
 
     steps: tuple[Step, ...]
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     allocations: tuple[Allocation, ...] = ()
     function_us: float = 0.0
+    operations: tuple[TensorOperation, ...] = ()
 
 
 @dataclass(frozen=True)

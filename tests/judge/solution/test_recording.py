@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,9 +23,14 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from greenfast.cli.main import main
 from greenfast.device.compiler import to_ptx
 from greenfast.emulator.grid import KernelLaunch, run_chain
+from greenfast.emulator.machine.faults import KernelFaultError
+from greenfast.emulator.machine.memory import WRITTEN, GlobalMemory
+from greenfast.judge.solution.messages import Rendered, decode_program, encode_program
 from greenfast.judge.solution.recording import Recording
+from greenfast.judge.solution.tensor_operations import OperationRunner
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError, UsageError
+from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
+from greenfast.spec.kernel import TensorOperation, TensorView
 from greenfast.spec.problem import OutputSpec
 
 
@@ -61,7 +68,13 @@ def replay(function: Callable[..., Any], x: Any = OTHER) -> Any:
         )
         for step in program.steps
     ]
-    result = run_chain(steps, {"x": x}, {"y": OutputSpec((N,), "float32")}, workspaces=program.workspaces, explore=True)
+    program = decode_program(msgspec.msgpack.decode(msgspec.msgpack.encode(encode_program(program)), type=Rendered))
+    operations: dict[int, list[OperationRunner]] = {}
+    for operation in program.operations:
+        operations.setdefault(operation.step, []).append(OperationRunner(operation))
+    outputs = {"y": OutputSpec((N,), "float32")}
+    result = run_chain(steps, {"x": x}, outputs, workspaces=program.workspaces, explore=True, operations=operations)
+    assert not result.input_writes
     assert not result.differences
     assert not result.unwritten["y"]
     return result.outputs["y"]
@@ -95,6 +108,63 @@ def test_constants_fills_copies_and_atomics() -> None:
         return total.view(10, 10).view(N)
 
     assert np.array_equal(replay(run), OTHER * (_WEIGHT[::-1] + 1))
+
+
+def test_arithmetic_of_pytorch_between_launches() -> None:
+    """Before, between and after the kernels: a layer, conversions, views, in-place operations, indices."""
+    layer = torch.nn.Linear(N, N, bias=True)
+    conv = torch.nn.Conv1d(1, 2, 3, padding=1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            before = torch.nn.functional.gelu(layer.cuda()(x[None]))[0]
+            y = scaled(before)
+            y[::2] *= 2
+            y.view(10, 10).t().add_(1)
+            y = conv.cuda()(y.half().float()[None, None])[0].sum(0)
+            largest, where = y.sort(descending=True)
+            return torch.where(where > 50, scaled(largest), torch.cat([y[50:], y[:50]]))
+
+    with torch.no_grad():
+        x = torch.from_numpy(OTHER)
+        y = torch.nn.functional.gelu(layer.cpu()(x)) * torch.from_numpy(_WEIGHT)
+        y[::2] *= 2
+        y = conv.cpu()((y + 1).half().float()[None, None])[0].sum(0)
+        largest, where = y.sort(descending=True)
+        expected = torch.where(where > 50, largest * torch.from_numpy(_WEIGHT), torch.cat([y[50:], y[:50]]))
+    np.testing.assert_allclose(replay(run), expected.numpy(), rtol=1e-5)
+
+
+def test_pytorch_finds_memory_that_nothing_has_written() -> None:
+    """The second half of y is read; a kernel that reads it after a copy finds it too."""
+
+    def half(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        scale[(1,)](x, weight(), y, N // 2, BLOCK=64)
+        return y
+
+    with pytest.raises(KernelFaultError, match=r"aten\.add\.Tensor: a read .* nothing has written: 200 bytes"):
+        replay(lambda x: half(x) + 1)
+    with pytest.raises(KernelFaultError, match="nothing has written"):
+        replay(lambda x: scaled(half(x).clone()))
+    assert np.array_equal(replay(lambda x: torch.where(x.abs() < 9, scaled(x), half(x))), OTHER * _WEIGHT)
+
+
+def test_an_operation_from_outside_is_checked() -> None:
+    x = TensorView("x", "float32", (4,), (1,), 0)
+    memory = GlobalMemory({"x": 16})
+    memory.get_states("x")[:] = WRITTEN
+    for name, args in (
+        ("aten.from_file.default", ["/etc/passwd"]),
+        ("aten.set_.source_Storage", [x, x]),
+        ("aten.add.Tensor", [x, replace(x, shape=(5,))]),
+        ("aten.add.Tensor", [x, replace(x, offset=1)]),
+        ("aten.add.Tensor", [x, replace(x, dtype="load")]),
+        ("aten.sum.default", [x]),
+    ):
+        operation = TensorOperation(0, name, args, {}, (), False, (x,))
+        with pytest.raises(UnsupportedError, match="repeat"):
+            OperationRunner(operation).run(memory)
 
 
 def test_an_answer_of_the_input_is_no_other_answer() -> None:
@@ -131,8 +201,9 @@ def test_a_kept_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda x: torch.mul(x, weight()), MachineError, r"PyTorch computes aten\.mul\.Tensor from its inputs"),
-        (lambda x: scaled(x).half(), MachineError, "converts or rearranges"),
+        (lambda x: torch.mul(x, weight()), MachineError, "launches no kernel of its own"),
+        (lambda x: scaled(x).masked_select(x > 0), MachineError, r"PyTorch computes aten\.masked_select\.default"),
+        (lambda x: torch.rand_like(scaled(x)), MachineError, r"PyTorch computes aten\.rand_like\.default"),
         (lambda x: torch.empty(N, dtype=torch.float16, device="cuda"), UsageError, r"returned torch\.float16 \(100,\)"),
         (lambda x: torch.empty(2, N, device="cuda"), UsageError, r"the problem requires torch\.float32 \(100,\)"),
         (lambda x: scaled(x).cpu(), UsageError, "to the host"),

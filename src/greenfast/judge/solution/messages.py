@@ -26,6 +26,9 @@ from greenfast.spec.kernel import (
     Step,
     Struct,
     TensorMap,
+    TensorOperation,
+    TensorView,
+    TorchConstant,
     Workspace,
 )
 
@@ -204,6 +207,43 @@ class AllocationData(_Message, frozen=True):
     nbytes: Count
 
 
+class ViewData(_Message, frozen=True, tag="view"):
+    """A tensor in a buffer; the fields are as in ``spec.kernel.TensorView``."""
+
+    buffer: Line
+    dtype: Annotated[str, Meta(pattern=r"^[a-z]+[0-9a-z_]*\Z", max_length=40)]
+    shape: Annotated[list[Count], Meta(max_length=64)]
+    strides: Annotated[list[Count], Meta(max_length=64)]
+    offset: Count
+
+
+class ConstantData(_Message, frozen=True, tag="constant"):
+    """A constant of PyTorch."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z]+[0-9a-z_]*\Z", max_length=40)]
+
+
+class ListData(_Message, frozen=True, tag="list"):
+    """Several values."""
+
+    values: Annotated[list[OperationValue], Meta(max_length=MAX_ARGUMENTS)]
+
+
+OperationValue = ViewData | ConstantData | ListData | bool | int | float | Text | None
+
+
+class OperationData(_Message, frozen=True):
+    """An operation of PyTorch. The fields are those of ``spec.kernel.TensorOperation``."""
+
+    step: Annotated[int, Meta(ge=0, le=MAX_LAUNCHES)]
+    name: Annotated[str, Meta(pattern=r"^aten\.[a-z0-9_]+\.[A-Za-z0-9_]+\Z", max_length=100)]
+    args: Annotated[list[OperationValue], Meta(max_length=MAX_ARGUMENTS)]
+    kwargs: Annotated[dict[Line, OperationValue], Meta(max_length=MAX_ARGUMENTS)]
+    writes: Annotated[list[ViewData], Meta(max_length=MAX_ARGUMENTS)]
+    is_out: bool
+    results: Annotated[list[ViewData], Meta(max_length=MAX_ARGUMENTS)]
+
+
 class Rendered(_Message, frozen=True, tag="rendered"):
     """A program."""
 
@@ -211,6 +251,7 @@ class Rendered(_Message, frozen=True, tag="rendered"):
     workspaces: dict[Line, WorkspaceData]
     allocations: Annotated[list[AllocationData], Meta(max_length=1 << 16)] = []
     function_us: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    operations: Annotated[list[OperationData], Meta(max_length=1 << 16)] = []
 
 
 class Chosen(_Message, frozen=True, tag="chosen"):
@@ -260,6 +301,7 @@ def encode_program(program: Program) -> Rendered:
         {name: WorkspaceData(w.nbytes, w.zeros, w.data) for name, w in program.workspaces.items()},
         [AllocationData(a.step, a.buffer, a.offset, a.nbytes) for a in program.allocations],
         program.function_us,
+        [_encode_operation(operation) for operation in program.operations],
     )
 
 
@@ -282,6 +324,33 @@ def _encode_step(step: Step) -> StepData:
         cluster=_encode_extents(launch.cluster),
         cooperative=bool(launch.cooperative),
     )
+
+
+def _encode_operation(operation: TensorOperation) -> OperationData:
+    return OperationData(
+        step=operation.step,
+        name=operation.name,
+        args=[_encode_value(value) for value in operation.args],
+        kwargs={name: _encode_value(value) for name, value in operation.kwargs.items()},
+        writes=[_encode_view(view) for view in operation.writes],
+        is_out=operation.is_out,
+        results=[_encode_view(view) for view in operation.results],
+    )
+
+
+def _encode_view(view: TensorView) -> ViewData:
+    return ViewData(view.buffer, view.dtype, list(view.shape), list(view.strides), view.offset)
+
+
+def _encode_value(value: Any) -> OperationValue:
+    if isinstance(value, TensorView):
+        return _encode_view(value)
+    if isinstance(value, TorchConstant):
+        return ConstantData(value.name)
+    if isinstance(value, (list, tuple)):
+        return ListData([_encode_value(item) for item in value])
+    encoded: OperationValue = value
+    return encoded
 
 
 def _encode_extents(extents: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -344,7 +413,32 @@ def decode_program(data: Rendered) -> Program:
             raise ValueError(f"{name!r} of {workspace.nbytes} bytes begins with {len(workspace.data)}")
     workspaces = {name: Workspace(w.nbytes, w.zeros, w.data) for name, w in data.workspaces.items()}
     allocations = tuple(Allocation(a.step, a.buffer, a.offset, a.nbytes) for a in data.allocations)
-    return Program(tuple(steps), workspaces, allocations, data.function_us)
+    operations = tuple(map(_decode_operation, data.operations))
+    return Program(tuple(steps), workspaces, allocations, data.function_us, operations)
+
+
+def _decode_operation(data: OperationData) -> TensorOperation:
+    return TensorOperation(
+        step=data.step,
+        name=data.name,
+        args=[_decode_value(value) for value in data.args],
+        kwargs={name: _decode_value(value) for name, value in data.kwargs.items()},
+        writes=tuple(map(_decode_value, data.writes)),
+        is_out=data.is_out,
+        results=tuple(map(_decode_value, data.results)),
+    )
+
+
+def _decode_value(data: OperationValue) -> Any:
+    if isinstance(data, ViewData):
+        if len(data.shape) != len(data.strides):
+            raise ValueError(f"a tensor with {len(data.shape)} extents and {len(data.strides)} strides")
+        return TensorView(data.buffer, data.dtype, tuple(data.shape), tuple(data.strides), data.offset)
+    if isinstance(data, ConstantData):
+        return TorchConstant(data.name)
+    if isinstance(data, ListData):
+        return [_decode_value(item) for item in data.values]
+    return data
 
 
 def _decode_argument(data: ArgumentData | ArrayData) -> Any:

@@ -1,9 +1,9 @@
-"""Convert a Python function to a program on a machine without a GPU: record its Triton launches, fills and copies.
+"""Convert a Python function to a program on a machine without a GPU: record its launches and PyTorch's operations.
 
 The function runs on labelled CPU tensors (``greenfast.emulator.triton``), and its kernels are recorded in place of
 being run. As after a capture on a GPU, the result is data that another process launches on other memory. What PyTorch
 computes from constants alone, such as packed weights, becomes the contents of a workspace. What it computes from the
-inputs would be kernels of PyTorch, which only a capture on a GPU can read.
+inputs is recorded by the names of its operations (``tensor_operations``).
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from greenfast.emulator.triton.activation import Activation
 from greenfast.emulator.triton.cuda_tensors import replace_attribute
 from greenfast.emulator.triton.driver import Binder, LoadedFunction, make_launch, without_modes
 from greenfast.emulator.triton.storage import MemoryRegion
-from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results, uint
+from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results
 from greenfast.judge.solution.languages.compiled import parse_exclusive_target, without_folders
-from greenfast.spec.errors import MachineError, UsageError
-from greenfast.spec.kernel import Argument, KernelSource, Launch, Packed, Program, Step, Workspace
-
-_THREADS = 256
-_UNITS = ((1, "unsigned char"), (2, "unsigned short"), (4, "unsigned"), (16, "uint4"))
-
-
-def _loop(entry: str, parameters: str, statement: str) -> KernelSource:
-    """Return a kernel that executes a statement for each i below ``count``."""
-    text = f"""extern "C" __global__ void {entry}({parameters}, unsigned long long count) {{
-  const unsigned long long step = gridDim.x * {_THREADS}ull;
-  for (unsigned long long i = blockIdx.x * {_THREADS}ull + threadIdx.x; i < count; i += step) {statement};
-}}
-"""
-    return KernelSource(entry, text, f"{entry}.cu", (), (_THREADS, 1, 1))
-
+from greenfast.judge.solution.tensor_operations import encode_values, find_written, is_repeatable
+from greenfast.spec.errors import MachineError, UnsupportedError, UsageError
+from greenfast.spec.kernel import (
+    Argument,
+    KernelSource,
+    Launch,
+    Packed,
+    Program,
+    Step,
+    TensorOperation,
+    TensorView,
+    Workspace,
+)
 
 _aten = torch.ops.aten
 #: Operations that leave their result uninitialised, and such that use the shape and type of a tensor alone.
@@ -48,11 +45,8 @@ _BLANK = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _
 _LIKE = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full}
 #: Operations with a view as their result, although their schema does not declare it.
 _VIEWS = {_aten._unsafe_view, _aten.lift_fresh}
-#: Fills by the bytes of an element, and copies by the bytes of a unit. Unlike the kernels of ``capture``, they compare
-#: no bits of addresses: the emulator tries both outcomes of such a comparison.
-_FILLS = {size: _loop("fill", f"{kind}* to, unsigned value", f"to[i] = ({kind})value") for size, kind in _UNITS[:3]}
-_COPIES = {size: _loop("copy", f"const {kind}* from, {kind}* to", "to[i] = from[i]") for size, kind in _UNITS}
-_REFUSED = "; a machine without a GPU repeats its Triton kernels, fills and copies"
+_COPY = _aten.copy_.default
+_REFUSED = "; a machine without a GPU repeats its kernels and known operations of PyTorch"
 
 
 @dataclass
@@ -69,12 +63,13 @@ class _RecordedCall:
     """One call of the function: its steps, the storages that they use, by address, and the names of written ones."""
 
     steps: list[Step] = field(default_factory=list)
+    operations: list[TensorOperation] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     buffers: dict[int, _Buffer] = field(default_factory=dict)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records fills and copies of memory that depends on the inputs, and refuses other operations on it."""
+    """Records operations on memory that depends on the inputs."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,31 +79,19 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         recording, operation = self._recording, func.overloadpacket
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-        known = [t for t in given if recording.is_recorded(t)]
+        known = any(recording.is_recorded(t) for t in given)
         if operation in _BLANK:
             result = func(*args, **kwargs)
             recording.blank[_key(result)] = result.untyped_storage()
             return result
         if operation in _LIKE or not known or operation in _VIEWS or _is_view(func):
             result = func(*args, **kwargs)
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                    recording.blank.pop(_key(value), None)
-            return result
-        if operation in (_aten.fill_, _aten.zero_):
-            recording.add_fill(func, args[0], args[1] if len(args) > 1 else 0)
-            return args[0]
-        if operation is _aten.copy_:
-            recording.add_copy(func, args[1], args[0])
-            return args[0]
-        if operation in (_aten.clone, _aten._to_copy):
-            result = func(*args, **kwargs)
-            recording.blank[_key(result)] = result.untyped_storage()
-            recording.add_copy(func, args[0], result)
+            for tensor in find_written(func, args, kwargs):
+                recording.blank.pop(_key(tensor), None)
             return result
         if operation is _aten._local_scalar_dense:
             raise UsageError("its calls cannot be captured: it reads a value of its inputs on the host")
-        raise MachineError(f"PyTorch computes {func} from its inputs{_REFUSED}")
+        return recording.run_operation(func, args, kwargs)
 
 
 def _is_view(func: Any) -> bool:
@@ -159,6 +142,8 @@ class Recording(Activation):
             with _Operations(self):
                 results = match_results(function(*arguments), outputs)
         names = self._return(results)
+        if not self._call.steps and self._call.operations:
+            raise MachineError("it launches no kernel of its own; PyTorch's kernels are judged on a GPU")
         if not self._call.steps:
             raise UsageError("it launched nothing on the GPU while it was captured")
         given = {*inputs, *outputs, *names.values()}
@@ -170,7 +155,8 @@ class Recording(Activation):
         if sum(len(space.data) for space in spaces.values()) > MAX_STATE_BYTES:
             raise UsageError(f"it keeps more than {MAX_STATE_BYTES >> 20} MiB beyond the problem's buffers")
         steps = tuple(replace(step, launch=_rename(step.launch, names)) for step in self._call.steps)
-        return Program(steps, spaces)
+        operations = tuple(_rename_operation(operation, names) for operation in self._call.operations)
+        return Program(steps, spaces, operations=operations)
 
     def _refuse_host_copy(self, tensor: torch.Tensor) -> None:
         if self.is_recorded(tensor):
@@ -180,29 +166,39 @@ class Recording(Activation):
         """Return whether the contents of a tensor depend on the inputs."""
         return tensor.layout == torch.strided and _key(tensor) in self._call.buffers
 
-    def add_fill(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
-        """Record a fill of a contiguous tensor."""
-        with without_modes():
-            content = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
-            whole = tensor.is_contiguous()
-        if len(content) == 8 and content[:4] == content[4:]:
-            content = content[:4]
-        if not whole or len(content) > 4:
-            raise MachineError(f"PyTorch fills a part of a tensor, or with a long value ({func}){_REFUSED}")
-        if tensor.numel():
-            arguments = (self._address(tensor), uint(int.from_bytes(content, "little"), 4))
-            size = len(content)
-            self._call.steps.append(Step(_FILLS[size], _launch_loop(tensor.nbytes // size, arguments)))
-            self._call.written.add(self._buffer(tensor.untyped_storage()).name)
+    def run_operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of PyTorch on the example, and record it. Raises MachineError for an unknown one."""
+        if not is_repeatable(func):
+            raise MachineError(f"PyTorch computes {func} from its inputs{_REFUSED}")
+        try:
+            encoded, named = (encode_values(values, self._view) for values in (args, kwargs))
+        except UnsupportedError as e:
+            raise MachineError(f"PyTorch computes {func} with {e}{_REFUSED}") from None
+        written = find_written(func, args, kwargs)
+        step, writes = len(self._call.steps), tuple(map(self._view, written))
+        result = func(*args, **kwargs)
+        own = {id(tensor) for tensor in written}
+        new = [tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) and id(tensor) not in own]
+        for tensor in new:
+            if self.is_recorded(tensor):  # no new memory, although the schema declares no alias
+                raise MachineError(f"PyTorch gives a view by {func}{_REFUSED}")
+            self.blank[_key(tensor)] = tensor.untyped_storage()
+        is_out = any(argument.is_out for argument in func._schema.arguments)
+        results = tuple(map(self._view, new))
+        self._call.operations.append(TensorOperation(step, str(func), encoded, named, writes, is_out, results))
+        self._call.written.update(view.buffer for view in (*writes, *results))
+        return result
 
-    def add_copy(self, func: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Record a copy between contiguous tensors of one type."""
-        same = (source.shape, source.dtype) == (target.shape, target.dtype)
-        if not (same and source.is_contiguous() and target.is_contiguous()):
-            raise MachineError(f"PyTorch converts or rearranges its inputs ({func}){_REFUSED}")
-        if source.numel():
-            self._copy(source.nbytes, self._address(source), self._address(target))
-            self._call.written.add(self._buffer(target.untyped_storage()).name)
+    def _view(self, tensor: torch.Tensor) -> TensorView:
+        with without_modes():
+            if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+                raise UnsupportedError("a tensor that is sparse, conjugated or negated by a flag")
+            if not tensor.numel():
+                name = next(iter(self._call.buffers.values())).name  # no bytes of it are accessed
+            else:
+                name = self._buffer(tensor.untyped_storage()).name
+            dtype, offset = str(tensor.dtype).removeprefix("torch."), int(tensor.storage_offset()) * tensor.itemsize
+            return TensorView(name, dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def launch(
         self,
@@ -253,31 +249,21 @@ class Recording(Activation):
             self._call.buffers[key] = _Buffer(f"memory {len(self._call.buffers)}", storage, data)
         return self._call.buffers[key]
 
-    def _copy(self, nbytes: int, source: Packed, target: Packed) -> None:
-        """Add a copy, in units of 16 bytes if both places and the size allow it: buffers begin at a multiple of 16."""
-        offsets = source.pointers[0][2] | target.pointers[0][2] | nbytes
-        unit = 1 if offsets % 16 else 16
-        self._call.steps.append(Step(_COPIES[unit], _launch_loop(nbytes // unit, (source, target))))
-
-    def _address(self, tensor: torch.Tensor) -> Packed:
-        storage = tensor.untyped_storage()
-        return Packed(bytes(8), ((0, self._buffer(storage).name, tensor.data_ptr() - storage.data_ptr()),))
-
     def _return(self, results: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Give the results the names of the outputs, or copy them there. Return the new names by the old ones."""
         names: dict[str, str] = {}
         for name, tensor in results.items():
-            buffer = self._buffer(tensor.untyped_storage())
+            if not tensor.numel():
+                continue
+            buffer, view = self._buffer(tensor.untyped_storage()), self._view(tensor)
             own = buffer.name.startswith("memory ") and buffer.name not in names and buffer.data is None
             if own and tensor.nbytes == buffer.storage.nbytes():
                 names[buffer.name] = name
-            elif tensor.numel():
-                self._copy(tensor.nbytes, self._address(tensor), Packed(bytes(8), ((0, name, 0),)))
+                continue
+            target = replace(view, buffer=name, offset=0)  # results are contiguous
+            operation = TensorOperation(len(self._call.steps), str(_COPY), [target, view], {}, (target,), False, ())
+            self._call.operations.append(operation)
         return names
-
-
-def _launch_loop(count: int, arguments: tuple[Packed, ...]) -> Launch:
-    return Launch((max(1, min(1024, -(-count // _THREADS))), 1, 1), (*arguments, uint(count, 8)))
 
 
 def _rename(launch: Launch, names: Mapping[str, str]) -> Launch:
@@ -287,6 +273,18 @@ def _rename(launch: Launch, names: Mapping[str, str]) -> Launch:
         return replace(argument, pointers=tuple((at, names.get(n, n), offset) for at, n, offset in argument.pointers))
 
     return replace(launch, args=tuple(map(renamed, launch.args)))
+
+
+def _rename_operation(operation: TensorOperation, names: Mapping[str, str]) -> TensorOperation:
+    def renamed(value: Any) -> Any:
+        if isinstance(value, TensorView):
+            return replace(value, buffer=names.get(value.buffer, value.buffer))
+        if isinstance(value, dict):
+            return {key: renamed(item) for key, item in value.items()}
+        return type(value)(map(renamed, value)) if isinstance(value, (list, tuple)) else value
+
+    changed = {name: renamed(getattr(operation, name)) for name in ("args", "kwargs", "writes", "results")}
+    return replace(operation, **changed)
 
 
 def _raising(reason: str) -> Callable[..., Any]:
