@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,18 @@ from greenfast.judge.record_io import (
 )
 from greenfast.judge.record_schema import Build, PhaseRecord, Record, Side
 from greenfast.judge.store import read_json, write_whole
-from greenfast.judge.task import find_task
+from greenfast.judge.task import find_task, load_family
 from greenfast.ops.warmup import warm
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import GreenfastError, UsageError
 from greenfast.spec.facts import LaunchFacts
-from greenfast.spec.freshness import CURRENT, Freshness
+from greenfast.spec.freshness import CANNOT_TELL, CURRENT, STALE, Freshness, worst
 from greenfast.spec.kernel import KernelSource, render_program
 from scripts.kept_records import render_index, split
 
 ROOT = Path(__file__).parents[1]
 COMPARED = ("evidence/operator-h200.json", "evidence/serving-h100.json")
+EMULATED = "evidence/emulator-h200.json"
 
 
 def refreshed(record: AnyRecord) -> AnyRecord:
@@ -79,7 +80,7 @@ def _build(record: AnyRecord, side: Side, build: Build) -> Build:
 
 def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[KernelSource, LaunchFacts]]:
     """Return today's launches of a build, by their names in records."""
-    family, toggles = load_record_family(record, side)
+    config, family, toggles = load_record_family(record, side)
     instrumented = isinstance(record, PhaseRecord)
     dims: dict[str, Mapping[str, int]] = {
         name.partition(" launch ")[0]: then.dims for name, then in build.launches.items()
@@ -88,7 +89,7 @@ def _launches(record: AnyRecord, side: Side, build: Build) -> dict[str, tuple[Ke
     dims |= {shape: of_task[shape] for shape in build.shapes or _shapes(record) if shape not in dims}
     today: dict[str, tuple[KernelSource, LaunchFacts]] = {}
     for shape, of_shape in dims.items():
-        if is_dropped(record.task, of_shape):
+        if is_dropped(config, of_shape):
             continue
         program = render_program(family, toggles, record.format, of_shape, instrumented=instrumented)
         today |= list_launches(program, shape, of_shape)
@@ -136,6 +137,29 @@ def _compared(record: Benchmark) -> Benchmark:
     return msgspec.structs.replace(record, kernels=kernels)
 
 
+def renew_emulated(rows: Sequence[dict[str, Any]]) -> Freshness:
+    """Give rows of the comparison of the emulator with a GPU the hashes of today's text; return their freshness.
+
+    A row keeps its hash unless today's kernel has the same machine code.
+    """
+    task = find_task("fp8_sdpa")
+    family, answers = load_family(task), [Freshness()]
+    for row in rows:
+        toggles = task.config.variant(row["variant"]).values
+        source = family.kernel(toggles, row["format"], task.config.shape(row["shape"]).dims)
+        if kernel_hash(source) == row["kernel_hash"]:
+            continue
+        kernel = compile_kernel(source, Target("sm_90a"))
+        if kernel.compiler != row["compiler"]:
+            reason = f"it was compiled by {row['compiler']}, and this is {kernel.compiler}"
+            answers.append(Freshness(CANNOT_TELL, (reason,), True))
+        elif code_hash(kernel) != row["code_hash"]:
+            answers.append(Freshness(STALE, (f"the machine code of {row['variant']} differs",)))
+        else:
+            row["kernel_hash"] = kernel.kernel_hash
+    return worst(answers)
+
+
 def main() -> int:
     """Check every record; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,6 +174,10 @@ def main() -> int:
             if not args.check:
                 write_identities(path, record, record := refreshed(record))
             answers.append(_tell(path.parent if path.name == RECORD else path, freshness(record)))
+        content = read_content(ROOT / EMULATED)
+        answers.append(_tell(ROOT / EMULATED, renew_emulated(content["rows"])))
+        if not args.check:
+            _write_entry(ROOT / EMULATED, content)
     except GreenfastError as e:
         print(f"refresh_hashes: {e}", file=sys.stderr)
         return e.exit_code
@@ -198,7 +226,12 @@ def write_identities(path: Path, before: AnyRecord, after: AnyRecord) -> None:
             new = {shape: facts for shape, facts in now.launches.items() if shape not in then.launches}
             if new:
                 held["launches"] = held.get("launches", {}) | msgspec.to_builtins(new)
-    index, name = find_index(stored, path)
+    _write_entry(path, content)
+
+
+def _write_entry(path: Path, content: dict[str, Any]) -> None:
+    """Write the index entry of a kept record. content: the whole record."""
+    index, name = find_index(read_json(path, dict[str, Any], "record"), path)
     _, entry = split(content, name)
     assert entry is not None
     write_whole(index, render_index({**read_index(index), name: entry}))

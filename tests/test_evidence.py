@@ -18,17 +18,15 @@ from benchmarks.pictures import operator_series
 from benchmarks.records import AnyRecord, Benchmark, read_benchmark, read_record
 from benchmarks.report import section
 from greenfast.cli.options import VERBS
-from greenfast.device.compiler import compile_kernel, kernel_hash
-from greenfast.device.identity import code_hash
 from greenfast.judge.gates.registry import GATES
 from greenfast.judge.record_io import FIELD, INDEX, read_content, read_index
 from greenfast.judge.record_schema import Record
 from greenfast.judge.store import to_json
-from greenfast.judge.task import find_task, load_family
-from greenfast.spec.arch import TARGETS, Target
+from greenfast.judge.task import find_task
+from greenfast.spec.arch import TARGETS
 from greenfast.spec.errors import UsageError
 from greenfast.spec.freshness import Freshness
-from scripts import update_results
+from scripts import refresh_hashes, update_results
 from scripts.update_results import blocks, evidence, fill, generated, kept_files
 from tests.benchmarks.benchmarks import peers_record
 from tests.judge.report.records import record, side
@@ -181,20 +179,9 @@ def test_every_link_to_a_file_leads_to_one(page: str) -> None:
 
 
 def test_the_comparison_of_emulator_and_gpu_is_of_todays_kernels() -> None:
-    rows = read_content(ROOT / "evidence/emulator-h200.json")["rows"]
-    task = find_task("fp8_sdpa")
-    family = load_family(task)
-    rungs = {rung.name for rung in task.config.rungs}
-    assert {row["variant"] for row in rows} == rungs
-    for row in rows:
-        toggles = task.config.variant(row["variant"]).values
-        source = family.kernel(toggles, row["format"], task.config.shape(row["shape"]).dims)
-        if kernel_hash(source) == row["kernel_hash"]:
-            continue
-        kernel = compile_kernel(source, Target("sm_90a"))
-        if kernel.compiler != row["compiler"]:
-            pytest.skip(f"cannot tell: it was compiled by {row['compiler']}, and this is {kernel.compiler}")
-        assert code_hash(kernel) == row["code_hash"], "measure it again with benchmarks/emulator_against_gpu.py"
+    rows = read_content(ROOT / refresh_hashes.EMULATED)["rows"]
+    assert {row["variant"] for row in rows} == {rung.name for rung in find_task("fp8_sdpa").config.rungs}
+    require_current(refresh_hashes.renew_emulated(rows))
 
 
 def test_the_readme_states_the_measured_errors() -> None:

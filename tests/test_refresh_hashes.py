@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from benchmarks.records import read_record
-from greenfast.judge.record_io import INDEX, RECORD, read_index
+from greenfast.judge.record_io import INDEX, RECORD, read_content, read_index
 from greenfast.judge.record_schema import PhaseRecord, Record
 from greenfast.spec.errors import UsageError
 from scripts import refresh_hashes
@@ -75,3 +75,13 @@ def test_a_record_that_is_in_no_index_is_refused(tmp_path: Path) -> None:
     record = read_record(EVIDENCE / "h100/fp8_sdpa-e4m3-stage2-phases")
     with pytest.raises(UsageError, match=r"not a kept record; run python -m scripts\.update_results"):
         refresh_hashes.write_identities(path, record, msgspec.structs.replace(record, created="now"))
+
+
+def test_a_row_of_the_emulators_comparison_has_a_new_hash_for_the_same_machine_code_alone() -> None:
+    row = read_content(refresh_hashes.ROOT / refresh_hashes.EMULATED)["rows"][0]
+    other = row | {"kernel_hash": "0123456789abcdef"}
+    assert refresh_hashes.renew_emulated([other]).status == "current"
+    assert other == row
+    other = row | {"kernel_hash": "0123456789abcdef", "code_hash": "0123456789abcdef"}
+    assert refresh_hashes.renew_emulated([other]).status == "stale"
+    assert other["kernel_hash"] == "0123456789abcdef"

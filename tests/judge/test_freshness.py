@@ -33,7 +33,7 @@ KEPT = {"hopper": "h200/fp8_attention-int8-hopper", "ladder": "h100/fp8_sdpa-e4m
 def of_today(record: AnyRecord, side: Side, build: Build) -> Build:
     """With the hashes of today's machine code, also where the kept record is stale."""
     name, then = next(iter(build.launches.items()))
-    program = render_program(*load_record_family(record, side), record.format, then.dims)
+    program = render_program(*load_record_family(record, side)[1:], record.format, then.dims)
     source, _ = list_launches(program, name.partition(" launch ")[0], then.dims)[name]
     compiled = compile_kernel(source, Target.parse(build.arch))
     return msgspec.structs.replace(build, code_hash=code_hash(compiled), kernel_hash=kernel_hash(source))

@@ -267,29 +267,30 @@ def test_norm_and_rope_of_extremes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "precision", "rope_dim", "tables"),
+    ("head_dim", "kv_len", "precision", "rope_dim", "tables"),
     [
-        (64, "fp8", 64, dict(table="bfloat16")),
-        (128, "int8_fine", 128, dict(table="float32", columns=128, interleaved=True)),
-        (256, "fp8", 256, dict(table="bfloat16")),
+        (64, 150, "fp8", 64, dict(table="bfloat16")),
+        (128, 40, "int8_fine", 128, dict(table="float32", columns=128, interleaved=True)),
+        (256, 40, "fp8", 256, dict(table="bfloat16")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (72, "int8", 36, dict(table="float32", batch=1)),
-                (256, "fp8", 64, dict(table="float32", interleaved=True)),
-                (128, "fp8", 10, dict(table="float16")),
+                (72, 150, "int8", 36, dict(table="float32", batch=1)),
+                (128, 150, "int8_fine", 128, dict(table="float32", columns=128, interleaved=True)),
+                (256, 150, "fp8", 64, dict(table="float32", interleaved=True)),
+                (128, 150, "fp8", 10, dict(table="float16")),
             )
         ),
     ],
     ids=str,
 )
 def test_heads_that_share_angles_have_the_same_bits(
-    head_dim: int, precision: Any, rope_dim: int, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    head_dim: int, kv_len: int, precision: Any, rope_dim: int, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, k, v = inputs(150, head_dim, torch.bfloat16)
+    _, k, v = inputs(kv_len, head_dim, torch.bfloat16)
     q = torch.cat([k.flip(2), k * 3, k.flip(3), k * 0.1], 1)
     k, v = torch.cat([k, k.flip(2) - 1], 1), torch.cat([v, v * 2], 1)
-    options = make_transform(150, head_dim, "bfloat16", rope_dim, **tables)
+    options = make_transform(kv_len, head_dim, "bfloat16", rope_dim, **tables)
     config = config_for(head_dim, q.dtype, precision=precision, rotate=True, key_mean=True)
     expected = reference.quantize(*transform_both(q, k, options), v, config)
     results = []

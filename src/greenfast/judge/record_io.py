@@ -64,7 +64,7 @@ from greenfast.judge.record_schema import (
 )
 from greenfast.judge.report.facts import describe_source, side_status
 from greenfast.judge.store import convert_json, read_json, to_json
-from greenfast.judge.task import find_task, load_family
+from greenfast.judge.task import TaskConfig, find_task, load_family
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError, UsageError
 from greenfast.spec.facts import LaunchFacts, Resources
@@ -645,11 +645,11 @@ def _check_build(record: Run, side: Side, build: Build, label: str) -> Iterator[
         yield compare_launch(label, None)
     launches = {name: then.dims for name, then in build.launches.items()} or {str(build.dims): build.dims}
     try:
-        family, toggles = load_record_family(record, side)
+        config, family, toggles = load_record_family(record, side)
         sources: dict[KernelSource, list[str]] = {}
         for name, dims in launches.items():
             shape = name.partition(" launch ")[0]
-            if is_dropped(record.task, dims):
+            if is_dropped(config, dims):
                 continue
             program = render_program(family, toggles, record.format, dims, instrumented=isinstance(record, PhaseRecord))
             source, now = list_launches(program, shape, dims).get(name, (None, None))
@@ -665,16 +665,15 @@ def _check_build(record: Run, side: Side, build: Build, label: str) -> Iterator[
         yield Freshness(STALE, (f"{label} is no more: {e}",))
 
 
-def is_dropped(task: str, dims: Mapping[str, int]) -> bool:
-    """Return whether a task no longer has one of a shape's dimensions. Raises UsageError if there is no such task."""
-    config = find_task(task).config
+def is_dropped(config: TaskConfig, dims: Mapping[str, int]) -> bool:
+    """Return whether a task no longer has one of a shape's dimensions."""
     return not dims.keys() <= {name for shape in config.shapes for name in shape.dims} | config.drawing.ranges.keys()
 
 
-def load_record_family(record: Run, side: Side) -> tuple[Family, dict[str, int]]:
-    """Return a record's kernel family and an implementation's toggles. Raises UsageError if one no longer exists."""
+def load_record_family(record: Run, side: Side) -> tuple[TaskConfig, Family, dict[str, int]]:
+    """Return the task, the kernel family and the toggles of a record's side. Raises UsageError if one is no more."""
     task = find_task(record.task)
-    return load_family(task), task.config.toggle_values(side.toggles)
+    return task.config, load_family(task), task.config.toggle_values(side.toggles)
 
 
 def compare_build(
