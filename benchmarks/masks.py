@@ -440,19 +440,20 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows of a record without skipped tiles as a table in Markdown."""
     lines = [
         "| heads q:kv, head dim | mask | tiles visited | dense, µs | with options | BlockMask | varlen_attn "
-        "| of the ideal speedup | FlexAttention bf16 | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| of the ideal speedup | cuDNN FP8 | FlexAttention bf16 | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.get("skipped") is not None:
             continue
         us, (heads, kv_heads, head_dim) = row["us"], row["heads"]
-        cells = [f"{us[name]:.0f}" if us.get(name) else "-" for name in ("dense", "options", "mask", "varlen", "flex")]
+        names = ("dense", "options", "mask", "varlen", "cudnn", "flex")
+        cells = [f"{us[name]:.0f}" if us.get(name) else "-" for name in names]
         best = max(row["efficiency"].get(name) or 0.0 for name in ("mask", "options"))
         error = max(row["error"].get(name) or 0.0 for name in ("mask", "options"))
         lines.append(
             f"| {heads}:{kv_heads}, {head_dim} | {row['case']} | {row['density']:.1%} | {' | '.join(cells[:4])} | "
-            f"{best:.2f} | {cells[4]} | {error:.3f} |"
+            f"{best:.2f} | {' | '.join(cells[4:])} | {error:.3f} |"
         )
     return "\n".join(lines)
 

@@ -55,7 +55,7 @@ ROUTING_PAGE = "docs/operator-times.md"
 TILING_RULES, TILING_RECORDS = "src/greenfast/kernels/attention/tilings.json", "evidence/hopper-tilings-h200"
 MODELS_PAGE, MODELS_RECORDS = "docs/operator-times.md", "evidence/models*-h200.json"
 QUALITY_PAGE, QUALITY_RECORD, QUALITY_PICTURE = "docs/models.md", "evidence/quality.json", "docs/images/quality.svg"
-BLOCK_PAGE, BLOCK_RECORD, BLOCK_PICTURE = "docs/models.md", "evidence/block-h100.json", "docs/images/block.svg"
+BLOCK_PAGE, BLOCK_RECORD, BLOCK_PICTURE = "docs/models.md", "evidence/block-h200.json", "docs/images/block.svg"
 BLOCK_MODELS_RECORD = "evidence/block-models-h100.json"
 PARALLEL_PAGE, PARALLEL_PICTURE = "docs/parallel-times.md", "docs/images/parallel.svg"
 BATCHING_PAGE, BATCHING_RECORDS = "docs/serving-times.md", "evidence/continuous-batching*-h100.json"
@@ -285,6 +285,7 @@ def _benchmark_pages(root: Path, pages: dict[Path, str]) -> dict[Path, str]:
         (BATCHING_PAGE, "batching", BATCHING_RECORDS, batching_table),
         (QUALITY_PAGE, "quality", QUALITY_RECORD, quality.render_page),
         (BLOCK_PAGE, "block", BLOCK_RECORD, block.render_page),
+        (MODELS_PAGE, "block-h100", "evidence/block-h100.json", block.render_page),
         (BLOCK_PAGE, "block-models", BLOCK_MODELS_RECORD, models_table),
         ("docs/masks.md", "fixed-tiles", "evidence/fixed-tiles-h100.json", varlen.render_fixed_tiles),
     ):

@@ -371,7 +371,7 @@ def test_filling_twice_is_filling_once() -> None:
 
 
 def test_the_table_of_masks_is_the_records() -> None:
-    record = read_content(ROOT / "evidence/masks-h100.json")
+    record = read_content(ROOT / "evidence/masks-h200.json")
     page = (ROOT / "docs/masks-times.md").read_text(encoding="utf-8")
     for name, render in (("masks", render_table), ("skipping", render_skipping)):
         block = page.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
