@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,9 @@ def format_docstring(app: Any, kind: str, name: str, value: Any, options: Any, l
         parameters = set(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         parameters = set()
-    paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip())
+    if isinstance(value, type):
+        parameters |= set(getattr(value, "__annotations__", ())) | set(vars(value))
+    paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip("\n"))
     start = re.compile(
         rf"(?:(?<=[.;:)] )|^)((?:(?:{'|'.join(map(re.escape, sorted(parameters)))})(?:, | and |(?=:)))+):(?=\s)"
     )
@@ -157,10 +160,12 @@ def format_docstring(app: Any, kind: str, name: str, value: Any, options: Any, l
         if all(line.startswith("    ") for line in paragraph.splitlines()):  # code
             formatted += ["::", "", *paragraph.splitlines(), ""]
             continue
-        if re.search(r"\A[-*] |^( {2,}|\.\. |.*::$)", paragraph, re.MULTILINE):  # a list
-            formatted += [*paragraph.splitlines(), ""]
+        if re.search(r"\A *[-*] |^( {2,}|\.\. |.*::$)", paragraph, re.MULTILINE):  # a list
+            formatted += [*textwrap.dedent(paragraph).splitlines(), ""]
             continue
-        text = re.sub(r"(?<!`)\|(?=[^`|]*\|)|(?<=\w)\|", r"\\|", " ".join(paragraph.split()))
+        text = " ".join(paragraph.split())
+        text = re.sub(r"(``.*?``)|\|", lambda match: match[1] or r"\|", text)
+        text = re.sub(r"\bdocs/([\w-]+)\.md\b", r":doc:`\1`", text)
         pieces = start.split(text) if parameters else [text]
         before = pieces[0].strip()
         if before.startswith(("Raises ", "Returns ")):
@@ -173,9 +178,20 @@ def format_docstring(app: Any, kind: str, name: str, value: Any, options: Any, l
     lines[:] = formatted
 
 
+def format_signature(
+    app: Any, kind: str, name: str, value: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """Leave private parameters, and defaults that are functions, out of a signature."""
+    if signature:
+        signature = re.sub(r", _\w+=<factory>", "", signature)
+        signature = re.sub(r"<factory>|<function <lambda>>", "...", signature)
+    return signature, returned
+
+
 def setup(app: Any) -> None:
     """Connect the hooks."""
     app.connect("autodoc-process-docstring", format_docstring)
+    app.connect("autodoc-process-signature", format_signature)
 
     def read(app: Any, name: str, source: list[str]) -> None:
         page = DOCS / f"{name}.md"
