@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from greenfast.cli.main import main
+from greenfast.cli.main import main, parser
 from greenfast.judge.record_io import read_record, sealed_json
 from tests.cli.command_line import ROOT, run_here
 
@@ -79,6 +80,91 @@ def test_workflows_and_forms_are_valid() -> None:
         ids = [field["id"] for field in content["body"]]
         assert len(ids) == len(set(ids))
         assert {field["type"] for field in content["body"]} <= {"dropdown", "textarea", "input"}
+
+
+def scripts(file: Path) -> list[str]:
+    """Return the shell scripts of a workflow, of the action, or of the Dockerfile with the commands of its comment."""
+    text = file.read_text(encoding="utf-8")
+    if file.name == "Dockerfile":
+        comment, instructions = text.split("FROM ")
+        usage = re.findall(
+            r"^ +docker (.*)", re.sub(r"^#", "", comment, flags=re.MULTILINE).replace("\\\n", ""), re.MULTILINE
+        )
+        runs = re.findall(r"^RUN (.*)", instructions.replace("\\\n", ""), re.MULTILINE)
+        (verb,) = re.findall(r'^CMD \["(.*)"\]', instructions, re.MULTILINE)
+        return [*runs, f"greenfast {verb}", *(command.partition('/work" ')[2] or "true" for command in usage)]
+    content = yaml.safe_load(text)
+    jobs = list(content["jobs"].values()) if "jobs" in content else [content["runs"]]
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+def programs(script: str) -> list[list[str]]:
+    """Return the words of each simple command. Optional parts (``${X:+WORDS}``) are there; other variables are "x"."""
+    script = re.sub(r'\$\{(?!\{)\w+:\+((?:"[^"]*"|[^}])*)\}', r"\1", script)
+    script = re.sub(r"\$\{\{ github\.action_path \}\}|(?<=\")/src", ".", script)
+    script = re.sub(r"\$\{?[A-Z_]+\}?", "x", script)
+    script = re.sub(r'export \w+=|"\$\(|\$\(|<\(|\)"?|&&|"v', "\n", script)
+    return [shlex.split(line) for line in script.splitlines() if line.strip()]
+
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+TARGETS = set(" ".join(re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)).split())
+#: What a step may call besides make, greenfast and pip.
+TOOLS = {"cd", "diff", "git", "hatchling", "rm", "sha256sum", "test", "true", "twine"}
+
+
+def check_program(words: list[str]) -> None:
+    """Raise unless the target, the verb with its options, or the package exists."""
+    if words[0] == "make":
+        assert set(words[1:]) <= TARGETS, words
+    elif words[0] == "greenfast":
+        parser().parse_args(words[1:])
+    elif words[0] == "pip":
+        assert words[1] == "install"
+        for name in words[2:]:
+            extras = re.fullmatch(r"\.\[(.*)\]", name)
+            assert not extras or extras[1] == "x" or re.search(rf"^{extras[1]} = \[", PYPROJECT, re.MULTILINE), name
+            assert extras or name.startswith(("--", "torch", "twine", "x")) or f'"{name}"' in PYPROJECT, name
+    else:
+        assert words[0] in TOOLS, words
+
+
+@pytest.mark.parametrize(
+    "file",
+    [*(ROOT / ".github/workflows").glob("*.yml"), ROOT / "action.yml", ROOT / "Dockerfile"],
+    ids=lambda f: f.name,
+)
+def test_what_a_workflow_runs_exists(file: Path) -> None:
+    found = scripts(file)
+    assert found
+    for script in found:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        for words in programs(script):
+            check_program(words)
+
+
+@pytest.mark.parametrize(
+    "words", [["make", "tset"], ["pip", "install", ".[jugde]"], ["pip", "install", "hatchling>=99"], ["curl"]]
+)
+def test_what_does_not_exist_is_refused(words: list[str]) -> None:
+    with pytest.raises(AssertionError):
+        check_program(words)
+
+
+def test_the_inputs_of_the_action_are_declared_and_used() -> None:
+    text = (ROOT / "action.yml").read_text(encoding="utf-8")
+    action = yaml.safe_load(text)
+    assert set(re.findall(r"inputs\.([\w-]+)", text)) == set(action["inputs"])
+    for step in action["runs"]["steps"]:
+        assert {"shell", "run"} <= set(step) or "uses" in step
+        assert {
+            name for name in re.findall(r"\$\{?([A-Z_]+)", step.get("run", "")) if name != "GITHUB_STEP_SUMMARY"
+        } == set(step.get("env", {}))
+    (judge,) = [step["run"] for step in action["runs"]["steps"] if step.get("name") == "Judge"]
+    (kept,) = [
+        step["with"]["path"].split() for step in action["runs"]["steps"] if step.get("name") == "Keep the report"
+    ]
+    assert {"results", *re.findall(r"--(?:junit|html) (\S+)", judge)} == set(kept)
 
 
 def spoil(file: Path, old: str, new: str) -> None:
