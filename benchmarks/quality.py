@@ -117,7 +117,7 @@ def picture(record: Mapping[str, Any]) -> str:
     """Draw the largest error of a layer by recipe, in a panel for each model, as SVG."""
     names = list(dict.fromkeys(row["model"] for row in record["quality"]))
     with rc_context({"svg.hashsalt": "greenfast", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7, 2.4), layout="constrained")
+        figure = Figure(figsize=(8.4, 2.6), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
             rows = [row for row in record["quality"] if row["model"] == name and row["recipe"] != BASELINE]
             axes.bar([row["recipe"] for row in rows], [max(row["errors"]) for row in rows], color="#2a9d5c")

@@ -76,7 +76,7 @@ def table() -> str:
     for name, forms in FORMS.items():
         rows.setdefault(forms, []).append(name)
     for forms, names in rows.items():
-        listed = "<br>".join(f"`{text_of(form)}`" if form else "nothing behind it" for form in forms)
+        listed = "<br>".join(f"`{text_of(form)}`" if form else "no modifier" for form in forms)
         lines.append(f"| {', '.join(f'`{n}`' for n in names)} | {listed} |")
     return "\n".join(lines)
 
