@@ -74,7 +74,7 @@ WGMMA = """extern "C" __global__ void wgmma_tile(float* out, unsigned long long 
 
 
 def sass(text: str, entry: str, target: str) -> str:
-    kernel = compile_kernel(KernelSource(entry, text, f"{entry}.cu", (), (128, 1, 1)), Target(target))
+    kernel = compile_kernel(KernelSource(entry, text, "k.cu", (), (128, 1, 1)), Target(target))
     return disassemble(kernel.cubin, entry)
 
 
@@ -110,9 +110,12 @@ def test_only_the_kernel_asked_for() -> None:
     assert counts["cp_async"] == counts["qmma"] == 0
 
 
-def test_other_kernels_of_a_module_are_not_disassembled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's module may have thousands, which take nvdisasm many seconds."""
+@pytest.mark.parametrize("size", [None, 1])
+def test_kernels_of_a_small_module_are_listed_together(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's module may have thousands, which take nvdisasm many seconds: it lists one."""
     listings = []
+    if size:
+        monkeypatch.setattr(machine_code, "_SMALL_CUBIN", size)
 
     def run(*args: Any, **options: Any) -> Any:
         listings.append(ran(*args, **options))
@@ -120,9 +123,13 @@ def test_other_kernels_of_a_module_are_not_disassembled(monkeypatch: pytest.Monk
 
     ran = tool_process.run_tool
     monkeypatch.setattr(machine_code, "run_tool", run)
-    sass(TILE, "other", "sm_90a")
+    text = f"{TILE}// {size}"
+    other = sass(text, "other", "sm_90a")
     assert ".text.other," in listings[0].output
-    assert ".text.tile," not in listings[0].output
+    assert (".text.tile," in listings[0].output) == (size is None)
+    assert ".text.tile," in sass(text, "tile", "sm_90a")
+    assert ".text.tile," not in other
+    assert len(listings) == 1 + bool(size)
 
 
 def test_counts_instructions_not_text() -> None:

@@ -21,10 +21,33 @@ HOPPER = Target("sm_90a")
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 
 
+LOAD = "greenfast::ptx::load_written"
+RIGHT = [
+    f"{WAIT} out[threadIdx.x] = {LOAD}(before + threadIdx.x);",
+    f"{WAIT} out[threadIdx.x] = before[threadIdx.x];",
+    f"if (n > 3) {{ {WAIT} out[0] = {LOAD}(before); }}",
+    f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ {WAIT} out[0] = before[1]; }}",
+]
+WRONG = {
+    f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);": "constant memory",
+    f"const float x = before[threadIdx.x]; {WAIT} out[threadIdx.x] = x;": "reached without",
+    f"out[threadIdx.x] = 0; {WAIT} out[threadIdx.x] += before[0];": "reached without",
+    f"if (n > 3) {{ {WAIT} }} out[0] = before[1];": "reached without",
+    f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ out[0] = before[1]; }}": "reached without",
+    f"for (int i = 0; i < n; ++i) {{ if (i) {WAIT} out[i] = before[i]; }}": "reached without",
+    "out[threadIdx.x] = before[threadIdx.x];": "never waits",
+}
+BODIES = [*RIGHT, *WRONG]
+
+
 def source(body: str) -> KernelSource:
-    text = f"""#include "ptx/griddepcontrol.cuh"
-extern "C" __global__ void f(const float* before, float* out, int n) {{ {body} }}"""
-    return KernelSource(entry="f", source=text, name="f.cu", include_dirs=(KERNEL_DIR,), block=(32, 1, 1))
+    """Return the kernel of a body, in one text with those of all bodies: it is compiled and listed once."""
+    kernels = (
+        f'extern "C" __global__ void f{n}(const float* before, float* out, int n) {{ {one} }}\n'
+        for n, one in enumerate(BODIES)
+    )
+    text = '#include "ptx/griddepcontrol.cuh"\n' + "".join(kernels)
+    return KernelSource(f"f{BODIES.index(body)}", text, "f.cu", include_dirs=(KERNEL_DIR,), block=(32, 1, 1))
 
 
 def faults(kernel: KernelSource) -> list[str]:
@@ -32,35 +55,16 @@ def faults(kernel: KernelSource) -> list[str]:
     return early_launch_faults(disassemble(compiled.cubin, kernel.entry))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        f"{WAIT} out[threadIdx.x] = greenfast::ptx::load_written(before + threadIdx.x);",
-        f"{WAIT} out[threadIdx.x] = before[threadIdx.x];",
-        f"if (n > 3) {{ {WAIT} out[0] = greenfast::ptx::load_written(before); }}",
-        f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ {WAIT} out[0] = before[1]; }}",
-    ],
-)
+@pytest.mark.parametrize("body", RIGHT)
 def test_a_kernel_that_waits_has_no_fault(body: str) -> None:
     assert faults(source(body)) == []
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);", "constant memory"),
-        (f"const float x = before[threadIdx.x]; {WAIT} out[threadIdx.x] = x;", "reached without"),
-        (f"out[threadIdx.x] = 0; {WAIT} out[threadIdx.x] += before[0];", "reached without"),
-        (f"if (n > 3) {{ {WAIT} }} out[0] = before[1];", "reached without"),
-        (f"if (threadIdx.x) {{ {WAIT} out[1] = before[2]; }} else {{ out[0] = before[1]; }}", "reached without"),
-        (f"for (int i = 0; i < n; ++i) {{ if (i) {WAIT} out[i] = before[i]; }}", "reached without"),
-        ("out[threadIdx.x] = before[threadIdx.x];", "never waits"),
-    ],
-)
-def test_an_access_before_the_wait_is_named(body: str, says: str) -> None:
+@pytest.mark.parametrize("body", WRONG)
+def test_an_access_before_the_wait_is_named(body: str) -> None:
     found = faults(source(body))
     assert found
-    assert any(says in fault for fault in found)
+    assert any(WRONG[body] in fault for fault in found)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_the_operators_other_launches_do_not_begin_early() -> None:
 
 
 def test_evidence_refuses_a_kernel_that_may_read_too_early() -> None:
-    bad = source(f"{WAIT} out[threadIdx.x] = __ldg(before + threadIdx.x);")
+    bad = source(next(iter(WRONG)))
     launch = Launch((1, 1, 1), ("before", "out"), early=True)
     built = BuiltProgram(Program((Step(bad, launch),)), (compile_kernel(bad, HOPPER),))
     side = BuiltSide("candidate", Variant("bad", ()), {"small": built})

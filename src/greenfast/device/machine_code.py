@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from greenfast.device import cache, toolchain
-from greenfast.device.cubin import Image, ImageError
+from greenfast.device.cubin import Image, ImageError, cubin_entries
 from greenfast.device.tool_process import ToolError, memory_for, run_tool
 from greenfast.spec.errors import DamagedCodeError
 
 _TIMEOUT_S = 120
+#: Bytes of a cubin up to which all of its kernels are listed at once.
+_SMALL_CUBIN = 1 << 18
 #: Memory for nvdisasm in addition to the limit of tools.
 _LISTING_MEMORY = 1 << 30
 _MAX_MESSAGE = 1000
@@ -49,16 +51,16 @@ def disassemble(cubin: bytes, entry: str) -> str:
     """
     tool = toolchain.nvdisasm()
     # nvdisasm takes a quarter of a second to start, a cache load a millisecond.
-    origin = f"sass;{toolchain.file_fingerprint(tool)};{entry};".encode()
-    key = hashlib.sha256(origin + cubin).digest()
-    cached = cache.load(key)
+    cached = cache.load(_make_key(tool, cubin, entry))
     if cached is not None:
         return cached[0].decode()
     with tempfile.TemporaryDirectory(prefix="greenfast-nvdisasm-") as temporary:
         folder = Path(temporary).resolve()
         file = folder / "kernel.cubin"
         file.write_bytes(cubin)
-        options = ["--print-code", *_select_kernel(cubin, entry), str(file)]
+        kernels = _find_listed_kernels(cubin, entry)
+        selection = ["--cuda-function-index", ",".join(map(str, kernels.values()))] if entry in kernels else []
+        options = ["--print-code", *selection, str(file)]
         memory = _LISTING_MEMORY + memory_for(len(cubin))
         try:
             run = run_tool(tool, options, folder, name="nvdisasm", memory_bytes=memory, seconds=_TIMEOUT_S)
@@ -67,9 +69,14 @@ def disassemble(cubin: bytes, entry: str) -> str:
     if run.exit_code != 0:
         message = run.errors.strip().replace(str(file), "the cubin")[-_MAX_MESSAGE:]
         raise DamagedCodeError(f"nvdisasm cannot read the machine code of {entry!r}: {message}")
-    sass = _find_section(run.output, entry)
-    cache.store(key, [sass.encode()])
-    return sass
+    sections = {name: _find_section(run.output, name) for name in (entry, *kernels)}
+    for name, sass in sections.items():
+        cache.store(_make_key(tool, cubin, name), [sass.encode()])
+    return sections[entry]
+
+
+def _make_key(tool: Path, cubin: bytes, entry: str) -> bytes:
+    return hashlib.sha256(f"sass;{toolchain.file_fingerprint(tool)};{entry};".encode() + cubin).digest()
 
 
 def count_instructions(sass: str) -> dict[str, int]:
@@ -140,14 +147,17 @@ def find_unawaited_stores(sass: str) -> list[str]:
     return stores
 
 
-def _select_kernel(cubin: bytes, entry: str) -> list[str]:
-    """Return options that skip the other kernels, to save 10 s for a library; empty if they do not apply."""
+def _find_listed_kernels(cubin: bytes, entry: str) -> dict[str, int]:
+    """Return the kernels to list with ``entry``, and their symbols' numbers; empty for a cubin that cannot be read.
+
+    A small cubin's kernels are listed together. Of a library's module ``entry`` is listed alone, to save 10 s.
+    """
     try:
-        symbols = Image(cubin).symbols
+        image = Image(cubin)
+        names = cubin_entries(image) if len(cubin) <= _SMALL_CUBIN else [entry]
+        return {symbol.name: number for number, symbol in enumerate(image.symbols) if symbol.name in names}
     except ImageError:  # nvdisasm reports the damage
-        return []
-    numbers = [number for number, symbol in enumerate(symbols) if symbol.name == entry]
-    return ["--cuda-function-index", str(numbers[0])] if numbers else []
+        return {}
 
 
 def _find_section(listing: str, entry: str) -> str:
