@@ -218,7 +218,7 @@ def encode_kernels(head_dim: int) -> tuple[KernelSource, KernelSource]:
         )
         return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
 
-    return render(MEASURE_ENTRY, "measure_keys", 3), render(ENCODE_ENTRY, "encode_backward", 2)
+    return render(MEASURE_ENTRY, "measure_keys", 3), render(ENCODE_ENTRY, "encode_backward", 3 if head_dim == 64 else 2)
 
 
 def count_blocks(length: int) -> int:
@@ -244,6 +244,6 @@ def encode_launches(
         np.float32(scale),
         *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_mean", "amax"),
     )
-    of_keys = 2 * batch * kv_heads * count_blocks(kv_len)
-    of_queries = batch * heads * count_blocks(q_len)
-    return Launch((of_keys, 1, 1), args), Launch((of_keys + of_queries, 1, 1), args)
+    of_keys, key_blocks = 2 * batch * kv_heads, count_blocks(kv_len)
+    blocks = max(key_blocks, count_blocks(q_len))
+    return Launch((of_keys, key_blocks, 1), args), Launch((of_keys + batch * heads, blocks, 1), args)

@@ -38,11 +38,24 @@ struct BackwardRows : Cfg {
 
 template <class Cfg>
 struct BackwardStorage {
-  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];  // of E4M3 codes, as VQuantizer::word_index orders them
-  float mean[Cfg::kHeadDim];
-  float row_scale[kRowBlock];  // of E4M3 codes
-  float warp_max[Cfg::kThreads / 32];
+  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];   // of E4M3 codes, as BackwardTile::word_index orders them
+  float row_factor[kRowBlock];                    // of E4M3 codes of dO
+  float warp_max[2][Cfg::kThreads / 32];          // of Q and of dO
   float delta[kRowBlock], mean_score[kRowBlock];  // rowsum(dO O), and Q times the mean of K
+};
+
+// Eight columns of a row, as pairs of bfloat16. As pairs, because 16-bit values are taken apart and joined again.
+struct EightColumns {
+  unsigned pairs[kVector / 2];
+
+  __device__ __forceinline__ float operator[](int c) const {
+    return __uint_as_float(c % 2 == 0 ? pairs[c / 2] << 16 : pairs[c / 2] & 0xffff0000u);
+  }
+};
+
+// The sum of a row for write_transposed, if none is needed.
+struct NoRowSum {
+  __device__ __forceinline__ float operator()(int, const EightColumns&) const { return 0.0f; }
 };
 
 // A tile of 128 rows of one head.
@@ -51,7 +64,8 @@ struct BackwardTile {
   using RowsCfg = BackwardRows<Cfg>;
   using Rows = RowsTransform<RowsCfg>;
   using Head = HeadRows<RowsCfg>;
-  using Loaded = typename Head::Loaded;
+  using In = typename Cfg::In;
+  using Columns = VQuantizer<RowsCfg>;  // a thread's columns and rows, and the order of the codes in shared memory
   static constexpr int kWarps = Cfg::kThreads / 32;
   // Of the E4M3 codes: a row can have a number that is sqrt(128) times larger than any after the rotation.
   static constexpr float kFactor = 0.25f;
@@ -68,124 +82,210 @@ struct BackwardTile {
         row{first + static_cast<int>(threadIdx.x) / 32 * kQueryBlock + Rows::row_of_warp(),
             first + static_cast<int>(threadIdx.x) / 32 * kQueryBlock + Rows::row_of_warp() + 8} {}
 
-  // Loads eight columns of a row; with kCentered minus the mean, rounded to the input's type.
-  template <bool kCentered>
-  __device__ __forceinline__ Loaded load(const Head& head, int at, int column) const {
-    Loaded x = head.load(at, column);
-    if constexpr (kCentered) {
-      if (at >= head.length) return x;
+  // VQuantizer::word_index without signs, whose divisions are shifts alone.
+  __device__ __forceinline__ static unsigned word_index(unsigned key, unsigned word) {
+    constexpr unsigned kTurns = Cfg::kHeadDim / 16 < 8 ? Cfg::kHeadDim / 16 : 8;
+    return key * Cfg::kHeadDim / 4 + (word ^ 4 * (key / 16 % kTurns));
+  }
+
+  __device__ __forceinline__ static EightColumns load(const In* address, bool inside) {
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (inside) x = *reinterpret_cast<const uint4*>(address);
+    return {{x.x, x.y, x.z, x.w}};
+  }
+
+  // Prefetches the tile to L2.
+  __device__ __forceinline__ void prefetch(const Head& head) const {
+    constexpr unsigned kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns per prefetch; prefetches per row
+    for (unsigned i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
+      head.prefetch(first + i / kLines, i % kLines * kLine);
+    }
+  }
+
+  // Subtracts the mean, and rounds to the input's type.
+  __device__ __forceinline__ static void center(EightColumns& x, const float (&mean)[kVector], bool inside) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) {
-        x.values[c] = static_cast<typename Cfg::In>(static_cast<float>(x.values[c]) - shared.mean[column + c]);
+    for (int m = 0; m < kVector / 2; ++m) {
+      const Pack<In, 2> pair = {static_cast<In>(x[2 * m] - mean[2 * m]),
+                                static_cast<In>(x[2 * m + 1] - mean[2 * m + 1])};
+      x.pairs[m] = inside ? reinterpret_cast<const unsigned&>(pair) : 0;
+    }
+  }
+
+  __device__ __forceinline__ static void read_mean(const float* from, float (&mean)[kVector]) {
+#pragma unroll
+    for (int i = 0; i < kVector; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i);
+      mean[i] = four.x, mean[i + 1] = four.y, mean[i + 2] = four.z, mean[i + 3] = four.w;
+    }
+  }
+
+  // Loads and rotates this thread's rows; with kCentered minus the mean.
+  template <bool kCentered>
+  __device__ __forceinline__ void rotate(const Head& head, typename Rows::Values& x,
+                                         const float* head_mean = nullptr) const {
+    const In* const address[2] = {head.address(row[0], 0), head.address(row[1], 0)};
+    rows.transform(
+        [&](int r, int column) {
+          EightColumns eight = load(address[r] + column, row[r] < head.length);
+          if constexpr (kCentered) {
+            float mean[kVector];
+            read_mean(head_mean + column, mean);
+            center(eight, mean, row[r] < head.length);
+          }
+          return reinterpret_cast<const typename Rows::Loaded&>(eight);
+        },
+        x);
+  }
+
+  // Writes int8 codes of the rotated rows. true_scales: of the thread's two rows, at least their largest magnitude / 127,
+  // so that no code needs a limit. Sums with kMagic have the rounded number in their lowest bits.
+  __device__ __forceinline__ void write_int8(const Head& head, const typename Rows::Values& x,
+                                             const float (&true_scales)[2], unsigned char* codes) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float scale = true_scales[r] * (1.0f / Rows::kFactor), inverse = __frcp_rn(scale);
+      const unsigned finite_mask = scale == scale ? ~0u : 0u;
+      unsigned char* const to = codes + static_cast<long long>(row[r]) * Cfg::kHeadDim;
+#pragma unroll
+      for (int i = 0; i < Rows::kWarpParts * 2; ++i) {
+        unsigned out[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float (&four)[4] = x[i / 2][r][i % 2 * 2 + h];
+          unsigned bits[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) bits[e] = __float_as_uint(fmaf(four[e], inverse, kMagic));
+          out[h] = __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
+          out[h] &= finite_mask;
+        }
+        if (row[r] < head.length) {
+          *reinterpret_cast<uint2*>(to + rows.column_of(i / 2, i % 2 * 2)) = make_uint2(out[0], out[1]);
+        }
       }
     }
-    return x;
   }
 
-  template <bool kCentered>
-  __device__ __forceinline__ void rotate(const Head& head, typename Rows::Values& x) const {
-    rows.transform([&](int r, int column) { return load<kCentered>(head, row[r], column); }, x);
-  }
-
-  __device__ __forceinline__ void write_int8(const Head& head, const typename Rows::Values& x, const float (&scales)[2],
-                                             unsigned char* codes) const {
-    rows.cast(x, scales, [&](int r, int column, const typename Rows::Codes& out) {
-      if (row[r] < head.length) {
-        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
-      }
-    });
-  }
-
-  // Writes the E4M3 codes of the tile's columns, (kHeadDim, padded) of the head, with the scales shared.row_scale.
-  // observe(i, column, values): called for eight columns of row i of the tile, by kRowThreads adjacent lanes for a row.
-  template <bool kCentered, class Observe>
-  __device__ __forceinline__ void write_transposed(const Head& head, unsigned char* codes, Observe observe) const {
-    using Values = VQuantizer<RowsCfg>;
-    const int column = threadIdx.x % Values::kRowThreads * kVector;
+  // Writes the E4M3 codes of the tile's columns, (kHeadDim, padded) of the head. factor(step, i): of row i of the tile,
+  // which is kRows * step + (a thread's first row). sum(step, values): a thread's part of a sum over the row, for eight
+  // columns; the sums are written to row_sums.
+  template <bool kCentered, class Factor, class Sum = NoRowSum>
+  __device__ __forceinline__ void write_transposed(const Head& head, unsigned char* codes, Factor factor, Sum sum = {},
+                                                   float* row_sums = nullptr, const float* head_mean = nullptr) const {
+    const int column = threadIdx.x % Columns::kRowThreads * kVector, first_row = threadIdx.x / Columns::kRowThreads;
+    const In* address = head.address(first + first_row, column);
+    float mean[kVector], sums[Columns::kSteps];
+    if constexpr (kCentered) read_mean(head_mean + column, mean);
 #pragma unroll
-    for (int step = 0; step < Values::kSteps; ++step) {
-      const int i = step * Values::kRows + threadIdx.x / Values::kRowThreads;
-      const Loaded x = load<kCentered>(head, first + i, column);
-      const float factor = __fdividef(kFactor, shared.row_scale[i]);
+    for (int step = 0; step < Columns::kSteps; ++step) {
+      const int i = step * Columns::kRows + first_row;
+      const bool inside = first + i < head.length;
+      EightColumns x = load(address, inside);
+      address += Columns::kRows * head.row_stride;
+      if constexpr (kCentered) center(x, mean, inside);
+      const float row_factor = factor(step, i);
       unsigned out[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float four[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) four[c] = static_cast<float>(x.values[4 * h + c]) * factor;
+        const float four[4] = {x[4 * h] * row_factor, x[4 * h + 1] * row_factor, x[4 * h + 2] * row_factor,
+                               x[4 * h + 3] * row_factor};
         out[h] = encode_four<Format::kE4M3>(four);
       }
-      *reinterpret_cast<uint2*>(shared.tile + Values::word_index(i, column / 4)) = make_uint2(out[0], out[1]);
-      observe(i, column, x);
+      *reinterpret_cast<uint2*>(shared.tile + word_index(i, column / 4)) = make_uint2(out[0], out[1]);
+      sums[step] = sum(step, x);
+    }
+    if (row_sums != nullptr) {
+      const int step = sum_over_lanes(sums);
+      if (threadIdx.x % 2 == 0) row_sums[step * Columns::kRows + first_row] = sums[0];
     }
     __syncthreads();
     const int padded = (head.length + 15) / 16 * 16;
-    constexpr int kChunks = kRowBlock / 16;
+    constexpr unsigned kChunks = kRowBlock / 16;
 #pragma unroll
-    for (int i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {
-      const int key = i % kChunks * 16, word = i / kChunks;
-      if (first + key >= padded) continue;
+    for (unsigned i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {
+      const unsigned key = i % kChunks * 16, word = i / kChunks;
+      if (first + static_cast<int>(key) >= padded) continue;
+      const unsigned* from = shared.tile + word_index(key, word);  // the keys of a chunk are exchanged alike
+      const auto code = [&](int offset) { return from[offset * Cfg::kHeadDim / 4]; };
       unsigned words[4][4];  // word m of column c in [m][c]
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const int even = key + 2 * m;
-        const unsigned keys[4] = {
-            shared.tile[Values::word_index(even, word)], shared.tile[Values::word_index(even + 1, word)],
-            shared.tile[Values::word_index(even + 8, word)], shared.tile[Values::word_index(even + 9, word)]};
+        const unsigned keys[4] = {code(2 * m), code(2 * m + 1), code(2 * m + 8), code(2 * m + 9)};
         transpose_bytes(keys, words[m]);
       }
+      unsigned char* to = codes + 4ll * word * padded + first + key;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        *reinterpret_cast<uint4*>(codes + (4ll * word + c) * padded + first + key) =
-            make_uint4(words[0][c], words[1][c], words[2][c], words[3][c]);
+      for (int c = 0; c < 4; ++c, to += padded) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[0][c], words[1][c], words[2][c], words[3][c]);
       }
     }
   }
 
-  // The scale of a head of K or V from the maxima of its tiles. Contains __syncthreads().
-  __device__ __forceinline__ float head_scale(const float* amax, int tiles) const {
+  // Adds the sums of a row's lanes. Returns the step of the row that this lane's sums[0] belongs to. Lanes exchange half
+  // of their rows until each pair of lanes has one: a shuffle for each two sums, and not four for each.
+  __device__ __forceinline__ static int sum_over_lanes(float (&sums)[Columns::kSteps]) {
+    static_assert(2 * Columns::kSteps == Columns::kRowThreads, "two lanes for a row");
+    int count = Columns::kSteps;
+#pragma unroll
+    for (int lanes = Columns::kRowThreads / 2; lanes > 1; lanes /= 2) {
+      count /= 2;
+      const bool upper = threadIdx.x & lanes;
+#pragma unroll
+      for (int i = 0; i < Columns::kSteps / 2; ++i) {
+        if (i >= count) break;
+        const float sent = upper ? sums[i] : sums[i + count];
+        sums[i] = (upper ? sums[i + count] : sums[i]) + __shfl_xor_sync(0xffffffffu, sent, lanes);
+      }
+    }
+    sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], 1);
+    return threadIdx.x % Columns::kRowThreads / 2;
+  }
+
+  // The scale of a head of K or V from the maxima of its tiles. Each warp computes it.
+  __device__ __forceinline__ static float head_scale(const float* amax, int tiles) {
     float largest = 0.0f;
-    for (int i = threadIdx.x; i < tiles; i += Cfg::kThreads) largest = ptx::max_nan(largest, amax[i]);
-    largest = block_max_nan<Cfg::kThreads>(shared.warp_max, largest);
-    __syncthreads();
-    return Rows::scale_for(largest);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < tiles; i += 32) largest = ptx::max_nan(largest, amax[i]);
+    return Rows::scale_for(warp_max_nan(largest));
   }
 };
 
-// Grid: tiles of K, then of V. Block: Cfg::kThreads.
+// Grid: (heads of K, then of V) x tiles. Block: Cfg::kThreads.
 template <class Cfg>
 __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const BackwardCodes& codes) {
   __shared__ BackwardStorage<Cfg> shared;
   using Tile = BackwardTile<Cfg>;
-  const int tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, head_count = p.batch * p.kv_heads;
-  const int head_index = blockIdx.x / tiles % head_count, tile = blockIdx.x % tiles;
-  const bool of_keys = blockIdx.x < head_count * tiles;
+  const int tiles = gridDim.y, head_count = p.batch * p.kv_heads;
+  const bool of_keys = blockIdx.x < head_count;
+  const int head_index = blockIdx.x - (of_keys ? 0 : head_count);
   const int b = head_index / p.kv_heads, h = head_index % p.kv_heads;
-  const Tile rows(shared, tile);
+  const Tile rows(shared, blockIdx.y);
   const typename Tile::Head head(of_keys ? p.k : p.v, b, h, p.kv_len);
   typename Tile::Rows::Values x;
   if (of_keys) {
-    if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x];
+    __shared__ float mean[Cfg::kHeadDim];  // it has no registers
+    if (threadIdx.x < Cfg::kHeadDim) mean[threadIdx.x] = codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x];
     __syncthreads();
-    rows.template rotate<true>(head, x);
+    rows.template rotate<true>(head, x, mean);
   } else {
     rows.template rotate<false>(head, x);
   }
-  const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max, Tile::Rows::largest(x));
-  if (threadIdx.x == 0) codes.amax[blockIdx.x] = amax;
+  const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max[0], Tile::Rows::largest(x));
+  if (threadIdx.x == 0) codes.amax[blockIdx.x * tiles + blockIdx.y] = amax;
 }
 
-// Grid: tiles of K, of V, then of the queries. Block: Cfg::kThreads.
+// Grid: (heads of K, of V, then of Q) x tiles, as many as the longer tensor has. Block: Cfg::kThreads.
 template <class Cfg>
 __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const BackwardCodes& codes) {
   __shared__ BackwardStorage<Cfg> shared;
   using Tile = BackwardTile<Cfg>;
   using Rows = typename Tile::Rows;
   constexpr float kLog2e = 1.4426950408889634f;
-  const int kv_tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, q_tiles = (p.q_len + kRowBlock - 1) / kRowBlock;
-  const int head_count = p.batch * p.kv_heads, kind = min(2, static_cast<int>(blockIdx.x) / (head_count * kv_tiles));
-  const int item = blockIdx.x - kind * head_count * kv_tiles, tiles = kind < 2 ? kv_tiles : q_tiles;
-  const int heads = kind < 2 ? p.kv_heads : p.heads, head_index = item / tiles, tile = item % tiles;
+  const int kv_tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, tile = blockIdx.y;
+  const int head_count = p.batch * p.kv_heads;
+  const int kind = blockIdx.x < head_count ? 0 : blockIdx.x < 2 * head_count ? 1 : 2;
+  const int head_index = blockIdx.x - kind * head_count, heads = kind < 2 ? p.kv_heads : p.heads;
+  if (tile * kRowBlock >= (kind < 2 ? p.kv_len : p.q_len)) return;
   const int b = head_index / heads, h = head_index % heads;
   const int kv_index = kind < 2 ? head_index : head_index / (p.heads / p.kv_heads);
   const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * Cfg::kHeadDim;
@@ -193,75 +293,77 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const Tile rows(shared, tile);
   const float* k_amax = codes.amax + kv_index * kv_tiles;
   const float* v_amax = k_amax + head_count * kv_tiles;
+  const float* mean = codes.k_mean + kv_index * Cfg::kHeadDim;
   typename Rows::Values x;
-  const auto ignore = [](int, int, const typename Tile::Loaded&) {};
 
   if (kind == 0) {
     const typename Tile::Head head(p.k, b, h, p.kv_len);
-    if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * Cfg::kHeadDim + threadIdx.x];
-    const float k_scale = rows.head_scale(k_amax, kv_tiles), v_scale = rows.head_scale(v_amax, kv_tiles);
-    if (threadIdx.x < kRowBlock) shared.row_scale[threadIdx.x] = k_scale;
+    rows.template rotate<true>(head, x, mean);
+    const float k_scale = Tile::head_scale(k_amax, kv_tiles), v_scale = Tile::head_scale(v_amax, kv_tiles);
     if (threadIdx.x == 0 && tile == 0) {
       const float of_keys = v_scale * (p.softmax_scale / Tile::kFactor);
       codes.factors[3 * head_index] = of_keys * k_scale;
       codes.factors[3 * head_index + 1] = of_keys;
       codes.factors[3 * head_index + 2] = 1.0f / Tile::kFactor;
     }
-    __syncthreads();
-    rows.template rotate<true>(head, x);
     rows.write_int8(head, x, {k_scale, k_scale}, codes.k + kv_first);
     const long long padded = (p.kv_len + 15) / 16 * 16;
-    rows.template write_transposed<true>(head, codes.k_t + head_index * Cfg::kHeadDim * padded, ignore);
+    const float factor = __fdividef(Tile::kFactor, k_scale);
+    rows.template write_transposed<true>(
+        head, codes.k_t + head_index * Cfg::kHeadDim * padded, [&](int, int) { return factor; }, NoRowSum(), nullptr,
+        mean);
     return;
   }
-  const float v_scale = rows.head_scale(v_amax, kv_tiles);
   if (kind == 1) {
     const typename Tile::Head head(p.v, b, h, p.kv_len);
     rows.template rotate<false>(head, x);
+    const float v_scale = Tile::head_scale(v_amax, kv_tiles);
     rows.write_int8(head, x, {v_scale, v_scale}, codes.v + kv_first);
     return;
   }
 
   // Q. A warp has 16 rows, four warps a table's 64.
+  constexpr int kTables = kRowBlock / kBackwardRows, kTableWarps = Tile::kWarps / kTables;
   constexpr float kLeastFactor = 1.0f / 65536.0f;  // see kMagicBits: a start is less than 2^22 away from it
-  const float of_scores = rows.head_scale(k_amax, kv_tiles) * (p.softmax_scale * kLog2e);
-  const int warp = threadIdx.x / 32, warp_of_table = warp / 4 * 4;
+  const int warp = threadIdx.x / 32, table_of_warp = warp / kTableWarps;
   const typename Tile::Head q(p.q, b, h, p.q_len), grad(p.grad, b, h, p.q_len), out(p.out, b, h, p.q_len);
-  constexpr int kLine = 64, kLines = Cfg::kHeadDim / kLine;                // columns per prefetch; prefetches per row
-  for (int i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {  // dO and O are read after the work on Q
-    grad.prefetch(rows.first + i / kLines, i % kLines * kLine);
-    out.prefetch(rows.first + i / kLines, i % kLines * kLine);
-  }
-  const auto max_of_table = [&](float warp_max) {
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) shared.warp_max[warp] = warp_max;
-    __syncthreads();
-    return ptx::max_nan(ptx::max_nan(shared.warp_max[warp_of_table], shared.warp_max[warp_of_table + 1]),
-                        ptx::max_nan(shared.warp_max[warp_of_table + 2], shared.warp_max[warp_of_table + 3]));
+  rows.prefetch(grad);  // dO and O are read after the work on Q
+  rows.prefetch(out);
+  const auto max_of_table = [&](const float (&warp_max)[Tile::kWarps], int table) {
+    float largest = warp_max[table * kTableWarps];
+#pragma unroll
+    for (int i = 1; i < kTableWarps; ++i) largest = ptx::max_nan(largest, warp_max[table * kTableWarps + i]);
+    return largest;
   };
   rows.template rotate<false>(q, x);
-  const float q_scale = Rows::scale_for(max_of_table(warp_max_nan(Rows::largest(x))));
+  const float of_scores = Tile::head_scale(k_amax, kv_tiles) * (p.softmax_scale * kLog2e);
+  const float v_scale = Tile::head_scale(v_amax, kv_tiles);
+  const float warp_max = warp_max_nan(Rows::largest(x));
+  if (threadIdx.x % 32 == 0) shared.warp_max[0][warp] = warp_max;
+  __syncthreads();
+  float q_scales[kTables], q_factors[kTables];
+#pragma unroll
+  for (int i = 0; i < kTables; ++i) {
+    q_scales[i] = Rows::scale_for(max_of_table(shared.warp_max[0], i));
+    q_factors[i] = __fdividef(Tile::kFactor, q_scales[i]);
+  }
+  const float q_scale = table_of_warp == 0 ? q_scales[0] : q_scales[kTables - 1];
   const float int8_scale = fmaxf(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
   rows.write_int8(q, x, {int8_scale, int8_scale}, codes.q + q_first);
-  if (threadIdx.x % 32 < kQueryBlock) shared.row_scale[warp * kQueryBlock + threadIdx.x % 32] = q_scale;
-  if (threadIdx.x < Cfg::kHeadDim) shared.mean[threadIdx.x] = codes.k_mean[kv_index * Cfg::kHeadDim + threadIdx.x];
-  __syncthreads();
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
-  const auto sum_row = [&](float* to, int i, float sum) {  // over the lanes of a row
-    constexpr int kLanes = VQuantizer<BackwardRows<Cfg>>::kRowThreads;
-#pragma unroll
-    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (threadIdx.x % kLanes == 0) to[i] = sum;
-  };
+  const int column = threadIdx.x % Tile::Columns::kRowThreads * kVector;
+  float mean_of_columns[kVector];
+  Tile::read_mean(mean + column, mean_of_columns);
   rows.template write_transposed<false>(
-      q, codes.q_t + columns_first, [&](int i, int column, const typename Tile::Loaded& eight) {
+      q, codes.q_t + columns_first,
+      [&](int step, int) { return q_factors[step * Tile::Columns::kRows / kBackwardRows]; },
+      [&](int, const EightColumns& eight) {
         float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          sum = fmaf(static_cast<float>(eight.values[c]), shared.mean[column + c], sum);
-        }
-        sum_row(shared.mean_score, i, sum);
-      });
+        for (int c = 0; c < kVector; ++c) sum = fmaf(eight[c], mean_of_columns[c], sum);
+        return sum;
+      },
+      shared.mean_score);
 
   // dO.
   rows.template rotate<false>(grad, x);
@@ -270,30 +372,32 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   for (int r = 0; r < 2; ++r) {
     row_max[r] = quad_max_nan(Rows::largest(x, r));
     scales[r] = Rows::scale_for(row_max[r]);
+    if (threadIdx.x % 4 == 0) shared.row_factor[rows.row[r] - rows.first] = __fdividef(Tile::kFactor, scales[r]);
   }
+  const float grad_max = warp_max_nan(fmaxf(row_max[0], row_max[1]));
+  if (threadIdx.x % 32 == 0) shared.warp_max[1][warp] = grad_max;
+  __syncthreads();  // also: all threads have read the tile's codes of Q
   rows.write_int8(grad, x, scales, codes.grad + q_first);
-  // An integer greater than log2 of all scales of the table's rows; -126 without a gradient.
-  const float largest = max_of_table(warp_max_nan(fmaxf(row_max[0], row_max[1]))) * (Rows::kFactor / Rows::kCodeMax);
+  // An integer greater than log2 of all scales of the table's rows; 0 without a gradient.
+  const float largest = max_of_table(shared.warp_max[1], table_of_warp) * (Rows::kFactor / Rows::kCodeMax);
   const float grad_exponent =
       largest > 0.0f ? static_cast<float>(static_cast<int>(__float_as_uint(largest) >> 23) - 126) : 0.0f;
-  if (threadIdx.x % 4 == 0) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) shared.row_scale[rows.row[r] - rows.first] = scales[r];
-  }
-  __syncthreads();
+  const typename Cfg::In* other = out.address(rows.first + threadIdx.x / Tile::Columns::kRowThreads, column);
   rows.template write_transposed<false>(
-      grad, codes.grad_t + columns_first, [&](int i, int column, const typename Tile::Loaded& eight) {
-        const typename Tile::Loaded other = out.load(rows.first + i, column);
+      grad, codes.grad_t + columns_first, [&](int, int i) { return shared.row_factor[i]; },
+      [&](int step, const EightColumns& eight) {
+        const int i = step * Tile::Columns::kRows + threadIdx.x / Tile::Columns::kRowThreads;
+        const EightColumns of_out = Tile::load(other, rows.first + i < p.q_len);
+        other += Tile::Columns::kRows * out.row_stride;
         float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) {
-          sum = fmaf(static_cast<float>(eight.values[c]), static_cast<float>(other.values[c]), sum);
-        }
-        sum_row(shared.delta, i, sum);
-      });
+        for (int c = 0; c < kVector; ++c) sum = fmaf(eight[c], of_out[c], sum);
+        return sum;
+      },
+      shared.delta);
 
   // The table. Queries after the last one, and those without a gradient, have P = 0 and delta = 0.
-  const int tables = (p.q_len + kBackwardRows - 1) / kBackwardRows, index = rows.first / kBackwardRows + warp / 4;
+  const int tables = (p.q_len + kBackwardRows - 1) / kBackwardRows, index = rows.first / kBackwardRows + table_of_warp;
   if (index >= tables) return;
   QueryTable& table = codes.tables[head_index * tables + index];
   constexpr float kRange = 4194304.0f;  // 2^22
