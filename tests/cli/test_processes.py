@@ -64,6 +64,24 @@ def test_a_closed_pipe_is_not_an_error(option: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_pipe_that_closes_before_the_verdict_is_no_verdict(tmp_path: Path) -> None:
+    """As in ``greenfast judge my_kernel | head -1`` under ``pipefail``, where 0 would pass for a correct kernel."""
+    (tmp_path / "mine.ptx").write_text(".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry f() { ret; }\n")
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*GREENFAST, "emulate", tmp_path / "mine.ptx", "--grid", "1", "--block", "32"],
+        cwd=ROOT,
+        env=environment(PYTHONUNBUFFERED="1"),
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert done.returncode == 3
+    assert done.stderr == "greenfast: standard output was closed before the result; there is no verdict\n"
+
+
 @pytest.mark.parametrize("command", [("list", "--schema"), ("list", "fp8_sdpa")])
 def test_a_full_disk_behind_standard_output_is_told_in_a_line(command: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:

@@ -26,6 +26,14 @@ _STYLES = {
 _MAX_REASONS = 8
 
 
+class ClosableConsole(Console):
+    """A console that raises BrokenPipeError if the reader closed the pipe. Rich's own ends the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled."""
+        raise
+
+
 def status(text: str) -> Text:
     """A status or decision in its colour."""
     return Text(text, style=_STYLES.get(text, ""))
@@ -44,7 +52,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | 
 def show(what: Table | Text | str) -> None:
     """Print to standard output: text unchanged, and wide tables uncut if the output is a file or a pipe."""
     width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
+    ClosableConsole(width=width, highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 class GateConsole:
@@ -59,7 +67,7 @@ class GateConsole:
     def __init__(self, *, to_stderr: bool) -> None:
         stream = sys.stderr if to_stderr else sys.stdout
         self._live = stream.isatty()
-        self._console = Console(stderr=to_stderr, width=None if self._live else 200, highlight=False)
+        self._console = ClosableConsole(stderr=to_stderr, width=None if self._live else 200, highlight=False)
         self._start = self._shown = time.monotonic()
 
     def __enter__(self) -> GateConsole:

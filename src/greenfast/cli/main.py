@@ -26,6 +26,8 @@ EXIT_USAGE = 2
 EXIT_INTERNAL = 3
 EXIT_INTERRUPTED = 130
 
+#: The verbs with an exit code that judges a kernel.
+_JUDGING = ("build", "emulate", "evolve", "judge", "run")
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 #: Module of a verb -> the extra that it needs, if that is not ``judge``; None: the core installation.
 _EXTRAS = {"completion": None, "doctor": None, "emulate": "emulator", "init": None, "library": None, "run": "emulator"}
@@ -127,6 +129,7 @@ def _main(argv: Sequence[str] | None) -> int:
         arguments = shlex.split(today)[1:]  # a renamed option has one meaning, so that earlier scripts run
     args = parser().parse_args(arguments)
     args.command = shlex.join(["greenfast", *arguments])
+    code: int | None = None
     try:
         name = "library" if getattr(args, "library", False) else args.verb
         extra = _EXTRAS.get(name, "judge")
@@ -151,7 +154,10 @@ def _main(argv: Sequence[str] | None) -> int:
         return EXIT_INTERNAL
     except BrokenPipeError:  # the reader closed the pipe, as in `greenfast ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if code is None and args.verb in _JUDGING:  # 0 would pass for a verdict
+            print("greenfast: standard output was closed before the result; there is no verdict", file=sys.stderr)
+            return EXIT_INTERNAL
+        return code or 0
     except Exception as e:
         if (
             isinstance(e, OSError) and e.errno in _FULL and e.filename is None

@@ -64,6 +64,14 @@ def test_every_line_of_shared_memory_shows_its_conflicts_or_that_it_has_none() -
     assert text.index("| a.cuh:9 ") < text.index("| a.cuh:10 ")
 
 
+def test_what_no_side_uses_has_no_row_and_no_table() -> None:
+    unused = {"exponentials": 0, "shared_bytes": {}, "bank_conflicts": {}}
+    text = render(counted(counts(1000, **unused), counts(3000, **unused)))
+    assert f"| {SHOWN['exponentials']} |" not in text
+    assert "Shared memory by source line" not in text
+    assert row(text, "mission", SHOWN["warp_instructions"])[2] == "3.00x"
+
+
 def test_kinds_beyond_the_most_frequent_stand_in_one_row() -> None:
     many = {f"kind{n}": 100 - n for n in range(20)}
     text = counts_section(

@@ -202,13 +202,14 @@ def counts_section(sides: Sequence[tuple[str, Side]], least_work: Mapping[str, M
     shapes = [shape for shape in counted if not shape.startswith(DRAWN)] or counted  # the task's own, if there are any
     by_shape = {shape: {role: side.counts[shape] for role, side in sides if shape in side.counts} for shape in shapes}
     largest = max(shapes, key=lambda shape: max(c.warp_instructions for c in by_shape[shape].values()))
+    lines = _lines(by_shape[largest])
     return "\n\n".join(
         [
             "Counts of one launch, `emulated`: of PTX instructions, before ptxas makes the machine code. `least` is "
-            "the minimum of the problem; products done without matrix instructions have no matrix FLOPs.",
+            "the minimum of the problem; products done without matrix instructions have no matrix FLOPs. Counts "
+            "that are 0 on all sides have no row.",
             _table([role for role, _ in sides], by_shape, least_work),
-            f"Shared memory by source line, {largest}:",
-            _lines(by_shape[largest]),
+            *([f"Shared memory by source line, {largest}:", lines] if lines else []),
             f"Warp instructions by kind, {largest}:",
             _kinds(by_shape[largest]),
         ]
@@ -228,6 +229,8 @@ def _table(
             for key, title in SHOWN.items():
                 values = [getattr(counts[role], key) if role in counts else None for role in roles]
                 least = least_work.get(shape, {}).get(key)
+                if not any((*values, least)):
+                    continue
                 ratio = [_format_ratio(values[-1], values[0])] if len(roles) > 1 else []
                 cells = [formatting.NONE if v is None else str(v) for v in (*values, least)]
                 yield (shape, title, *cells[:-1], *ratio, cells[-1], _format_ratio(values[-1], least))
@@ -240,6 +243,7 @@ def _format_ratio(count: int | None, other: int | None) -> str:
 
 
 def _lines(counts: Mapping[str, KernelCounts]) -> str:
+    """Return the table of shared memory by source line; empty if none uses it."""
     lines = sorted({line for c in counts.values() for line in c.shared_bytes}, key=_by_number)
     header = ("line", *(f"{name}: {unit}" for name in counts for unit in ("bytes", "bank conflicts")))
     rows = [
@@ -253,7 +257,7 @@ def _lines(counts: Mapping[str, KernelCounts]) -> str:
         )
         for line in lines
     ]
-    return formatting.table(header, rows, right=header[1:])
+    return formatting.table(header, rows, right=header[1:]) if rows else ""
 
 
 def _by_number(line: str) -> tuple[str, int]:

@@ -49,10 +49,10 @@ def section(code: HotCode) -> list[Markup]:
     if not code.windows:
         return [paragraph(f"Not shown: {code.missing}.")]
     lead = (
-        f"For each side, of its kernel for {code.shape}, the stretch with the most instructions that pace it, those of "
-        "the matrix units, the special function units and memory, taken from the loop that has most of them. They are "
-        "counted in the code, not measured: one that runs rarely counts as much as any. Lines without a tint have "
-        "the same opcode on both sides."
+        f"A part of each side's kernel for {code.shape}: the one with the most instructions for the matrix units, the "
+        "special function units and memory, in the loop that has most of them. They are counted in the code, not "
+        "measured: an instruction that rarely runs counts like any other. Lines without a tint have the same opcode "
+        "on both sides."
     )
     return [
         paragraph(lead),

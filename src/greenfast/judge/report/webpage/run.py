@@ -353,4 +353,4 @@ def _describe_speedups(record: Record) -> Iterator[str]:
 def _describe_method(record: Run) -> Iterator[str]:
     if any(side.counts for _, side in record.sides()):
         yield "Counts are of PTX, from which the assembler makes other machine code."
-    yield "A file can be edited: the run that is repeated below is the proof, this page is not."
+    yield "A file can be edited: the proof is to run the command above again, not this page."
