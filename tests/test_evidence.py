@@ -197,6 +197,39 @@ def test_the_readme_states_the_measured_errors() -> None:
     ).replace(" %", "%")
 
 
+def table_column(page: str, marker: str, heading: str) -> list[str]:
+    """Return a column of the table between the markers of a page; other tests compare the table with its record."""
+    block = (ROOT / page).read_text(encoding="utf-8").split(f"<!-- {marker}:begin -->")[1].split("<!-- ")[0]
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line.startswith("|")
+    ]
+    return [row[header.index(heading)] for row in rows]
+
+
+def test_sentences_quote_their_tables() -> None:
+    ideal = [float(cell) for cell in table_column("docs/masks-times.md", "masks", "of the ideal speedup")]
+    thresholds = table_column("docs/masks-times.md", "skipping", "threshold")
+    speedups = table_column("docs/masks-times.md", "skipping", "speedup")
+    low, high = (sorted(s for s, t in zip(speedups, thresholds, strict=True) if t == at) for at in ("0.001", "0.01"))
+    layers = [
+        table_column("docs/models.md", "block-models", heading) for heading in ("model", "attention", "tokens", "speed")
+    ]
+    used = {
+        model: (tokens, f"{float(speed[:-1]):.2f}")
+        for model, kind, tokens, speed in zip(*layers, strict=True)
+        if kind == "fp8"
+    }
+    (flux, slowest), (llama, fastest) = used["flux, compiled"], used["llama, compiled"]
+    assert (slowest, fastest) == (min(s for _, s in used.values()), max(s for _, s in used.values()))
+    for page, quoted in (
+        ("docs/masks.md", f"from {min(ideal):.2f} to {max(ideal):.2f} of the ideal speedup"),
+        ("docs/masks.md", f"at a speedup of {low[0]} to {low[-1]} and"),
+        ("docs/masks.md", f"at {high[0]} to {high[-1]} and"),
+        ("README.md", f"from {slowest}x (Flux, {flux} tokens) to {fastest}x (Llama, {llama};"),
+    ):
+        assert quoted in " ".join((ROOT / page).read_text(encoding="utf-8").split()), page
+
+
 def test_every_rung_has_a_section_in_the_ladder() -> None:
     text = (ROOT / "docs" / "ladder-rungs.md").read_text(encoding="utf-8")
     for rung in find_task("fp8_sdpa").config.rungs:

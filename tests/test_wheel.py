@@ -17,11 +17,15 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*command, str(folder), str(ROOT)], check=True)
-    (wheel,) = folder.glob("greenfast-*.whl")
+    return folder / f"greenfast-{__version__}-py3-none-any.whl"  # the name that README.md installs
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
@@ -49,6 +53,20 @@ def test_nothing_else_is_in_the_wheel(wheel_names: set[str]) -> None:
     assert outside == set()
     unwanted = ("tests", "results", "evidence", "benchmarks", "runner.py", "__pycache__")
     assert {name for name in wheel_names if any(part in unwanted for part in name.split("/"))} == set()
+
+
+def test_the_wheel_installs_and_its_command_makes_a_kernel(wheel: Path, tmp_path: Path) -> None:
+    """The line of README.md that installs it, next to the packages of this environment, and the first command."""
+    options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    target = tmp_path / "installed"
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(wheel)], check=True)
+    run = f"import sys; sys.path.insert(0, {str(target)!r}); from greenfast.cli.main import main; sys.exit(main())"
+    for words in (["init", "my_kernel"], ["list", "--json"]):
+        done = subprocess.run([sys.executable, "-c", run, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert "fp8_sdpa" in done.stdout, "the tasks are below the package"
+    assert (tmp_path / "my_kernel/solution/kernel.cu").is_file()
+    assert (target / "bin/greenfast").is_file()
 
 
 def test_wheel_and_sdist_have_the_same_bits_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def make_case(dims: Mapping[str, int], seed: int, fmt: str) -> Case:
 
 
 def references(dims: Mapping[str, int], seed: int, fmt: str) -> References:
-    """Both outputs behind each other, (2 R,). A minimum and a maximum round nothing: no error is allowed."""
+    """Both outputs, one after the other, (2 R,). A minimum and a maximum round nothing: no error is allowed."""
     x = make_case(dims, seed, fmt).inputs["x"].astype(np.float64)
     exact = np.concatenate([x.min(axis=1), x.max(axis=1)])
     return References(full=exact, exact=exact, bound=np.zeros_like(exact), sizes=(dims["R"], dims["R"]))
