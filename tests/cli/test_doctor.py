@@ -243,7 +243,7 @@ def test_variables_in_force_are_shown_and_judged(tmp_path: Path) -> None:
         "HOME": "/home/somebody",
     }
     found = by_name(doctor.tasks_and_variables(environment))
-    assert found["tasks"].found == "fp8_attention, fp8_quantize, fp8_sdpa, serving_attention"
+    assert found["tasks"].found == "fp8_attention, fp8_quantize, fp8_sdpa, sdpa_backward, serving_attention"
     assert {name: f.status for name, f in found.items() if name != "tasks"} == {
         "GREENFAST_CACHE_DIR": "OK",
         "GREENFAST_TASKS": "OPTIONAL",

@@ -88,7 +88,7 @@ def assert_said(ran: Ran, code: int, said: str) -> None:
         (
             ("judge", "fp9"),
             "greenfast: unknown task or solution 'fp9'; allowed: fp8_attention, fp8_quantize, fp8_sdpa, "
-            "serving_attention, the folder of a task, the path of a solution\n",
+            "sdpa_backward, serving_attention, the folder of a task, the path of a solution\n",
         ),
         (("list", "fp9"), "unknown task 'fp9'; allowed: "),
         (("list", "fp8_sdpa", "--choose", "sm_89"), "task fp8_sdpa are chosen by name: scalar"),

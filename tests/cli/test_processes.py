@@ -43,7 +43,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path: Path, place: str) ->
 def test_a_usage_error_is_2_for_the_shell_too() -> None:
     ran = run_command(*GREENFAST, "list", "fp9")
     assert (ran.code, ran.out) == (2, "")
-    known = "fp8_attention, fp8_quantize, fp8_sdpa, serving_attention"
+    known = "fp8_attention, fp8_quantize, fp8_sdpa, sdpa_backward, serving_attention"
     assert ran.err == f"greenfast: unknown task 'fp9'; allowed: {known}, or a task's folder\n"
 
 

@@ -39,7 +39,7 @@ from tests.judge.small_task import FAMILY, PROBLEM, write_task
 pytestmark = pytest.mark.usefixtures("families_here")
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("fp8_sdpa", "fp8_attention", "fp8_quantize", "serving_attention")
+TASKS = ("fp8_sdpa", "fp8_attention", "fp8_quantize", "serving_attention", "sdpa_backward")
 RANGES = {"N": {"min": 1, "max": 3000}, "FLAG": [0, 0, 7]}
 
 #: The doubling problem with variants, which refuses multiples of 3.

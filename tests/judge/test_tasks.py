@@ -20,7 +20,7 @@ from tasks.fp8_sdpa_stage_c_wmma.kernels import family as ladder
 from tests.fakes import FakeDevice, Script, Watcher, install, request
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
 
-SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention", "serving_attention"}
+SHIPPED = {"fp8_sdpa", "fp8_quantize", "fp8_attention", "serving_attention", "sdpa_backward"}
 
 
 def names() -> set[str]:
@@ -39,7 +39,7 @@ def test_folders_of_the_environment_are_searched_first(monkeypatch: pytest.Monke
     write_task(tmp_path / "b" / "mine", name="hidden")
     write_task(tmp_path / "b" / "fp8_quantize", name="other")
     monkeypatch.setenv("GREENFAST_TASKS", os.pathsep.join([str(tmp_path / "a"), "", str(tmp_path / "b")]))
-    assert names() == {"twice", "other", "fp8_sdpa", "fp8_attention", "serving_attention"}
+    assert names() == {"twice", "other", "fp8_sdpa", "fp8_attention", "serving_attention", "sdpa_backward"}
     assert find_task("mine").config.name == "twice"
 
 

@@ -1,0 +1,203 @@
+"""The problem of the backward pass: gradients of attention from int8 and E4M3 codes of Q, K, V and dO.
+
+``exact`` computes in float64 what the codes and tables define (kernels/attention/sm90/backward.cuh): weights P times
+the scale of dO's row, and dS = P (dP - delta). The bound follows the roundings of P and dS to E4M3. Gates of the
+config: gradients of standard normal inputs are within 6 % of exact ones, and their elements have a standard deviation
+of 1.3 to 2; with a mask the first rows are larger. A sum of products whose factors are rounded to E4M3 is off by less
+than 2^-4 unless they cancel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from greenfast.judge.task import import_file
+from greenfast.kernels.attention.backward import ROWS
+from greenfast.kernels.attention.config import KEY_ORDER
+from greenfast.numerics.attention import E4M3_SUM
+from greenfast.numerics.inputs import VARIANTS as VARIANTS
+from greenfast.numerics.inputs import standard_normal, varied
+from greenfast.ops.quantized_backward import encode
+from greenfast.spec.problem import Case, OutputSpec, References
+
+_family = import_file(Path(__file__).with_name("family.py"))
+
+#: Float bits of 1.5 * 2^23, which the starts of accumulators count from, and that number.
+_MAGIC_BITS, _MAGIC = 0x4B400000, 1.5 * 2.0**23
+#: Half a step of E4M3: relative, and of numbers below 2^-6 absolute. The largest number of a row is at least 1.
+_STEP, _SMALLEST = 2.0**-4, 2.0**-10
+#: log2 of the first scales of P and dS for dV, dK and dQ, which only shrink.
+_FIRST_WEIGHT, _FIRST_KEY_SLOPE, _FIRST_QUERY_SLOPE = 100, 40, 60
+#: Sums by the tensor cores, and in float32.
+_SUMS = E4M3_SUM + 2.0**-14
+#: An exponent is a product with a factor of the scores, plus numbers below 256, rounded up to three times.
+_EXPONENT, _EX2 = 2.0**-22, 2.0**-22
+#: dP - delta in units of the codes: kMagic times a factor rounds by 3/4 of one in the kernel of dK.
+_DIFFERENCE = 1.0
+_BFLOAT16, _BFLOAT16_SMALLEST = 2.0**-9, 2.0**-134
+
+
+@lru_cache(maxsize=1)  # a case is made, then its references
+def _draw(dims: tuple[tuple[str, int], ...], seed: int, variant: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return Q, K, V and dO, bfloat16 (heads, length, D), and the buffers of ``encode``.
+
+    dO is larger for longer sequences, so that gradients of standard normal inputs are near 1 at any length.
+    """
+    d = dict(dims)
+    drawn = standard_normal((d["H"], d["S"], d["D"]), 2, seed)
+    drawn += standard_normal((d["HK"], d["KV"], d["D"]), 2, seed + 1_000_000)
+    q, g, k, v = (x.bfloat16() for x in varied(drawn, variant, seed))
+    g = (g.float() * math.sqrt(d["S"])).bfloat16()
+    heads = [_attend(d, *(_select_head(x, n, d["HK"]) for x in (q, k, v, g)))[1:3] for n in range(d["HK"])]
+    out, lse = (torch.cat(x) for x in zip(*heads, strict=True))
+    batch = [x.unsqueeze(0) for x in (q, k, v, out.bfloat16(), lse.float(), g)]
+    return [q, k, v, g], encode(batch[0], batch[1], batch[2], batch[3], batch[4], batch[5], d["D"] ** -0.5)
+
+
+def _attend(d: Mapping[str, int], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the weights of one head of K and V, (heads of Q, S, KV), the output, the log-sum-exp and dS, in float64.
+
+    dS lacks the factor of the scores.
+    """
+    q, k, v, g = (x.double() for x in tensors)
+    scores = q @ k.mT * d["D"] ** -0.5
+    if d["CAUSAL"]:
+        scores = scores.masked_fill(_hidden(d), -math.inf)
+    p = torch.softmax(scores, -1)
+    out = p @ v
+    return p, out, torch.logsumexp(scores, -1), p * (g @ v.mT - (g * out).sum(-1, keepdim=True))
+
+
+def _hidden(d: Mapping[str, int]) -> Tensor:
+    """Return which keys a query does not attend to with CAUSAL, (S, KV)."""
+    return torch.arange(d["KV"]) > torch.arange(d["S"]).unsqueeze(1)
+
+
+def make_case(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> Case:
+    """Codes q, k, v, grad, q_t, k_t and grad_t (uint8), tables (int32) and factors (float32).
+
+    They are as kernels/attention/backward.py describes them. Outputs dq, dk and dv are bfloat16 bits as uint16.
+    """
+    d = _family.read_dims(dims, fmt)
+    _, codes = _draw(tuple(d.items()), seed, variant)
+    of_queries, of_keys = (d["H"], d["S"], d["D"]), (d["HK"], d["KV"], d["D"])
+    shapes = {"dq": of_queries, "dk": of_keys, "dv": of_keys}
+    inputs = {name: x.numpy().copy() for name, x in codes.items()}
+    return Case(inputs, {name: OutputSpec(shape, "uint16") for name, shape in shapes.items()})
+
+
+def references(dims: Mapping[str, int], seed: int, fmt: str, variant: str = "normal") -> References:
+    """Gradients of the unquantized tensors, and those that the codes define, with a bound: dQ, dK and dV, joined."""
+    d = _family.read_dims(dims, fmt)
+    tensors, codes = _draw(tuple(d.items()), seed, variant)
+    full: list[list[Tensor]] = []
+    exact: list[list[Tensor]] = []
+    bound: list[list[Tensor]] = []
+    for head in range(d["HK"]):  # one head of K and V at a time, because weights of all heads take much memory
+        full.append(_compute_exact(d, *(_select_head(x, head, d["HK"]) for x in tensors)))
+        selected = {name: _select_head(x, head, d["HK"]) for name, x in codes.items()}
+        for results, gradients in zip((exact, bound), compute_from_codes(d, selected), strict=True):
+            results.append(gradients)
+    joined = [[torch.cat(x) for x in zip(*gradients, strict=True)] for gradients in (full, exact, bound)]
+    names = [_join(gradients) for gradients in joined]
+    return References(full=names[0], exact=names[1], bound=names[2], sizes=tuple(x.numel() for x in joined[0]))
+
+
+def _select_head(x: Tensor, head: int, kv_heads: int) -> Tensor:
+    """Return the part of a tensor (heads, ...) that belongs to a head of K and V."""
+    group = len(x) // kv_heads
+    return x[head * group : (head + 1) * group]
+
+
+def _compute_exact(d: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """Return dQ, dK and dV of the unquantized tensors of one head of K and V, in float64."""
+    p, _, _, ds = _attend(d, q, k, v, g)
+    ds = ds * d["D"] ** -0.5
+    return [ds @ k.double(), (ds.mT @ q.double()).sum(0, keepdim=True), (p.mT @ g.double()).sum(0, keepdim=True)]
+
+
+def compute_from_codes(d: Mapping[str, int], codes: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return dQ, dK and dV of the codes of one head of K and V, and each element's largest error from the roundings."""
+    q, k, v, grad = (codes[name].view(torch.int8).double() for name in ("q", "k", "v", "grad"))
+    q_t, grad_t, k_t = (
+        _read_columns(codes[f"{name}_t"])[:, :n] for name, n in (("q", d["S"]), ("grad", d["S"]), ("k", d["KV"]))
+    )
+    tables = codes["tables"]
+    starts = [
+        (_read_starts(tables[..., first : first + ROWS]) - _MAGIC_BITS)[:, : d["S"]].double() for first in (0, ROWS)
+    ]
+    of_tiles = tables[..., 2 * ROWS : 2 * ROWS + 3].contiguous().view(torch.float32).double()
+    of_rows = of_tiles.repeat_interleave(ROWS, 1)[:, : d["S"]]
+    factor, q_scale, grad_exponent = (of_rows[..., n : n + 1] for n in range(3))  # (heads, S, 1) each
+    by_query, by_key, by_value = codes["factors"][0].double()
+
+    exponent = (q @ k.mT + starts[0].unsqueeze(-1)) * factor + grad_exponent
+    if d["CAUSAL"]:
+        exponent = exponent.masked_fill(_hidden(d), -math.inf)
+    p = torch.exp2(exponent)
+    ds = p * (grad @ v.mT + starts[1].unsqueeze(-1))
+    of_keys = ds * q_scale
+    exact = [
+        by_query * (ds @ k_t), by_key * _sum_heads(of_keys.mT @ q_t), by_value * _sum_heads(p.mT @ grad_t),
+    ]  # fmt: skip
+
+    relative = _STEP + _SUMS + _EX2 + torch.expm1(math.log(2) * _EXPONENT * (_MAGIC * factor + 256))
+    # Numbers below 2^-6 have an absolute error, in units of a row's scale: of its largest number or of the first scale.
+    first = torch.exp2(grad_exponent[:, :1])  # (heads, 1, 1)
+    small_ds = torch.maximum(ds.abs().amax(-1, keepdim=True), first * 2.0**-_FIRST_QUERY_SLOPE)
+    first_slope = first[0] * q_scale[0, :1] * 2.0**-_FIRST_KEY_SLOPE
+    small_keys = torch.maximum(of_keys.abs().amax((0, 1)).unsqueeze(-1), first_slope)
+    small_values = torch.maximum(p.amax((0, 1)).unsqueeze(-1), first[0] * 2.0**-_FIRST_WEIGHT)
+    error_of_keys = relative * of_keys.abs() + _DIFFERENCE * p * q_scale
+    bound = [
+        by_query * ((relative * ds.abs()) @ k_t.abs() + _SMALLEST * small_ds * k_t.abs().sum(1, keepdim=True)),
+        by_key * _sum_heads(error_of_keys.mT @ q_t.abs() + _SMALLEST * small_keys * q_t.abs().sum(1, keepdim=True)),
+        by_value
+        * _sum_heads((relative * p).mT @ grad_t.abs() + _SMALLEST * small_values * grad_t.abs().sum(1, keepdim=True)),
+    ]
+    return exact, [b + _BFLOAT16 * (x.abs() + b) + _BFLOAT16_SMALLEST for x, b in zip(exact, bound, strict=True)]
+
+
+def _sum_heads(x: Tensor) -> Tensor:
+    return x.sum(0, keepdim=True)
+
+
+def _read_columns(codes: Tensor) -> Tensor:
+    """Return the values of transposed E4M3 codes (heads, D, padded), as (heads, padded, D)."""
+    heads, dim, padded = codes.shape
+    values = codes.view(torch.float8_e4m3fn).double().transpose(1, 2)
+    permuted = values.reshape(heads, padded // len(KEY_ORDER), len(KEY_ORDER), dim)
+    rows = torch.empty_like(permuted)
+    rows[:, :, torch.tensor(KEY_ORDER)] = permuted
+    return rows.flatten(1, 2)
+
+
+def _read_starts(words: Tensor) -> Tensor:
+    """Return the words of tables (heads, tiles, 64) in the order of the queries, (heads, queries)."""
+    return words.reshape(*words.shape[:2], 4, 4, 2, 2).transpose(3, 4).flatten(1)
+
+
+def _join(gradients: list[Tensor]) -> NDArray[np.float64]:
+    return np.concatenate([x.numpy().ravel() for x in gradients])
+
+
+def decode(outputs: Mapping[str, NDArray[Any]], fmt: str) -> NDArray[np.float64]:
+    """The gradients as float64, flat: dQ, dK, dV."""
+    bits = np.concatenate([outputs[name].ravel() for name in ("dq", "dk", "dv")])
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def least_work(dims: Mapping[str, int]) -> dict[str, int]:
+    """Five products of 2 D operations and one exponential for each unmasked score."""
+    d = _family.read_dims(dims, "int8")
+    scores = d["H"] * (int((~_hidden(d)).sum()) if d["CAUSAL"] else d["S"] * d["KV"])
+    return {"matrix_flops": 10 * scores * d["D"], "exponentials": scores}
