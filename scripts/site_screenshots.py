@@ -107,7 +107,8 @@ def main() -> int:
         browser = start_browser(playwright)
         faults += check_navigation(browser, site)
         for width in WIDTHS:
-            window = browser.new_page(viewport={"width": width, "height": 900})
+            cell_width, cell_height, _ = WIDTHS[width]
+            window = browser.new_page(viewport={"width": width, "height": width * cell_height // cell_width})
             tops = []
             for file in pages:
                 name = file.relative_to(site).with_suffix("").as_posix()

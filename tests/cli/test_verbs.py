@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from greenfast.cli.console import show, table
 from greenfast.cli.evolve import SearchConsole
 from greenfast.judge.check_plan import CasePlan
 from greenfast.judge.gates.registry import GATES
@@ -338,3 +341,15 @@ def test_a_pipe_gets_the_current_step_after_a_while(
     for step in ("soon", "one", "soon after", "two"):
         console.say(step)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [["40", "s", "one"], ["80", "s", "two"]]
+
+
+def test_a_table_splits_no_word_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    header = ("shape", "registers", "spills", "bar_sync")
+    show(table(header, [("b1_h8_s512_d64", "153", "0", "6")]))
+    names, row = (line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines())
+    assert names == list(header)
+    assert row == ["b1_h8_s512_d64", "153", "0", "6"]

@@ -24,6 +24,8 @@ _STYLES = {
     "DEFER": "bold red",
 }
 _MAX_REASONS = 8
+#: Longer words, such as paths, may be split in a table.
+_WHOLE_WORD = 20
 
 
 class ClosableConsole(Console):
@@ -42,17 +44,19 @@ def status(text: str) -> Text:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> Table:
     """Make a plain table with literal cells."""
     shown = Table(title=title, box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        shown.add_column(name, overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(printable(cell)) for cell in row))
+    cells = [[printable(cell) for cell in row] for row in rows]
+    for name, *column in zip(header, *cells, strict=True):
+        words = [word for cell in (name, *column) for word in cell.split()]
+        shown.add_column(name, overflow="fold", min_width=min(_WHOLE_WORD, max(map(len, words), default=1)))
+    for row in cells:
+        shown.add_row(*map(Text, row))
     return shown
 
 
 def show(what: Table | Text | str) -> None:
-    """Print to standard output: text unchanged, and wide tables uncut if the output is a file or a pipe."""
-    width = None if sys.stdout.isatty() else 200
-    ClosableConsole(width=width, highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
+    """Print to standard output: text unchanged, and tables as wide as their words, if need be over the edge."""
+    console = ClosableConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console.print(what, markup=False, soft_wrap=isinstance(what, str), crop=False)
 
 
 class GateConsole:
