@@ -202,7 +202,8 @@ def setup(app: Any) -> None:
         """Mark what the style sheet lays out: tables by their columns, long cells, and code that must not break."""
         for table in doctree.findall(nodes.table):
             columns = len(list(table.findall(nodes.colspec)))
-            table["classes"] += ["two-columns"] if columns == 2 else ["many-columns"] if columns > 7 else []
+            table["classes"] += ["two-columns"] * (columns == 2) + ["many-columns"] * (columns > 7)
+            table["classes"] += ["most-columns"] * (columns > 11)
         for cell in doctree.findall(nodes.entry):
             if len(cell.astext()) > 60:
                 cell["classes"].append("long")

@@ -314,7 +314,7 @@ def render_program(
 ) -> Program:
     """Return a family's program for a shape: its ``program``, or the single launch of its ``kernel``.
 
-    Raises as these.
+    Raises the errors of these functions.
     """
     several = getattr(family, "program", None)
     if several is not None:
