@@ -26,6 +26,7 @@ from greenfast.emulator.machine.observed import Observed
 from greenfast.emulator.ptx.names import demangle
 from greenfast.judge.store import to_json, write_whole
 from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.extras import require
 
 #: A script's traceback omits frames of these files: Python's start of the script, and this package.
 _OWN = (runpy.__file__, str(Path(__file__).parents[1]))
@@ -160,6 +161,8 @@ def _run_script(args: argparse.Namespace, findings: Findings) -> RunReport:
             code, error = e.exit_code, str(e)
             _print_traceback(e)
         except Exception as e:
+            if isinstance(e, ModuleNotFoundError) and e.name == "triton":
+                require("a script with Triton kernels", "triton")
             code, error = 1, f"{type(e).__name__}: {e}"
             _print_traceback(e)
     for launch in activation.launches:
@@ -224,7 +227,7 @@ def _print_traceback(error: Exception) -> None:
 
 def _library_folders() -> tuple[str, ...]:
     """Return the folders of Triton and PyTorch, and Python's contextlib, through which a launch goes."""
-    libraries = (importlib.import_module(name) for name in ("torch", "triton"))
+    libraries = (sys.modules[name] for name in ("torch", "triton") if name in sys.modules)
     return (*(str(Path(str(library.__file__)).parent) for library in libraries), contextlib.__file__)
 
 

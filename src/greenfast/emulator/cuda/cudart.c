@@ -1,6 +1,7 @@
 // A CUDA runtime library without a GPU: it forwards calls to the emulator, which is another process (server.py).
 //
-// One message per call goes over a socket. Device memory is a shared mapping at one fixed address in both processes, so
+// One message per call goes over a socket. An extension of Python is in one process with the emulator, so there a
+// function takes the messages (gf_attach), and device memory is that of PyTorch's CPU tensors. Else: Device memory is a shared mapping at one fixed address in both processes, so
 // that pointers inside structs are valid in both. The program's own mapping of device memory is inaccessible, as on a
 // GPU; copies use a second mapping of the same memory. Functions that are not here are stubs (library.py) that call
 // gf_refuse. Streams need no queue: every call is complete when it returns, an order that every stream allows.
@@ -36,6 +37,12 @@ static char *alias;  // device memory, accessible
 static __thread cudaError_t last_error;
 static cudaError_t sticky;  // an error of a kernel, which stays
 static uint64_t next_handle = 0x1000;
+static void (*handler)(const Request *, const void *, Reply *, const char **);
+
+// Let a function of this process take the messages, and forget errors. Its reply's payload is valid until the next call.
+EXPORT void gf_attach(void (*function)(const Request *, const void *, Reply *, const char **)) {
+    handler = function, sticky = last_error = cudaSuccess;
+}
 
 static cudaError_t set(cudaError_t error) { if (error) last_error = error; return error; }
 
@@ -78,7 +85,13 @@ static void begin(void) {
 
 // Send a request with its payload. Print what kernels printed, or store the reply's payload (freed by the caller).
 static Reply call(Request request, const void *payload, char **received) {
-    Reply reply;
+    Reply reply = {0};
+    if (handler) {  // Python's lock orders its calls
+        const char *data = NULL;
+        handler(&request, payload, &reply, &data);
+        if (reply.bytes && received) memcpy(*received = malloc(reply.bytes), data, reply.bytes);
+        return reply;
+    }
     pthread_mutex_lock(&lock);
     begin();
     transfer(1, &request, sizeof request);
@@ -128,6 +141,7 @@ static Reply declare(void **handle, void *host, const char *name, size_t size, i
     return call((Request){VARIABLE, strlen(name), {*(uint64_t *)handle, (uintptr_t)host, size, managed}}, name, NULL);
 }
 static void open_pages(uint64_t address, uint64_t size) {
+    if (handler) return;
     uint64_t end = (address + size + 4095) & ~4095ull;
     mprotect((void *)(address & ~4095ull), end - (address & ~4095ull), PROT_READ | PROT_WRITE);
 }

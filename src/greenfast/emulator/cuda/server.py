@@ -10,9 +10,10 @@ import struct
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,17 @@ from greenfast.spec.errors import GreenfastError
 from greenfast.spec.facts import ERROR
 from greenfast.spec.kernel import Launch, Struct, TensorMap
 
-_REQUEST, _REPLY = struct.Struct("<II14Q"), struct.Struct("<iI6Q")
+REQUEST, REPLY = struct.Struct("<II14Q"), struct.Struct("<iI6Q")
 _OPERATIONS = (
     *("module", "function", "variable", "allocate", "release", "copy", "fill", "symbol", "layout", "launch"),
     *("attributes", "lookup", "refuse", "tensormap", "register"),
 )
+#: What programs call for those operations that a runtime may lack.
+_CALLS = {
+    **{2: "a managed variable", 3: "cudaMalloc", 4: "cudaFree", 5: "cudaMemcpy", 6: "cudaMemset"},
+    **{7: "a copy to or from a variable", 11: "cudaPointerGetAttributes", 13: "cuTensorMapEncodeTiled"},
+    14: "cudaHostRegister",
+}
 #: Errors of CUDA's runtime.
 _INVALID_VALUE, _OUT_OF_MEMORY, _INVALID_CONFIGURATION, _INVALID_SYMBOL, _INVALID_FUNCTION = 1, 2, 9, 13, 98
 _TOO_MANY_RESOURCES, _TOO_LARGE, _NOT_SUPPORTED = 701, 720, 801
@@ -84,43 +91,43 @@ class CallError(Exception):
         self.error = error
 
 
-class Server:
-    """The state of a program's device. launches and seconds: by kernel."""
+class Runtime:
+    """The calls of CUDA's runtime that concern modules and kernels. Subclasses have memory and run launches."""
 
-    def __init__(self, findings: Findings, seed: int = 0, orders: int = 1, observe: Observe = NOTHING) -> None:
-        self.memory = DeviceMemory(CAPACITY)
-        self.memory.resolve = self._resolve
+    #: The newest architecture whose PTX is taken.
+    limit = 90
+
+    def __init__(self, findings: Findings) -> None:
         self.findings = findings
-        self.launcher = ProgramLauncher(self.memory, seed, orders, observe)
         self.modules: list[LoadedModule] = []
         self.kernels: dict[int, KernelHandle] = {}
-        self.variables: dict[int, tuple[int, int]] = {}
-        #: Host memory of cudaHostRegister: its sizes by address. Kernels cannot reach it here.
-        self.registered: dict[int, int] = {}
-        self.launches: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        #: What the last launch printed.
+        self.printed = b""
         self.process = 0
 
-    def serve(self, connection: socket.socket) -> None:
-        """Answer requests until the program ends."""
-        with connection, connection.makefile("rb") as stream:
-            while len(header := stream.read(_REQUEST.size)) == _REQUEST.size:
-                operation, size, *values = _REQUEST.unpack(header)
-                payload = stream.read(size)
-                error, results, answer = 0, (0,), b""
-                try:
-                    answered = getattr(self, f"_{_OPERATIONS[operation]}")(values, payload)
-                    error, results, answer = answered or (0, (0,), b"")
-                except CallError as e:
-                    error = e.error
-                except GreenfastError as e:
-                    self.findings.add("", convert_error(e))
-                    error = _NOT_SUPPORTED
-                padded = [v & 2**64 - 1 for v in (*results, *[0] * 6)][:6]
-                try:
-                    connection.sendall(_REPLY.pack(error, len(answer), *padded) + answer)
-                except OSError:  # the program was killed
-                    return
+    def answer(self, operation: int, values: list[int], payload: bytes) -> tuple[bytes, bytes]:
+        """Return the reply to a request, and its payload."""
+        error, results, data = 0, (0,), b""
+        try:
+            handle: Any = getattr(self, f"_{_OPERATIONS[operation]}", None)
+            if handle is None:
+                self._report("unsupported", f"{_CALLS[operation]} is not emulated here", 0, UNSUPPORTED)
+                raise CallError(_NOT_SUPPORTED)
+            error, results, data = handle(values, payload) or (0, (0,), b"")
+        except CallError as e:
+            error = e.error
+        except GreenfastError as e:
+            self._keep_error(e)
+            error = _NOT_SUPPORTED
+        padded = [v & 2**64 - 1 for v in (*results, *[0] * 6)][:6]
+        return REPLY.pack(error, len(data), *padded), data
+
+    def _keep_error(self, error: GreenfastError) -> None:
+        """Keep what a call was refused for."""
+        self.findings.add("", convert_error(error))
+
+    def _load_variables(self, made: LoadedModule, module: Module) -> None:
+        """Give the variables of a module their memory and initial values."""
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class Server:
             made.refusal = "relocatable device code, which needs a linker (compile without -rdc=true or -dc)"
             return 0, (len(self.modules) - 1,), b""
         try:
-            made.ptx = choose_ptx(read_ptx(payload))
+            made.ptx = choose_ptx(read_ptx(payload), self.limit)
             made.module = load_module(made.ptx)
         except GreenfastError as e:
             made.refusal = str(e)
@@ -139,6 +146,164 @@ class Server:
             self._load_variables(made, made.module)
             self.findings.files.update(made.module.files)
         return 0, (len(self.modules) - 1,), b""
+
+    def _function(self, values: list[int], payload: bytes) -> None:
+        self.kernels[values[1]] = KernelHandle(self.modules[values[0]], payload.decode())
+
+    # ---- kernels ----------------------------------------------------------------------------------------------------
+
+    def _kernel(self, address: int) -> KernelHandle:
+        """Return a kernel that can run. Raises CallError for an unknown one, and one of a refused module."""
+        kernel = self.kernels.get(address)
+        if kernel is None:
+            raise CallError(_INVALID_FUNCTION)
+        if kernel.module.refusal:
+            text = f"{demangle(kernel.name)}: {kernel.module.refusal}"
+            self.findings.add(kernel.name, Fault(level=UNSUPPORTED, kind="unsupported", message=text))
+            raise CallError(_NOT_SUPPORTED)
+        return kernel
+
+    def _layout(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
+        kernel = self._kernel(values[0])
+        assert kernel.module.module is not None
+        layout, end = pack(kernel.module.module.entry(kernel.name).params)
+        sizes = {p.name: p.size for p in kernel.module.module.entry(kernel.name).params}
+        return 0, (end,), b"".join(struct.pack("<II", start, sizes[name]) for name, start in layout.items())
+
+    def _attributes(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
+        kernel = self._kernel(values[0])
+        module = kernel.module.module
+        assert module is not None
+        function = module.entry(kernel.name)
+        _, shared = layout_shared(module, function, 0)
+        if values[1] == 1 + _DYNAMIC_SHARED:
+            if values[2] + shared > _MAX_SHARED:
+                raise CallError(_INVALID_VALUE)
+            kernel.max_shared = max(values[2], _SHARED - shared)
+        _, local = pack([v for v in function.variables.values() if v.space == "local"])
+        constant = sum(v.size for v in module.variables.values() if v.space == "const")
+        return 0, (shared, local, _limit_threads(function.directives), constant, kernel.max_shared), b""
+
+    def _launch(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
+        kernel = self._kernel(values[0])
+        module = kernel.module.module
+        assert module is not None
+        x, y, z, bx, by, bz, shared, cx, cy, cz, cooperative, early, _ = values[1:14]
+        grid, block, cluster = (x, y, z), (bx, by, bz), (cx, cy, cz)
+        self._check(kernel, grid, block, shared)
+        most = _RESIDENT // (-(-math.prod(block) // 32) * 32) * MULTIPROCESSORS
+        if cooperative and math.prod(grid) > most:
+            text = f"a cooperative launch of {math.prod(grid)} blocks; at most {most} of this size are resident"
+            self._report_launch(kernel, text)
+            raise CallError(_TOO_LARGE)
+        function = module.entry(kernel.name)
+        layout, _ = pack(function.params)
+        arguments = tuple(
+            Struct((np.frombuffer(payload[layout[p.name] : layout[p.name] + p.size], np.uint8),))
+            for p in function.params
+        )
+        plan = Launch(grid, arguments, cluster=cluster, early=bool(early), cooperative=bool(cooperative))
+        _, program = load_program(kernel.module.ptx, kernel.name)
+        if not program.function.shapes:
+            program.function.shapes = read_shapes([_read(path) for path in module.files])
+        step = KernelLaunch(kernel.module.ptx, kernel.name, block, shared, plan)
+        return 0, (self._run(kernel, step, payload),), self.printed
+
+    def _run(self, kernel: KernelHandle, step: KernelLaunch, payload: bytes) -> int:
+        """Run a launch, whose arguments are Structs of bytes. Return an error of CUDA's runtime. Sets ``printed``."""
+        raise NotImplementedError
+
+    def _check(self, kernel: KernelHandle, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> None:
+        """Raise CallError for a launch that every H100 refuses."""
+        assert kernel.module.module is not None
+        function = kernel.module.module.entry(kernel.name)
+        _, static = layout_shared(kernel.module.module, function, 0)
+        limit = _limit_threads(function.directives)
+        error, text = 0, ""
+        if min(*grid, *block) < 1 or any(
+            n > m for n, m in zip((*grid, *block), (*_MAX_GRID, *_MAX_BLOCK), strict=True)
+        ):
+            error, text = _INVALID_CONFIGURATION, f"a grid of {grid} blocks of {block} threads"
+        elif math.prod(block) > _MAX_THREADS:
+            error, text = _INVALID_CONFIGURATION, f"blocks of {math.prod(block)} threads; at most {_MAX_THREADS}"
+        elif math.prod(block) > limit:
+            error = _TOO_MANY_RESOURCES
+            text = f"blocks of {math.prod(block)} threads; its __launch_bounds__ allow {limit}"
+        elif shared and shared + static > max(kernel.max_shared + static, _SHARED):
+            error = _INVALID_VALUE
+            text = (
+                f"{shared} bytes of dynamic and {static} of static shared memory; above {_SHARED} in sum, set "
+                "cudaFuncAttributeMaxDynamicSharedMemorySize"
+            )
+        if error:
+            self._report_launch(kernel, f"a launch with {text}")
+            raise CallError(error)
+
+    def _report_launch(self, kernel: KernelHandle, text: str) -> None:
+        """Add a finding about a launch that every H100 refuses."""
+        message = f"{demangle(kernel.name)}: {text}"
+        self.findings.add(kernel.name, Fault(level=ERROR, kind="invalid-launch", message=message))
+
+    def _tensormap(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
+        kind, rank, address, interleave, swizzle, _ = values[:6]
+        numbers = struct.unpack("<10Q10I", payload)
+        extents, strides, box = numbers[:rank], numbers[5 : 5 + rank - 1], numbers[10 : 10 + rank]
+        if kind >= len(_MAP_TYPES) or swizzle >= len(_SWIZZLES) or interleave:
+            raise CallError(_INVALID_VALUE)
+        if any(step != 1 for step in numbers[15 : 15 + rank]):
+            self._report("unsupported", "cuTensorMapEncodeTiled with element strides is not emulated", 0, UNSUPPORTED)
+            raise CallError(_NOT_SUPPORTED)
+        item = np.dtype(_MAP_TYPES[kind]).itemsize
+        layout = TensorMap(
+            "memory", _MAP_TYPES[kind], extents[::-1], (*strides[::-1], item), box[::-1], _SWIZZLES[swizzle]
+        )
+        return 0, (0,), self._encode_map(layout, address)
+
+    def _encode_map(self, layout: TensorMap, address: int) -> bytes:
+        """Return the bytes of a tensor map at an address. Raises CallError if that is no device memory."""
+        raise NotImplementedError
+
+    # ---- reports ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, values: list[int], payload: bytes) -> None:
+        name = payload.decode(errors="replace")
+        self._report("unsupported", f"{name} is not emulated", values[1], UNSUPPORTED)
+
+    def _report(self, kind: str, text: str, caller: int, level: str = ERROR) -> None:
+        """Add a finding about a call of the program."""
+        file, _, line = self._resolve(caller).rpartition(":")
+        where = f" at {Path(file).name}:{line}" if file else ""
+        number = int(line) if line.isdigit() else None
+        self.findings.add("", Fault(level=level, kind=kind, message=text + where, file=file or None, line=number))
+
+    def _resolve(self, address: int) -> str:
+        return _find_line(self.process, address) if address and self.process else ""
+
+
+class Server(Runtime):
+    """The state of a program's device. launches and seconds: by kernel."""
+
+    def __init__(self, findings: Findings, seed: int = 0, orders: int = 1, observe: Observe = NOTHING) -> None:
+        super().__init__(findings)
+        self.memory = DeviceMemory(CAPACITY)
+        self.memory.resolve = self._resolve
+        self.launcher = ProgramLauncher(self.memory, seed, orders, observe)
+        self.variables: dict[int, tuple[int, int]] = {}
+        #: Host memory of cudaHostRegister: its sizes by address. Kernels cannot reach it here.
+        self.registered: dict[int, int] = {}
+        self.launches: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer requests until the program ends."""
+        with connection, connection.makefile("rb") as stream:
+            while len(header := stream.read(REQUEST.size)) == REQUEST.size:
+                operation, size, *values = REQUEST.unpack(header)
+                reply, data = self.answer(operation, values, stream.read(size))
+                try:
+                    connection.sendall(reply + data)
+                except OSError:  # the program was killed
+                    return
 
     def _load_variables(self, made: LoadedModule, module: Module) -> None:
         """Give the variables of a module their memory and initial values."""
@@ -155,9 +320,6 @@ class Server:
             data = initial_value(v, made.symbols).ljust(v.size, b"\0")
             self.memory.data[start : start + v.size] = np.frombuffer(data, np.uint8)
             self.memory.state[start : start + v.size] = WRITTEN
-
-    def _function(self, values: list[int], payload: bytes) -> None:
-        self.kernels[values[1]] = KernelHandle(self.modules[values[0]], payload.decode())
 
     def _variable(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
         number, host, size, managed = values[:4]
@@ -271,97 +433,16 @@ class Server:
         kind = 0 if a is None or a.kind not in (1, MANAGED) else a.kind
         return 0, (0 if a is None else self.memory.base + a.start, int(a is not None), kind, self.memory.used()), b""
 
-    # ---- kernels ----------------------------------------------------------------------------------------------------
-
-    def _kernel(self, address: int) -> KernelHandle:
-        """Return a kernel that can run. Raises CallError for an unknown one, and one of a refused module."""
-        kernel = self.kernels.get(address)
-        if kernel is None:
-            raise CallError(_INVALID_FUNCTION)
-        if kernel.module.refusal:
-            text = f"{demangle(kernel.name)}: {kernel.module.refusal}"
-            self.findings.add(kernel.name, Fault(level=UNSUPPORTED, kind="unsupported", message=text))
-            raise CallError(_NOT_SUPPORTED)
-        return kernel
-
-    def _layout(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
-        kernel = self._kernel(values[0])
-        assert kernel.module.module is not None
-        layout, end = pack(kernel.module.module.entry(kernel.name).params)
-        sizes = {p.name: p.size for p in kernel.module.module.entry(kernel.name).params}
-        return 0, (end,), b"".join(struct.pack("<II", start, sizes[name]) for name, start in layout.items())
-
-    def _attributes(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
-        kernel = self._kernel(values[0])
-        module = kernel.module.module
-        assert module is not None
-        function = module.entry(kernel.name)
-        _, shared = layout_shared(module, function, 0)
-        if values[1] == 1 + _DYNAMIC_SHARED:
-            if values[2] + shared > _MAX_SHARED:
-                raise CallError(_INVALID_VALUE)
-            kernel.max_shared = max(values[2], _SHARED - shared)
-        _, local = pack([v for v in function.variables.values() if v.space == "local"])
-        constant = sum(v.size for v in module.variables.values() if v.space == "const")
-        return 0, (shared, local, _limit_threads(function.directives), constant, kernel.max_shared), b""
-
-    def _launch(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
-        kernel = self._kernel(values[0])
-        module = kernel.module.module
-        assert module is not None
-        x, y, z, bx, by, bz, shared, cx, cy, cz, cooperative, early, _ = values[1:14]
-        grid, block, cluster = (x, y, z), (bx, by, bz), (cx, cy, cz)
-        self._check(kernel, grid, block, shared)
+    def _run(self, kernel: KernelHandle, step: KernelLaunch, payload: bytes) -> int:
+        """Run a launch in the program's memory."""
         self._check_pointers(kernel, payload)
-        most = _RESIDENT // (-(-math.prod(block) // 32) * 32) * MULTIPROCESSORS
-        if cooperative and math.prod(grid) > most:
-            text = f"a cooperative launch of {math.prod(grid)} blocks; at most {most} of this size are resident"
-            self._report_launch(kernel, text)
-            raise CallError(_TOO_LARGE)
-        function = module.entry(kernel.name)
-        layout, _ = pack(function.params)
-        arguments = tuple(
-            Struct((np.frombuffer(payload[layout[p.name] : layout[p.name] + p.size], np.uint8),))
-            for p in function.params
-        )
-        plan = Launch(grid, arguments, cluster=cluster, early=bool(early), cooperative=bool(cooperative))
         start = time.perf_counter()
-        _, program = load_program(kernel.module.ptx, kernel.name)
-        if not program.function.shapes:
-            program.function.shapes = read_shapes([_read(path) for path in module.files])
-        outcome = self.launcher.launch(
-            KernelLaunch(kernel.module.ptx, kernel.name, block, shared, plan), kernel.module.symbols
-        )
+        outcome = self.launcher.launch(step, kernel.module.symbols)
         self.launches[kernel.name] += 1
         self.seconds[kernel.name] += time.perf_counter() - start  # type: ignore[assignment]
         self.findings.extend(kernel.name, outcome.faults)
-        return 0, (outcome.error,), outcome.printed.encode()
-
-    def _check(self, kernel: KernelHandle, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> None:
-        """Raise CallError for a launch that every H100 refuses."""
-        assert kernel.module.module is not None
-        function = kernel.module.module.entry(kernel.name)
-        _, static = layout_shared(kernel.module.module, function, 0)
-        limit = _limit_threads(function.directives)
-        error, text = 0, ""
-        if min(*grid, *block) < 1 or any(
-            n > m for n, m in zip((*grid, *block), (*_MAX_GRID, *_MAX_BLOCK), strict=True)
-        ):
-            error, text = _INVALID_CONFIGURATION, f"a grid of {grid} blocks of {block} threads"
-        elif math.prod(block) > _MAX_THREADS:
-            error, text = _INVALID_CONFIGURATION, f"blocks of {math.prod(block)} threads; at most {_MAX_THREADS}"
-        elif math.prod(block) > limit:
-            error = _TOO_MANY_RESOURCES
-            text = f"blocks of {math.prod(block)} threads; its __launch_bounds__ allow {limit}"
-        elif shared and shared + static > max(kernel.max_shared + static, _SHARED):
-            error = _INVALID_VALUE
-            text = (
-                f"{shared} bytes of dynamic and {static} of static shared memory; above {_SHARED} in sum, set "
-                "cudaFuncAttributeMaxDynamicSharedMemorySize"
-            )
-        if error:
-            self._report_launch(kernel, f"a launch with {text}")
-            raise CallError(error)
+        self.printed = outcome.printed.encode()
+        return outcome.error
 
     def _check_pointers(self, kernel: KernelHandle, payload: bytes) -> None:
         """Refuse a launch with a pointer to memory of cudaHostRegister: a GPU reaches it, the emulator does not."""
@@ -373,46 +454,20 @@ class Server:
                 self.findings.add(kernel.name, Fault(level=UNSUPPORTED, kind="unsupported", message=text))
                 raise CallError(_NOT_SUPPORTED)
 
-    def _report_launch(self, kernel: KernelHandle, text: str) -> None:
-        """Add a finding about a launch that every H100 refuses."""
-        message = f"{demangle(kernel.name)}: {text}"
-        self.findings.add(kernel.name, Fault(level=ERROR, kind="invalid-launch", message=message))
-
-    # ---- reports ----------------------------------------------------------------------------------------------------
-
     def _refuse(self, values: list[int], payload: bytes) -> None:
-        name = payload.decode(errors="replace")
         if values[0]:  # an access of host code
             where = self.memory.describe(values[1] - self.memory.base)
-            self.findings.add("", Fault(level=ERROR, kind="host-access", message=f"{name}: {where}"))
+            message = f"{payload.decode(errors='replace')}: {where}"
+            self.findings.add("", Fault(level=ERROR, kind="host-access", message=message))
             return
-        self._report("unsupported", f"{name} is not emulated", values[1], UNSUPPORTED)
+        super()._refuse(values, payload)
 
-    def _report(self, kind: str, text: str, caller: int, level: str = ERROR) -> None:
-        """Add a finding about a call of the program."""
-        file, _, line = self._resolve(caller).rpartition(":")
-        where = f" at {Path(file).name}:{line}" if file else ""
-        number = int(line) if line.isdigit() else None
-        self.findings.add("", Fault(level=level, kind=kind, message=text + where, file=file or None, line=number))
-
-    def _resolve(self, address: int) -> str:
-        return _find_line(self.process, address) if address and self.process else ""
-
-    def _tensormap(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
-        kind, rank, address, interleave, swizzle, _ = values[:6]
-        numbers = struct.unpack("<10Q10I", payload)
-        extents, strides, box = numbers[:rank], numbers[5 : 5 + rank - 1], numbers[10 : 10 + rank]
+    def _encode_map(self, layout: TensorMap, address: int) -> bytes:
         a = self.memory.find(address)
-        if a is None or kind >= len(_MAP_TYPES) or swizzle >= len(_SWIZZLES) or interleave:
+        if a is None:
             raise CallError(_INVALID_VALUE)
-        if any(step != 1 for step in numbers[15 : 15 + rank]):
-            self._report("unsupported", "cuTensorMapEncodeTiled with element strides is not emulated", 0, UNSUPPORTED)
-            raise CallError(_NOT_SUPPORTED)
-        item = np.dtype(_MAP_TYPES[kind]).itemsize
-        layout = TensorMap(
-            a.name, _MAP_TYPES[kind], extents[::-1], (*strides[::-1], item), box[::-1], _SWIZZLES[swizzle]
-        )
-        return 0, (0,), encode(bind(layout, self.memory), address - a.start)
+        layout = replace(layout, buffer=a.name)
+        return encode(bind(layout, self.memory), address - a.start)
 
 
 def _limit_threads(directives: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +13,26 @@ import msgspec
 import torch
 
 from greenfast.device.compiler import compile_kernel
-from greenfast.emulator.grid import load_program
+from greenfast.emulator.grid import KernelLaunch, load_program
 from greenfast.emulator.kernel_run import DEFAULT_TARGET, Fault, convert_error, convert_finding
 from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.observed import NOTHING, Observe, Observed, Recorder
 from greenfast.emulator.observer import Observer
-from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute
-from greenfast.emulator.triton.driver import SHARED_MEMORY, EmulatorDriver, measure_nothing, run_launch, without_modes
+from greenfast.emulator.ptx.names import demangle
+from greenfast.emulator.triton.cuda_tensors import CudaTensors, replace_attribute, without_modes
+from greenfast.emulator.triton.driver import (
+    SHARED_MEMORY,
+    Binder,
+    EmulatorDriver,
+    make_launch,
+    make_step,
+    measure_nothing,
+    run_launch,
+)
+from greenfast.emulator.triton.extensions import Extensions
+from greenfast.emulator.triton.storage import Regions
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import GreenfastError, UsageError
+from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
 from greenfast.spec.extras import require
 from greenfast.spec.facts import FORMAL, KernelCounts
 from greenfast.spec.kernel import KernelSource
@@ -29,7 +42,7 @@ AUTOTUNE, BENCHMARKS = ("first", "all"), ("once", "skip")
 
 
 class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A launch that ran: kernel, grid in programs, threads of a block, seconds, counts, formal findings.
+    """A launch that ran: kernel, grid in blocks, threads of a block, seconds, counts, formal findings.
 
     observed: the observations that ``observe`` selected.
     """
@@ -45,7 +58,7 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Activation:
-    """Triton's kernels run in the emulator until ``deactivate``.
+    """Triton's kernels, and those of PyTorch extensions, run in the emulator until ``deactivate``.
 
     launches: the reports of all launches, in order. observer: adds up their observations, None without ``observe``.
     files: the paths of the kernels' source files. faults: of kernels and refusals of launches, also those that the
@@ -64,7 +77,8 @@ class Activation:
         on_launch: Callable[[LaunchReport], None] | None = None,
         observe: Observe = NOTHING,
     ) -> None:
-        require("greenfast.emulator.triton", "triton")
+        if not cuda_tensors_as_cpu:
+            require("greenfast.emulator.triton", "triton")
         self.capability = parse_target(target)
         for name, value, allowed in (("autotune", autotune, AUTOTUNE), ("benchmarks", benchmarks, BENCHMARKS)):
             if value not in allowed:
@@ -82,7 +96,11 @@ class Activation:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self.tensors = stack.enter_context(CudaTensors(self.capability)) if cuda_tensors_as_cpu else None
-            self._replace(stack, torch.device("cuda", 0) if cuda_tensors_as_cpu else torch.device("cpu"))
+            if self.tensors is not None:
+                suffix = "a" if self.capability >= 90 else ""
+                Extensions(self.tensors.mode, f"{self.capability}{suffix}", self.execute, self.faults).replace(stack)
+            if importlib.util.find_spec("triton") is not None:
+                self._replace(stack, torch.device("cuda", 0) if cuda_tensors_as_cpu else torch.device("cpu"))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Activation:
@@ -147,21 +165,32 @@ class Activation:
         try:
             with without_modes():
                 living = self.tensors.mode.find_addressed() if self.tensors is not None else ()
-                result, seconds = run_launch(
-                    source, metadata, function, grid, args, scratch, self.seed, living, self.observe
-                )
+                regions, parameters = Binder(source, metadata).bind(args, scratch, living)
+        except GreenfastError as e:
+            self.faults.append(convert_error(e))
+            raise
+        self.execute(make_step(metadata, function, make_launch(metadata, grid, parameters)), regions)
+
+    def execute(self, step: KernelLaunch, regions: Regions) -> None:
+        """Run a launch whose arguments name regions. Raises as ``launch``."""
+        try:
+            with without_modes():
+                result, seconds = run_launch(step, regions, self.seed, self.observe)
         except GreenfastError as e:
             self.faults.append(convert_error(e))
             self._observe(getattr(e, "observer", None))
             raise
         finally:
             with contextlib.suppress(GreenfastError):
-                self.files.update(load_program(function.ptx, function.name)[0].files)
+                self.files.update(load_program(step.ptx, step.entry)[0].files)
         self._observe(result.observer)
+        if result.changed:
+            names = ", ".join(sorted(name.removeprefix("variable ") for _, name in result.changed))
+            raise UnsupportedError(f"{demangle(step.entry)} changes the variable {names}, and no later launch sees it")
         report = LaunchReport(
-            kernel=function.name,
-            grid=grid,
-            threads=32 * metadata.num_warps,
+            kernel=demangle(step.entry),
+            grid=step.plan.grid,
+            threads=math.prod(step.block),
             seconds=round(seconds, 3),
             printed=result.printed,
             counts=result.counts.record(),
@@ -176,7 +205,7 @@ class Activation:
         formal = [f for f in report.findings if f.level == FORMAL]
         if self.formal and formal:
             error = KernelFaultError(f"formal finding: {formal[0].message}")
-            error.level, error.kernel = FORMAL, function.name
+            error.level, error.kernel = FORMAL, step.entry
             self.faults += formal
             raise error
 
@@ -200,7 +229,8 @@ def activate(
 
     target: the GPU that Triton compiles for: sm_80, sm_90 or sm_100. cuda_tensors_as_cpu: whether ``device="cuda"``
     gives CPU tensors that report a CUDA device, and ``torch.cuda`` answers for the target's GPU, so that code for a
-    GPU runs unchanged. autotune: "first" runs the first configuration that fits, "all" runs each of them once.
+    GPU runs unchanged, also the CUDA kernels of ``torch.utils.cpp_extension.load_inline``.
+    autotune: "first" runs the first configuration that fits, "all" runs each of them once.
     benchmarks: whether ``triton.testing.do_bench`` and ``perf_report`` run their calls "once", or "skip" them; times
     are NaN. formal: whether formal findings (docs/emulator.md) are failures. seed: of the order of the warps.
     on_launch: is called with each report. observe: what to observe in each launch (docs/emulator.md), by lines of the

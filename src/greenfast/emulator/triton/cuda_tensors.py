@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from greenfast.spec.errors import UnsupportedError
@@ -408,6 +409,13 @@ class CudaTensors:
             (torch._C, {"_cuda_getCurrentRawStream": zero}),
             (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _ignore)),
         ]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run without the modes of PyTorch that change tensors' operations."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @contextlib.contextmanager

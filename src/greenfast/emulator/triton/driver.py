@@ -6,16 +6,14 @@ tensors into the emulator's memory, and what the kernel changed back.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.emulator.machine.observed import NOTHING, Observe
@@ -332,13 +330,6 @@ def pack_scalar(name: str, kind: str, value: Any) -> bytes:
         return bytes(dtype.type(value).tobytes())
 
 
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Run without the modes of PyTorch that change tensors' operations."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 def make_launch(metadata: Any, grid: tuple[int, int, int], parameters: tuple[Argument, ...]) -> Launch:
     """Return the launch of a grid of programs; each program is a cluster of ``num_ctas`` blocks."""
     x, y, z = grid
@@ -351,27 +342,17 @@ def make_launch(metadata: Any, grid: tuple[int, int, int], parameters: tuple[Arg
     )
 
 
-def run_launch(
-    source: Any,
-    metadata: Any,
-    function: LoadedFunction,
-    grid: tuple[int, int, int],
-    args: Sequence[Any],
-    scratch: Sequence[Any],
-    seed: int,
-    living: Sequence[tuple[int, int]] = (),
-    observe: Observe = NOTHING,
-) -> tuple[GridResult, float]:
-    """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
+def make_step(metadata: Any, function: LoadedFunction, launch: Launch) -> KernelLaunch:
+    """Return a kernel's launch for the emulator."""
+    return KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
 
-    living: storages that pointers in memory may point into, as starts and ends.
+
+def run_launch(step: KernelLaunch, regions: Regions, seed: int, observe: Observe = NOTHING) -> tuple[GridResult, float]:
+    """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
 
     Raises KernelFaultError for a fault of the kernel; the tensors are then unchanged.
     """
     start = time.perf_counter()
-    regions, parameters = Binder(source, metadata).bind(args, scratch, living)
-    launch = make_launch(metadata, grid, parameters)
-    step = KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
     inputs = {region.name: region.view() for region in regions.regions}
     outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}
     packed = {r.name: pack_pointers(r, regions) for r in regions.regions if r.may_hold_pointers}

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from greenfast.emulator.dependence import find_written_pointers
-from greenfast.emulator.grid import load_program
+from greenfast.emulator.grid import KernelLaunch, load_program
 from greenfast.emulator.triton.activation import Activation
-from greenfast.emulator.triton.cuda_tensors import replace_attribute
-from greenfast.emulator.triton.driver import Binder, LoadedFunction, make_launch, without_modes
-from greenfast.emulator.triton.storage import MemoryRegion
+from greenfast.emulator.triton.cuda_tensors import without_modes
+from greenfast.emulator.triton.storage import MemoryRegion, Regions
 from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results
 from greenfast.judge.solution.languages.compiled import parse_exclusive_target, without_folders
 from greenfast.judge.solution.tensor_operations import encode_values, find_written, is_repeatable
@@ -114,9 +112,6 @@ class Recording(Activation):
         self._stale: dict[int, Any] = {}
         assert self.tensors is not None
         self.tensors.mode.before_host_copy = self._refuse_host_copy
-        for module in ("load", "load_inline"):
-            reason = "a PyTorch extension is built and captured on a GPU, and there is none here"
-            self._stack.enter_context(replace_attribute(cpp_extension, module, _raising(reason)))
 
     def __enter__(self) -> Recording:
         return self
@@ -200,45 +195,34 @@ class Recording(Activation):
             dtype, offset = str(tensor.dtype).removeprefix("torch."), int(tensor.storage_offset()) * tensor.itemsize
             return TensorView(name, dtype, tuple(tensor.shape), tensor.stride(), offset)
 
-    def launch(
-        self,
-        source: Any,
-        metadata: Any,
-        function: LoadedFunction,
-        grid: tuple[int, int, int],
-        args: Sequence[Any],
-        scratch: Sequence[Any],
-    ) -> None:
+    def execute(self, step: KernelLaunch, regions: Regions) -> None:
         """Record a launch."""
         with without_modes():
-            binder = Binder(source, metadata)
-            regions, parameters = binder.bind(args, scratch)
-            names = {region.name: self._find(binder.found, region).name for region in regions.regions}
-        ptx = without_folders(function.ptx)
+            names = {region.name: self._find(region).name for region in regions.regions}
+        ptx = without_folders(step.ptx)
         kernel = KernelSource(
-            entry=function.name,
+            entry=step.entry,
             source=ptx,
-            name=f"{function.name}.ptx",
+            name=f"{step.entry}.ptx",
             include_dirs=(),
-            block=(32 * metadata.num_warps, 1, 1),
-            dynamic_smem_bytes=metadata.shared,
+            block=step.block,
+            dynamic_smem_bytes=step.dynamic_smem_bytes,
             requires=parse_exclusive_target(ptx),
             language="ptx",
         )
-        launch = _rename(make_launch(metadata, grid, parameters), names)
-        parsed = load_program(ptx, function.name)[1].function
+        launch = _rename(step.plan, names)
+        parsed = load_program(ptx, step.entry)[1].function
         written = find_written_pointers(parsed)
         for parameter, argument in zip(parsed.params, launch.args, strict=True):
             if parameter.name in written and isinstance(argument, Packed):
                 self._call.written.update(name for _, name, _ in argument.pointers)
         self._call.steps.append(Step(kernel, launch))
 
-    def _find(self, found: Sequence[MemoryRegion], region: MemoryRegion) -> _Buffer:
+    def _find(self, region: MemoryRegion) -> _Buffer:
         """Return the buffer of a region, a new one for memory that no step has used before."""
-        owner = next(r for r in found if r.start == region.start)
-        if owner.end != region.end:
-            raise MachineError(f"{owner.name} overlaps the storage of another argument{_REFUSED}")
-        return self._buffer(owner.storage)
+        if region.storage is None or region.storage.nbytes() != region.end - region.start:
+            raise MachineError(f"{region.name} overlaps the storage of another argument{_REFUSED}")
+        return self._buffer(region.storage)
 
     def _buffer(self, storage: Any) -> _Buffer:
         key = int(storage.data_ptr())
@@ -285,10 +269,3 @@ def _rename_operation(operation: TensorOperation, names: Mapping[str, str]) -> T
 
     changed = {name: renamed(getattr(operation, name)) for name in ("args", "kwargs", "writes", "results")}
     return replace(operation, **changed)
-
-
-def _raising(reason: str) -> Callable[..., Any]:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise MachineError(reason)
-
-    return fail

@@ -28,7 +28,7 @@ from greenfast.judge.solution.messages import (
 )
 from greenfast.judge.solution.schema import CONFIG_NAME, ResolvedSolution, SolutionConfig
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import CompileError, MachineError, UsageError, too_large
+from greenfast.spec.errors import CompileError, MachineError, UnsupportedError, UsageError, too_large
 from greenfast.spec.kernel import Program, render_program
 
 _LANGUAGES = "greenfast.judge.solution.languages"
@@ -84,7 +84,7 @@ class _Server:
             return messages.encode_program(self._render(call))
         except UsageError as e:
             return Rejected(str(e))
-        except MachineError as e:
+        except (MachineError, UnsupportedError) as e:
             return MissingDependency(str(e))
         except CompileError as e:
             return CompileFailed(str(e))

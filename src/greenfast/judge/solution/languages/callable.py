@@ -22,7 +22,7 @@ from greenfast.judge.solution.messages import Buffer
 from greenfast.judge.solution.recording import Recording
 from greenfast.judge.solution.schema import ResolvedSolution
 from greenfast.spec.arch import Target
-from greenfast.spec.errors import MachineError, UsageError, unknown
+from greenfast.spec.errors import MachineError, UnsupportedError, UsageError, unknown
 from greenfast.spec.extras import require
 from greenfast.spec.kernel import Program
 from greenfast.spec.problem import to_dtype
@@ -39,8 +39,8 @@ def program(
     """Capture a function's launches as a program on this process's GPU.
 
     buffers: the buffers of the problem's case by name; inputs have example data.
-    Without a GPU, the function's Triton kernels are recorded. Raises MachineError for what then needs a GPU, UsageError
-    for a function that cannot be called or captured.
+    Without a GPU, the launches of its Triton kernels and extensions are recorded. Raises MachineError for what then
+    needs a GPU, UsageError for a function that cannot be called or captured.
     """
     config = solution.config
     if len(config.launches) > 1:
@@ -48,10 +48,13 @@ def program(
     if _CODE is not None:
         return _capture(solution, dims, buffers, _CODE)
     try:
-        require("its Triton kernels, which run without a GPU,", "triton")
         with Recording(target.name) as recording, own_cache():
             return _capture(solution, dims, buffers, recording)
-    except MachineError as e:
+    except ModuleNotFoundError as e:
+        if e.name == "triton":
+            require("its Triton kernels, which run without a GPU,", "triton")
+        raise
+    except (MachineError, UnsupportedError) as e:
         raise MachineError(f"a callable is captured on a GPU, and there is none here: {e}") from None
 
 

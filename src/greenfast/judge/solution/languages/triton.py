@@ -268,9 +268,15 @@ class _NoDevice:
 
 @contextmanager
 def own_cache() -> Iterator[None]:
-    """Use a new cache of Triton's, because a shared one could hold files of others, and no warnings of its settings."""
-    import triton
+    """Use a new cache of Triton's, because a shared one could hold files of others, and no warnings of its settings.
 
+    Do nothing without Triton.
+    """
+    try:
+        import triton
+    except ImportError:
+        yield
+        return
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         triton.knobs.cache.dir = folder
