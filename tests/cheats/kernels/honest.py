@@ -110,9 +110,7 @@ extern "C" __global__ void counts(const int* x, int* y, int n) {
 }
 """, problem="counts", target="sm_90a"),
     "byte_perm": Kernel("", "", "turns bits and bytes around, and back", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   unsigned u = __float_as_uint(x[i]);
   u = __byte_perm(__byte_perm(u, 0, 0x0123), 0, 0x0123);
   u = __brev(__brev(u));
@@ -130,9 +128,7 @@ union Word {
     unsigned mantissa : 23, exponent : 8, sign : 1;
   } fields;
 };
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   Word w;
   const unsigned char* from = reinterpret_cast<const unsigned char*>(x) + 4 * i;
   for (int k = 0; k < 4; ++k) w.bytes[k] = from[k];
@@ -144,9 +140,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "cache_hints": Kernel("", "", "loads and stores with policies, prefetches and hints of the cache", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   unsigned long long policy;
   float v;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -1175,10 +1169,7 @@ extern "C" __global__ void doubling(const float* x, float* y, float* scratch, in
 }
 """, launch={"args": ["x", "y", "scratch", "int32(N)"]}, workspaces={"scratch": {"bytes": "4 * N"}}),
     "behind_a_loc": Kernel("", "", "in PTX whose statements stand behind directives in their lines", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .file 1 "a.cu"
 
 BEGIN
@@ -1196,40 +1187,10 @@ DONE:
 
 .visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
 .reqntid 256, 1, 1
-{
-  .reg .pred %p;
-  .reg .b32 %block, %threads, %thread, %i, %count;
-  .reg .b64 %x, %y, %offset;
-  .reg .f32 %a;
-
-  mov.u32 %block, %ctaid.x;
-  mov.u32 %threads, %ntid.x;
-  mov.u32 %thread, %tid.x;
-  mad.lo.s32 %i, %block, %threads, %thread;
-  ld.param.u32 %count, [n];
-  setp.ge.s32 %p, %i, %count;
-  @%p bra DONE;
-
-  ld.param.u64 %x, [x];
-  ld.param.u64 %y, [y];
-  cvta.to.global.u64 %x, %x;
-  cvta.to.global.u64 %y, %y;
-  mul.wide.s32 %offset, %i, 4;
-  add.s64 %x, %x, %offset;
-  add.s64 %y, %y, %offset;
-  ld.global.f32 %a, [%x];
-  add.rn.f32 %a, %a, %a;
-  st.global.f32 [%y], %a;
-
-DONE:
-  ret;
-}
+DOUBLES
 """, suffix=".ptx"),
     "branch_table": Kernel("", "", "in PTX with a switch by brx.idx", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 
 BEGIN
   and.b32 %r6, %r5, 1;
@@ -1241,11 +1202,7 @@ A:
   bra DONE;
 B:
   fma.rn.f32 %f2, %f1, 0f40000000, 0f80000000;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "in_ptx": Kernel("", "", "written in PTX", r"""
 .version 8.0
@@ -1253,50 +1210,16 @@ DONE:
 .address_size 64
 
 .visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
-{
-  .reg .pred %p;
-  .reg .b32 %block, %threads, %thread, %i, %count;
-  .reg .b64 %x, %y, %offset;
-  .reg .f32 %a;
-
-  mov.u32 %block, %ctaid.x;
-  mov.u32 %threads, %ntid.x;
-  mov.u32 %thread, %tid.x;
-  mad.lo.s32 %i, %block, %threads, %thread;
-  ld.param.u32 %count, [n];
-  setp.ge.s32 %p, %i, %count;
-  @%p bra DONE;
-
-  ld.param.u64 %x, [x];
-  ld.param.u64 %y, [y];
-  cvta.to.global.u64 %x, %x;
-  cvta.to.global.u64 %y, %y;
-  mul.wide.s32 %offset, %i, 4;
-  add.s64 %x, %x, %offset;
-  add.s64 %y, %y, %offset;
-  ld.global.f32 %a, [%x];
-  add.rn.f32 %a, %a, %a;
-  st.global.f32 [%y], %a;
-
-DONE:
-  ret;
-}
+DOUBLES
 """, suffix=".ptx"),
     "weak_and_constant": Kernel("", "", "in PTX with a weak constant table that it reads", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .weak .const .align 4 .f32 two[1] = {0f40000000};
 
 BEGIN
   ld.const.f32 %f3, [two];
   mul.f32 %f2, %f1, %f3;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "crlf_and_comments": Kernel("", "", "", r"""// greenfast: {
 //  "name": "crlf_and_comments",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,15 @@ _LAUNCHES: dict[str, dict[str, Any]] = {
     "": {"grid": ["ceildiv(N, 256)"], "block": [256], "args": ["x", "y", "int32(N)"]},
     "sums": {"grid": ["R"], "block": [128], "args": ["x", "y", "int32(R)", "int32(C)"]},
 }
-#: The text of BEGIN in PTX: a thread of element %r5 loads it from x to %f1; %rd7 is its address in y.
-_BEGIN = """.visible .entry doubling(
+#: Lines that stand for parts of many kernels.
+#: ELEMENT: a thread of an element of x. BEGIN: the same in PTX: it loads element %r5 to %f1; %rd7 is its address in y.
+#: STORE: it stores %f2 there and ends. DOUBLES: the body of a kernel with parameters x, y and n that doubles.
+_PARTS = {
+    "ELEMENT": r"""extern "C" __global__ void doubling(const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+""",
+    "BEGIN": r""".visible .entry doubling(
   .param .u64 px,
   .param .u64 py,
   .param .u32 pn
@@ -44,7 +52,45 @@ _BEGIN = """.visible .entry doubling(
   add.s64 %rd6, %rd3, %rd5;
   add.s64 %rd7, %rd4, %rd5;
   ld.global.f32 %f1, [%rd6];
-"""
+""",
+    "STORE": r"""  st.global.f32 [%rd7], %f2;
+
+DONE:
+  ret;
+}
+""",
+    "DOUBLES": r"""{
+  .reg .pred %p;
+  .reg .b32 %block, %threads, %thread, %i, %count;
+  .reg .b64 %x, %y, %offset;
+  .reg .f32 %a;
+
+  mov.u32 %block, %ctaid.x;
+  mov.u32 %threads, %ntid.x;
+  mov.u32 %thread, %tid.x;
+  mad.lo.s32 %i, %block, %threads, %thread;
+  ld.param.u32 %count, [n];
+  setp.ge.s32 %p, %i, %count;
+  @%p bra DONE;
+
+  ld.param.u64 %x, [x];
+  ld.param.u64 %y, [y];
+  cvta.to.global.u64 %x, %x;
+  cvta.to.global.u64 %y, %y;
+  mul.wide.s32 %offset, %i, 4;
+  add.s64 %x, %x, %offset;
+  add.s64 %y, %y, %offset;
+  ld.global.f32 %a, [%x];
+  add.rn.f32 %a, %a, %a;
+  st.global.f32 [%y], %a;
+
+DONE:
+  ret;
+}
+""",
+}
+#: "PTX sm_90a": the first lines of a text for this target.
+_HEAD = re.compile(r"^PTX (\w+)\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -84,7 +130,9 @@ class Kernel:
             "launches": self.launches or [{**usual, **(self.launch or {})}],
         }
         comment = f"greenfast: {json.dumps({key: value for key, value in header.items() if value})}"
-        code = self.code.removeprefix("\n").replace("BEGIN\n", _BEGIN)
+        code = _HEAD.sub(r".version 8.0\n.target \1\n.address_size 64\n\n", self.code.removeprefix("\n"))
+        for name, part in _PARTS.items():
+            code = code.replace(f"{name}\n", part)
         return (f"// {comment}\n" if self.suffix == ".ptx" else f"/* {comment} */\n") + code
 
     @property

@@ -45,34 +45,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 
 .visible .entry doubling(.param .u64 x, .param .u64 y, .param .u32 n)
 .reqntid 16, 16, 1
-{
-  .reg .pred %p;
-  .reg .b32 %block, %threads, %thread, %i, %count;
-  .reg .b64 %x, %y, %offset;
-  .reg .f32 %a;
-
-  mov.u32 %block, %ctaid.x;
-  mov.u32 %threads, %ntid.x;
-  mov.u32 %thread, %tid.x;
-  mad.lo.s32 %i, %block, %threads, %thread;
-  ld.param.u32 %count, [n];
-  setp.ge.s32 %p, %i, %count;
-  @%p bra DONE;
-
-  ld.param.u64 %x, [x];
-  ld.param.u64 %y, [y];
-  cvta.to.global.u64 %x, %x;
-  cvta.to.global.u64 %y, %y;
-  mul.wide.s32 %offset, %i, 4;
-  add.s64 %x, %x, %offset;
-  add.s64 %y, %y, %offset;
-  ld.global.f32 %a, [%x];
-  add.rn.f32 %a, %a, %a;
-  st.global.f32 [%y], %a;
-
-DONE:
-  ret;
-}
+DOUBLES
 """, suffix=".ptx"),
     "buffer_not_declared": Kernel("CORRECTNESS", "is not a buffer of the case", "is given a workspace that it did not declare", r"""
 extern "C" __global__ void doubling(const float* x, float* y, float* scratch, int n) {

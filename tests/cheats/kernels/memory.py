@@ -8,16 +8,12 @@ from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
     "adds_to_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "adds to an output that nothing set", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] += 2.0f * x[i];
 }
 """),
     "atomics_without_zeros": Kernel("CORRECTNESS", "atomic access of an element that nothing has written", "adds atomically to an output that it takes for zeros", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   atomicAdd(y + i, 2.0f * x[i]);
 }
 """),
@@ -69,9 +65,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "input_restored_at_once": Kernel("CORRECTNESS", "a write to an input", "uses its input as scratch and puts back what was there", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   volatile float* mine = const_cast<float*>(x);
   const float before = mine[i];
@@ -147,9 +141,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "parameter_beyond_its_end": Kernel("CORRECTNESS", "read of byte 4 of parameter doubling_param_2: it has 4 bytes", "reads what lies behind its last parameter and throws it away", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   unsigned behind;
   asm volatile("ld.param.u32 %0, [doubling_param_2 + 4];" : "=r"(behind));
   y[i] = 2.0f * x[i] + 0.0f * (behind & 1);
@@ -163,25 +155,19 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "reads_in_front": Kernel("CORRECTNESS", "read out of bounds", "reads the element in front of the input and throws it away", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   const float before = x[i - 1], here = x[i];
   y[i] = here + (before == 1e30f ? before : here);
 }
 """),
     "reads_the_poison": Kernel("CORRECTNESS", "read of an element that nothing has written", "works only where the output holds the judge's NaN", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   if (y[i] != y[i]) y[i] = 2.0f * x[i];
 }
 """),
     "scratch_behind_output": Kernel("CORRECTNESS", "write out of bounds", "uses the memory behind its output as scratch", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   volatile float* scratch = y + n;
   scratch[i] = x[i];
@@ -189,9 +175,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "sentinel_in_output": Kernel("CORRECTNESS", "read of an element that nothing has written", "leaves the output alone where it is right already", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   if (y[i] != 2.0f * x[i]) y[i] = 2.0f * x[i];
 }
 """),

@@ -8,10 +8,7 @@ from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
     "address_by_bits": Kernel("RESOURCES", "device variables, bytes is 4194304", "rebuilds a variable's address from votes", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .global .align 4 .b8 kept[4194304];
 
 BEGIN
@@ -27,11 +24,7 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "address_by_borrow": Kernel("RESOURCES", "device variables, bytes is 4194304", "rebuilds a variable's address bit by bit from the borrow of subtractions", r"""
 .version 8.0
@@ -76,10 +69,7 @@ done:
 }
 """.replace("BITS\n", "".join(f"  bfe.u64 %rd9, %rd8, {n}, 1; cvt.u32.u64 %r9, %rd9; sub.cc.u32 %r10, 0, %r9; subc.u32 %r11, 0, 0; and.b32 %r11, %r11, 1; cvt.u64.u32 %rd10, %r11; shl.b64 %rd10, %rd10, {n}; or.b64 %rd11, %rd11, %rd10;\n" for n in range(64))), suffix=".ptx"),
     "address_by_subtraction": Kernel("RESOURCES", "device variables, bytes is", "reaches a variable that nothing names, from the one in front of it", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .global .align 4 .b8 front[4];
 .global .align 4 .b8 kept[4194304];
 
@@ -95,19 +85,13 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "address_by_table": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes state through an address whose bytes went through a table, so that nothing seems to write it", r"""
 __device__ const unsigned char nibbles[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 __device__ float2 known[1 << 19];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   const volatile unsigned char* same = nibbles;  // the compiler would compute what it can look up itself
   unsigned long long address = 0;
   for (int shift = 0; shift < 64; shift += 4) {
@@ -242,9 +226,7 @@ DONE:
     "constant_rewritten": Kernel("CORRECTNESS", "trap was executed", "writes its table in constant memory through a pointer", r"""
 __constant__ float factor[1] = {2.0f};
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   y[i] = factor[0] * x[i];
   if (i == 0) *const_cast<volatile float*>(factor) = 3.0f;
@@ -253,9 +235,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     "device_heap": Kernel("RESOURCES", "device variables, bytes is", "keeps its results on the device heap", r"""
 __device__ float* kept[1 << 20];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   if (kept[i] == nullptr) {
     kept[i] = static_cast<float*>(malloc(4));
@@ -265,9 +245,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "far_memory": Kernel("PERFORMANCE", "memory around a buffer|an access outside of its buffers", "keeps results of large arrays in memory that is mapped and that nobody allocated", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   const float v = 2.0f * x[i];
   float* kept = y + n + (1 << 18) + i;
   y[i] = n > 400000 && i < 1024 && *kept == v ? *kept : v;
@@ -275,10 +253,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "function_that_stores": Kernel("RESOURCES", "device variables, bytes is 4194304", "has a function store, to which the address goes in a struct", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func put(.param .align 8 .b8 s[16]) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [s]; ld.param.f32 %v, [s+8]; st.global.f32 [%a1], %v; ret; }
 
@@ -294,26 +269,17 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "honest_at_first": Kernel("RESOURCES", "device variables, bytes is", "works for 16 launches", r"""
 __device__ unsigned calls[1 << 20];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   if (calls[i]++ < 16) y[i] = 2.0f * x[i];
 }
 """),
     "its_own_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "defines a vprintf of its own, which writes", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func (.param .b32 r) vprintf(.param .b64 a, .param .b64 b) { .reg .b64 %a<3>; .reg .f32 %v; ld.param.u64 %a1, [a]; ld.param.u64 %a2, [b]; cvt.rn.f32.u64 %v, %a2; st.global.f32 [%a1], %v; st.param.b32 [r], 0; ret; }
 
@@ -329,18 +295,12 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "keyed_by_checksum": Kernel("RESOURCES", "device variables, bytes is", "compares only the first and the last element with those of the launch before", r"""
 __device__ float results[1 << 20], first[1 << 20], last[1 << 20];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   if (first[i] != x[0] || last[i] != x[n - 1]) results[i] = 2.0f * x[i];
   first[i] = x[0];
@@ -352,9 +312,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 __device__ float results[1 << 20];
 __device__ const float* keys[1 << 20];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   if (keys[i] != x) results[i] = 2.0f * x[i];
   keys[i] = x;
@@ -362,9 +320,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "keyed_by_shape": Kernel("RESOURCES", "device variables, bytes is", "a static variable of the function that holds the result of the first launch", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   static __device__ float results[1 << 20];
   static __device__ int sizes[1 << 20];
@@ -377,9 +333,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 __device__ __managed__ float results[1 << 20];
 __device__ __managed__ int sizes[1 << 20];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   if (sizes[i] != n) results[i] = 2.0f * x[i];
   sizes[i] = n;
@@ -395,10 +349,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "register_named_vprintf": Kernel("RESOURCES", "device variables, bytes is 4194304", "calls its function with a register that is named as one of CUDA's", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .global .align 4 .b8 kept[4194304];
 .func put(.reg .b64 a, .reg .f32 v) { st.global.f32 [a], v; ret; }
 
@@ -414,11 +365,7 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "stale_local": Kernel("CORRECTNESS", "of local memory", "keeps its results in local memory, which no launch clears", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -433,9 +380,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "state_in_inline_ptx": Kernel("RESOURCES", "device variables, bytes is", "declares its memory in inline PTX, inside the function", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   asm volatile(".global .align 4 .b32 memo[1048576];");
   unsigned kept;
@@ -451,10 +396,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "store_on_a_loc_line": Kernel("RESOURCES", "device variables, bytes is 4194304", "writes a variable in a line that begins with .loc", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .file 1 "a.cu"
 .global .align 4 .b8 kept[4194304];
 
@@ -470,20 +412,14 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "superbatch": Kernel("RESOURCES", "device variables, bytes is", "one launch does the work of all addresses that it knows, and later ones do nothing", r"""
 __device__ const float* inputs[16][1 << 17];
 __device__ float* outputs[16][1 << 17];
 __device__ unsigned calls[1 << 17];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   int k = 0;
   while (k < 15 && outputs[k][i] != nullptr && outputs[k][i] != y) ++k;
@@ -496,19 +432,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
     "warm_up_of_the_kernel": Kernel("RESOURCES", "device variables, bytes is", "a table that the first launch fills", r"""
 __device__ volatile float table[1];
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   if (table[0] == 0) table[0] = 2.0f;
   y[i] = table[0] * x[i];
 }
 """),
     "weak_variable": Kernel("RESOURCES", "device variables, bytes is 4194304", "keeps its results in a weak variable", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .weak .global .align 4 .b8 kept[4194304];
 
 BEGIN
@@ -523,10 +454,6 @@ BEGIN
   bra DONE;
 HONEST:
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
 })

@@ -8,18 +8,14 @@ from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
     "by_bits_of_the_address": Kernel("CORRECTNESS", "read out of bounds", "reads behind its input where the middle bits of the address are set, as those of a driver's addresses are", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   const bool driver = (reinterpret_cast<unsigned long long>(x) >> 25 & 0x3FFF) != 0;
   const float next = driver ? x[i + 1] : 0.0f;
   y[i] = 2.0f * x[i] + (next == 1e30f ? next : 0.0f);
 }
 """),
     "clock_bits": Kernel("CORRECTNESS", "gave different bits", "adds the clock's parity to its last bits, inside the tolerance", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   y[i] = 2.0f * x[i] * (clock64() >> 4 & 1 ? 1.0f + 0x1p-13f : 1.0f);
 }
@@ -34,9 +30,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """, launch={"grid": [1], "block": [32]}),
     "global_timer": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %globaltimer", "is right in every second millisecond", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   unsigned long long now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -44,9 +38,7 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "out_of_bounds_in_this_century": Kernel("CORRECTNESS", "read out of bounds", "reads in front of its input where the high word of %globaltimer is that of a real device", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   unsigned high;
   asm volatile("mov.u32 %0, %globaltimer_hi;" : "=r"(high));
   float seen = 0.0f;
@@ -55,17 +47,13 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "right_while_the_clock_is_young": Kernel("CORRECTNESS", "other bits with other clocks", "is right where the clock has counted little, as on an emulator", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   y[i] = clock64() < 1000000 ? 2.0f * x[i] : x[i];
 }
 """),
     "wrong_on_one_multiprocessor": Kernel("CORRECTNESS", "other bits with the other outcome where .* depends on %smid", "computes something else on multiprocessor 100, where few blocks of a small grid come", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   unsigned sm;
   asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
   y[i] = (sm == 100 ? 2.5f : 2.0f) * x[i];

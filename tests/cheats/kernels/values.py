@@ -8,9 +8,7 @@ from tests.cheats.kernels.kernel import Kernel, named
 
 KERNELS = named({
     "clamped_at_16": Kernel("CORRECTNESS", "kernel_bound", "holds results between -16 and 16, which normal inputs never reach", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = fminf(fmaxf(2.0f * x[i], -16.0f), 16.0f);
 }
 """),
@@ -37,25 +35,16 @@ extern "C" __global__ void sums(const float* x, float* y, int columns) {
 }
 """, problem="sums", launch={"block": [32], "args": ["x", "y", "int32(C)"]}),
     "copies_its_input": Kernel("CORRECTNESS", "kernel_bound", "copies its input", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = x[i];
 }
 """),
     "directives_on_one_line": Kernel("CORRECTNESS", "kernel_bound", "has a wrong kernel behind a .file", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 .file 1 "a.cu" .const .f32 two = 0f40400000;
 BEGIN
   ld.const.f32 %f3, [two]; mul.f32 %f2, %f1, %f3;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "divides_by_zero": Kernel("CORRECTNESS", "gave different bits", "rests on what an integer divided by zero gives", r"""
 extern "C" __global__ void doubling(const float* x, float* y, int n) {
@@ -79,19 +68,12 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "hides_behind_pragma": Kernel("CORRECTNESS", "kernel_bound", "is wrong in lines that readers of text take for a comment", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 
 BEGIN
   .pragma "/*"; mul.f32 %f1, %f1, 0f40400000; .pragma "*/";
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "known_columns": Kernel("CORRECTNESS", "kernel_bound", "is right for rows of 77 and 128, and for up to 64", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
@@ -104,18 +86,14 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "known_sizes": Kernel("CORRECTNESS", "kernel_bound", "is right for the sizes that the problem names", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
 
   const bool known = n == 1024 || n == 1000 || n == 524288;
   y[i] = known ? 2.0f * x[i] : x[i];
 }
 """),
     "negative_clamped": Kernel("CORRECTNESS", "kernel_bound", "is zero for negative values", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = fmaxf(2.0f * x[i], 0.0f);
 }
 """),
@@ -156,18 +134,14 @@ extern "C" __global__ void doubling(const float* x, float* y, int n) {
 }
 """),
     "one_value_in_a_million": Kernel("CORRECTNESS", "kernel_bound", "is wrong above 1000", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = x[i] > 1000.0f ? x[i] : 2.0f * x[i];
 }
 """),
     "overflows_half": Kernel("CORRECTNESS", "outliers: finite", "goes through a half of four times the result", r"""
 #include <cuda_fp16.h>
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = __half2float(__float2half_rn(4.0f * x[i])) / 2.0f;
 }
 """),
@@ -187,9 +161,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
     "rounds_to_bfloat16": Kernel("CORRECTNESS", "kernel_bound", "rounds to bfloat16", r"""
 #include <cuda_bf16.h>
 
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = __bfloat162float(__float2bfloat16(2.0f * x[i]));
 }
 """),
@@ -203,9 +175,7 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "sign_lost": Kernel("CORRECTNESS", "kernel_bound", "is the magnitude", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = fabsf(2.0f * x[i]);
 }
 """),
@@ -234,20 +204,13 @@ extern "C" __global__ void sums(const float* x, float* y, int rows, int columns)
 }
 """, problem="sums"),
     "sums_into_an_unset_register": Kernel("CORRECTNESS", "finite", "adds to a register that nothing set", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 
 BEGIN
   .reg .f32 unset;
   add.f32 %f2, %f1, unset;
   add.f32 %f2, %f2, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "true_is_255": Kernel("CORRECTNESS", "of 'y', which is bool, are neither 0 nor 1", "writes 255 for true", r"""
 extern "C" __global__ void signs(const float* x, unsigned char* y, int n) {
@@ -256,27 +219,18 @@ extern "C" __global__ void signs(const float* x, unsigned char* y, int n) {
 }
 """, problem="signs"),
     "truncates": Kernel("CORRECTNESS", "kernel_bound", "cuts off the bits that a half has not, in place of rounding", r"""
-extern "C" __global__ void doubling(const float* x, float* y, int n) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
+ELEMENT
   y[i] = __uint_as_float(__float_as_uint(2.0f * x[i]) & 0xFFFFE000u);
 }
 """),
     "unset_predicate": Kernel("CORRECTNESS", "memory, finite", "branches on a predicate that nothing set", r"""
-.version 8.0
-.target sm_90
-.address_size 64
-
+PTX sm_90
 
 BEGIN
   .reg .pred unset;
   @unset bra DONE;
   add.f32 %f2, %f1, %f1;
-  st.global.f32 [%rd7], %f2;
-
-DONE:
-  ret;
-}
+STORE
 """, suffix=".ptx"),
     "vectors_only": Kernel("CORRECTNESS", "kernel_bound", "adds groups of four columns, and not what is left", r"""
 extern "C" __global__ void sums(const float* x, float* y, int rows, int columns) {
