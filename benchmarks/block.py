@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-class SequencePart(NamedTuple):
+class PartInputs(NamedTuple):
     """Tensors (B, S_i, H, D) of a part of a sequence, and the weights of its norms."""
 
     q: Tensor
@@ -91,7 +91,7 @@ class BlockInputs:
     """One or two parts of a sequence, and tables (S, D) for all of it or None."""
 
     case: BlockCase
-    parts: tuple[SequencePart, ...]
+    parts: tuple[PartInputs, ...]
     rope: tuple[Tensor, Tensor] | None
 
     @property
@@ -120,7 +120,7 @@ def make_inputs(case: BlockCase, device: str) -> BlockInputs:
             for n in (case.heads, case.kv_heads, case.kv_heads)
         )
         weights = torch.rand(2, case.head_dim, device=device, dtype=torch.bfloat16) + 0.5
-        parts.append(SequencePart(q, k, v, weights[0], weights[1]))
+        parts.append(PartInputs(q, k, v, weights[0], weights[1]))
     rope = None
     if case.rope:
         frequencies = 1e4 ** -torch.linspace(0.0, 1.0, case.head_dim // 2, device=device)
@@ -146,7 +146,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None, interleaved: bool) -> 
 
 
 def normalize_and_rotate(
-    parts: Sequence[SequencePart], rope: tuple[Tensor, Tensor] | None, interleaved: bool
+    parts: Sequence[PartInputs], rope: tuple[Tensor, Tensor] | None, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalize Q and K of each part, join the parts, and rotate Q and K. Return Q, K and V (B, S, H, D)."""
     normalize = torch.nn.functional.rms_norm
@@ -171,7 +171,7 @@ def to_e4m3(x: Tensor, scales: int, whole: bool) -> tuple[Tensor, Tensor]:
 
 
 def convert(
-    parts: Sequence[SequencePart], rope: tuple[Tensor, Tensor] | None, interleaved: bool, whole: bool
+    parts: Sequence[PartInputs], rope: tuple[Tensor, Tensor] | None, interleaved: bool, whole: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Normalize and rotate Q and K, and return the E4M3 codes and the scales of Q, K and V: see ``to_e4m3``."""
     kv_heads = parts[0].k.shape[2]
@@ -332,7 +332,7 @@ def measure_error(inputs: BlockInputs, out: Tensor) -> float:
     for head in (0, case.heads - 1):
         kv_head = head * case.kv_heads // case.heads
         exact = [
-            SequencePart(
+            PartInputs(
                 p.q[-1:, :, head : head + 1].double(), p.k[-1:, :, kv_head : kv_head + 1].double(),
                 p.v[-1:, :, kv_head : kv_head + 1].double(), p.q_norm.double(), p.k_norm.double(),
             )

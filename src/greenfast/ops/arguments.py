@@ -18,6 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 MAX_LENGTH = 2**31 - 1  # in the kernels lengths are int32
 #: Refusals of other GPUs.
+SERVING_ON_HOPPER = "serving calls on CPU tensors have the same numerics; their kernels are for Hopper GPUs"
 PACKED_ON_HOPPER = "packed sequences have kernels for Hopper GPUs"
 MASKED_ON_HOPPER = "masks other than causal ones, softcap, sinks and skip_threshold: their kernels are for Hopper GPUs"
 _CHECKED: set[tuple[Any, ...]] = set()

@@ -32,10 +32,18 @@ from greenfast.kernels.attention.heuristics import Tiling, tiling
 from greenfast.kernels.quantize import qkv
 from greenfast.ops import reference
 from greenfast.ops.arguments import MASKED_ON_HOPPER, PACKED_ON_HOPPER, has_key_mean
-from greenfast.ops.launch_plans import LaunchPlan, LaunchStep, get_target, lay_out_workspace, put_bounded
+from greenfast.ops.launch_plans import (
+    LaunchPlan,
+    LaunchStep,
+    get_target,
+    lay_out_workspace,
+    put_bounded,
+)
+from greenfast.ops.launch_plans import require_hopper as require_hopper
 from greenfast.ops.layout import (
     allocate_mask,
     empty_rows,
+    fill_without_keys,
     is_aligned,
     joined_strides,
     make_tma_compatible,
@@ -289,7 +297,7 @@ def _attention(
     plan = _PLANS.get(plan_key)
     if plan is None:
         if out.numel() == 0 or key_length == 0:
-            return _fill_without_keys(out, sums)
+            return fill_without_keys(out, torch.empty_like(sums))
         blocks, values = query_scale.dim() == 3, {2: "head", 3: "block", 4: "channel"}[value_scale.dim()]
         config = build_config(head_dim, dtype, precision, blocks, values)
         config = replace(config, mask=Mask(causal), log_sum_exp=lse)
@@ -304,11 +312,6 @@ def _attention(
         )  # fmt: skip
     plan.launch([*codes, *[x.data_ptr() for x in (query_scale, key_scale, value_scale, out, sums)]])
     return out, sums
-
-
-def _fill_without_keys(out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill the results of a call without keys: zeros, and a log-sum-exp of -inf."""
-    return out.zero_(), torch.full_like(sums, -float("inf"))
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -518,12 +521,6 @@ def get_varlen_plan(lse: bool, *args: Any) -> LaunchPlan | None:
     return _PLANS.get(_make_plan_key("varlen", lse, *args))
 
 
-def require_hopper(target: Target, what: str) -> None:
-    """Raise NotImplementedError unless a target has kernels with a schedule. what: begins the message."""
-    if target.name != hopper.TARGET.name:
-        raise NotImplementedError(f"{what}, this is {target.name}")
-
-
 def _make_packed_tma_compatible(x: Tensor) -> Tensor:
     """Return x, (tokens, heads, head_dim), or a copy if kernels cannot read its rows."""
     batched = x.transpose(0, 1).unsqueeze(0)
@@ -592,9 +589,9 @@ def masked(
     centered = has_key_mean(softcap, sinks)
     if plan is None:
         if query.numel() == 0 or key.numel() == 0:
-            sums = query.new_full(shape[:3], -float("inf"), dtype=torch.float32)
-            out = empty_rows(query, shape[3]).zero_()
-            return out, sums if sinks is None else torch.maximum(sums, sinks.view(-1, 1))
+            return fill_without_keys(
+                empty_rows(query, shape[3]), query.new_empty(shape[:3], dtype=torch.float32), sinks
+            )
         compatible: list[Any] = [make_tma_compatible(query, unique_rows=True)]
         compatible += [make_tma_compatible(x) for x in (key, value)]
         compatible += [x if x is None else x.contiguous() for x in extras]
@@ -659,8 +656,7 @@ def masked_codes(
     plan = _PLANS.get(plan_key)
     if plan is None:
         if out.numel() == 0 or key_length == 0:
-            out, sums = _fill_without_keys(out, sums)
-            return out, sums if sinks is None else sums.maximum(sinks.view(-1, 1))
+            return fill_without_keys(out, query.new_empty(shape[:3], dtype=torch.float32), sinks)
         window, shift = (left, right), key_length - shape[2] if alignment == 2 else 0
         target = get_target(query.get_device())
         require_hopper(target, MASKED_ON_HOPPER)

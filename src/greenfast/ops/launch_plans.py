@@ -15,6 +15,7 @@ from greenfast.device.bound_launch import BoundLaunch, NoContextError
 from greenfast.device.compiler import compile_kernel
 from greenfast.device.gpu import load_kernel
 from greenfast.device.session import KernelImage
+from greenfast.kernels.attention.hopper import TARGET
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import KernelSource, Launch, find_buffers
@@ -36,6 +37,12 @@ def get_target(device: int) -> Target:
         return Target.of_device((properties.major, properties.minor), properties.multi_processor_count)
     except UsageError as e:
         raise NotImplementedError(str(e)) from None
+
+
+def require_hopper(target: Target, what: str) -> None:
+    """Raise NotImplementedError for any other target. what: begins the message."""
+    if target.name != TARGET.name:
+        raise NotImplementedError(f"{what}, this is {target.name}")
 
 
 @cache

@@ -29,6 +29,18 @@ def empty_rows(x: Tensor, head_dim: int) -> Tensor:
     return x.new_empty_strided((*x.shape[:3], head_dim), row_strides(x, head_dim))
 
 
+def fill_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Fill the results of a call without keys: zeros, and a log-sum-exp of the sinks (H,), or of -inf without them.
+
+    lse: with the heads in the dimension before the last.
+    """
+    if sinks is None:
+        lse.fill_(-float("inf"))
+    else:
+        lse.copy_(sinks.unsqueeze(1).expand_as(lse))
+    return out.zero_(), lse
+
+
 def pad_head_dim(x: Tensor, head_dim: int) -> Tensor:
     """Return x, zero-padded to ``head_dim`` columns. The other dimensions keep their memory order."""
     order = _get_memory_order(x)

@@ -318,7 +318,7 @@ def _check_lengths(kv_lengths: Tensor | None, kv_len: int) -> None:
         raise ValueError(f"kv_lengths: {kv_lengths.tolist()}; numbers from 0 to {kv_len} are needed")
 
 
-def _masked_lse_cpu(
+def _masked_cpu(
     query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
     counts: Tensor | None, entries: Tensor | None, bits: Tensor | None, precision: str, alignment: int,
     window_left: int, window_right: int, softcap: float, skip_threshold: float, scale: float,
@@ -354,7 +354,7 @@ def _masked_lse_cpu(
     return out, lse
 
 
-def _masked_codes_lse_cpu(
+def _masked_codes_cpu(
     query: Tensor, key: Tensor, value: Tensor, query_scale: Tensor, key_scale: Tensor, value_scale: Tensor,
     kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None,
     bits: Tensor | None, precision: Precision, head_dim: int, key_length: int, dtype: torch.dtype, alignment: int,
@@ -373,36 +373,16 @@ def _masked_codes_lse_cpu(
     )  # fmt: skip
 
 
-def _masked_codes_lse_cuda(*args: Any) -> Any:
-    return _masked_codes_gpu(True, *args)
-
-
-def _masked_codes_cuda(*args: Any) -> Any:
-    return _masked_codes_gpu(False, *args)[0]
-
-
 def _masked_codes_gpu(lse: bool, *args: Any) -> Any:
     check_once(check_masked_codes, (args[0], *args[6:11]), (args[13],))
     return torch_ops.load_cuda().masked_codes(lse, *args)
 
 
-def _masked_codes_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _masked_codes_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     kv_lengths, sinks, counts, entries, bits = args[5:10]
     check_masked_codes(query, kv_lengths, sinks, counts, entries, bits, args[12])
     out = query.new_empty((*query.shape[:3], args[11]), dtype=args[13])
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-def _masked_cpu(*args: Any) -> Tensor:
-    return _masked_lse_cpu(*args)[0]
-
-
-def _masked_cuda(*args: Any) -> Any:
-    return _masked_gpu(False, *args)[0]
-
-
-def _masked_lse_cuda(*args: Any) -> Any:
-    return _masked_gpu(True, *args)
 
 
 def _masked_gpu(lse: bool, *args: Any) -> Any:
@@ -410,13 +390,9 @@ def _masked_gpu(lse: bool, *args: Any) -> Any:
     return torch_ops.load_cuda().masked(lse, *args)
 
 
-def _masked_fake(query: Tensor, *args: Any) -> Tensor:
+def _masked_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     check_masked(query, *args[:8])
-    return torch.empty_like(query)
-
-
-def _masked_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _masked_fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _backward(
@@ -458,11 +434,7 @@ def _backward_fake(
     return torch_ops.infer_score_gradients(grad, query, key, value, sinks)
 
 
-for _name, _results, _cpu, _cuda, _fake in (
-    ("masked", "Tensor", _masked_cpu, _masked_cuda, _masked_fake),
-    ("masked_lse", "(Tensor, Tensor)", _masked_lse_cpu, _masked_lse_cuda, _masked_lse_fake),
-):
-    torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
+for _name in torch_ops.define_pair("masked", _ARGUMENTS, _masked_cpu, _masked_gpu, _masked_fake):
     autograd.register(torch_ops.LIBRARY, _name, None, backward="masked_backward", first=3, inputs=(0, 1, 2, 5))
 torch_ops.define_operator(
     "masked_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _backward, _backward,
@@ -472,15 +444,9 @@ autograd.register(
     torch_ops.LIBRARY, "masked_backward", "greenfast.sdpa: its gradients with a mask are not differentiable"
 )
 
-_of_codes: tuple[tuple[str, str, Any, Any, Any], ...] = (
-    (
-        "masked_codes", "Tensor", lambda *args: _masked_codes_lse_cpu(*args)[0], _masked_codes_cuda,
-        lambda *args: _masked_codes_lse_fake(*args)[0],
-    ),
-    ("masked_codes_lse", "(Tensor, Tensor)", _masked_codes_lse_cpu, _masked_codes_lse_cuda, _masked_codes_lse_fake),
-)  # fmt: skip
-for _name, _results, _cpu, _cuda, _fake in _of_codes:
-    torch_ops.define_operator(_name, f"({_CODES_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
+for _name in torch_ops.define_pair(
+    "masked_codes", _CODES_ARGUMENTS, _masked_codes_cpu, _masked_codes_gpu, _masked_codes_fake
+):
     autograd.register(torch_ops.LIBRARY, _name, torch_ops.CODES_REFUSAL)
 
 MASKED = torch.ops.greenfast.masked.default
@@ -526,7 +492,7 @@ def compute_masked(
         return replayed[0]
     if not torch_ops.can_skip_dispatcher(*[x for x in args if isinstance(x, Tensor)]):
         return MASKED(*args)
-    out = _masked_cuda(*args)
+    out = _masked_gpu(False, *args)[0]
     plan = torch_ops.load_cuda().get_masked_plan(False, *args)
     if plan is not None:
         launch = CachedLaunch(plan, build_allocator(query, query.dtype, plan.out_strides), aligned_count=3)

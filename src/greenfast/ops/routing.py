@@ -18,6 +18,7 @@ from greenfast.ops import routing_rules, torch_ops
 from greenfast.ops.arguments import (
     MASKED_ON_HOPPER,
     PACKED_ON_HOPPER,
+    SERVING_ON_HOPPER,
     check_cast_dtype,
     check_flag,
     is_valid_scale,
@@ -53,7 +54,6 @@ from greenfast.ops.quantized import (
     pad_head_dim_size,
 )
 from greenfast.ops.symbols import is_certain
-from greenfast.serving import torch_ops as serving_ops
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 
@@ -476,7 +476,7 @@ def _explain_cuda(
         cuda = torch_ops.load_cuda()
         target = device if isinstance(device, Target) else cuda.get_target(device)
         if precision == TOKEN:
-            serving_ops.load_cuda().require_hopper(target)
+            cuda.require_hopper(target, SERVING_ON_HOPPER)
             return Explanation(
                 "serving", "a scale for each token, by the serving kernels on temporary pages", precision
             )

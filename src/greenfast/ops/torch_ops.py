@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -103,10 +103,6 @@ def _attention_lse_cuda(*args: Any) -> Any:
     return load_cuda().attention_lse(*args)
 
 
-def _attention_cpu(*args: Any) -> Tensor:
-    return _attention_lse_cpu(*args)[0]
-
-
 def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors_and_options, causal, scale = args
     tensors, options = tensors_and_options[:_NUM_CODES], tensors_and_options[_NUM_CODES:]
@@ -114,13 +110,10 @@ def _attention_lse_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return reference.attention(QuantizedQKV(*fields), causal, scale)
 
 
-def _attention_fake(query: Tensor, *args: Any) -> Tensor:
-    *_, head_dim, _, dtype, _, _ = args
-    return query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
-
-
 def _attention_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _attention_fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
+    *_, head_dim, _, dtype, _, _ = args
+    out = query.new_empty((*query.shape[:3], head_dim), dtype=dtype)
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float) -> Tensor:
@@ -192,6 +185,19 @@ def define_operator(name: str, schema: str, cpu: Any, cuda: Any, fake: Any) -> N
     torch.library.register_fake(f"greenfast::{name}", fake, lib=LIBRARY)
 
 
+def define_pair(name: str, arguments: str, cpu: Any, cuda: Any, fake: Any) -> tuple[str, str]:
+    """Define an operator, and ``{name}_lse`` with the log-sum-exp as second result. Return both names.
+
+    cpu, fake: give both results. cuda: takes first whether the log-sum-exp is wanted.
+    """
+    define_operator(
+        name, f"({arguments}) -> Tensor", lambda *args: cpu(*args)[0], lambda *args: cuda(False, *args)[0],
+        lambda *args: fake(*args)[0],
+    )  # fmt: skip
+    define_operator(f"{name}_lse", f"({arguments}) -> (Tensor, Tensor)", cpu, partial(cuda, True), fake)
+    return name, f"{name}_lse"
+
+
 def build_vmap_rule(op: Any) -> Any:
     """Build the rule of vmap: the new dimension becomes part of the batch."""
 
@@ -221,7 +227,9 @@ def _vmap_refuse_gradient(info: Any, in_dims: Any, grad: Tensor, size: list[int]
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "quantize": (quantize_cpu, _dispatch_cuda("quantize"), quantize_fake),
-    "attention": (_attention_cpu, _attention_cuda, _attention_fake),
+    "attention": (
+        lambda *args: _attention_lse_cpu(*args)[0], _attention_cuda, lambda *args: _attention_lse_fake(*args)[0],
+    ),
     "attention_lse": (_attention_lse_cpu, _attention_lse_cuda, _attention_lse_fake),
     "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
     "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
@@ -234,7 +242,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
         lambda query, *_: query.new_empty(query.shape[:3], dtype=torch.float32),
     ),
     "refuse_gradient": (autograd.refuse_gradient, autograd.refuse_gradient, lambda grad, size, _: grad.new_empty(size)),
-}
+}  # fmt: skip
 #: The error for a gradient that reaches the results of an operator; None for an operator with gradients.
 _CODES = "no gradient flows to codes; greenfast.sdpa on the tensors themselves has gradients"
 CODES_REFUSAL = f"greenfast.attention: {_CODES}"

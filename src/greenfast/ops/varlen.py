@@ -292,7 +292,7 @@ def _as_batch(x: Tensor, rows: slice) -> Tensor:
     return x[rows].transpose(0, 1).unsqueeze(0)
 
 
-def _varlen_lse_cpu(
+def _varlen_cpu(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None,
     sinks: Tensor | None, max_q: int, max_k: int, precision: str, window_left: int, window_right: int, softcap: float,
     scale: float,
@@ -319,27 +319,14 @@ def _varlen_lse_cpu(
     return out, lse
 
 
-def _varlen_cpu(*args: Any) -> Tensor:
-    return _varlen_lse_cpu(*args)[0]
-
-
-def _varlen_lse_cuda(*args: Any) -> Any:
+def _varlen_gpu(lse: bool, *args: Any) -> Any:
     check_once(check_varlen, args[:7], ())
-    return torch_ops.load_cuda().varlen(True, *args)
+    return torch_ops.load_cuda().varlen(lse, *args)
 
 
-def _varlen_cuda(*args: Any) -> Any:
-    check_once(check_varlen, args[:7], ())
-    return torch_ops.load_cuda().varlen(False, *args)[0]
-
-
-def _varlen_fake(query: Tensor, *args: Any) -> Tensor:
+def _varlen_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     check_varlen(query, *args[:6])
-    return query.new_empty(query.shape)
-
-
-def _varlen_lse_fake(query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return _varlen_fake(query, *args), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
 def _backward_by_sequence(
@@ -393,11 +380,7 @@ def _backward_fake(
     return torch_ops.infer_score_gradients(grad, query, key, value, sinks)
 
 
-for _name, _results, _cpu, _cuda, _fake in (
-    ("varlen", "Tensor", _varlen_cpu, _varlen_cuda, _varlen_fake),
-    ("varlen_lse", "(Tensor, Tensor)", _varlen_lse_cpu, _varlen_lse_cuda, _varlen_lse_fake),
-):
-    torch_ops.define_operator(_name, f"({_ARGUMENTS}) -> {_results}", _cpu, _cuda, _fake)
+for _name in torch_ops.define_pair("varlen", _ARGUMENTS, _varlen_cpu, _varlen_gpu, _varlen_fake):
     autograd.register(torch_ops.LIBRARY, _name, None, backward="varlen_backward", first=3, inputs=(0, 1, 2, 6))
 torch_ops.define_operator(
     "varlen_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _backward_by_sequence,

@@ -16,9 +16,10 @@ from greenfast.kernels.serving import append, attention, slots
 from greenfast.kernels.serving.append import AppendConfig, AppendSizes, AppendStrides
 from greenfast.kernels.serving.attention import ServingSizes, ServingStrides
 from greenfast.kernels.serving.config import NARROW_ROWS, TILE, ServingConfig
-from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded
+from greenfast.ops.arguments import SERVING_ON_HOPPER
+from greenfast.ops.launch_plans import ALIGNMENT, LaunchPlan, LaunchStep, get_target, put_bounded, require_hopper
 from greenfast.ops.launch_plans import concat_plans as concat_plans
-from greenfast.ops.layout import is_aligned
+from greenfast.ops.layout import fill_without_keys, is_aligned
 from greenfast.serving.checks import (
     NUM_APPEND_TENSORS,
     NUM_ATTENTION_TENSORS,
@@ -48,17 +49,8 @@ def get_hopper_target(device: int) -> Target:
     if device < 0:
         return attention.TARGET
     target = get_target(device)
-    require_hopper(target)
+    require_hopper(target, SERVING_ON_HOPPER)
     return target
-
-
-def require_hopper(target: Target) -> None:
-    """Raise NotImplementedError unless the serving kernels run on a target."""
-    if target.name != attention.TARGET.name:
-        raise NotImplementedError(
-            f"the serving kernels are for Hopper ({attention.TARGET.name}), this is {target.name}; on CPU tensors the "
-            "calls compute the same numerics"
-        )
 
 
 def _choose_row_tiles(
@@ -141,7 +133,7 @@ def paged_attention(*args: Any, lse: bool = True) -> tuple[Tensor, Tensor | None
     if out.numel() == 0 or seqused_k.shape[0] == 0:
         return out, sums
     if k_cache.shape[0] == 0 or block_table.shape[1] == 0:
-        return _fill_without_keys(out, sums, sinks)
+        return (out.zero_(), None) if sums is None else fill_without_keys(out, sums, sinks)
     if not is_aligned(q.data_ptr()):
         q = q.clone(memory_format=torch.contiguous_format)
         return paged_attention(q, *args[1:OUT], out, lse=lse)
@@ -155,16 +147,6 @@ _ATTENTION_BUFFERS = (
     "lse", "q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale",
     "sinks", "plan", "out",
 )  # fmt: skip
-
-
-def _fill_without_keys(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if lse is None:
-        pass
-    elif sinks is None:
-        lse.fill_(-float("inf"))
-    else:
-        lse.copy_(sinks.unsqueeze(1).expand_as(lse))
-    return out.zero_(), lse
 
 
 def _build_attention_plan(
