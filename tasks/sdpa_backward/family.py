@@ -1,4 +1,4 @@
-"""The backward pass in 8 bits as a kernel family: the kernel of dK and dV, then dQ by tiles of 64 or 128 keys.
+"""The backward pass in 8 bits as a kernel family: dK and dV, by two kernels at head dim 256, then dQ.
 
 A shape has H heads of Q and HK of K and V (of all sequences of a batch), S queries, KV keys and head dim D. CAUSAL=1:
 query i attends to keys 0 .. i.
@@ -36,22 +36,24 @@ def read_dims(dims: Mapping[str, int], fmt: str) -> dict[str, int]:
 
 def _choose_tiles(toggles: Mapping[str, int], head_dim: int) -> backward.BackwardTiling:
     if toggles["USE_WIDE_TILES"]:
+        if head_dim == 256:
+            raise UsageError("USE_WIDE_TILES=1: at D=256 dQ has tiles of 64 keys; shared memory holds no wider ones")
         return backward.BackwardTiling(head_dim, consumers=2, stages=3, block_n=128)
     if head_dim == 64:  # the registers of wide tiles allow two warpgroups
         return backward.BackwardTiling(head_dim, consumers=3, stages=4, registers=(160, 24))
-    return backward.BackwardTiling(head_dim, consumers=2, stages=4)
+    return backward.BackwardTiling(head_dim, consumers=2, stages=3 if head_dim == 256 else 4)
 
 
 def program(toggles: Mapping[str, int], fmt: str, dims: Mapping[str, int], *, instrumented: bool = False) -> Program:
-    """Return both launches. Raises UsageError as Family documents."""
+    """Return the launches. Raises UsageError as Family documents."""
     if instrumented:
         raise UsageError("the backward kernels have no phases to count: warpgroups are in different ones at a time")
     d = read_dims(dims, fmt)
     sizes, causal = (d["H"], d["HK"], d["S"], d["KV"]), bool(d["CAUSAL"])
-    of_keys, of_queries = backward.KEYS_TILINGS[d["D"]], _choose_tiles(toggles, d["D"])
-    return Program(
-        (
-            Step(backward.keys_kernel(of_keys, causal), backward.keys_launch(of_keys, *sizes)),
-            Step(backward.queries_kernel(of_queries, causal), backward.queries_launch(of_queries, *sizes)),
-        )
-    )
+    of_queries = _choose_tiles(toggles, d["D"])
+    keys = [
+        Step(backward.keys_kernel(tiles, causal), backward.keys_launch(tiles, *sizes))
+        for tiles in backward.KEYS_TILINGS[d["D"]]
+    ]
+    queries = Step(backward.queries_kernel(of_queries, causal), backward.queries_launch(of_queries, *sizes))
+    return Program((*keys, queries))

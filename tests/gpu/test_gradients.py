@@ -61,6 +61,8 @@ SIZES_8_BITS = (
     Sizes(64, 1025, 128),
     Sizes(300, 300, 64, heads=4, kv_heads=2, causal=1),
     Sizes(500, 1025, 64),
+    Sizes(300, 300, 256, heads=4, kv_heads=2, causal=1),
+    Sizes(500, 1025, 256),
 )
 
 

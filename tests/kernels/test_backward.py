@@ -67,7 +67,9 @@ def compute_gradients(codes: dict[str, Tensor], q_len: int, kv_len: int, causal:
     shapes = {"dq": (heads, q_len), "dk": (kv_heads, kv_len), "dv": (kv_heads, kv_len)}
     specs = {name: OutputSpec((*shape, dim), "uint16") for name, shape in shapes.items()}
     outputs = {name: specs[name] for name in ("dk", "dv")}
-    emulate(backward.keys_kernel(of_keys, causal), backward.keys_launch(of_keys, *sizes), buffers, outputs)
+    for tiles in of_keys:
+        written = {name: x for name, x in outputs.items() if name in tiles.outputs}
+        emulate(backward.keys_kernel(tiles, causal), backward.keys_launch(tiles, *sizes), buffers, written)
     plan = backward.queries_launch(of_queries, *sizes)
     emulate(backward.queries_kernel(of_queries, causal), plan, buffers, {"dq": specs["dq"]})
     return [torch.from_numpy(buffers[name]).view(torch.bfloat16).double().unsqueeze(0) for name in shapes]
@@ -87,6 +89,8 @@ def check(got: Tensor, want: Tensor, rows: slice = slice(None)) -> None:
         (4, 2, 130, 70, 128, True),
         (2, 1, 70, 200, 64, False),
         (2, 2, 200, 130, 64, True),
+        (2, 1, 70, 100, 256, False),
+        (1, 1, 130, 130, 256, True),
         pytest.param(1, 1, 300, 300, 128, True, marks=pytest.mark.slow),
         pytest.param(2, 1, 100, 200, 128, False, marks=pytest.mark.slow),
         pytest.param(2, 1, 300, 300, 64, True, marks=pytest.mark.slow),
@@ -99,7 +103,7 @@ def test_gradients_follow_float64(heads: int, kv_heads: int, q_len: int, kv_len:
     q, k, v, g = tensors
     codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5)
     dq, dk, dv = compute_gradients(codes, q_len, kv_len, causal)
-    check(dq, exact[0], slice(16 if causal else 0, None))  # dP - delta of the first rows is a small difference
+    check(dq, exact[0], slice(max(16, dim // 8) if causal else 0, None))  # dP - delta of the first rows is small
     check(dk, exact[1], slice(min(q_len, kv_len) - 8 if causal and q_len <= kv_len else None))
     check(dv, exact[2])
 
@@ -127,6 +131,25 @@ def test_each_key_has_its_scale() -> None:
     others = [i for i in range(128) if i != 5]
     assert exact[..., others, :].norm(dim=-1).max() < 1e-4 * exact[..., 5, :].norm()
     check(dv, exact)
+
+
+def test_differences_beyond_the_range_of_an_accumulator() -> None:
+    """At head dim 256 dP of outliers of both signs, and so dP - delta, exceeds 2^22 in units of the codes."""
+    dim = 256
+    q, k, v, g = draw(1, 1, 64, 64, dim)
+    q, k, v, g = q * 0.1, k * 0.1, v * 1e-2, g * 1e-2
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[..., 5, 0] = 20.0
+    v[..., 3], g[..., 3] = 100.0, 100.0
+    v[..., 5, 3] = -100.0
+    out, lse, exact = attend([q, k, v, g], causal=False)
+    codes = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5)
+    products = codes["grad"].view(torch.int8).double() @ codes["v"].view(torch.int8).double().mT
+    starts = codes["tables"][..., backward.ROWS : 2 * backward.ROWS] - quantized_backward._MAGIC_BITS
+    assert products.max() + starts.max() > 2**22
+    others = [i for i in range(64) if i != 5]
+    _, dk, _ = compute_gradients(codes, 64, 64, False)
+    check(dk[..., others, :], exact[1][..., others, :])
 
 
 @pytest.mark.parametrize("dim", backward.HEAD_DIMS)
@@ -173,7 +196,7 @@ def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
 def test_products_overlap(causal: bool, dim: int) -> None:
     """ptxas serializes wgmma (messages C7510 to C7517) after small changes of the loop, at half the speed."""
     for source in (
-        backward.keys_kernel(backward.KEYS_TILINGS[dim], causal),
+        *(backward.keys_kernel(tiles, causal) for tiles in backward.KEYS_TILINGS[dim]),
         backward.queries_kernel(backward.QUERIES_TILINGS[dim], causal),
     ):
         compiled = compile_kernel(source, backward.TARGET)

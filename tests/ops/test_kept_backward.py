@@ -43,7 +43,7 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(("precision", "head_dim"), [("fp8", 128), ("int8", 64)])
+@pytest.mark.parametrize(("precision", "head_dim"), [("fp8", 128), ("int8", 64), ("int8", 256)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_results_on_a_cpu_are_those_of_16_bits(
     causal: bool, precision: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
@@ -95,8 +95,8 @@ def test_other_calls_are_refused_by_name() -> None:
         (named, {"return_lse": True}, "masks, score options, dropout and return_lse"),
         (named, {"is_causal": True, "causal_alignment": "lower_right"}, "lower_right"),
         (named, {"precision": "fp8_token"}, "allowed are 'fp8', 'int8', 'int8_fine'"),
-        ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 64 or 128\)"),
-        ([x[..., :32] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, 64 or 128\).*query \("),
+        ([x.half() for x in named], {}, r"must be bfloat16 tensors \(B, H, length, D\) with D 64, 128 or 256"),
+        ([x[..., :32] for x in named], {}, r"must be bfloat16 tensors \(B, H, length, D\).*query \("),
     ):
         with pytest.raises((NotImplementedError, ValueError), match=message):
             sdpa(*tensors, **({"enable_gqa": True, "backward": "8bit"} | options))

@@ -27,8 +27,6 @@ _MAGIC_BITS = 0x4B400000
 _LEAST_FACTOR = 2.0**-16
 #: The start of a score of a query without a gradient or after the last one: P is 0.
 _NO_QUERY = _MAGIC_BITS - 2**22
-#: Factor of E4M3 codes: a row can have a number that is sqrt(128) times larger than any after the rotation.
-_FACTOR = 0.25
 _CODES = ("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors")
 _OUTPUTS = ("dq", "dk", "dv")
 
@@ -42,7 +40,8 @@ def encode(
     query, out, grad: (B, H, S, D); key, value: (B, HK, KV, D); HK divides H. lse: natural logarithms, float32
     (B, H, S). scale: of the scores. mean: the vector that is subtracted from the keys, (B, HK, D); by default their
     mean. Int8 codes are of rows that are rotated by ``build_rotation``. Scales: one for each 64 queries of Q, for each
-    head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, times 4.
+    head of K and V, for each row of dO. E4M3 codes are not rotated; they have the same scales, over
+    ``_get_factor``.
     """
     q, k, v, o, g = (x.flatten(0, 1).float() for x in (query, key, value, out, grad))
     q_len, head_dim = q.shape[1:]
@@ -76,8 +75,9 @@ def encode(
     tables[..., half : 2 * half] = _lay_out_starts(_round_starts(weight), tiles, _MAGIC_BITS)
     of_tiles = torch.stack([score_factor, q_scale, grad_exponent], -1).float()
     tables[..., 2 * half : 2 * half + 3] = of_tiles.view(torch.int32)
-    dk_factor = v_scale * (scale / _FACTOR)
-    factors = [dk_factor * k_scale, dk_factor, torch.full_like(dk_factor, 1.0 / _FACTOR)]
+    code_factor = _get_factor(head_dim)
+    dk_factor = v_scale * (scale / code_factor)
+    factors = [dk_factor * k_scale, dk_factor, torch.full_like(dk_factor, 1.0 / code_factor)]
     return {
         "q": _encode_int8(rotated_q, expand(int8_scale)),
         "k": _encode_int8(rotated_k, k_scale.unsqueeze(-1)),
@@ -89,6 +89,11 @@ def encode(
         "tables": tables,
         "factors": torch.stack(factors, -1).float().contiguous(),
     }
+
+
+def _get_factor(head_dim: int) -> float:
+    """Return the factor of E4M3 codes: a row can have a number sqrt(head_dim) times larger than any after rotation."""
+    return 0.25 if head_dim <= 128 else 0.125
 
 
 @cache
@@ -118,7 +123,7 @@ def _encode_int8(x: Tensor, row_scale: Tensor) -> Tensor:
 def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
     """Return E4M3 codes (heads, head_dim, rows), rows in KEY_ORDER."""
     group = len(KEY_ORDER)
-    scaled = (x * (_FACTOR / row_scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    scaled = (x * (_get_factor(x.shape[2]) / row_scale).unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
     padded = torch.nn.functional.pad(scaled, (0, 0, 0, -x.shape[1] % group))
     codes = padded.to(torch.float8_e4m3fn).view(torch.uint8).reshape(len(x), -1, group, x.shape[2])
     return codes.index_select(2, _get_key_order(x.device)).flatten(1, 2).transpose(1, 2).contiguous()
@@ -218,8 +223,8 @@ def _make_plan(
 ) -> LaunchPlan:
     steps, sizes = [], (heads, kv_heads, q_len, kv_len)
     if "keys" in parts:
-        tiles = kernels.KEYS_TILINGS[head_dim]
-        steps.append(LaunchStep(kernels.keys_kernel(tiles, causal), kernels.keys_launch(tiles, *sizes)))
+        for tiles in kernels.KEYS_TILINGS[head_dim]:
+            steps.append(LaunchStep(kernels.keys_kernel(tiles, causal), kernels.keys_launch(tiles, *sizes)))
     if "queries" in parts:
         tiles = kernels.QUERIES_TILINGS[head_dim]
         steps.append(LaunchStep(kernels.queries_kernel(tiles, causal), kernels.queries_launch(tiles, *sizes)))

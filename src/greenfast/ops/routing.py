@@ -209,8 +209,9 @@ def find_8bit_obstacle(
         or any([torch_ops.get_autocast_dtype(x) != torch.bfloat16 for x in (query, key, value)])
         or query.shape[3] not in HEAD_DIMS
     ):
-        dims = " or ".join(map(str, HEAD_DIMS))
-        return f"query, key and value must be bfloat16 tensors (B, H, length, {dims}) on one device"
+        *others, last = HEAD_DIMS
+        dims = f"{', '.join(map(str, others))} or {last}"
+        return f"query, key and value must be bfloat16 tensors (B, H, length, D) with D {dims}, on one device"
     if (gpu is not None and gpu.name != routing_rules.TARGET) or (
         gpu is None and query.is_cuda and not is_hopper(query.get_device())
     ):

@@ -23,7 +23,7 @@ MEASURE_ENTRY, ENCODE_ENTRY = "backward_measure_keys", "backward_encode"
 KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
 TARGET = Target("sm_90a")
 #: Head dims with kernels.
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 #: Rows of a warpgroup, and queries of a table.
 ROWS = 64
 #: Words of a QueryTable: the starts of S and of dP, and four of the tile.
@@ -36,7 +36,8 @@ class BackwardTiling:
     """Tiles of a backward kernel.
 
     head_dim: one of HEAD_DIMS. consumers: warpgroups, of 64 rows each. block_n: keys of a tile of the dQ kernel; the
-    tiles of the dK/dV kernel have 64 queries. registers: of a consumer's thread and of a producer's.
+    tiles of the dK/dV kernel have 64 queries. registers: of a consumer's thread and of a producer's. outputs: "dk dv",
+    "dk" or "dv", of the dK/dV kernel.
     """
 
     head_dim: int
@@ -44,6 +45,7 @@ class BackwardTiling:
     stages: int
     block_n: int = ROWS
     registers: tuple[int, int] = (240, 24)
+    outputs: str = "dk dv"
 
     @property
     def rows(self) -> int:
@@ -58,14 +60,19 @@ class BackwardTiling:
 
 #: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ.
 #: For three of dK and dV a thread would have 160. Then ptxas serializes the products, and more exceed the
-#: multiprocessor's.
+#: multiprocessor's. At 256 a thread has registers for the sums of dK or of dV, so two kernels compute these.
 KEYS_TILINGS = {
-    64: BackwardTiling(64, consumers=2, stages=4),
-    128: BackwardTiling(128, consumers=2, stages=4),
+    64: (BackwardTiling(64, consumers=2, stages=4),),
+    128: (BackwardTiling(128, consumers=2, stages=4),),
+    256: (
+        BackwardTiling(256, consumers=2, stages=3, outputs="dk"),
+        BackwardTiling(256, consumers=2, stages=4, outputs="dv"),
+    ),
 }
 QUERIES_TILINGS = {
     64: BackwardTiling(64, consumers=3, stages=4, registers=(160, 24)),
     128: BackwardTiling(128, consumers=2, stages=3, block_n=128),
+    256: BackwardTiling(256, consumers=2, stages=3),
 }
 
 
@@ -75,8 +82,10 @@ def _round_up(n: int, multiple: int) -> int:
 
 def keys_smem_bytes(tiles: BackwardTiling) -> int:
     """Return the size of KeyGradientStorage."""
-    staged = tiles.stages * (4 * ROWS * tiles.head_dim + 4 * TABLE_WORDS)
-    return _round_up(2 * tiles.rows * tiles.head_dim + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
+    loaded = {"dk dv": 4, "dk": 3, "dv": 2}[tiles.outputs]
+    keys = (2 if "dk" in tiles.outputs else 1) * tiles.rows * tiles.head_dim
+    staged = tiles.stages * (loaded * ROWS * tiles.head_dim + 4 * TABLE_WORDS)
+    return _round_up(keys + staged + 8 * (1 + 2 * tiles.stages), _ALIGNMENT)
 
 
 def queries_smem_bytes(tiles: BackwardTiling) -> int:
@@ -97,6 +106,8 @@ struct Cfg {{
   static constexpr int kProducerRegisters = {tiles.registers[1]};
   static constexpr int kSmemBytes = {smem};
   static constexpr bool kCausal = {causal};
+  static constexpr bool kWantsKeys = {wants_keys};
+  static constexpr bool kWantsValues = {wants_values};
 }};
 
 using greenfast::ptx::TensorMap;
@@ -117,6 +128,8 @@ def _render(
         tiles=tiles,
         smem=smem,
         causal=str(causal).lower(),
+        wants_keys=str("dk" in tiles.outputs).lower(),
+        wants_values=str("dv" in tiles.outputs).lower(),
         entry=entry,
         body=body,
         maps=", ".join(f"const __grid_constant__ TensorMap {name}" for name in names),
@@ -128,9 +141,9 @@ def _render(
 
 
 def keys_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
-    """Render the kernel of dK and dV."""
+    """Render the kernel of dK and dV, or of one of them."""
     smem = keys_smem_bytes(tiles)
-    return _render(KEYS_ENTRY, "backward_keys", tiles, smem, causal, "k v q grad q_t grad_t", "dk dv")
+    return _render(KEYS_ENTRY, "backward_keys", tiles, smem, causal, "k v q grad q_t grad_t", tiles.outputs)
 
 
 def queries_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
@@ -140,7 +153,8 @@ def queries_kernel(tiles: BackwardTiling, causal: bool) -> KernelSource:
 
 
 def _rows_map(name: str, heads: int, length: int, box_rows: int, dim: int) -> TensorMap:
-    return TensorMap(name, "uint8", (heads, length, dim), (length * dim, dim, 1), (1, box_rows, dim), dim)
+    panel = min(dim, 128)
+    return TensorMap(name, "uint8", (heads, length, dim), (length * dim, dim, 1), (1, box_rows, panel), panel)
 
 
 def _columns_map(name: str, heads: int, length: int, box: int, dim: int) -> TensorMap:
@@ -156,7 +170,7 @@ def keys_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int, kv
             *(_rows_map(name, kv_heads, kv_len, ROWS, tiles.head_dim) for name in ("k", "v")),
             *(_rows_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q", "grad")),
             *(_columns_map(name, heads, q_len, ROWS, tiles.head_dim) for name in ("q_t", "grad_t")),
-            *("tables", "factors", "dk", "dv"),
+            *("tables", "factors", *tiles.outputs.split()),
             *(np.int32(n) for n in (heads // kv_heads, q_len, kv_len)),
         ),
     )
@@ -176,7 +190,6 @@ def queries_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int,
     )
 
 
-_ENCODE_THREADS = 256
 _ENCODE_SOURCE = """#include "quantize/backward.cuh"
 
 struct Cfg {{
@@ -206,19 +219,22 @@ def encode_kernels(head_dim: int) -> tuple[KernelSource, KernelSource]:
     )
     fields = ", ".join(f"{{{name}, {name}_batch, {name}_head, {name}_row}}" for name in INPUTS)
 
+    threads = 512 if head_dim == 256 else 256
+
     def render(entry: str, body: str, blocks: int) -> KernelSource:
         source = _ENCODE_SOURCE.format(
             head_dim=head_dim,
-            threads=_ENCODE_THREADS,
+            threads=threads,
             blocks=blocks,
             entry=entry,
             inputs=inputs,
             body=body,
             fields=fields,
         )
-        return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
+        return make_source(entry, source, threads, requires=TARGET.name)
 
-    return render(MEASURE_ENTRY, "measure_keys", 3), render(ENCODE_ENTRY, "encode_backward", 3 if head_dim == 64 else 2)
+    measuring, encoding = {64: (3, 3), 128: (3, 2), 256: (1, 1)}[head_dim]  # blocks of a multiprocessor
+    return render(MEASURE_ENTRY, "measure_keys", measuring), render(ENCODE_ENTRY, "encode_backward", encoding)
 
 
 def count_blocks(length: int) -> int:

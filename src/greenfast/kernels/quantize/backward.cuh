@@ -28,7 +28,7 @@ struct BackwardCodes {
   float* amax;                        // (2, batch x kv_heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
 };
 
-// The configuration of the quantizer's parts. Cfg: kHeadDim (64 or 128), In, kThreads.
+// The configuration of the quantizer's parts. Cfg: kHeadDim, In, kThreads.
 template <class Cfg>
 struct BackwardRows : Cfg {
   static constexpr int kColumns = Cfg::kHeadDim;
@@ -38,10 +38,11 @@ struct BackwardRows : Cfg {
 
 template <class Cfg>
 struct BackwardStorage {
-  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];   // of E4M3 codes, as BackwardTile::word_index orders them
-  float row_factor[kRowBlock];                    // of E4M3 codes of dO
-  float warp_max[2][Cfg::kThreads / 32];          // of Q and of dO
-  float delta[kRowBlock], mean_score[kRowBlock];  // rowsum(dO O), and Q times the mean of K
+  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];           // of E4M3 codes, as BackwardTile::word_index orders them
+  float row_max[Cfg::kHeadDim > 128 ? 2 : 1][kRowBlock];  // of dO, by the warps that share the rows
+  float row_factor[kRowBlock];                            // of E4M3 codes of dO
+  float warp_max[2][Cfg::kThreads / 32];                  // of Q and of dO
+  float delta[kRowBlock], mean_score[kRowBlock];          // rowsum(dO O), and Q times the mean of K
 };
 
 // Eight columns of a row, as pairs of bfloat16. As pairs, because 16-bit values are taken apart and joined again.
@@ -67,9 +68,9 @@ struct BackwardTile {
   using In = typename Cfg::In;
   using Columns = VQuantizer<RowsCfg>;  // a thread's columns and rows, and the order of the codes in shared memory
   static constexpr int kWarps = Cfg::kThreads / 32;
-  // Of the E4M3 codes: a row can have a number that is sqrt(128) times larger than any after the rotation.
-  static constexpr float kFactor = 0.25f;
-  static_assert(kWarps * kQueryBlock == kRowBlock, "a warp rotates 16 rows");
+  // Of the E4M3 codes: a row can have a number that is sqrt(kHeadDim) times larger than any after the rotation.
+  static constexpr float kFactor = Cfg::kHeadDim <= 128 ? 0.25f : 0.125f;
+  static_assert(kWarps * kQueryBlock == kRowBlock * Rows::kSplit, "kSplit warps rotate 16 rows");
 
   BackwardStorage<Cfg>& shared;
   const Rows rows;
@@ -79,8 +80,8 @@ struct BackwardTile {
   __device__ __forceinline__ BackwardTile(BackwardStorage<Cfg>& shared, int tile)
       : shared(shared),
         first(tile * kRowBlock),
-        row{first + static_cast<int>(threadIdx.x) / 32 * kQueryBlock + Rows::row_of_warp(),
-            first + static_cast<int>(threadIdx.x) / 32 * kQueryBlock + Rows::row_of_warp() + 8} {}
+        row{first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp(),
+            first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp() + 8} {}
 
   // VQuantizer::word_index without signs, whose divisions are shifts alone.
   __device__ __forceinline__ static unsigned word_index(unsigned key, unsigned word) {
@@ -196,7 +197,7 @@ struct BackwardTile {
     }
     if (row_sums != nullptr) {
       const int step = sum_over_lanes(sums);
-      if (threadIdx.x % 2 == 0) row_sums[step * Columns::kRows + first_row] = sums[0];
+      if (threadIdx.x % kRowLanes == 0) row_sums[step * Columns::kRows + first_row] = sums[0];
     }
     __syncthreads();
     const int padded = (head.length + 15) / 16 * 16;
@@ -221,13 +222,14 @@ struct BackwardTile {
     }
   }
 
+  static constexpr int kRowLanes = Columns::kRowThreads / Columns::kSteps;
+
   // Adds the sums of a row's lanes. Returns the step of the row that this lane's sums[0] belongs to. Lanes exchange half
-  // of their rows until each pair of lanes has one: a shuffle for each two sums, and not four for each.
+  // of their rows until kRowLanes have one.
   __device__ __forceinline__ static int sum_over_lanes(float (&sums)[Columns::kSteps]) {
-    static_assert(2 * Columns::kSteps == Columns::kRowThreads, "two lanes for a row");
     int count = Columns::kSteps;
 #pragma unroll
-    for (int lanes = Columns::kRowThreads / 2; lanes > 1; lanes /= 2) {
+    for (int lanes = Columns::kRowThreads / 2; lanes >= kRowLanes; lanes /= 2) {
       count /= 2;
       const bool upper = threadIdx.x & lanes;
 #pragma unroll
@@ -237,8 +239,9 @@ struct BackwardTile {
         sums[i] = (upper ? sums[i + count] : sums[i]) + __shfl_xor_sync(0xffffffffu, sent, lanes);
       }
     }
-    sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], 1);
-    return threadIdx.x % Columns::kRowThreads / 2;
+#pragma unroll
+    for (int lanes = kRowLanes / 2; lanes > 0; lanes /= 2) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], lanes);
+    return threadIdx.x % Columns::kRowThreads / kRowLanes;
   }
 
   // The scale of a head of K or V from the maxima of its tiles. Each warp computes it.
@@ -371,11 +374,20 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_max[r] = quad_max_nan(Rows::largest(x, r));
-    scales[r] = Rows::scale_for(row_max[r]);
-    if (threadIdx.x % 4 == 0) shared.row_factor[rows.row[r] - rows.first] = __fdividef(Tile::kFactor, scales[r]);
+    if (Rows::kSplit > 1 && threadIdx.x % 4 == 0) {
+      shared.row_max[warp % Rows::kSplit][rows.row[r] - rows.first] = row_max[r];
+    }
   }
   const float grad_max = warp_max_nan(fmaxf(row_max[0], row_max[1]));
   if (threadIdx.x % 32 == 0) shared.warp_max[1][warp] = grad_max;
+  if constexpr (Rows::kSplit > 1) __syncthreads();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = rows.row[r] - rows.first;
+    if constexpr (Rows::kSplit > 1) row_max[r] = ptx::max_nan(shared.row_max[0][i], shared.row_max[1][i]);
+    scales[r] = Rows::scale_for(row_max[r]);
+    if (threadIdx.x % 4 == 0) shared.row_factor[i] = __fdividef(Tile::kFactor, scales[r]);
+  }
   __syncthreads();  // also: all threads have read the tile's codes of Q
   rows.write_int8(grad, x, scales, codes.grad + q_first);
   // An integer greater than log2 of all scales of the table's rows; 0 without a gradient.
@@ -403,7 +415,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   constexpr float kRange = 4194304.0f;  // 2^22
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (threadIdx.x % 4 != 0) break;
+    if (threadIdx.x % 4 != 0 || warp % Rows::kSplit != 0) break;
     const int i = rows.row[r] - rows.first, in_table = i % kBackwardRows;
     int score = kMagicBits - static_cast<int>(kRange), weight = kMagicBits;
     if (rows.row[r] < p.q_len && row_max[r] > 0.0f) {
@@ -417,7 +429,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     table.score[QueryTable::word_of(in_table)] = score;
     table.weight[QueryTable::word_of(in_table)] = weight;
   }
-  if (threadIdx.x % 128 == 0) {
+  if (threadIdx.x % (32 * kTableWarps) == 0) {
     table.score_factor = score_factor;
     table.q_scale = q_scale;
     table.grad_exponent = grad_exponent;

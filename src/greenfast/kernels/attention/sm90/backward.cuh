@@ -12,9 +12,11 @@
 // code reaches 32 (RowScale). E4M3 has a floating point, so that a row needs no new scale for later, smaller values.
 //
 // Members of Cfg:
-//   int kHeadDim    64 or 128
+//   int kHeadDim    64, 128 or 256
 //   int kConsumers  consumer warpgroups: of 64 keys each for dK and dV, of 64 queries each for dQ
 //   int kBlockN     keys of a tile of the dQ kernel: 64 or 128
+//   bool kWantsKeys, kWantsValues  of the dK/dV kernel: whether it computes dK, and dV. One thread has no registers for
+//                   both sums at head dim 256, so there are two kernels
 //   int kStages     stages of the loaded tiles
 //   int kConsumerRegisters, kProducerRegisters  per thread, after setmaxnreg
 //   int kSmemBytes  sizeof(Storage), to check the plan in Python
@@ -117,14 +119,32 @@ __device__ __forceinline__ void load_starts(int (&acc)[kBackwardRows / 2], const
   }
 }
 
-// Issues acc += a b of int8 tiles with rows of kHeadDim bytes.
+// Tiles of int8 rows have panels of up to 128 columns, one after another.
+template <int kHeadDim>
+constexpr int kPanel = kHeadDim < 128 ? kHeadDim : 128;
+
+// Issues acc += a b of int8 tiles with rows of kHeadDim bytes; a has kBackwardRows rows.
 template <int kHeadDim, int kCount>
-__device__ __forceinline__ void start_int8_product(int (&acc)[kCount], ptx::Operand<kHeadDim> a,
-                                                   ptx::Operand<kHeadDim> b, unsigned b_offset) {
+__device__ __forceinline__ void start_int8_product(int (&acc)[kCount], ptx::Operand<kPanel<kHeadDim>> a,
+                                                   ptx::Operand<kPanel<kHeadDim>> b, unsigned b_offset) {
+  constexpr int kWidth = kPanel<kHeadDim>, kSteps = kWidth / 32, kRowsOfB = 2 * kCount;
   ptx::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 32; ++i) ptx::wgmma_add(acc, a.at(i * 32), b.at(b_offset + i * 32));
+  for (int i = 0; i < kHeadDim / 32; ++i) {
+    const int panel = i / kSteps * kWidth, column = i % kSteps * 32;
+    ptx::wgmma_add(acc, a.at(panel * kBackwardRows + column), b.at(b_offset + panel * kRowsOfB + column));
+  }
   ptx::wgmma_commit();
+}
+
+// Loads a tile of int8 rows.
+template <int kHeadDim, int kRows>
+__device__ __forceinline__ void load_rows(unsigned char* tile, const ptx::TensorMap& map, ptx::Mbarrier& barrier,
+                                          int row, int head) {
+#pragma unroll
+  for (int column = 0; column < kHeadDim; column += kPanel<kHeadDim>) {
+    ptx::tma_load_3d(tile + column * kRows, map, barrier, column, row, head);
+  }
 }
 
 // Issues acc += codes b, where b is transposed: rows of columns of the result, kSwizzle bytes each.
@@ -183,11 +203,14 @@ __device__ __forceinline__ void arrive_for_warp(ptx::Mbarrier& barrier) {
 
 template <class Cfg>
 struct KeyGradientStorage {
-  alignas(1024) unsigned char k[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
-  alignas(1024) unsigned char v[Cfg::kConsumers][kBackwardRows * Cfg::kHeadDim];
+  using Tile = unsigned char[kBackwardRows * Cfg::kHeadDim];
+  // The tiles of keys, K and for dK also V, and those of a stage: Q, for dK also dO and Q^T, for dV also dO^T.
+  static constexpr int kKeyTiles = Cfg::kWantsKeys ? 2 : 1;
+  static constexpr int kQ = 0, kGrad = 1, kQColumns = 2, kGradColumns = Cfg::kWantsKeys ? 3 : 1;
+  static constexpr int kTiles = 1 + (Cfg::kWantsKeys ? 2 : 0) + (Cfg::kWantsValues ? 1 : 0);
+  alignas(1024) Tile keys[kKeyTiles][Cfg::kConsumers];
   struct alignas(1024) Stage {
-    unsigned char q[kBackwardRows * Cfg::kHeadDim], grad[kBackwardRows * Cfg::kHeadDim];
-    unsigned char q_t[Cfg::kHeadDim * kBackwardRows], grad_t[Cfg::kHeadDim * kBackwardRows];
+    Tile tiles[kTiles];
   } stages[Cfg::kStages];
   QueryTable tables[Cfg::kStages];
   ptx::Mbarrier kv_full, full[Cfg::kStages], empty[Cfg::kStages];
@@ -198,11 +221,15 @@ template <class Cfg>
 struct KeyGradients {
   using Storage = KeyGradientStorage<Cfg>;
   static constexpr int kScores = kBackwardRows / 2, kSteps = kBackwardRows / 32;
+  static constexpr bool kWantsKeys = Cfg::kWantsKeys, kWantsValues = Cfg::kWantsValues;
   // The first scales, of P and of dS, relative to those of the first tile. P <= 1 and |dP - delta| < 2^23, so no
   // product overflows.
   static constexpr int kWeightExponent = 100, kSlopeExponent = 40;
+  // Whether accumulators of dP start at delta. Up to head dim 128 |dP - delta| < 2^22, the range around kMagic; at 256
+  // only |dP| is.
+  static constexpr bool kStartsAtDelta = Cfg::kHeadDim <= 128;
 
-  float dk[Cfg::kHeadDim / 2], dv[Cfg::kHeadDim / 2];
+  float dk[kWantsKeys ? Cfg::kHeadDim / 2 : 1], dv[kWantsValues ? Cfg::kHeadDim / 2 : 1];
   int weight_exponent[2];  // log2 of the scales of P's rows
   float slope[2];          // scales of dS's rows / those of P's
 
@@ -210,7 +237,9 @@ struct KeyGradients {
   __device__ __forceinline__ void run(Storage& shared, int warpgroup, int first_key, int first_tile, int stop_tile,
                                       int group) {
 #pragma unroll
-    for (int i = 0; i < Cfg::kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    for (float& x : dk) x = 0.0f;
+#pragma unroll
+    for (float& x : dv) x = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       weight_exponent[r] = kWeightExponent;
@@ -219,9 +248,12 @@ struct KeyGradients {
     int tile = first_tile, tiles_left = group * (stop_tile - first_tile);
     if (tiles_left <= 0) return;
     Ring<Cfg::kStages> ring;
-    const ptx::Operand<Cfg::kHeadDim> k(shared.k[warpgroup]), v(shared.v[warpgroup]);
-    const ptx::Operand<Cfg::kHeadDim> q(shared.stages[0].q), grad(shared.stages[0].grad);
-    const ptx::Operand<64> q_t(shared.stages[0].q_t), grad_t(shared.stages[0].grad_t);
+    const ptx::Operand<kPanel<Cfg::kHeadDim>> k(shared.keys[0][warpgroup]);
+    const ptx::Operand<kPanel<Cfg::kHeadDim>> v(shared.keys[Storage::kKeyTiles - 1][warpgroup]);
+    auto& tiles = shared.stages[0].tiles;
+    const ptx::Operand<kPanel<Cfg::kHeadDim>> q(tiles[Storage::kQ]), grad(tiles[Storage::kGrad]);
+    const ptx::Operand<64> q_t(tiles[kWantsKeys ? Storage::kQColumns : 0]);
+    const ptx::Operand<64> grad_t(tiles[kWantsValues ? Storage::kGradColumns : 0]);
     const int lane_pair = threadIdx.x % 4;
     shared.kv_full.wait(0);
     shared.full[ring.stage].wait(ring.parity);
@@ -237,7 +269,7 @@ struct KeyGradients {
       const int stage = ring.stage;
       const unsigned offset = stage * sizeof(typename Storage::Stage);
       const QueryTable& table = shared.tables[stage];
-      start_int8_product(s, k, q, offset);
+      start_int8_product<Cfg::kHeadDim>(s, k, q, offset);
       const float score_factor = table.score_factor;
       ptx::wgmma_wait<0>();  // S, and all products of the tile before
       ptx::pin(s);
@@ -256,8 +288,15 @@ struct KeyGradients {
           if (query < key + 8 * (i / 2 % 2)) p[i] = -CUDART_INF_F;
         }
       }
-      load_starts(dp, table.weight);
-      start_int8_product(dp, v, grad, offset);
+      if constexpr (kWantsKeys) {
+        if constexpr (kStartsAtDelta) {
+          load_starts(dp, table.weight);
+        } else {
+#pragma unroll
+          for (int& x : dp) x = kMagicBits;
+        }
+        start_int8_product<Cfg::kHeadDim>(dp, v, grad, offset);
+      }
       float bias[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -265,56 +304,78 @@ struct KeyGradients {
       }
 #pragma unroll
       for (int i = 0; i < kScores; ++i) p[i] = ptx::ex2(fmaf(p[i], score_factor, bias[i / 2 % 2]));
-      unsigned p_codes[kSteps][4];
-      pack_codes(p, p_codes);
-      if (RowScale::exceeds(p_codes)) {
-        float shrink[2];
-        RowScale::find_shrink(p, shrink);
-        RowScale::multiply(p, shrink);
-        RowScale::multiply(dv, shrink);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          weight_exponent[r] += exponent_of(shrink[r]);
-          slope[r] = __fdividef(slope[r], shrink[r]);
-        }
+      if constexpr (kWantsValues) {
+        unsigned p_codes[kSteps][4];
         pack_codes(p, p_codes);
-      }
-      start_e4m3_product(dv, p_codes, grad_t, offset);
-      ptx::wgmma_wait<1>();  // dP
-      ptx::pin(dp);
-      const float (&dp_raw)[kScores] = reinterpret_cast<const float (&)[kScores]>(dp);
-      float ds[kScores];
-      const float tile_slope[2] = {slope[0] * table.q_scale, slope[1] * table.q_scale};
+        if (RowScale::exceeds(p_codes)) {
+          float shrink[2];
+          RowScale::find_shrink(p, shrink);
+          RowScale::multiply(p, shrink);
+          RowScale::multiply(dv, shrink);
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        ds[i] = p[i] * fmaf(dp_raw[i], tile_slope[i / 2 % 2], -kMagic * tile_slope[i / 2 % 2]);
+          for (int r = 0; r < 2; ++r) {
+            weight_exponent[r] += exponent_of(shrink[r]);
+            slope[r] = __fdividef(slope[r], shrink[r]);
+          }
+          pack_codes(p, p_codes);
+        }
+        start_e4m3_product(dv, p_codes, grad_t, offset);
       }
       unsigned ds_codes[kSteps][4];
-      pack_codes(ds, ds_codes);
-      if (RowScale::exceeds(ds_codes)) {
-        float shrink[2];
-        RowScale::find_shrink(ds, shrink);
-        RowScale::multiply(ds, shrink);
-        RowScale::multiply(dk, shrink);
+      if constexpr (kWantsKeys) {
+        ptx::wgmma_wait<kWantsValues ? 1 : 0>();  // dP
+        ptx::pin(dp);
+        float (&dp_raw)[kScores] = reinterpret_cast<float (&)[kScores]>(dp);
+        if constexpr (!kStartsAtDelta) subtract_delta(dp_raw, table.weight);
+        float ds[kScores];
+        const float tile_slope[2] = {slope[0] * table.q_scale, slope[1] * table.q_scale};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) slope[r] *= shrink[r];
+        for (int i = 0; i < kScores; ++i) {
+          const float a = tile_slope[i / 2 % 2];
+          ds[i] = p[i] * (kStartsAtDelta ? fmaf(dp_raw[i], a, -kMagic * a) : dp_raw[i] * a);
+        }
         pack_codes(ds, ds_codes);
+        if (RowScale::exceeds(ds_codes)) {
+          float shrink[2];
+          RowScale::find_shrink(ds, shrink);
+          RowScale::multiply(ds, shrink);
+          RowScale::multiply(dk, shrink);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) slope[r] *= shrink[r];
+          pack_codes(ds, ds_codes);
+        }
       }
       // The starts of the next tile, while no product is in flight: ptxas would insert a wait before them. By now dV
       // is usually complete.
       ring.advance();
-      ptx::wgmma_wait<0>();
-      ptx::pin(dv);
+      if constexpr (kWantsValues) {
+        ptx::wgmma_wait<0>();
+        ptx::pin(dv);
+      }
       if (++tile == stop_tile) tile = first_tile;
       if (--tiles_left > 0) {
         shared.full[ring.stage].wait(ring.parity);
         load_starts(s, shared.tables[ring.stage].score);
       }
-      start_e4m3_product(dk, ds_codes, q_t, offset);
+      if constexpr (kWantsKeys) start_e4m3_product(dk, ds_codes, q_t, offset);
     } while (tiles_left > 0);
     ptx::wgmma_wait<0>();
     ptx::pin(dk);
     ptx::pin(dv);
+  }
+
+  // Subtracts delta and kMagic from accumulators that started at kMagic.
+  __device__ __forceinline__ static void subtract_delta(float (&dp)[kScores], const int (&weights)[kBackwardRows]) {
+#pragma unroll
+    for (int i = 0; i < kScores; i += 8) {
+      int four[4];
+      ptx::load_shared_again(four, reinterpret_cast<const int (&)[4]>(weights[2 * i + threadIdx.x % 4 * 4]));
+      float shift[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) shift[c] = __int_as_float(four[c]) - 2.0f * kMagic;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) dp[i + c] += shift[c / 4 * 2 + c % 2];
+    }
   }
 
   // Writes the rows below p.kv_len.
@@ -322,15 +383,19 @@ struct KeyGradients {
     const float dk_factor = p.factors[3 * head + 1], dv_factor = p.factors[3 * head + 2];
     const long long first = static_cast<long long>(head) * p.kv_len * Cfg::kHeadDim;
     float factor[2];
+    if constexpr (kWantsValues) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
-    store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Without a query the sum is 0 and there is no slope.
-      factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+      for (int r = 0; r < 2; ++r) factor[r] = dv_factor * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+      store_gradient<Cfg::kHeadDim>(dv, factor, p.dv + first, first_key, p.kv_len);
     }
-    store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
+    if constexpr (kWantsKeys) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Without a query the sum is 0 and there is no slope.
+        factor[r] = slope[r] == 0.0f ? 0.0f : dk_factor / slope[r] * ptx::ex2(static_cast<float>(-weight_exponent[r]));
+      }
+      store_gradient<Cfg::kHeadDim>(dk, factor, p.dk + first, first_key, p.kv_len);
+    }
   }
 };
 
@@ -364,23 +429,29 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& p, const ptx
   if (warpgroup == Cfg::kConsumers) {
     ptx::warpgroup_reg_dealloc<Cfg::kProducerRegisters>();
     if (threadIdx.x % 128 != 0) return;
-    shared.kv_full.arrive_expect(2 * kBlockKeys * Cfg::kHeadDim);
+    constexpr int kHeadDim = Cfg::kHeadDim, kRows = kBackwardRows;
+    shared.kv_full.arrive_expect(sizeof(shared.keys));
     for (int w = 0; w < Cfg::kConsumers; ++w) {
-      ptx::tma_load_3d(shared.k[w], k_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
-      ptx::tma_load_3d(shared.v[w], v_map, shared.kv_full, 0, block_key + w * kBackwardRows, kv_head);
+      load_rows<kHeadDim, kRows>(shared.keys[0][w], k_map, shared.kv_full, block_key + w * kRows, kv_head);
+      if constexpr (Cfg::kWantsKeys) {
+        load_rows<kHeadDim, kRows>(shared.keys[1][w], v_map, shared.kv_full, block_key + w * kRows, kv_head);
+      }
     }
     Ring<Cfg::kStages> ring;
     for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
       for (int tile = first_tile; tile < tiles; ++tile, ring.advance()) {
-        const int s = ring.stage, query = tile * kBackwardRows;
+        const int s = ring.stage, query = tile * kRows;
         ptx::Mbarrier& full = shared.full[s];
+        auto& loaded = shared.stages[s].tiles;
         shared.empty[s].wait(ring.parity ^ 1);
-        full.arrive_expect(sizeof(shared.stages[s]) + sizeof(QueryTable));
-        ptx::tma_load_3d(shared.stages[s].q, q_map, full, 0, query, head);
+        full.arrive_expect(sizeof(loaded) + sizeof(QueryTable));
+        load_rows<kHeadDim, kRows>(loaded[Storage::kQ], q_map, full, query, head);
         ptx::bulk_load(&shared.tables[s], p.tables + head * tiles + tile, sizeof(QueryTable), full);
-        ptx::tma_load_3d(shared.stages[s].grad, grad_map, full, 0, query, head);
-        ptx::tma_load_3d(shared.stages[s].grad_t, grad_t_map, full, query, 0, head);
-        ptx::tma_load_3d(shared.stages[s].q_t, q_t_map, full, query, 0, head);
+        if constexpr (Cfg::kWantsKeys) load_rows<kHeadDim, kRows>(loaded[Storage::kGrad], grad_map, full, query, head);
+        if constexpr (Cfg::kWantsValues) {
+          ptx::tma_load_3d(loaded[Storage::kGradColumns], grad_t_map, full, query, 0, head);
+        }
+        if constexpr (Cfg::kWantsKeys) ptx::tma_load_3d(loaded[Storage::kQColumns], q_t_map, full, query, 0, head);
       }
     }
   } else {
@@ -431,8 +502,8 @@ struct QueryGradients {
       weight_shift[r] = __int_as_float(table.weight[word]) - 2.0f * kMagic;
       exponent[r] = kFirstExponent;
     }
-    const ptx::Operand<Cfg::kHeadDim> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
-    const ptx::Operand<Cfg::kHeadDim> k(shared.stages[0].k), v(shared.stages[0].v);
+    const ptx::Operand<kPanel<Cfg::kHeadDim>> q(shared.q[warpgroup]), grad(shared.grad[warpgroup]);
+    const ptx::Operand<kPanel<Cfg::kHeadDim>> k(shared.stages[0].k), v(shared.stages[0].v);
     const ptx::Operand<kBlockN> k_t(shared.stages[0].k_t);
     shared.q_full.wait(0);
     int last_stage = -1;
@@ -444,7 +515,7 @@ struct QueryGradients {
       shared.full[stage].wait(ring.parity);
       int s[kScores], dp[kScores];
       start_at_magic(s, shared.magic);
-      start_int8_product(s, q, k, offset);
+      start_int8_product<Cfg::kHeadDim>(s, q, k, offset);
       ptx::wgmma_wait<0>();  // S, and the dQ product of the tile before
       ptx::pin(s);
       ptx::pin(dq);
@@ -464,7 +535,7 @@ struct QueryGradients {
         }
       }
       start_at_magic(dp, shared.magic);
-      start_int8_product(dp, grad, v, offset);
+      start_int8_product<Cfg::kHeadDim>(dp, grad, v, offset);
       float bias[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) bias[r] = score_shift[r] + static_cast<float>(exponent[r]);
@@ -548,8 +619,9 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
     if (threadIdx.x % 128 != 0) return;
     shared.q_full.arrive_expect(2 * kBlockQueries * Cfg::kHeadDim);
     for (int w = 0; w < Cfg::kConsumers; ++w) {
-      ptx::tma_load_3d(shared.q[w], q_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
-      ptx::tma_load_3d(shared.grad[w], grad_map, shared.q_full, 0, block_query + w * kBackwardRows, head);
+      const int query = block_query + w * kBackwardRows;
+      load_rows<Cfg::kHeadDim, kBackwardRows>(shared.q[w], q_map, shared.q_full, query, head);
+      load_rows<Cfg::kHeadDim, kBackwardRows>(shared.grad[w], grad_map, shared.q_full, query, head);
     }
     Ring<Cfg::kStages> ring;
     for (int tile = 0; tile < loaded_tiles; ++tile, ring.advance()) {
@@ -557,8 +629,8 @@ __device__ __forceinline__ void backward_queries(const BackwardParams& p, const 
       ptx::Mbarrier& full = shared.full[s];
       shared.empty[s].wait(ring.parity ^ 1);
       full.arrive_expect(3 * Cfg::kBlockN * Cfg::kHeadDim);
-      ptx::tma_load_3d(shared.stages[s].k, k_map, full, 0, key, kv_head);
-      ptx::tma_load_3d(shared.stages[s].v, v_map, full, 0, key, kv_head);
+      load_rows<Cfg::kHeadDim, Cfg::kBlockN>(shared.stages[s].k, k_map, full, key, kv_head);
+      load_rows<Cfg::kHeadDim, Cfg::kBlockN>(shared.stages[s].v, v_map, full, key, kv_head);
       ptx::tma_load_3d(shared.stages[s].k_t, k_t_map, full, key, 0, kv_head);
     }
   } else {
