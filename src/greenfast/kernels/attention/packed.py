@@ -104,6 +104,7 @@ def quantize_kernel(config: AttentionConfig, sizes: PackedSizes) -> KernelSource
         "Gathered": False,
         "Parts": False,
         "Prologue": False,
+        "SeveralHeads": False,
     }
     constants = "\n".join(f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items())
     source = f"""#include "quantize/packed_kv.cuh"

@@ -19,6 +19,13 @@ __device__ __forceinline__ void store_16_if(bool condition, void* address, const
       : "memory");
 }
 
+// Stores 8 bytes with a predicate, branch-free.
+__device__ __forceinline__ void store_8_if(bool condition, void* address, uint2 x) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p st.global.v2.b32 [%0], {%1, %2};\n\t}" ::"l"(address),
+               "r"(x.x), "r"(x.y), "r"(static_cast<unsigned>(condition))
+               : "memory");
+}
+
 __device__ __forceinline__ void store(float* address, float x, CacheHint hint) {
   asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(address), "f"(x), "l"(hint.policy) : "memory");
 }

@@ -129,8 +129,8 @@ __device__ __forceinline__ void quantize_keys(const QuantizeParams& p, RowsStora
         if (last && tile + 1 == stop) return;
         quantizer_of_keys<Cfg>(p, shared, last ? head_index : head + 1).start_load(last ? tile + 1 : tile);
       });
-      __syncthreads();  // all threads have read shared memory
     }
+    __syncthreads();  // all threads have read the angles and the largest values
   }
 }
 
@@ -153,7 +153,6 @@ __device__ __forceinline__ void quantize_queries(const QuantizeParams& p, RowsSt
                         quantizer_of_queries<Cfg>(p, shared, head + 1).start_load(tile);
                       }
                     });
-    __syncthreads();  // all threads have read shared memory
   }
 }
 

@@ -108,16 +108,32 @@ class Prologue:
         flags["AcrossHeads"] = self.across_heads
         flags["OwnTables"] = self.second is not None and self.second.has_tables is not None
         numbers = {"RotaryDim": self.rotary_dim, "AngleStep": self.angle_step, "AngleVector": self.angle_vector}
+        numbers["AngleRowBytes"] = self._count_row_bytes(self.tile_angle)
         lines = [f"  static constexpr bool k{name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"  static constexpr int k{name} = {value};" for name, value in numbers.items()]
         lines += [f"  using Weight = {FLOAT_TYPES[self.norm if weighted else 'float32']};"]
-        return "\n".join([*lines, f"  using Table = {FLOAT_TYPES[self.table]};"])
+        lines += [f"  using Table = {FLOAT_TYPES[self.table]};", f"  using TileAngle = {FLOAT_TYPES[self.tile_angle]};"]
+        return "\n".join(lines)
+
+    def _count_row_bytes(self, dtype: str) -> int:
+        """Return the distance of two rows of angles in shared memory.
+
+        Four lanes read a row, 16 or 32 bytes apart and 16 at a time. Those of the next row use the banks between.
+        """
+        size = 4 if dtype == "float32" else 2
+        row = 2 * (-(-self.rotary_dim // 16) * 8) * size
+        step = size * (4 if self.interleaved else 8)  # from lane to lane
+        return (row + 111) // 128 * 128 + 16 if step == 32 else (row + 63) // 128 * 128 + 64
+
+    @property
+    def tile_angle(self) -> str:
+        """The dtype of a tile's angles in shared memory: float32 if there is room, so that each is converted once."""
+        return "float32" if ROW_BLOCK * self._count_row_bytes("float32") <= _ANGLE_BYTES else self.table
 
     @property
     def tile_angle_bytes(self) -> int:
-        """The bytes of a tile's angles in shared memory, as RowsPrologue arranges them."""
-        row = 2 * (-(-self.rotary_dim // 16) * 8) * (4 if self.table == "float32" else 2)
-        return ROW_BLOCK * ((row + 63) // 128 * 128 + 64)
+        """The bytes of a tile's angles in shared memory."""
+        return ROW_BLOCK * self._count_row_bytes(self.tile_angle)
 
     def shared_bytes(self, head_dim: int, sharing: Sharing) -> int:
         """Return the bytes of RowsPrologue's dynamic shared memory.

@@ -2,6 +2,7 @@
 // (common/scale_blocks.cuh). Inputs are read once.
 #pragma once
 
+#include "ptx/store.cuh"
 #include "quantize/rows_prologue.cuh"
 #include "quantize/rows_transform.cuh"
 
@@ -39,11 +40,15 @@ template <class Cfg>
 using GroupMeans = float[kMeanGroups][Cfg::kHeadDim];
 
 template <class Cfg>
+using GroupMaxima = float[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
+
+template <class Cfg>
 struct RowsStorage {
   GroupMeans<Cfg> group_mean;  // of one head
   float mean[kHeadsOfBlock<Cfg>][Cfg::kHeadDim];
-  float amax[Cfg::kThreads / 32];
-  float group_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kKeyGroups];
+  // With kSeveralHeads in turn, so that one barrier between a tile's writes and its reads is enough.
+  float amax[Cfg::kSeveralHeads ? 2 : 1][Cfg::kThreads / 32];
+  GroupMaxima<Cfg> group_amax[Cfg::kSeveralHeads ? 2 : 1];
   float row_amax[Cfg::kFineScales ? Cfg::kThreads / 32 : 1][kQueryBlock];
 };
 
@@ -84,13 +89,26 @@ struct RowsQuantizer {
     prologue.start_load(head, {first, first + 8});
   }
 
+  // codes: of the head.
   __device__ __forceinline__ void write(const Values& x, const float (&scales)[2], const int (&row)[2],
                                         unsigned char* codes) const {
     rows.cast(x, scales, [&](int r, int column, const typename Rows::Codes& out) {
-      if (row[r] < head.length) {
-        *reinterpret_cast<typename Rows::Codes*>(codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column) = out;
+      unsigned char* const to = codes + static_cast<long long>(row[r]) * Cfg::kHeadDim + column;
+      if constexpr (Cfg::kSeveralHeads) {
+        ptx::store_8_if(row[r] < head.length, to, out);  // the compiler would sink the casts into branches
+      } else if (row[r] < head.length) {
+        *reinterpret_cast<typename Rows::Codes*>(to) = out;
       }
     });
+  }
+
+  // Barrier of the warps that share rows. If a block takes one tile of Q, all of its warps meet.
+  __device__ __forceinline__ static void sync_rows() {
+    if constexpr (Cfg::kSeveralHeads) {
+      RowsPrologue<Cfg>::sync_rows();
+    } else {
+      __syncthreads();
+    }
   }
 
   // Computes the mean that is subtracted from all keys of the head. A median of means is robust: a single outlier
@@ -161,6 +179,7 @@ struct RowsQuantizer {
   template <class StartNext = NoNext>
   __device__ __forceinline__ void quantize_k_tile(int tile, unsigned char* codes, float* scales, int number = 0,
                                                   StartNext start_next = {}) const {
+    const int turn = Cfg::kSeveralHeads ? number % 2 : 0;
     const int first = tile * kRowBlock + group * kQueryBlock + Rows::row_of_warp(), row[2] = {first, first + 8};
     Values x;
     read<true>(head, row, x, start_next);
@@ -177,24 +196,24 @@ struct RowsQuantizer {
     }
     float scale;
     if constexpr (Cfg::kFineScales) {
-      scale = scale_of_group(x, scales + tile * kKeyGroups);
+      scale = scale_of_group(x, scales + tile * kKeyGroups, shared.group_amax[turn]);
     } else {
-      scale = Rows::scale_for(block_max_nan<Cfg::kThreads>(shared.amax, Rows::largest(x)));
+      scale = Rows::scale_for(block_max_nan<Cfg::kThreads>(shared.amax[turn], Rows::largest(x)));
       if (threadIdx.x == 0) scales[tile] = scale;
     }
     write(x, {scale, scale}, row, codes);
   }
 
   // Computes the fine scale of this thread's key group; both of its rows are in it. scales: output for the tile. All
-  // groups are NaN if the tile has a non-finite value.
-  __device__ __forceinline__ float scale_of_group(const Values& x, float* scales) const {
+  // groups are NaN if the tile has a non-finite value. group_amax: shared memory.
+  __device__ __forceinline__ float scale_of_group(const Values& x, float* scales, GroupMaxima<Cfg>& group_amax) const {
     const int lane = threadIdx.x % 32, group = lane / 8;
     float amax = quad_max_nan(Rows::largest(x));
     amax = ptx::max_nan(amax, __shfl_xor_sync(0xffffffffu, amax, 4));
-    if (lane % 8 == 0) shared.group_amax[threadIdx.x / 32][group] = amax;
+    if (lane % 8 == 0) group_amax[threadIdx.x / 32][group] = amax;
     const bool nonfinite = __syncthreads_or(!(amax < CUDART_INF_F));
 #pragma unroll
-    for (int warp = 0; warp < Cfg::kThreads / 32; ++warp) amax = fmaxf(amax, shared.group_amax[warp][group]);
+    for (int warp = 0; warp < Cfg::kThreads / 32; ++warp) amax = fmaxf(amax, group_amax[warp][group]);
     const float scale = nonfinite ? CUDART_NAN_F : Rows::scale_for(amax);
     if (threadIdx.x < 32 && lane % 8 == 0) scales[group] = scale;
     return scale;
@@ -216,7 +235,7 @@ struct RowsQuantizer {
       if constexpr (Rows::kSplit > 1) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) shared.row_amax[warp][Rows::row_of_warp() + 8 * r] = row_scale[r];
-        __syncthreads();
+        sync_rows();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           row_scale[r] = ptx::max_nan(row_scale[r], shared.row_amax[warp ^ 1][Rows::row_of_warp() + 8 * r]);
@@ -232,9 +251,9 @@ struct RowsQuantizer {
     }
     float amax = warp_max_nan(Rows::largest(x));
     if constexpr (Rows::kSplit > 1) {
-      shared.amax[warp] = amax;
-      __syncthreads();
-      amax = ptx::max_nan(amax, shared.amax[warp ^ 1]);
+      shared.amax[0][warp] = amax;
+      sync_rows();
+      amax = ptx::max_nan(amax, shared.amax[0][warp ^ 1]);
     }
     const float scale = Rows::scale_for(amax);
     if (threadIdx.x % (32 * Rows::kSplit) == 0 && block * kQueryBlock < head.length) scales[block] = scale;

@@ -7,6 +7,7 @@
 
 #include "common/named_barriers.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/mma_input.cuh"
 #include "quantize/common.cuh"
 
 namespace greenfast {
@@ -31,6 +32,17 @@ __device__ __forceinline__ void round_pair(float low, float high, half* out) {
 __device__ __forceinline__ void round_pair(float low, float high, __nv_bfloat16* out) {
   *reinterpret_cast<__nv_bfloat162*>(out) = __floats2bfloat162_rn(low, high);
 }
+
+// The numbers of a pair. The upper half of a word of two bfloat16 is a float but for bits to be cleared: without this
+// function the compiler moves it down and up again.
+__device__ __forceinline__ float2 unpack_pair(const half* pair) {
+  return __half22float2(*reinterpret_cast<const half2*>(pair));
+}
+__device__ __forceinline__ float2 unpack_pair(const __nv_bfloat16* pair) {
+  const unsigned word = *reinterpret_cast<const unsigned*>(pair);
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+__device__ __forceinline__ float2 unpack_pair(const float* pair) { return make_float2(pair[0], pair[1]); }
 
 // For kernels without it.
 template <class Cfg, bool kUsed = Cfg::kPrologue>
@@ -59,17 +71,27 @@ struct RowsPrologue<Cfg, true> {
   using Weight = typename Cfg::Weight;
   using Table = typename Cfg::Table;
 
-  // Of a row in shared memory: the cosines, then the sines. Rows are 64 bytes apart, modulo the 128 bytes of all banks.
+  // Of a row in shared memory: the cosines, then the sines. kAngleRow, the distance of two rows, lets a quarter of a
+  // warp read its two rows from different banks.
   static constexpr int kSines = (kHalf + kVector - 1) / kVector * kVector;
-  static constexpr int kAngleBytes = 2 * kSines * static_cast<int>(sizeof(Table));
-  static constexpr int kAngleRow = ((kAngleBytes + 63) / 128 * 128 + 64) / static_cast<int>(sizeof(Table));
+  using Angle = typename Cfg::TileAngle;
+  static constexpr int kAngleRow = Cfg::kAngleRowBytes / static_cast<int>(sizeof(Angle));
+  static_assert(Cfg::kRotaryDim == 0 || kAngleRow >= 2 * kSines, "a row of angles");
 
   // Dynamic shared memory: with kSeveralHeads a thread's next rows; what two warps that share rows exchange; the angles
   // of a tile, with kSeveralHeads.
   using Slots = Loaded[kLoads][2][Cfg::kThreads];
   struct Exchanged {
-    Loaded rows[Cfg::kThreads / 32 / kSplit * kQueryBlock][Cfg::kHeadDim / kVector];
+    // Words of a thread's two rows in turn, as an mma reads them from four adjacent registers.
+    uint4 operands[Cfg::kThreads / 32 / kSplit * kQueryBlock / 2][Cfg::kHeadDim / kVector * 2];
     float sums[Cfg::kThreads / 32][kQueryBlock];
+
+    // The thread's operand of half of the eight columns from `column` on. Halves of odd rows are exchanged, so that the
+    // accesses of a quarter of a warp are in different banks.
+    __device__ __forceinline__ uint4& operand(int column, int half) {
+      const int pair = threadIdx.x / 32 / kSplit * kQueryBlock / 2 + threadIdx.x % 32 / 4;
+      return operands[pair][column / kVector * 2 + (half ^ pair % 2)];
+    }
   };
   static constexpr int kExchangedAt = Cfg::kSeveralHeads ? sizeof(Slots) : 0;
   static constexpr int kAnglesAt = kExchangedAt + (kSplit > 1 ? sizeof(Exchanged) : 0);
@@ -159,16 +181,31 @@ struct RowsPrologue<Cfg, true> {
     if constexpr (kSplit == 1) {
       rows.transform([&](int r, int column) { return x[column / 32][r]; }, values);
     } else {
-      // Chunks of eight columns of odd rows are exchanged, so that a warp's accesses meet in fewer banks.
       Exchanged& shared = exchanged();
-      const int first = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4, turn = first % 2 * 4;
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
+        const unsigned (&low)[4] = reinterpret_cast<const unsigned (&)[4]>(x[j][0]);
+        const unsigned (&high)[4] = reinterpret_cast<const unsigned (&)[4]>(x[j][1]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) shared.rows[first + 8 * r][column_of(j) / kVector ^ turn] = x[j][r];
+        for (int half = 0; half < 2; ++half) {
+          const int word = 2 * half;
+          shared.operand(column_of(j), half) = make_uint4(low[word], high[word], low[word + 1], high[word + 1]);
+        }
       }
       sync_rows();
-      rows.transform([&](int r, int column) { return shared.rows[first + 8 * r][column / kVector ^ turn]; }, values);
+      rows.transform(
+          [&](int r, int column) {
+            Loaded eight;
+            unsigned (&words)[4] = reinterpret_cast<unsigned (&)[4]>(eight);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint4 of_both = shared.operand(column, half);
+              words[2 * half] = r == 0 ? of_both.x : of_both.y;
+              words[2 * half + 1] = r == 0 ? of_both.z : of_both.w;
+            }
+            return eight;
+          },
+          values);
     }
   }
 
@@ -180,8 +217,8 @@ struct RowsPrologue<Cfg, true> {
   __device__ __forceinline__ static Exchanged& exchanged() {
     return *reinterpret_cast<Exchanged*>(storage() + kExchangedAt);
   }
-  __device__ __forceinline__ static Table* tile_angles(int row) {
-    return reinterpret_cast<Table*>(storage() + kAnglesAt) + row * kAngleRow;
+  __device__ __forceinline__ static Angle* tile_angles(int row) {
+    return reinterpret_cast<Angle*>(storage() + kAnglesAt) + row * kAngleRow;
   }
 
   // Barrier of the warps that share rows.
@@ -212,8 +249,9 @@ struct RowsPrologue<Cfg, true> {
 #pragma unroll
         for (int c = 0; c < kVector; c += 2) {
           In* const pair = x[j][r].values + c;
-          round_pair(normalized(pair[0], inverse[r], weights.values[c]),
-                     normalized(pair[1], inverse[r], weights.values[c + 1]), pair);
+          const float2 of_row = unpack_pair(pair), of_weight = unpack_pair(weights.values + c);
+          round_pair(normalized(of_row.x, inverse[r], of_weight.x), normalized(of_row.y, inverse[r], of_weight.y),
+                     pair);
         }
       }
     }
@@ -222,18 +260,7 @@ struct RowsPrologue<Cfg, true> {
   __device__ __forceinline__ void compute_inverse(const HeadRows<Cfg>& head, const int (&row)[2],
                                                   const Loaded (&x)[kLoads][2], float (&inverse)[2]) const {
     float sum[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sums[2] = {};
-#pragma unroll
-      for (int i = 0; i < kLoads * kVector; ++i) {
-        const float value = static_cast<float>(x[i / kVector][r].values[i % kVector]);
-        sums[i % 2] = __fmaf_rn(value, value, sums[i % 2]);
-      }
-      sum[r] = sums[0] + sums[1];
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-    }
+    sum_squares(x, sum);
     if constexpr (kSplit > 1) {
       const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32 / 4;
       Exchanged& shared = exchanged();
@@ -247,6 +274,26 @@ struct RowsPrologue<Cfg, true> {
     for (int r = 0; r < 2; ++r) {
       const float root = __fsqrt_rn(__fmaf_rn(sum[r], 1.0f / Cfg::kColumns, eps));
       inverse[r] = row[r] < head.length ? __frcp_rn(root) : 0.0f;
+    }
+  }
+
+  // Sums the squares of the warp's columns of two rows by products of each row with itself, which take an eighth of the
+  // instructions of conversions and additions. An mma takes two words of each of eight rows as 16 rows, and one of these
+  // words as eight columns: only the diagonal of these is used. Both words are in adjacent registers, as they were loaded.
+  __device__ __forceinline__ static void sum_squares(const Loaded (&x)[kLoads][2], float (&sum)[2]) {
+    // In each row an element's words with itself are on the diagonal in the lane of columns row / 2 * 2 and + 1.
+    const int row = threadIdx.x % 32 / 4, lane = row * 4 + row / 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float products[2][4] = {};  // with the first and the second word
+#pragma unroll
+      for (int i = 0; i < kLoads * 4; ++i) {
+        const unsigned (&words)[4] = reinterpret_cast<const unsigned (&)[4]>(x[i / 4][r]);
+        const int first = i / 2 % 2 * 2;
+        ptx::InputMma<In>::add(products[i % 2], words[first], words[first + 1], words[first + i % 2]);
+      }
+      sum[r] = row % 2 ? products[0][1] + products[1][3] : products[0][0] + products[1][2];
+      sum[r] = __shfl_sync(0xffffffffu, sum[r], lane);
     }
   }
 
@@ -268,25 +315,25 @@ struct RowsPrologue<Cfg, true> {
   }
 
   // Before its rounding.
-  __device__ __forceinline__ static float normalized(In x, float inverse, Weight weight) {
-    const float value = __fmul_rn(static_cast<float>(x), inverse);
-    return Cfg::kWeighted ? __fmul_rn(value, static_cast<float>(weight)) : value;
+  __device__ __forceinline__ static float normalized(float x, float inverse, float weight) {
+    const float value = __fmul_rn(x, inverse);
+    return Cfg::kWeighted ? __fmul_rn(value, weight) : value;
   }
 
   // Reads the angles of the rows from `first` on; zeros from `length` on. All threads call it, then __syncthreads().
   // boundary: of the parts of the sequence.
   __device__ __forceinline__ void read_tile_angles(int first, int length, int boundary) const {
-    constexpr int kMost = 16 / sizeof(Table);
+    constexpr int kMost = 16 / sizeof(Angle);
     constexpr int kCount = kHalf % kMost == 0 ? kMost : kHalf % 4 == 0 ? 4 : kHalf % 2 == 0 ? 2 : 1;
     constexpr int kChunks = kHalf / kCount;
 #pragma unroll 8
     for (int i = threadIdx.x; i < kRowBlock * kChunks; i += Cfg::kThreads) {
       const int row = i / kChunks, angle = i % kChunks * kCount;
-      Pack<Table, kCount> cosines, sines;
+      Pack<Angle, kCount> cosines, sines;
       load_cosines(boundary, first + row, angle, first + row < length, cosines.values);
       load_sines(boundary, first + row, angle, first + row < length, sines.values);
-      *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + angle) = cosines;
-      *reinterpret_cast<Pack<Table, kCount>*>(tile_angles(row) + kSines + angle) = sines;
+      *reinterpret_cast<Pack<Angle, kCount>*>(tile_angles(row) + angle) = cosines;
+      *reinterpret_cast<Pack<Angle, kCount>*>(tile_angles(row) + kSines + angle) = sines;
     }
   }
 
@@ -295,17 +342,24 @@ struct RowsPrologue<Cfg, true> {
   __device__ __forceinline__ void load_angles(const HeadRows<Cfg>& head, const int (&row)[2], int r, int angle,
                                               bool present, float (&cosines)[kCount], float (&sines)[kCount]) const {
     if constexpr (kOfTile) {
-      constexpr int kMost = 16 / sizeof(Table), kWide = kCount < kMost ? kCount : kMost;
+      constexpr int kMost = 16 / sizeof(Angle), kWide = kCount < kMost ? kCount : kMost;
       const int in_tile = threadIdx.x / 32 / kSplit * kQueryBlock + threadIdx.x % 32 / 4 + 8 * r;
-      const Table* const from = tile_angles(in_tile) + angle;
+      const Angle* const from = tile_angles(in_tile) + angle;
 #pragma unroll
       for (int i = 0; i < kCount; i += kWide) {
-        const auto of_cos = *reinterpret_cast<const Pack<Table, kWide>*>(from + i);
-        const auto of_sin = *reinterpret_cast<const Pack<Table, kWide>*>(from + kSines + i);
+        const auto of_cos = *reinterpret_cast<const Pack<Angle, kWide>*>(from + i);
+        const auto of_sin = *reinterpret_cast<const Pack<Angle, kWide>*>(from + kSines + i);
+        if constexpr (kWide == 1) {
+          cosines[i] = static_cast<float>(of_cos.values[0]);
+          sines[i] = static_cast<float>(of_sin.values[0]);
+        }
 #pragma unroll
-        for (int e = 0; e < kWide; ++e) {
-          cosines[i + e] = static_cast<float>(of_cos.values[e]);
-          sines[i + e] = static_cast<float>(of_sin.values[e]);
+        for (int e = 0; e + 1 < kWide; e += 2) {
+          const float2 two_cosines = unpack_pair(of_cos.values + e), two_sines = unpack_pair(of_sin.values + e);
+          cosines[i + e] = two_cosines.x;
+          cosines[i + e + 1] = two_cosines.y;
+          sines[i + e] = two_sines.x;
+          sines[i + e + 1] = two_sines.y;
         }
       }
     } else {
@@ -388,8 +442,8 @@ struct RowsPrologue<Cfg, true> {
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         In* const pair = x[j][r].values + first + 2 * p;
-        const float a = static_cast<float>(pair[0]), b = static_cast<float>(pair[1]);
-        round_pair(first_of(a, b, cosines[p], sines[p]), second_of(a, b, cosines[p], sines[p]), pair);
+        const float2 ab = unpack_pair(pair);
+        round_pair(first_of(ab.x, ab.y, cosines[p], sines[p]), second_of(ab.x, ab.y, cosines[p], sines[p]), pair);
       }
     }
   }
@@ -406,11 +460,9 @@ struct RowsPrologue<Cfg, true> {
 #pragma unroll
       for (int c = 0; c < kVector; c += 2) {
         In *const low = x[j][r].values + c, *const high = x[j + kDistance][r].values + c;
-        const float a[2] = {static_cast<float>(low[0]), static_cast<float>(low[1])};
-        const float b[2] = {static_cast<float>(high[0]), static_cast<float>(high[1])};
-        round_pair(first_of(a[0], b[0], cosines[c], sines[c]), first_of(a[1], b[1], cosines[c + 1], sines[c + 1]), low);
-        round_pair(second_of(a[0], b[0], cosines[c], sines[c]), second_of(a[1], b[1], cosines[c + 1], sines[c + 1]),
-                   high);
+        const float2 a = unpack_pair(low), b = unpack_pair(high);
+        round_pair(first_of(a.x, b.x, cosines[c], sines[c]), first_of(a.y, b.y, cosines[c + 1], sines[c + 1]), low);
+        round_pair(second_of(a.x, b.x, cosines[c], sines[c]), second_of(a.y, b.y, cosines[c + 1], sines[c + 1]), high);
       }
     }
   }
@@ -434,7 +486,8 @@ struct RowsPrologue<Cfg, true> {
         const Pack<Weight, kPart> weights = load_weights<kPart>(weight_of(head, row[r]), partner_column);
 #pragma unroll
         for (int c = 0; c < kPart; ++c) {
-          partner.values[c] = static_cast<In>(normalized(partner.values[c], inverse[r], weights.values[c]));
+          partner.values[c] = static_cast<In>(
+              normalized(static_cast<float>(partner.values[c]), inverse[r], static_cast<float>(weights.values[c])));
         }
       }
 #pragma unroll
