@@ -48,8 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Look for cycles seldom: programs of the emulator and torch are large, and a full search took up to 0.7 s."""
+    """Search for cycles seldom: programs of the emulator and torch are large, and a full search took up to 0.7 s."""
     gc.set_threshold(50_000, 20, 50)
+    gc.disable()
 
 
 #: Files with the longest tests, which begin first: one that begins last keeps the other processes waiting.
@@ -67,9 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what was imported, which stays, out of the searches."""
-    gc.collect()
+    """Begin to search for cycles, without what was imported, which stays."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
