@@ -105,7 +105,7 @@ def _keep_observed(args: argparse.Namespace, report: KernelReport, kernel: Loade
 
 
 def read_observe(args: argparse.Namespace) -> Observe:
-    """Return what the options of ``options.observe`` select."""
+    """Return the observations that the options of ``options.observe`` select."""
     return Observe(
         lines=args.lines or args.lines_html is not None,
         watch=args.watch,
@@ -120,7 +120,7 @@ def check_observed_files(args: argparse.Namespace) -> None:
 
 
 def write_observed(args: argparse.Namespace, title: str, observed: Observed, sources: Mapping[str, str]) -> Observed:
-    """Write the files of the observations. Return them without the trace, which is in its file."""
+    """Write the files of the observations. Return them without the trace."""
     if args.trace is not None:
         write_whole(args.trace, "".join(f"{format_step(step)}\n" for step in observed.trace).encode())
     if args.lines_html is not None:

@@ -162,7 +162,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if (
             isinstance(e, OSError) and e.errno in _FULL and e.filename is None
         ):  # of a file we name, it is a MachineError
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the buffered rest
             print(f"greenfast: the output cannot be written ({e.strerror})", file=sys.stderr)
             return EXIT_INTERNAL
         place = _place_in_task(e)

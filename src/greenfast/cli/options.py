@@ -38,7 +38,7 @@ def extent(text: str) -> tuple[int, int, int]:
 
 
 def traced_warp(text: str) -> tuple[tuple[int, int, int], int]:
-    """X,Y,Z:WARP: a block, of which omitted indices are 0, and the number of a warp in it."""
+    """X,Y,Z:WARP: a block (omitted indices are 0), and the number of a warp in it."""
     block, colon, warp = text.rpartition(":")
     parts = block.split(",")
     if not colon or len(parts) > 3 or not all(part.isascii() and part.isdigit() for part in (*parts, warp)):
@@ -451,7 +451,7 @@ def emulate(parser: argparse.ArgumentParser) -> None:
 
 
 def observe(parser: argparse.ArgumentParser) -> None:
-    """Options of what the emulator observes in the first order of the warps."""
+    """Options for observing the first order of the warps."""
     add = parser.add_argument
     add("--lines", action="store_true", help="print the source with executions and memory accesses of each line")
     add("--lines-html", type=Path, metavar="FILE", help="write the source with these counts as a web page")
@@ -501,7 +501,7 @@ VERBS: dict[str, _Options] = {
     "doctor": ("what this machine has, what is missing, and the remedy", doctor),
     "completion": ("a script by which a shell completes verbs and options", completion),
 }
-#: Verb -> example command lines of its --help, each with what it does.
+#: Verb -> example command lines of its --help, each with its effect.
 EXAMPLES: dict[str, dict[str, str]] = {
     "judge": {
         "greenfast judge my_kernel": "your kernel, from `greenfast init`",

@@ -35,7 +35,7 @@ from greenfast.judge.store import check_output_file, read_json, to_json, write_w
 from greenfast.spec.errors import MachineError, UsageError
 
 _REPORT, _HISTORY, _COMPARISON, _TABLE = "the report of a run", "a folder of runs", "--compare", "--table"
-#: Option -> what it is for.
+#: Option -> its purpose.
 _FOR = {
     "short": (_REPORT,),
     "plot": (_REPORT,),

@@ -1,4 +1,4 @@
-"""Annotated sources: what the emulator observed, beside each source line, as text and as a web page."""
+"""Annotated sources: the observations beside each source line, as text and as a web page."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from greenfast.spec.errors import UsageError
 from greenfast.spec.facts import ERROR, FORMAL
 from greenfast.spec.files import read_file
 
-#: The level of what is not wrong by itself, such as a call that does nothing here.
+#: The level of findings that are not wrong by themselves, such as a call that does nothing here.
 NOTE = "note"
 #: The level of a limit of the emulator (kernel_run.Fault).
 UNSUPPORTED = "unsupported"

@@ -176,7 +176,7 @@ class Processor:
         return self.compute(attn, hidden, text, rope, {"precision": precision, "attn_mask": mask})
 
     def supports(self, attn: Any, text: Tensor | None, rope: Any) -> bool:
-        """Return whether ``compute`` has what a call needs."""
+        """Return whether ``compute`` supports a call."""
         return True
 
     def compute(self, attn: Any, hidden: Tensor, text: Tensor | None, rope: Any, options: dict[str, Any]) -> Any:

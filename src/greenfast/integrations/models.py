@@ -81,9 +81,9 @@ class Accelerated:
         self._undo.append(undo)
 
     def finish(self, model: str, known: Collection[str]) -> None:
-        """Check what was replaced. Raises ValueError, after undoing, if it is nothing, or a policy names other layers.
+        """Check the replaced layers. Undo and raise ValueError if there are none, or if a policy names other layers.
 
-        model: the name of its class. known: the names of what can be replaced.
+        model: the name of its class. known: the names of the layers that can be replaced.
         """
         unknown = sorted(set(self.policy.layers) - {*self.replaced, *self.left})
         if unknown or not self.replaced:

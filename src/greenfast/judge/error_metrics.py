@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 _T = TypeVar("_T")
 #: Number of elements that one task measures; they fit in a core's cache.
 _PART = 1 << 17
-#: Of a map of errors: most rows and columns of cells, and the values on each side of the worst element.
+#: The largest number of rows and columns of an error map, and the values on each side of its worst element.
 _MAP_CELLS, _AROUND = (16, 32), 2
 
 # Histograms in records: log10 of the lowest and the highest edge, and the number of edges per decade.

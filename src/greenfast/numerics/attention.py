@@ -31,9 +31,9 @@ class Rounding:
 
 #: P in half precision with subnormals 2^-24 apart. Sums in float32.
 HALF_WEIGHTS = Rounding(2.0**-11, 2.0**-25, _FLOAT_STEP, 1.01)
-#: Of a sum of E4M3 products on Hopper: its tensor cores add 32 at a time to the sum so far, each cut off 13 bits below
-#: the largest. Not the most that such a sum can be off by: what most of them are for numbers of either sign, of which
-#: weights see the differences (docs/correctness.md).
+#: Relative error of a sum of E4M3 products on Hopper. Its tensor cores add 32 products at a time to the sum so far, and
+#: cut each off 13 bits below the largest. The number is typical of numbers of either sign, and not the largest possible
+#: error. Weights depend on differences of such sums (docs/correctness.md).
 E4M3_SUM = 2.0**-12
 #: P times 2^8 in E4M3, with 3 mantissa bits and a subnormal spacing of 2^-9.
 E4M3_WEIGHTS = Rounding(2.0**-4 + 2.0**-9, 2.0**-18, E4M3_SUM, 1.15)
@@ -44,7 +44,7 @@ E4M3_POLYNOMIAL_WEIGHTS = Rounding(2.0**-4 + 2.0**-6, 2.0**-18, E4M3_SUM, 1.15)
 #: Relative error of tanh.approx.f32 (PTX ISA).
 _TANH = 2.0**-11
 _HALF_OUTPUT, _HALF_OUTPUT_SMALLEST = 2.0**-11, 2.0**-25
-#: Of a score, the error that is still told apart: rows without a key have infinite ones, of weights that are 0.
+#: The limit of a score's error. Rows without a key have scores with infinite errors and weights of 0.
 _MOST_OFF = 64.0
 #: Scores that are held at once: with several arrays of them a processor's caches are too small for more. A GPU needs
 #: more to be at work.
@@ -146,7 +146,7 @@ def _with_bounds(
     sizes = p @ summed
     # A score is a sum of exact products; scaling and subtracting the maximum round 4 times.
     products = q.abs() @ k.abs().transpose(-1, -2) * scale
-    # Of a softcap the derivative is at most 1.
+    # The derivative of a softcap is at most 1.
     magnitudes = (4 * _FLOAT_STEP + (_TANH if softcap else 0.0)) * (scores.abs_() + top.abs())
     # Not p > 0: devices differ in whether they flush subnormal numbers.
     weights = (p > torch.finfo(torch.float64).tiny).double() @ summed

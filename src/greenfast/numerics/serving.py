@@ -15,10 +15,10 @@ from torch import Tensor
 from greenfast.kernels.attention.config import KEY_GROUP, KEY_ORDER
 from greenfast.numerics.formats import CODE_MAX, LEAST_SCALE
 
-#: Keys that share a running maximum's step, and keys that are summed before they join the row's result. Both lie at
-#: fixed positions of a sequence.
+#: Keys that share a step of the running maximum, and keys that are summed before they join the row's result. Both
+#: begin at fixed positions of a sequence.
 TILE_KEYS, CHUNK_KEYS = 128, 512
-#: A maximum follows a tile of keys only where that exceeds it by more than this, in units of log2.
+#: A running maximum is updated by a tile of keys only if the tile exceeds it by more than this, in units of log2.
 SLACK = 3.0
 #: log2 of the weight of a score at a row's maximum: P is rounded to E4M3 with the largest number 448.
 WEIGHT_LOG2 = math.log2(448.0) - SLACK

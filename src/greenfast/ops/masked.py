@@ -24,7 +24,6 @@ from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config
 from greenfast.ops.symbols import is_known, require
 from greenfast.ops.varlen import MAX_WINDOW
 
-#: Of the GPUs with kernels.
 TOKEN_MASKS = (
     f"precision: {TOKEN!r} has no masks other than causal ones, softcap, sinks and skip_threshold; 'fp8' has them"
 )
@@ -174,7 +173,7 @@ def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len:
 
 
 def describe_mask(mask: Any, options: ScoreOptions) -> str:
-    """Return what a mask and options cost; empty without them. mask: of a CanonicalCall."""
+    """Describe the cost of a mask and options; empty without them. mask: of a CanonicalCall."""
     parts = []
     if isinstance(mask, BlockMask):
         parts = ["tiles of 128 queries and 128 keys that the mask leaves out are skipped, partial ones masked by bits"]
@@ -266,7 +265,7 @@ def check_masked_codes(
     query: Tensor, kv_lengths: Tensor | None, sinks: Tensor | None, counts: Tensor | None, entries: Tensor | None,
     bits: Tensor | None, key_length: Any,
 ) -> None:  # fmt: skip
-    """The same for the operator on codes, which ``check_codes`` has accepted. query: their Q."""
+    """Check the mask of a call on codes; ``check_codes`` has accepted the codes. query: their Q."""
     _check_mask(query, key_length, kv_lengths, None, sinks, counts, entries, bits)
 
 

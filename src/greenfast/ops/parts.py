@@ -267,7 +267,7 @@ def join_transformed(parts: TwoParts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _make_readable(parts: TwoParts) -> TwoParts:
-    """Return the parts, with copies of what the kernel cannot read in place; the same object if there are none."""
+    """Return the parts, with copies of tensors that the kernel cannot read in place; the same object without copies."""
 
     def make(part: SequencePart) -> SequencePart:
         options = QKTransform(*part[3:], parts.norm, parts.eps, parts.rope_dim, parts.interleaved)

@@ -20,7 +20,7 @@ _ALIGNED_TENSORS = ("q", "k_cache", "v_cache", "out", "new_k", "new_v", "cos", "
 _OTHER_TENSORS = ("block_table", "cu_seqlens_q", "seqused_k", "k_scale", "v_scale", "q_scale", "sinks", "plan")
 _REQUEST_TENSORS = (*_ALIGNED_TENSORS, "starts", "counted_from", *_OTHER_TENSORS)
 _ATTENTION_TENSORS = (*_ALIGNED_TENSORS[:3], *_OTHER_TENSORS)  # in the order of the operator's arguments
-#: Of packed sequences, in the order of the operator's arguments; and the names in its plan.
+#: The tensors of packed sequences, in the order of the operator's arguments, and their names in its plan.
 _PACKED_TENSORS = {
     "q": "q", "new_k": "k", "new_v": "v", "cu_seqlens_q": "cu_seqlens_q", "starts": "cu_seqlens_k",
     "seqused_k": "seqused_k", "sinks": "sinks",

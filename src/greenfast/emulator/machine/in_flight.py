@@ -23,7 +23,7 @@ _KEPT = 512
 class BulkLoad:
     """Copies to shared memory that one instruction began; ``land`` delivers them.
 
-    mbarriers: where they arrive, as rows of shared memory.
+    mbarriers: the rows of shared memory with the mbarriers at which the copies arrive.
     """
 
     lanes: NDArray[np.intp]

@@ -113,11 +113,11 @@ class Races:
             self.ordering.complete_barriers(result)
 
     def pass_pdl_waits(self, waiting: Numbers, of: Numbers) -> None:
-        """Let the threads released from the barriers ``of`` be past a griddepcontrol.wait if one of them is."""
+        """Mark threads released from the barriers ``of`` as past a griddepcontrol.wait if one of them is."""
         m = self.m
         if m.launches is not None:
-            behind = np.unique(of[m.after_pdl_wait[waiting]])
-            m.after_pdl_wait[waiting[np.isin(of, behind)]] = True
+            released = np.unique(of[m.after_pdl_wait[waiting]])
+            m.after_pdl_wait[waiting[np.isin(of, released)]] = True
 
     def sync_warp(self, lanes: Numbers) -> None:
         """Threads, one group of each warp, are at bar.warp.sync together."""
@@ -154,7 +154,7 @@ class Races:
         self.ordering.update_min(np.array(sorted(warps), np.intp))
 
     def _acquire(self, row: int, block: int, warp: int, threads: Numbers) -> None:
-        """Let threads of a warp know what the arrivals at an mbarrier pass on."""
+        """Join the clocks of a warp's threads with those that the arrivals at an mbarrier released."""
         known = self.ordering.acquire(row, block, warp)
         self.warp_sync.join_all(threads, int(known.min()))
         if known.min() < known.max():

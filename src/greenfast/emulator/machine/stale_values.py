@@ -55,7 +55,7 @@ class StaleReads:
         result, blocks = values, self.m.block_of
         for row, (offset, lane) in enumerate(zip(offsets.tolist(), self._threads(lanes).tolist(), strict=True)):
             last = self._writes.get((space, offset))
-            if last is None or last.lane == lane:  # what a thread reads of its own write, others may not yet see
+            if last is None or last.lane == lane:  # a thread reads its own write before others can
                 continue
             key = (space, offset, int(blocks[lane]), lane // self.m.threads_per_warp_slot)
             if self._seen.get(key) == last.number:

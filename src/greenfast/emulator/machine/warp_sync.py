@@ -36,7 +36,7 @@ class WarpSync:
         self.m, self.ordering = machine, ordering
         #: Per thread: all accesses of its warp up to this number are ordered before its next access.
         self.clock = np.where(machine.exists, 0, _ENDED)
-        #: (threads, 32) per lane of the warp: the same, where it exceeds ``clock``; None: nowhere.
+        #: (threads, 32), per lane of the warp: the same number if it exceeds ``clock``. None: no lane exceeds it.
         self.by_lane: NDArray[np.int64] | None = None
         #: Per thread that has ended: its clock before that.
         self._final = np.zeros(machine.lanes, np.int64)

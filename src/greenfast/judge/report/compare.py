@@ -44,7 +44,7 @@ def compare_timings(
 ) -> list[TimingComparison]:
     """Return a comparison per timing method and cache state, with the geometric mean of the speedups.
 
-    required: the least average speedup as a ratio (1.15 for +15 %); None where nothing is required.
+    required: the least average speedup as a ratio (1.15 for +15 %); None without a requirement.
 
     Raises UsageError if the two sides were not timed by the same methods and cache states (never mix two in one
     comparison), a pair appears twice, a shape has different dimensions, a p50 is not a positive number, nothing is in

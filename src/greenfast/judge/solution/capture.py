@@ -139,7 +139,7 @@ def capture(
     graph, returned, allocated = _captured(side, lambda: function(*arguments))
     results = match_results(returned, outputs)
     if any(_served_before(tensor, allocated) for tensor in results.values()):
-        # What lay there before would land in the output's buffer. So the result is copied out of its memory.
+        # Another tensor used the memory before: its values would land in the output's buffer. So results are copied.
         held = {name: torch.empty_like(tensor) for name, tensor in results.items()}
 
         def copied() -> None:

@@ -210,7 +210,7 @@ def key_tiles(sizes: Sizes) -> int:
 
 
 def choose_sharing(config: AttentionConfig, sizes: Sizes, prologue: Prologue | None = None) -> Sharing:
-    """Choose what a block takes.
+    """Choose the tiles and heads of a block.
 
     Without rotary embedding ``key_tiles`` of one head. With it several heads, because the angles of a row are the same
     for all: read once for each head they would be most of the traffic.
