@@ -13,6 +13,7 @@ from greenfast.device.compiler import compile_kernel
 from greenfast.kernels.attention import backward
 from greenfast.kernels.attention.config import padded_keys
 from greenfast.ops import quantized_backward
+from greenfast.ops.reference import build_rotation
 from greenfast.spec.kernel import KernelSource, Launch, find_buffers
 from greenfast.spec.problem import Case, OutputSpec
 from tests.emulator.kernels import run_source
@@ -163,21 +164,23 @@ def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
     inputs = (q, k, v, out.bfloat16(), g)
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
     buffers["lse"] = lse.float().numpy()
-    mean = k.float().mean(2)
-    buffers["k_mean"] = mean[0].numpy()
-    measured = {"amax": OutputSpec((2, 1, 2), "float32")}
+    chunks, tiles = backward.count_chunks(kv_len), backward.count_blocks(kv_len)
+    summed = {"k_sums": OutputSpec((1, chunks, dim), "float32"), "v_amax": OutputSpec((1, tiles), "float32")}
+    measured = {"k_mean": OutputSpec((1, dim), "float32"), "k_amax": OutputSpec((1, tiles), "float32")}
     shapes = {"q": (2, q_len), "k": (1, kv_len), "v": (1, kv_len), "grad": (2, q_len)}
     specs = {name: OutputSpec((*shape, dim), "uint8") for name, shape in shapes.items()}
     for name in ("q", "k", "grad"):
         heads, length = shapes[name]
         specs[f"{name}_t"] = OutputSpec((heads, dim, padded_keys(length)), "uint8")
     specs |= {"tables": OutputSpec((2, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
-    # The first kernel gets the second one's outputs as arguments, and does not use them.
-    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
+    # A kernel gets the outputs of later ones as arguments, and does not use them.
+    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in (summed | measured | specs).items()}
     launches = backward.encode_launches(1, 2, 1, q_len, kv_len, dim**-0.5, tuple(x.stride()[:3] for x in inputs))
-    for source, plan, outputs in zip(backward.encode_kernels(dim), launches, (measured, specs), strict=True):
+    for source, plan, outputs in zip(backward.encode_kernels(dim), launches, (summed, measured, specs), strict=True):
         emulate(source, plan, buffers, outputs)
 
+    mean = torch.from_numpy(buffers["k_mean"]).unsqueeze(0)
+    torch.testing.assert_close(mean, k.float().mean(2), rtol=1e-6, atol=1e-6)
     want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5, mean)
     starts = slice(0, 2 * backward.ROWS)
     for name in specs:
@@ -189,6 +192,33 @@ def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
         else:
             assert (got != expected).float().mean() < 2e-3  # a sum in another order may round to the next code
+
+
+def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
+    """Three chunks of 1,024 keys or fewer, of two heads."""
+    kv_heads, kv_len, dim = 2, 2100, 64
+    q, k, v, _ = draw(kv_heads, kv_heads, 1, kv_len, dim)
+    k += 3.0
+    assert backward.count_chunks(kv_len) == 3
+    assert [backward.count_chunks(n) for n in (1, 1024, 1025, 32768, 32769)] == [1, 1, 2, 32, 29]
+    inputs = (q, k, v, q, q)
+    buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
+    tiles = backward.count_blocks(kv_len)
+    summed = {"k_sums": OutputSpec((2, 3, dim), "float32"), "v_amax": OutputSpec((2, tiles), "float32")}
+    measured = {"k_mean": OutputSpec((2, dim), "float32"), "k_amax": OutputSpec((2, tiles), "float32")}
+    launches = backward.encode_launches(1, 2, 2, 1, kv_len, 1.0, tuple(x.stride()[:3] for x in inputs))
+    unused = {name for plan in launches for x in plan.args for name in find_buffers(x)} - buffers.keys()
+    buffers |= {name: np.zeros(1, np.float32) for name in unused - {*summed, *measured}}
+    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in (summed | measured).items()}
+    for source, plan, outputs in zip(backward.encode_kernels(dim)[:2], launches[:2], (summed, measured), strict=True):
+        emulate(source, plan, buffers, outputs)
+    mean = torch.from_numpy(buffers["k_mean"])
+    torch.testing.assert_close(mean, k[0].float().mean(1), rtol=1e-6, atol=1e-6)
+    centered = (k[0].float() - mean.unsqueeze(1)).bfloat16().float() @ build_rotation(dim)
+    root = 2 * dim**0.5
+    for name, rotated in (("k_amax", centered), ("v_amax", v[0].float() @ build_rotation(dim))):
+        wanted = torch.stack([x.abs().amax((1, 2)) for x in torch.split(rotated, 128, 1)], 1) / root
+        torch.testing.assert_close(torch.from_numpy(buffers[name]), wanted, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("dim", backward.HEAD_DIMS)

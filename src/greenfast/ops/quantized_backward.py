@@ -144,7 +144,7 @@ def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:
 def _get_code_shapes(
     heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's two kernels."""
+    """Return the shapes and dtypes of the buffers of ``encode``, and of those between the quantizer's kernels."""
     of_queries, of_keys = (heads, q_len), (kv_heads, kv_len)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "grad": of_queries}
     columns = {"q_t": of_queries, "k_t": of_keys, "grad_t": of_queries}
@@ -155,8 +155,9 @@ def _get_code_shapes(
     return codes | {
         "tables": ((heads, -(-q_len // kernels.ROWS), kernels.TABLE_WORDS), torch.int32),
         "factors": ((kv_heads, 3), torch.float32),
+        "k_sums": ((kv_heads, kernels.count_chunks(kv_len), dim), torch.float32),
         "k_mean": ((kv_heads, dim), torch.float32),
-        "amax": ((2, kv_heads, kernels.count_blocks(kv_len)), torch.float32),
+        **{f"{name}_amax": ((kv_heads, kernels.count_blocks(kv_len)), torch.float32) for name in "kv"},
     }
 
 
@@ -174,7 +175,7 @@ def _make_quantize_plan(
 def quantize(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
 ) -> dict[str, Tensor]:
-    """Return the buffers of ``encode``, on a Hopper GPU, and two that its kernels share.
+    """Return the buffers of ``encode``, on a Hopper GPU, and four that its kernels share.
 
     Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous.
     """
@@ -183,7 +184,6 @@ def quantize(
     kv_heads, kv_len = key.shape[1:3]
     shapes = _get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim)
     buffers = {name: torch.empty(shape, dtype=dtype, device=query.device) for name, (shape, dtype) in shapes.items()}
-    buffers["k_mean"] = key.mean(2, dtype=torch.float32)
     strides = tuple(x.stride()[:3] for x in inputs)
     plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides)
     plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])

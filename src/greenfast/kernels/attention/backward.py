@@ -19,7 +19,7 @@ from greenfast.kernels.attention.config import ROW_BLOCK, Stride3, padded_keys
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import Argument, KernelSource, Launch, TensorMap
 
-MEASURE_ENTRY, ENCODE_ENTRY = "backward_measure_keys", "backward_encode"
+SUM_ENTRY, MEASURE_ENTRY, ENCODE_ENTRY = "backward_sum_keys", "backward_measure_keys", "backward_encode"
 KEYS_ENTRY, QUERIES_ENTRY = "attention_backward_keys", "attention_backward_queries"
 TARGET = Target("sm_90a")
 #: Head dims with kernels.
@@ -202,18 +202,19 @@ extern "C" __global__ void __launch_bounds__({threads}, {blocks})
 {entry}({inputs}, const float* lse, int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
-        const float* k_mean, float* amax) {{
+        float* k_sums, float* k_mean, float* k_amax,
+        float* v_amax) {{
   greenfast::{body}<Cfg>(
       {{{fields}, lse, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
-      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_mean, amax}});
+      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_sums, k_mean, k_amax, v_amax}});
 }}
 """
 #: The quantizer's inputs, in the order of its arguments.
 INPUTS = ("query", "key", "value", "out", "grad_out")
 
 
-def encode_kernels(head_dim: int) -> tuple[KernelSource, KernelSource]:
-    """Render the kernels that measure K and V, and that write codes and tables."""
+def encode_kernels(head_dim: int) -> tuple[KernelSource, ...]:
+    """Render the kernels that add K and measure V, that measure K, and that write codes and tables."""
     inputs = ", ".join(
         f"const void* {name}, long long {name}_batch, long long {name}_head, long long {name}_row" for name in INPUTS
     )
@@ -233,8 +234,9 @@ def encode_kernels(head_dim: int) -> tuple[KernelSource, KernelSource]:
         )
         return make_source(entry, source, threads, requires=TARGET.name)
 
-    measuring, encoding = {64: (3, 3), 128: (3, 2), 256: (1, 1)}[head_dim]  # blocks of a multiprocessor
-    return render(MEASURE_ENTRY, "measure_keys", measuring), render(ENCODE_ENTRY, "encode_backward", encoding)
+    blocks = {64: (3, 3, 3), 128: (2, 3, 2), 256: (1, 1, 1)}[head_dim]  # of a multiprocessor
+    bodies = ((SUM_ENTRY, "sum_keys"), (MEASURE_ENTRY, "measure_keys"), (ENCODE_ENTRY, "encode_backward"))
+    return tuple(render(*body, n) for body, n in zip(bodies, blocks, strict=True))
 
 
 def count_blocks(length: int) -> int:
@@ -242,13 +244,18 @@ def count_blocks(length: int) -> int:
     return -(-length // ROW_BLOCK)
 
 
+def count_chunks(kv_len: int) -> int:
+    """Return the chunks of KeySums: at most 32, of 1,024 rows or more."""
+    return -(-kv_len // max(1024, _round_up(-(-kv_len // 32), ROW_BLOCK)))
+
+
 def encode_launches(
     batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, ...]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
-    Further buffers: ``k_mean``, float32 (kv_heads, head_dim), an input, and ``amax``, float32 (2, kv_heads, blocks of
-    keys), which the first kernel writes.
+    Further buffers, float32: ``k_sums`` (kv_heads, chunks, head_dim), ``k_mean`` (kv_heads, head_dim), ``k_amax`` and
+    ``v_amax`` (kv_heads, blocks of keys). The first kernel writes k_sums and v_amax, the second k_mean and k_amax.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):
@@ -258,8 +265,12 @@ def encode_launches(
         "lse",
         *(np.int32(n) for n in (batch, heads, kv_heads, q_len, kv_len)),
         np.float32(scale),
-        *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_mean", "amax"),
+        *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_sums", "k_mean", "k_amax", "v_amax"),
     )
-    of_keys, key_blocks = 2 * batch * kv_heads, count_blocks(kv_len)
+    of_keys, key_blocks = batch * kv_heads, count_blocks(kv_len)
     blocks = max(key_blocks, count_blocks(q_len))
-    return Launch((of_keys, key_blocks, 1), args), Launch((of_keys + batch * heads, blocks, 1), args)
+    return (
+        Launch((of_keys * (count_chunks(kv_len) + key_blocks), 1, 1), args),
+        Launch((of_keys, key_blocks, 1), args),
+        Launch((2 * of_keys + batch * heads, blocks, 1), args),
+    )

@@ -1,7 +1,7 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
-// measure_keys finds the largest numbers of K and V after the rotation. encode_backward writes the codes and the tables.
-// A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
+// sum_keys adds the rows of K, and finds the largest numbers of V after the rotation. measure_keys finds those of K minus
+// its mean. encode_backward writes the codes and the tables. A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
 // transposed E4M3 codes, which are not rotated. The mean of K is exact: rounding of dO V^T adds nearly the same number
 // to a whole row of dP, and in dQ = dS K that number meets the part of the mean that is left in K.
 #pragma once
@@ -24,8 +24,9 @@ struct BackwardCodes {
   unsigned char *q_t, *k_t, *grad_t;  // E4M3 (batch x heads or kv_heads, kHeadDim, length rounded up to 16)
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
   float* factors;                     // (batch x kv_heads, 3)
-  const float* k_mean;                // (batch x kv_heads, kHeadDim), given
-  float* amax;                        // (2, batch x kv_heads, tiles of 128 keys): of K and V, divided by Rows::kFactor
+  float* k_sums;                      // (batch x kv_heads, chunks, kHeadDim), see KeySums
+  float* k_mean;                      // (batch x kv_heads, kHeadDim)
+  float *k_amax, *v_amax;             // (batch x kv_heads, tiles of 128 keys): largest numbers / Rows::kFactor
 };
 
 // The configuration of the quantizer's parts. Cfg: kHeadDim, In, kThreads.
@@ -253,28 +254,83 @@ struct BackwardTile {
   }
 };
 
-// Grid: (heads of K, then of V) x tiles. Block: Cfg::kThreads.
+// Sums over the rows of K, of at most kMostChunks chunks of a head, which are whole tiles.
+struct KeySums {
+  static constexpr int kMostChunks = 32, kLeastRows = 1024;
+  const int rows, chunks;
+
+  __device__ __forceinline__ explicit KeySums(int kv_len)
+      : rows(max(kLeastRows, (kv_len + kMostChunks * kRowBlock - 1) / (kMostChunks * kRowBlock) * kRowBlock)),
+        chunks((kv_len + rows - 1) / rows) {}
+};
+
+// Grid: the chunks of all heads of K, then the tiles of all heads of V. Block: Cfg::kThreads.
+template <class Cfg>
+__device__ __forceinline__ void sum_keys(const BackwardInputs& p, const BackwardCodes& codes) {
+  __shared__ BackwardStorage<Cfg> shared;
+  using Tile = BackwardTile<Cfg>;
+  using Columns = typename Tile::Columns;
+  const KeySums sums(p.kv_len);
+  const int head_count = p.batch * p.kv_heads, key_blocks = head_count * sums.chunks;
+  if (static_cast<int>(blockIdx.x) >= key_blocks) {
+    const int tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, item = blockIdx.x - key_blocks;
+    const int head_index = item / tiles, tile = item % tiles;
+    const Tile rows(shared, tile);
+    const typename Tile::Head head(p.v, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+    typename Tile::Rows::Values x;
+    rows.template rotate<false>(head, x);
+    const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max[0], Tile::Rows::largest(x));
+    if (threadIdx.x == 0) codes.v_amax[item] = amax;
+    return;
+  }
+  const int head_index = blockIdx.x / sums.chunks, chunk = blockIdx.x % sums.chunks;
+  const typename Tile::Head head(p.k, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+  const int column = threadIdx.x % Columns::kRowThreads * kVector, first_row = threadIdx.x / Columns::kRowThreads;
+  const int first = chunk * sums.rows + first_row, stop = min(p.kv_len, (chunk + 1) * sums.rows);
+  const typename Cfg::In* address = head.address(first, column);
+  float sum[kVector] = {};
+#pragma unroll 8
+  for (int row = first; row < stop; row += Columns::kRows) {
+    const EightColumns x = Tile::load(address, true);
+    address += Columns::kRows * head.row_stride;
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) sum[c] += x[c];
+  }
+  float* const of_rows = reinterpret_cast<float*>(shared.tile);  // (kRows, kHeadDim)
+#pragma unroll
+  for (int c = 0; c < kVector; ++c) of_rows[first_row * Cfg::kHeadDim + column + c] = sum[c];
+  __syncthreads();
+  if (threadIdx.x < Cfg::kHeadDim) {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Columns::kRows; ++i) total += of_rows[i * Cfg::kHeadDim + threadIdx.x];
+    codes.k_sums[static_cast<int>(blockIdx.x) * Cfg::kHeadDim + threadIdx.x] = total;
+  }
+}
+
+// Grid: heads of K x tiles. Block: Cfg::kThreads.
 template <class Cfg>
 __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const BackwardCodes& codes) {
   __shared__ BackwardStorage<Cfg> shared;
+  __shared__ float mean[Cfg::kHeadDim];
   using Tile = BackwardTile<Cfg>;
-  const int tiles = gridDim.y, head_count = p.batch * p.kv_heads;
-  const bool of_keys = blockIdx.x < head_count;
-  const int head_index = blockIdx.x - (of_keys ? 0 : head_count);
-  const int b = head_index / p.kv_heads, h = head_index % p.kv_heads;
+  const int head_index = blockIdx.x, tiles = gridDim.y;
   const Tile rows(shared, blockIdx.y);
-  const typename Tile::Head head(of_keys ? p.k : p.v, b, h, p.kv_len);
-  typename Tile::Rows::Values x;
-  if (of_keys) {
-    __shared__ float mean[Cfg::kHeadDim];  // it has no registers
-    if (threadIdx.x < Cfg::kHeadDim) mean[threadIdx.x] = codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x];
-    __syncthreads();
-    rows.template rotate<true>(head, x, mean);
-  } else {
-    rows.template rotate<false>(head, x);
+  const typename Tile::Head head(p.k, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
+  if (threadIdx.x < Cfg::kHeadDim) {
+    const int chunks = KeySums(p.kv_len).chunks;
+    const float* sums = codes.k_sums + head_index * chunks * Cfg::kHeadDim + threadIdx.x;
+    float total = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < chunks; ++i) total += sums[i * Cfg::kHeadDim];
+    mean[threadIdx.x] = __fdividef(total, static_cast<float>(p.kv_len));
+    if (blockIdx.y == 0) codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x] = mean[threadIdx.x];
   }
+  __syncthreads();
+  typename Tile::Rows::Values x;
+  rows.template rotate<true>(head, x, mean);
   const float amax = block_max_nan<Cfg::kThreads>(shared.warp_max[0], Tile::Rows::largest(x));
-  if (threadIdx.x == 0) codes.amax[blockIdx.x * tiles + blockIdx.y] = amax;
+  if (threadIdx.x == 0) codes.k_amax[head_index * tiles + blockIdx.y] = amax;
 }
 
 // Grid: (heads of K, of V, then of Q) x tiles, as many as the longer tensor has. Block: Cfg::kThreads.
@@ -294,8 +350,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * Cfg::kHeadDim;
   const long long q_first = static_cast<long long>(head_index) * p.q_len * Cfg::kHeadDim;
   const Tile rows(shared, tile);
-  const float* k_amax = codes.amax + kv_index * kv_tiles;
-  const float* v_amax = k_amax + head_count * kv_tiles;
+  const float* k_amax = codes.k_amax + kv_index * kv_tiles;
+  const float* v_amax = codes.v_amax + kv_index * kv_tiles;
   const float* mean = codes.k_mean + kv_index * Cfg::kHeadDim;
   typename Rows::Values x;
 
