@@ -301,7 +301,7 @@ def estimate(counts: Mapping[str, KernelCounts], target: Target, fmt: str) -> tu
 
     The model covers throughput alone: each kind of work runs at its peak rate on all multiprocessors, and the slowest
     kind determines the time. It ranks variants of a kernel roughly and ignores latency. It is a screen, not a
-    measurement (docs/evolve.md#the-screen reports its recall).
+    measurement (docs/evolve-proposers.md reports its recall).
     """
     total, busy = 0.0, dict[str, float]()
     for shape_counts in counts.values():
