@@ -153,38 +153,48 @@ def test_differences_beyond_the_range_of_an_accumulator() -> None:
     check(dk[..., others, :], exact[1][..., others, :])
 
 
+def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """Return the buffers of the quantizer's kernels on the emulator. Each kernel must write all of its outputs."""
+    q, k, v, g = tensors
+    (_, heads, q_len, dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    inputs = (q, k, v, out.bfloat16(), g)
+    buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
+    buffers["lse"] = lse.float().numpy()
+    chunks, tiles, tables = backward.count_chunks(kv_len), backward.count_blocks(kv_len), -(-q_len // backward.ROWS)
+    floats = {"k_sums": (chunks, dim), "v_amax": (tiles,), "k_mean": (dim,), "k_amax": (tiles,), "factors": (3,)}
+    specs = {name: OutputSpec((kv_heads, *shape), "float32") for name, shape in floats.items()}
+    for name, (count, length) in {
+        "q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len), "grad": (heads, q_len)
+    }.items():  # fmt: skip
+        specs[name] = OutputSpec((count, length, dim), "uint8")
+        if name != "v":
+            specs[f"{name}_t"] = OutputSpec((count, dim, padded_keys(length)), "uint8")
+    specs["tables"] = OutputSpec((heads, tables, backward.TABLE_WORDS), "int32")
+    # A kernel gets the outputs of later ones as arguments, and does not use them.
+    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
+    written: list[tuple[str, ...]] = [("k_sums", "v_amax"), ("k_mean", "k_amax")]
+    written.append(tuple(specs.keys() - {*written[0], *written[1]}))
+    strides = tuple(x.stride()[:3] for x in inputs)
+    launches = backward.encode_launches(1, heads, kv_heads, q_len, kv_len, dim**-0.5, strides)
+    for source, plan, names in zip(backward.encode_kernels(dim), launches, written, strict=True):
+        emulate(source, plan, buffers, {name: specs[name] for name in names})
+    return {name: torch.from_numpy(buffers[name]) for name in specs}
+
+
 @pytest.mark.parametrize("dim", backward.HEAD_DIMS)
 def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
-    q_len, kv_len = 70, 140
-    q, k, v, g = draw(2, 1, q_len, kv_len, dim)
+    q, k, v, g = draw(2, 1, 70, 140, dim)
     k += 2.0
     g[..., 5, :] = 0.0
     g[..., 7, :] *= 1e-3
     out, lse, _ = attend([q, k, v, g], causal=False)
-    inputs = (q, k, v, out.bfloat16(), g)
-    buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
-    buffers["lse"] = lse.float().numpy()
-    chunks, tiles = backward.count_chunks(kv_len), backward.count_blocks(kv_len)
-    summed = {"k_sums": OutputSpec((1, chunks, dim), "float32"), "v_amax": OutputSpec((1, tiles), "float32")}
-    measured = {"k_mean": OutputSpec((1, dim), "float32"), "k_amax": OutputSpec((1, tiles), "float32")}
-    shapes = {"q": (2, q_len), "k": (1, kv_len), "v": (1, kv_len), "grad": (2, q_len)}
-    specs = {name: OutputSpec((*shape, dim), "uint8") for name, shape in shapes.items()}
-    for name in ("q", "k", "grad"):
-        heads, length = shapes[name]
-        specs[f"{name}_t"] = OutputSpec((heads, dim, padded_keys(length)), "uint8")
-    specs |= {"tables": OutputSpec((2, 2, backward.TABLE_WORDS), "int32"), "factors": OutputSpec((1, 3), "float32")}
-    # A kernel gets the outputs of later ones as arguments, and does not use them.
-    buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in (summed | measured | specs).items()}
-    launches = backward.encode_launches(1, 2, 1, q_len, kv_len, dim**-0.5, tuple(x.stride()[:3] for x in inputs))
-    for source, plan, outputs in zip(backward.encode_kernels(dim), launches, (summed, measured, specs), strict=True):
-        emulate(source, plan, buffers, outputs)
-
-    mean = torch.from_numpy(buffers["k_mean"]).unsqueeze(0)
+    buffers = quantize([q, k, v, g], out, lse)
+    mean = buffers["k_mean"].unsqueeze(0)
     torch.testing.assert_close(mean, k.float().mean(2), rtol=1e-6, atol=1e-6)
     want = quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, dim**-0.5, mean)
     starts = slice(0, 2 * backward.ROWS)
-    for name in specs:
-        got, expected = torch.from_numpy(buffers[name]), want[name]
+    for name, expected in want.items():
+        got = buffers[name]
         if name == "tables":
             assert (got[..., starts] - expected[..., starts]).abs().max() <= 1
             got, expected = (x[..., 2 * backward.ROWS :].view(torch.float32) for x in (got, expected))
@@ -192,6 +202,32 @@ def test_the_quantizer_writes_the_defined_codes(dim: int) -> None:
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=0.0)
         else:
             assert (got != expected).float().mean() < 2e-3  # a sum in another order may round to the next code
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("q", math.nan), ("k", math.inf), ("v", math.nan), ("grad", -math.inf), ("lse", math.nan)]
+)
+def test_numbers_that_are_not_finite_reach_the_gradients(name: str, value: float) -> None:
+    """NaN where exact gradients are NaN. In a query, its gradient or its log-sum-exp: other tiles of dQ are right."""
+    q, k, v, g = draw(1, 1, 100, 70, 64)
+    if name != "lse":
+        {"q": q, "k": k, "v": v, "grad": g}[name][..., 69, 3] = value
+    tensors = [q, k, v, g]
+    out, lse, exact = attend(tensors, causal=False)
+    if name == "lse":
+        lse[..., 69] = value
+        exact[0][..., 69, :] = value
+        exact[1], exact[2] = exact[1] * value, exact[2] * value
+    for codes in (
+        quantize(tensors, out, lse), quantized_backward.encode(q, k, v, out.bfloat16(), lse.float(), g, 64**-0.5)
+    ):  # fmt: skip
+        used = {name: codes[name] for name in (*quantized_backward._CODES,)}
+        grads = compute_gradients(used, 100, 70, False)
+        for got, wanted in zip(grads, exact, strict=True):
+            assert got[wanted.isnan()].isnan().all()
+        if name in ("q", "grad", "lse"):
+            first = slice(backward.ROWS)
+            check(grads[0][..., first, :], exact[0][..., first, :])
 
 
 def test_the_mean_of_keys_is_that_of_all_chunks() -> None:

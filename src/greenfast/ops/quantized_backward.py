@@ -50,17 +50,19 @@ def encode(
     rotation = _get_rotation(head_dim, q.device)
     rotated_q, rotated_k, rotated_v, rotated_g = (x @ rotation for x in (q, k, v, g))
 
-    k_scale, v_scale = (_replace_zero(x.abs().amax((-2, -1)) / _INT8_MAX) for x in (rotated_k, rotated_v))
+    k_scale, v_scale = (_make_scale(x.abs().amax((-2, -1))) for x in (rotated_k, rotated_v))
     group = len(q) // len(k)
     q_means, q_v_scale = means.repeat_interleave(group, 0), v_scale.repeat_interleave(group).unsqueeze(-1)
     of_scores = k_scale.repeat_interleave(group).unsqueeze(-1) * (scale * _LOG2_E)  # (heads, 1)
     tiles = -(-q_len // kernels.ROWS)
-    q_scale = _replace_zero(_split_rows(rotated_q, tiles).abs().amax((-2, -1)) / _INT8_MAX)  # (heads, tiles)
+    q_scale = _make_scale(_split_rows(rotated_q, tiles).abs().amax((-2, -1)))  # (heads, tiles)
     int8_scale = torch.maximum(q_scale, _LEAST_FACTOR / of_scores)
     score_factor = int8_scale * of_scores
     g_max = rotated_g.abs().amax(-1) / _INT8_MAX
-    g_scale = _replace_zero(g_max)
-    grad_exponent = torch.frexp(_split_rows(g_max.unsqueeze(-1), tiles).amax((-2, -1))).exponent.float()
+    g_scale = _make_scale(rotated_g.abs().amax(-1))
+    largest = _split_rows(g_max.unsqueeze(-1), tiles).amax((-2, -1))
+    grad_exponent = torch.frexp(largest.nan_to_num(0.0, 0.0)).exponent.float()
+    undefined = g_scale.isnan() | ~(lse.flatten(0, 1) < math.inf)
 
     def expand(x: Tensor) -> Tensor:
         return x.repeat_interleave(kernels.ROWS, 1)[:, :q_len]
@@ -73,7 +75,8 @@ def encode(
     half = kernels.ROWS
     tables[..., :half] = _lay_out_starts(starts, tiles, _NO_QUERY)
     tables[..., half : 2 * half] = _lay_out_starts(_round_starts(weight), tiles, _MAGIC_BITS)
-    of_tiles = torch.stack([score_factor, q_scale, grad_exponent], -1).float()
+    undefined_tiles = _split_rows(undefined.float().unsqueeze(-1), tiles).amax((-2, -1)) > 0.0
+    of_tiles = torch.stack([score_factor.masked_fill(undefined_tiles, math.nan), q_scale, grad_exponent], -1).float()
     tables[..., 2 * half : 2 * half + 3] = of_tiles.view(torch.int32)
     code_factor = _get_factor(head_dim)
     dk_factor = v_scale * (scale / code_factor)
@@ -106,8 +109,10 @@ def _get_key_order(device: torch.device) -> Tensor:
     return torch.tensor(KEY_ORDER, device=device)
 
 
-def _replace_zero(x: Tensor) -> Tensor:
-    return torch.where(x > 0.0, x, 1.0)
+def _make_scale(amax: Tensor) -> Tensor:
+    """Return the scales of int8 codes for these largest magnitudes: 1 for zeros, NaN if one is not finite."""
+    scale = torch.where(amax == 0.0, 1.0, amax / _INT8_MAX)
+    return scale.masked_fill(~(amax < math.inf), math.nan)
 
 
 def _split_rows(x: Tensor, tiles: int) -> Tensor:
@@ -117,7 +122,8 @@ def _split_rows(x: Tensor, tiles: int) -> Tensor:
 
 
 def _encode_int8(x: Tensor, row_scale: Tensor) -> Tensor:
-    return (x / row_scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).to(torch.int8).view(torch.uint8)
+    codes = (x / row_scale.unsqueeze(-1)).round().clamp(-_INT8_MAX, _INT8_MAX).nan_to_num(0.0)
+    return codes.to(torch.int8).view(torch.uint8)
 
 
 def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
@@ -131,7 +137,7 @@ def _encode_transposed(x: Tensor, row_scale: Tensor) -> Tensor:
 
 def _round_starts(x: Tensor) -> Tensor:
     """Return _MAGIC_BITS - x as integers."""
-    return _MAGIC_BITS - x.round().clamp(-(2**22), 2**22).to(torch.int32)
+    return _MAGIC_BITS - x.round().clamp(-(2**22), 2**22).nan_to_num(0.0).to(torch.int32)
 
 
 def _lay_out_starts(starts: Tensor, tiles: int, padding: int) -> Tensor:

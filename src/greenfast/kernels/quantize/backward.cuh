@@ -407,7 +407,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     q_factors[i] = __fdividef(Tile::kFactor, q_scales[i]);
   }
   const float q_scale = table_of_warp == 0 ? q_scales[0] : q_scales[kTables - 1];
-  const float int8_scale = fmaxf(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
+  const float int8_scale = ptx::max_nan(q_scale, kLeastFactor / of_scores), score_factor = int8_scale * of_scores;
   rows.write_int8(q, x, {int8_scale, int8_scale}, codes.q + q_first);
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
   const int column = threadIdx.x % Tile::Columns::kRowThreads * kVector;
@@ -424,7 +424,8 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
       },
       shared.mean_score);
 
-  // dO.
+  // dO. NaN or infinity in a row of dO, or in its log-sum-exp, makes the gradients of the table's queries NaN.
+  const long long lse_first = static_cast<long long>(head_index) * p.q_len;
   rows.template rotate<false>(grad, x);
   float row_max[2], scales[2];
 #pragma unroll
@@ -434,7 +435,12 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
       shared.row_max[warp % Rows::kSplit][rows.row[r] - rows.first] = row_max[r];
     }
   }
-  const float grad_max = warp_max_nan(fmaxf(row_max[0], row_max[1]));
+  float grad_max = ptx::max_nan(row_max[0], row_max[1]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (rows.row[r] < p.q_len && !(p.lse[lse_first + rows.row[r]] < CUDART_INF_F)) grad_max = CUDART_NAN_F;
+  }
+  grad_max = warp_max_nan(grad_max);
   if (threadIdx.x % 32 == 0) shared.warp_max[1][warp] = grad_max;
   if constexpr (Rows::kSplit > 1) __syncthreads();
 #pragma unroll
@@ -475,7 +481,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     const int i = rows.row[r] - rows.first, in_table = i % kBackwardRows;
     int score = kMagicBits - static_cast<int>(kRange), weight = kMagicBits;
     if (rows.row[r] < p.q_len && row_max[r] > 0.0f) {
-      const float lse = p.lse[static_cast<long long>(head_index) * p.q_len + rows.row[r]];
+      const float lse = p.lse[lse_first + rows.row[r]];
       const float exponent = (lse - shared.mean_score[i] * p.softmax_scale) * kLog2e - log2f(scales[r]) + grad_exponent;
       if (lse > -CUDART_INF_F) {
         score = kMagicBits - __float2int_rn(fminf(fmaxf(exponent / score_factor, -kRange), kRange));
@@ -486,7 +492,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
     table.weight[QueryTable::word_of(in_table)] = weight;
   }
   if (threadIdx.x % (32 * kTableWarps) == 0) {
-    table.score_factor = score_factor;
+    table.score_factor = largest < CUDART_INF_F ? score_factor : CUDART_NAN_F;
     table.q_scale = q_scale;
     table.grad_exponent = grad_exponent;
     table.padding = 0;
