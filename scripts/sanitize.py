@@ -274,15 +274,20 @@ if (t < 32) for (int n = 0; n < 4; ++n) {
 }"""
 
 
-#: Two warps share rows by a named barrier of their own, then all threads by barrier 0, as in the quantizer of D 256.
+#: Eight pairs of warps meet at named barriers, then all at barrier 0, as in the quantizer of head dim 256 with norm.
 _PAIRS = """
-__shared__ float s[256], all[256];
+__shared__ float s[512], all[512];
 const unsigned t = threadIdx.x;
-s[t] = x[t];
-asm volatile("bar.sync %0, 64;" :: "r"(1 + t / 64) : "memory");
-all[t] = s[t ^ 32];
-__syncthreads();
-y[t] = all[255 - t];
+float sum = 0;
+for (int n = 0; n < 4; ++n) {
+  s[t] = x[t % 256] + n;
+  asm volatile("bar.sync %0, 64;" :: "r"(1 + t / 64) : "memory");
+  all[t] = s[t ^ 32];
+  __syncthreads();
+  sum += all[511 - t];
+  __syncthreads();
+}
+y[t % 256] = sum;
 """
 
 
@@ -310,7 +315,7 @@ PLANTED = {
     "a bulk copy over what is read": Planted(
         "racecheck", _BULK + "if (t == 32) { load(0, f); wait(f, 0); load(1, e); } wait(f, 0); y[t] = s[t]; wait(e, 0);"
     ),
-    "correct pairs of warps, then all": Planted("racecheck", _PAIRS, 256),
+    "correct pairs of warps, then all": Planted("racecheck", _PAIRS, 512),
     "a barrier in a branch": Planted("synccheck", "if (threadIdx.x < 48) __syncthreads(); y[threadIdx.x] = x[0];"),
     "an mbarrier that is not initialised": Planted(
         "synccheck",
