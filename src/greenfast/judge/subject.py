@@ -13,11 +13,15 @@ from greenfast.judge.formats.convert import (
     convert_definition,
     convert_model,
     convert_problem,
+    convert_robust_problem,
+    convert_robust_solution,
     convert_solution,
+    find_robust_problem,
     find_workloads,
     is_definition,
     is_foreign_solution,
     is_kernelbench,
+    is_robust_solution,
 )
 from greenfast.judge.formats.schema import DEFINITION, WORKLOADS, read_definition, read_workloads
 from greenfast.judge.implementation import Implementation, build_rung_implementation, build_solution_implementation
@@ -105,6 +109,9 @@ def import_problem(name: str, out: Path, workloads: Path | None = None) -> str:
         return str(convert_definition(find_workloads(path, workloads), out / CONVERTED))
     if workloads is not None:
         raise UsageError(f"--workloads {workloads}: only for a definition of FlashInfer-Trace or SOL-ExecBench")
+    robust = find_robust_problem(path)
+    if robust is not None:
+        return str(convert_robust_problem(robust, out / CONVERTED))
     return str(convert_problem(path, out / CONVERTED)) if is_kernelbench(path) else name
 
 
@@ -118,6 +125,8 @@ def import_solution(path: Path, problem: Path, out: Path) -> Path:
             raise UsageError(f"{path}: solves a definition of FlashInfer-Trace; --problem names that definition's file")
         definition, workloads = read_definition(problem / DEFINITION), read_workloads(problem / WORKLOADS)
         return convert_solution(path, definition, workloads, out / SOLUTIONS)
+    if is_robust_solution(path, problem):
+        return convert_robust_solution(path, problem, out / SOLUTIONS)
     if is_kernelbench(path, NEW_MODEL) and (problem / ORIGINAL).is_file():
         return convert_model(path, problem / ORIGINAL, out / SOLUTIONS)
     return path

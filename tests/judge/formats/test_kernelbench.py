@@ -1,7 +1,8 @@
-"""KernelBench's files as tasks and solutions."""
+"""Files of KernelBench and folders of robust-kbench as tasks and solutions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ from greenfast.judge.formats.convert import (
     NEW_MODEL,
     convert_model,
     convert_problem,
+    convert_robust_problem,
+    find_robust_problem,
     is_kernelbench,
 )
-from greenfast.judge.formats.defined import ModelProblem
+from greenfast.judge.formats.defined import ModelProblem, RobustProblem
 from greenfast.judge.solution.schema import find_solution
+from greenfast.judge.subject import import_problem, import_solution
 from greenfast.judge.task import load_task
 from greenfast.spec.errors import UsageError
 
@@ -88,3 +92,73 @@ def test_an_input_that_is_no_tensor_is_refused_in_words(tmp_path: Path) -> None:
     text = PROBLEM.replace("return [torch.randn(4, 16), torch.randn(4, 16)]", "return [3]")
     with pytest.raises(UsageError, match="a value that is no tensor"):
         ModelProblem(written(tmp_path, text)).make_case({}, 0, "")
+
+
+ROBUST = """
+import torch
+import torch.nn as nn
+
+def forward_fn(x, weight, scale):
+    return scale * (x @ weight.t())
+
+class Model(nn.Module):
+    def __init__(self, width=8, out=3, scale=1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width))
+        self.scale = scale
+
+    def forward(self, x, fn=forward_fn):
+        return fn(x, self.weight, self.scale)
+
+def get_inputs(batch=2, width=8):
+    return [torch.randn(batch, width)]
+
+input_names = ["x"]
+"""
+KERNEL = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n"
+
+
+def write_robust(folder: Path, settings: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "func_forward.py").write_text(ROBUST)
+    (folder / "config_forward.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_settings_of_robust_kbench_become_shapes(tmp_path: Path) -> None:
+    settings = {
+        "single_init_configs": [{"out": 4}],
+        "single_input_configs": [{"batch": 5}],
+        "single_shared_configs": [{"width": 16}],
+        "multi_init_configs": [{"out": 4}, {"out": 6, "scale": 2.0}],
+        "multi_input_configs": [{"batch": 5}],
+        "multi_shared_configs": [{"width": 16}],
+    }
+    folder = write_robust(tmp_path / "linear", settings)
+    assert find_robust_problem(folder / "func_forward.py") == folder
+    for name in (folder, folder / "func_forward.py"):
+        task = Path(import_problem(str(name), tmp_path / "out"))
+    config = load_task(task).config
+    assert (config.name, len(config.shapes), len(config.defaults.shapes)) == ("linear", 3, 1)
+    problem = RobustProblem(task / "original.py", task / "settings.json")
+    dims = config.shapes[2].dims
+    case = problem.make_case(dims, 3, "")
+    assert case.inputs["input0"].shape == (5, 16)
+    assert case.outputs["output0"].shape == (5, 6)
+    references = problem.references(dims, 3, "")
+    assert np.allclose(references.bound, 1e-5 * (1 + np.abs(references.exact)), rtol=1e-15, atol=0)
+    (tmp_path / "mine.cu").write_text(KERNEL)
+    solution = find_solution(import_solution(tmp_path / "mine.cu", task, tmp_path / "out"))
+    assert solution.config.launches[0].args == ["input0", "int64(problem)"]
+    entry = (solution.folder / "entry.py").read_text()
+    assert "fn=_forward" in entry
+    assert "fn=" not in (task / "reference" / "entry.py").read_text()
+    compile(entry, "entry.py", "exec")
+    assert (solution.folder / "kernel.cu").read_text() == KERNEL
+
+
+def test_settings_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    for number, settings in enumerate(({}, [], {"single_init_configs": [{}]}, {"single_init_configs": 3})):
+        folder = write_robust(tmp_path / str(number), settings)
+        with pytest.raises(UsageError, match="single_init_configs"):
+            convert_robust_problem(folder, tmp_path / "task")

@@ -2,7 +2,8 @@
 
 Formats: FlashInfer-Trace with its extension SOL-ExecBench (a definition, workloads, solutions), and KernelBench (its
 README and EVAL.md): a problem is a Python file with Model, get_inputs and get_init_inputs; a solution has ModelNew.
-Both models make their parameters on the CPU after ``torch.manual_seed``.
+Both models make their parameters on the CPU after ``torch.manual_seed``. robust-kbench: a problem is a folder with
+func_forward.py (Model, forward_fn, get_inputs) and config_forward.json; a solution is a CUDA file with ``forward``.
 
 A converted problem is an ordinary task folder. So records refer to it, freshness checks and cached timings work, and
 its author can extend it (shapes, bounds, ranges).
@@ -175,10 +176,13 @@ def _shapes(definition: Definition, workloads: Sequence[Workload]) -> list[dict[
     return made
 
 
-def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]]) -> str:
-    """Return a task's config with all shapes, three seeds, and gates that only apply the tolerance."""
+def task_config(name: str, description: str, shapes: Sequence[Mapping[str, Any]], defaults: int | None = None) -> str:
+    """Return a task's config with three seeds, and gates that only apply the tolerance.
+
+    defaults: how many of the shapes are judged by default (default: all).
+    """
     error = {"max_abs_err": _OPEN, "mean_abs_err": _OPEN, "pct_bad": 100.0, "bad_abs_err": _OPEN}
-    names = [shape["name"] for shape in shapes]
+    names = [shape["name"] for shape in shapes[:defaults]]
     return _json(
         {
             "name": safe_name(name),
@@ -251,6 +255,8 @@ def _has(path: Path, keys: Sequence[str]) -> bool:
 MODEL, NEW_MODEL = "Model", "ModelNew"
 #: The file as it was given, in a converted problem's and solution's folder.
 ORIGINAL = "original.py"
+#: The dimension that numbers the settings of a problem with a model, from 1.
+SETTING = "problem"
 #: Of the parameters of both models.
 SEED = 42
 
@@ -299,7 +305,7 @@ def convert_problem(path: Path, parent: Path) -> Path:
     }
     if missing:
         raise UsageError(f"{path}: has no function {', '.join(sorted(missing))}; a KernelBench problem has it")
-    shape = {"name": "as_given", "dims": {"problem": 1}, "purpose": "the shape that get_inputs makes"}
+    shape = {"name": "as_given", "dims": {SETTING: 1}, "purpose": "the shape that get_inputs makes"}
     reference = _model_files(REFERENCE, text, "original", MODEL)
     return write_files(
         parent / safe_name(path.stem),
@@ -324,4 +330,149 @@ def _model_files(name: str, problem: bytes, module: str, model: str) -> dict[str
         ORIGINAL: problem,
         "entry.py": _ENTRY.format(module=module, model=model, seed=SEED),
         "solution.json": callable_config(name, "entry.py", "", {"kernel": "run"}),
+    }
+
+
+FUNCTION, SETTINGS = "func_forward.py", "config_forward.json"
+#: The settings in a converted folder, whose own config has their name.
+KEPT_SETTINGS, KERNEL = "settings.json", "kernel.cu"
+_ROBUST_PROBLEM = '''"""{name}: a problem of robust-kbench; only a tolerance is known of its errors."""
+
+from pathlib import Path
+
+from greenfast.judge.formats.defined import RobustProblem
+
+_problem = RobustProblem(Path(__file__).with_name("{original}"), Path(__file__).with_name("{settings}"))
+make_case, references, decode = _problem.make_case, _problem.references, _problem.decode
+'''
+_ROBUST_ENTRY = '''"""Makes the model as robust-kbench does, and calls it{use}."""
+
+import torch
+
+from original import Model
+
+{build}_SETTINGS = {settings!r}
+_models = {{}}
+
+
+def run(*arguments):
+    *inputs, setting = arguments
+    with torch.no_grad():
+        if setting not in _models:
+            torch.manual_seed({seed})
+            _models[setting] = Model(**_SETTINGS[setting - 1]).cuda().eval()
+        {call}
+'''
+_CALL_REFERENCE = "return _models[setting](*inputs)"
+#: robust-kbench compares by torch.allclose, which takes a tensor of one element for a scalar.
+_CALL_SOLUTION = """result = _models[setting](*inputs, fn=_forward)
+        expected = Model(**_SETTINGS[setting - 1]).to("meta")(*(torch.empty_like(x, device="meta") for x in inputs))
+        return result.view(expected.shape) if result.numel() == 1 else result"""
+_ROBUST_BUILD = """from pathlib import Path
+
+from torch.utils.cpp_extension import load
+
+_source = str(Path(__file__).with_name("{kernel}"))
+_forward = load(name="solution", sources=[_source], extra_cuda_cflags=["-O3", "--use_fast_math"]).forward
+"""
+
+
+@dataclass(frozen=True)
+class RobustSetting:
+    """The keyword arguments of Model and of get_inputs."""
+
+    init: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+def find_robust_problem(path: Path) -> Path | None:
+    """Return the folder of a problem of robust-kbench that a path names; None for another path."""
+    folder = path.parent if path.name == FUNCTION else path
+    return folder if (folder / FUNCTION).is_file() and (folder / SETTINGS).is_file() else None
+
+
+def is_robust_solution(path: Path, problem: Path) -> bool:
+    """Return whether a file is a CUDA file with a Python binding, for the converted problem of robust-kbench."""
+    return (problem / KEPT_SETTINGS).is_file() and path.suffix == ".cu" and b"PYBIND11_MODULE" in read_file(path)
+
+
+def read_settings(path: Path) -> tuple[list[RobustSetting], int]:
+    """Return the settings of a problem of robust-kbench, and how many of them are "single": its own default.
+
+    Raises UsageError for a file of another form.
+    """
+    try:
+        given = json.loads(read_file(path))
+        both = [
+            [
+                RobustSetting({**init, **shared}, {**inputs, **shared})
+                for init in given[f"{kind}_init_configs"]
+                for inputs in given[f"{kind}_input_configs"]
+                for shared in given[f"{kind}_shared_configs"]
+            ]
+            for kind in ("single", "multi")
+            if f"{kind}_init_configs" in given
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UsageError(
+            f"{path}: cannot be read ({type(e).__name__}: {e}); it has single_init_configs, single_input_configs and "
+            "single_shared_configs, and the same with multi"
+        ) from None
+    settings = [setting for several in both for setting in several]
+    if not settings:
+        raise UsageError(f"{path}: has no setting; single_init_configs, ..._input_configs and ..._shared_configs do")
+    return settings, len(both[0])
+
+
+def convert_robust_problem(folder: Path, parent: Path) -> Path:
+    """Write the task folder of a problem of robust-kbench below ``parent`` and return it.
+
+    The baseline is its forward_fn. The "multi" settings are shapes that ``--shapes`` names.
+    """
+    settings, single = read_settings(folder / SETTINGS)
+    text = read_file(folder / FUNCTION)
+    shapes: list[dict[str, Any]] = []
+    for number, setting in enumerate(settings, 1):
+        values = "_".join(f"{key}{value}" for key, value in {**setting.init, **setting.inputs}.items())
+        shape = safe_name(f"{number}_{values}" if values else str(number))[:60].strip("_.+-")
+        purpose = "its default" if number <= single else "a further setting"
+        shapes.append({"name": shape, "dims": {SETTING: number}, "purpose": purpose})
+    name, reference = safe_name(folder.resolve().name), _robust_files(REFERENCE, text, settings, "")
+    return write_files(
+        parent / name,
+        {
+            ORIGINAL: text,
+            KEPT_SETTINGS: read_file(folder / SETTINGS),
+            "problem.py": _ROBUST_PROBLEM.format(name=name, original=ORIGINAL, settings=KEPT_SETTINGS),
+            CONFIG_NAME: task_config(name, "", shapes, single),
+            **{f"{REFERENCE}/{file}": content for file, content in reference.items()},
+        },
+    )
+
+
+def convert_robust_solution(path: Path, problem: Path, parent: Path) -> Path:
+    """Write the folder of a CUDA file that solves a converted problem below ``parent`` and return it."""
+    settings, _ = read_settings(problem / KEPT_SETTINGS)
+    name = safe_name(path.stem)
+    files = _robust_files(name, read_file(problem / ORIGINAL), settings, _ROBUST_BUILD.format(kernel=KERNEL))
+    return write_files(parent / name, {KERNEL: read_file(path), **files})
+
+
+def _robust_files(name: str, problem: bytes, settings: Sequence[RobustSetting], build: str) -> dict[str, str | bytes]:
+    assigned = [s for s in ast.parse(problem).body if isinstance(s, ast.Assign)]
+    names = [s.value for s in assigned if ast.unparse(s.targets[0]) == "input_names"]
+    if not names or not isinstance(names[-1], ast.List):
+        raise UsageError(f"{FUNCTION}: has no list input_names; a problem of robust-kbench names its inputs there")
+    args = [f"input{n}" for n in range(len(names[-1].elts))]
+    entry = _ROBUST_ENTRY.format(
+        use=" with the solution's function" if build else "",
+        build=f"{build}\n" if build else "",
+        settings=[setting.init for setting in settings],
+        seed=SEED,
+        call=_CALL_SOLUTION if build else _CALL_REFERENCE,
+    )
+    return {
+        ORIGINAL: problem,
+        "entry.py": entry,
+        "solution.json": callable_config(name, "entry.py", "", {"kernel": "run", "args": [*args, f"int64({SETTING})"]}),
     }

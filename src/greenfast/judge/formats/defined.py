@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from greenfast.judge.formats.convert import SEED
+from greenfast.judge.formats.convert import SEED, SETTING, read_settings
 from greenfast.judge.formats.schema import (
     DEFINITION,
     WORKLOAD,
@@ -257,24 +257,40 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2, t
 class ModelProblem:
     """``greenfast.spec.problem.Problem`` of a KernelBench file; its shape has no dimensions to choose."""
 
+    #: The absolute and relative tolerance, by the dtype of an output.
+    tolerances: Mapping[torch.dtype, float] = _TOLERANCES
+
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._models: dict[int, torch.nn.Module] = {}
+        self._outputs: dict[int, dict[str, OutputSpec]] = {}
 
     def make_case(self, dims: Mapping[str, int], seed: int, fmt: str) -> Case:
         """Return the tensors of ``get_inputs`` under a seed, as input0, input1 ..., and outputs like the model's."""
-        inputs = {f"input{n}": to_array(tensor) for n, tensor in enumerate(self._inputs(seed))}
-        return Case(inputs, self._outputs)
+        number = dims.get(SETTING, 1)
+        inputs = {f"input{n}": to_array(tensor) for n, tensor in enumerate(self._inputs(number, seed))}
+        return Case(inputs, self._find_outputs(number))
 
     def references(self, dims: Mapping[str, int], seed: int, fmt: str) -> References:
         """Return the result of Model on the CPU and the tolerance around it."""
-        tensors = self._forward(self._inputs(seed))
+        number = dims.get(SETTING, 1)
+        tensors = self._forward(number, self._inputs(number, seed))
         outputs = [tensor.double().numpy() for tensor in tensors]
-        allowed = _joined([np.full(tensor.shape, _TOLERANCES.get(tensor.dtype, 0.0)) for tensor in tensors])
+        allowed = _joined([np.full(tensor.shape, self.tolerances.get(tensor.dtype, 0.0)) for tensor in tensors])
         return _build_references(outputs, allowed, allowed, np.add)
 
     def decode(self, outputs: Mapping[str, Array], fmt: str) -> NDArray[np.float64]:
         """Return the outputs as ``DefinedProblem.decode`` does."""
-        return _joined([outputs[name].astype(np.float64) for name in self._outputs])
+        return _joined([outputs[f"output{n}"].astype(np.float64) for n in range(len(outputs))])
+
+    def make_model(self, module: ModuleType, number: int) -> torch.nn.Module:
+        """Return the model of a setting, from 1."""
+        model: torch.nn.Module = module.Model(*module.get_init_inputs())
+        return model
+
+    def make_inputs(self, module: ModuleType, number: int) -> Sequence[Any]:
+        """Return the inputs of a setting, from 1."""
+        return list(module.get_inputs())
 
     @functools.cached_property
     def _module(self) -> ModuleType:
@@ -283,30 +299,49 @@ class ModelProblem:
         except Exception as e:
             raise UsageError(f"{self._path} cannot be imported: {type(e).__name__}: {e}") from e
 
-    @functools.cached_property
-    def _model(self) -> torch.nn.Module:
-        torch.manual_seed(SEED)
-        module = self._module
-        model: torch.nn.Module = call(f"{self._path}: Model", lambda: module.Model(*module.get_init_inputs()).eval())
-        return model
+    def _find_outputs(self, number: int) -> dict[str, OutputSpec]:
+        if number not in self._outputs:
+            tensors = self._forward(number, self._inputs(number, 0))
+            self._outputs[number] = {
+                f"output{n}": OutputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for n, tensor in enumerate(tensors)
+            }
+        return self._outputs[number]
 
-    @functools.cached_property
-    def _outputs(self) -> dict[str, OutputSpec]:
-        tensors = self._forward(self._inputs(0))
-        return {
-            f"output{n}": OutputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for n, tensor in enumerate(tensors)
-        }
-
-    def _inputs(self, seed: int) -> list[torch.Tensor]:
+    def _inputs(self, number: int, seed: int) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            values: list[torch.Tensor] = call(f"{self._path}: get_inputs", lambda: list(self._module.get_inputs()))
+            values: list[torch.Tensor] = call(
+                f"{self._path}: get_inputs", lambda: list(self.make_inputs(self._module, number))
+            )
         if not all(isinstance(value, torch.Tensor) for value in values):
             raise UsageError(f"{self._path}: get_inputs gives a value that is no tensor; put it in get_init_inputs")
         return values
 
-    def _forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _forward(self, number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if number not in self._models:
+            torch.manual_seed(SEED)
+            make = functools.partial(self.make_model, self._module, number)
+            self._models[number] = call(f"{self._path}: Model", lambda: make().eval())
         with torch.no_grad():
-            result = call(f"{self._path}: Model", self._model, *inputs)
+            result = call(f"{self._path}: Model", self._models[number], *inputs)
         return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+class RobustProblem(ModelProblem):
+    """``greenfast.spec.problem.Problem`` of robust-kbench: a shape for each setting of its file."""
+
+    tolerances: Mapping[torch.dtype, float] = dict.fromkeys(_TOLERANCES, 1e-5)
+
+    def __init__(self, path: Path, settings: Path) -> None:
+        super().__init__(path)
+        self._settings, _ = read_settings(settings)
+
+    def make_model(self, module: ModuleType, number: int) -> torch.nn.Module:
+        """Return the model of a setting, from 1."""
+        model: torch.nn.Module = module.Model(**self._settings[number - 1].init)
+        return model
+
+    def make_inputs(self, module: ModuleType, number: int) -> Sequence[Any]:
+        """Return the inputs of a setting, from 1."""
+        return list(module.get_inputs(**self._settings[number - 1].inputs))
