@@ -59,9 +59,8 @@ from greenfast.spec.errors import UsageError
 
 TORCH = "torch"  # PyTorch's own attention computes the call
 NONE = "none"  # there is nothing to compute
-#: By head dim, the queries and keys from which on training in 8 bits was measured to be faster than with a recomputed
-#: forward pass.
-LONG_BACKWARD = {128: 4096}
+#: Queries and keys from which on training in 8 bits was measured to be faster than with a recomputed forward pass.
+LONG_BACKWARD = 4096
 _TENSOR_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)  # other subclasses define attention themselves
 
 
@@ -220,13 +219,10 @@ def find_8bit_obstacle(
 
 
 def find_short_length(query: Tensor, key: Tensor) -> str:
-    """Return why the backward pass "auto" stays in 16 bits for such sizes, or an empty string."""
-    least = LONG_BACKWARD.get(query.shape[3])
-    if least is None:
-        return f"8 bits were not measured at head dim {query.shape[3]}"
-    if is_certain(query.shape[2] >= least) and is_certain(key.shape[2] >= least):
+    """Return why the backward pass "auto" stays in 16 bits for such lengths, or an empty string."""
+    if is_certain(query.shape[2] >= LONG_BACKWARD) and is_certain(key.shape[2] >= LONG_BACKWARD):
         return ""
-    return f"query or key may be shorter than {least}, where 8 bits were not measured to be faster"
+    return f"query or key may be shorter than {LONG_BACKWARD}, where 8 bits were not measured to be faster"
 
 
 def _explain_forward(

@@ -175,7 +175,7 @@ def sdpa(
     backward: "16bit" as above. "8bit" keeps the output and the log-sum-exp of the forward pass, and computes the five
     products of the backward pass in int8 and E4M3: see docs/training.md for speed and errors. It is for training on a
     Hopper GPU in bfloat16, (B, H, S, D) with D 64, 128 or 256, and causal masks at the first key. On a CPU its
-    gradients are exact. "auto" is "8bit" for such calls with D 128 and 4,096 queries and keys or more, else "16bit".
+    gradients are exact. "auto" is "8bit" for such calls with 4,096 queries and keys or more, else "16bit".
 
     Raises TypeError for wrong dtypes, flags and numbers, ValueError for shapes, devices and choices that do not fit,
     and NotImplementedError for masks that are added to scores, ``dropout_p``, other nested and sparse tensors, and head
