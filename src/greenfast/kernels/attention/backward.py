@@ -58,9 +58,10 @@ class BackwardTiling:
         return 128 * (self.consumers + 1)
 
 
-#: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ with
-#: tiles of 64 keys, 6 to 10 % slower (H200). For three of dK and dV a thread would have 160 registers. Then ptxas
-#: serializes the products, and more exceed the multiprocessor's. At 256 a thread has registers for the sums of dK or of dV, so two kernels compute these.
+#: Tiles of the dK/dV kernel and of the dQ kernel, by head dim. At 64 there are registers for three warpgroups of dQ
+#: with tiles of 64 keys: 7 to 11 % slower (H200). For three of dK and dV a thread would have 160 registers. Then ptxas
+#: serializes the products, and more exceed the multiprocessor's. At 256 a thread has registers for the sums of dK or
+#: of dV, so two kernels compute these.
 KEYS_TILINGS = {
     64: (BackwardTiling(64, consumers=2, stages=4),),
     128: (BackwardTiling(128, consumers=2, stages=4),),
