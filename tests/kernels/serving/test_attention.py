@@ -99,7 +99,7 @@ def test_generated(number: int) -> None:
     ("options", "run"),
     [
         ({"lengths": [(3, 129), (1, 260), (2, 0)], "kv_heads": 1}, {}),
-        ({"lengths": [(12, 250), (1, 0)], "group": 7, "kv_heads": 1, "window": (100, 0), "page_size": 16}, {}),
+        ({"lengths": [(12, 256), (1, 0)], "group": 7, "kv_heads": 1, "window": (100, 0), "page_size": 16}, {}),
         ({"lengths": [(1, 130)], "group": 11, "head_dim": 256, "kv_heads": 1, "softcap": 20.0}, {"few_rows": 16}),
         *(
             pytest.param(options, run, marks=pytest.mark.slow)
