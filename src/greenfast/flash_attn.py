@@ -17,6 +17,7 @@ from torch import Tensor
 from greenfast.ops.arguments import MAX_LENGTH, check_flag, parse_length
 from greenfast.ops.call_cache import replay
 from greenfast.ops.context_stack import ACTIVE, in_context_parallel
+from greenfast.ops.quantized import check_device
 from greenfast.ops.symbols import is_known, require, require_same_shape
 from greenfast.serving.call import AttentionCall, Result, get_constant
 from greenfast.serving.checks import check_strided_argument
@@ -315,8 +316,7 @@ def _view_cache(
         return keys, values, get_constant(k_cache, "table", step, (batch, pages))
     if not isinstance(batch_idx, Tensor) or batch_idx.dtype != torch.int32 or batch_idx.dim() != 1:
         raise TypeError(f"cache_batch_idx: {describe_tensor(batch_idx)}; int32 (batch,) is needed")
-    if batch_idx.device != k_cache.device:
-        raise ValueError(f"cache_batch_idx: it is on {batch_idx.device}, k_cache on {k_cache.device}; they must agree")
+    check_device("cache_batch_idx", batch_idx, "k_cache", k_cache)
     return keys, values, batch_idx.unsqueeze(1) * step + get_constant(k_cache, "table", step, (1, pages))
 
 

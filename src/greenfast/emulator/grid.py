@@ -33,12 +33,12 @@ from greenfast.emulator.observer import ObservedScheduler, Observer
 from greenfast.emulator.program import Program
 from greenfast.emulator.ptx.inlining import inline_calls
 from greenfast.emulator.ptx.parser import parse
-from greenfast.emulator.ptx.syntax import Function, Module, Variable
+from greenfast.emulator.ptx.syntax import Function, Module
 from greenfast.emulator.ptx.unsupported import internal_error
 from greenfast.emulator.rerun import MemorySnapshot, UninitFill, accept_benign_race, rerun_with_fills
 from greenfast.emulator.result import GridResult
 from greenfast.emulator.scheduler import Scheduler
-from greenfast.emulator.variables import initial_value, layout_shared, pack
+from greenfast.emulator.variables import initial_value, layout_shared, list_shared, pack
 from greenfast.kernels import KERNEL_DIR
 from greenfast.spec.errors import GreenfastError, UnsupportedError, UsageError
 from greenfast.spec.facts import Finding
@@ -446,7 +446,7 @@ class _Chain:
                     seed=seed,
                     surroundings=self.around,
                     lockstep_units=lockstep_units,
-                    shared_sizes={v.name: v.size for v in _shared_variables(module, function)},
+                    shared_sizes={v.name: v.size for v in list_shared(module, function)},
                     findings=self.findings,
                     races_found=self.races_found,
                 )
@@ -545,11 +545,6 @@ def _split_batches(geometry: Geometry, limit: int, seed: int, together: bool) ->
         clusters = clusters[np.random.default_rng(seed).permutation(count)]
         limit = min(limit, max(1, -(-count // _PARTS)))
     return [clusters[start : start + limit].ravel() for start in range(0, count, limit)]
-
-
-def _shared_variables(module: Module, function: Function) -> list[Variable]:
-    """Return the shared variables of a kernel and its module."""
-    return [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
 
 
 def sample_blocks(geometry: Geometry, count: int) -> NDArray[np.int64]:

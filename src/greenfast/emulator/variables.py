@@ -28,9 +28,14 @@ def pack(variables: Sequence[Variable], start: int = 0) -> tuple[dict[str, int],
     return layout, end
 
 
+def list_shared(module: Module, function: Function) -> list[Variable]:
+    """Return the shared variables of a kernel and its module."""
+    return [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+
+
 def layout_shared(module: Module, function: Function, dynamic_bytes: int) -> tuple[dict[str, int], int]:
     """Return the layout of shared variables: static ones, then the dynamic array (declared without a size)."""
-    shared = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
+    shared = list_shared(module, function)
     layout, end = pack([v for v in shared if v.size])
     dynamic = [v for v in shared if not v.size]
     if dynamic:

@@ -25,7 +25,7 @@ from greenfast.evolve.workers import describe_gpus, make_gpu_workers, make_worke
 from greenfast.judge.request import EMULATOR, choose_devices, git_state, now, package_versions
 from greenfast.judge.store import check_writable, to_json, write_whole
 from greenfast.judge.subject import load_baseline
-from greenfast.judge.task import find_task, load
+from greenfast.judge.task import find_task, fits_dims, load
 from greenfast.spec.errors import MachineError, UsageError
 
 INDEX, INSIGHTS, NEGATIVES = "index.sqlite", "insights.jsonl", "negatives.md"
@@ -55,7 +55,7 @@ def start(out: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     sources = Sources(manifest.space, Path(manifest.space_folder), raced, out).digest()
     load_baseline(raced, manifest.baseline or task.config.defaults.baseline)
     config = task.config
-    suited = [shape for shape in config.shapes if _is_allowed_shape(shape.dims, manifest.space.only)]
+    suited = [shape for shape in config.shapes if fits_dims(shape.dims, manifest.space.only)]
     if not suited:
         raise UsageError(f"space {manifest.space.name}: no shape of task {config.name} has {manifest.space.only}")
     small = manifest.small or [min(suited, key=lambda s: math.prod(s.dims.values())).name]
@@ -120,10 +120,6 @@ def load_resumed_manifest(folder: Path, budget: SearchBudget | None) -> Manifest
         manifest = msgspec.structs.replace(manifest, budget=budget)
         write_manifest(folder, manifest)
     return manifest
-
-
-def _is_allowed_shape(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
-    return all(dims.get(name, 0) in values for name, values in only.items())
 
 
 def search(

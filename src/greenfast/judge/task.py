@@ -115,6 +115,11 @@ class KernelErrorGate(_Strict, frozen=True, kw_only=True):
     rounding: str = ""
 
 
+def fits_dims(dims: dict[str, int], only: dict[str, list[int]]) -> bool:
+    """Return True if each dimension has a value that ``only`` lists, 0 for an absent one."""
+    return all(dims.get(name, 0) in values for name, values in only.items())
+
+
 class Rung(_Strict, frozen=True, kw_only=True):
     """One step of the ladder: a named variant with its predecessor, its gate, its budget and its promises.
 
@@ -144,7 +149,7 @@ class Rung(_Strict, frozen=True, kw_only=True):
 
     def answers_for(self, dims: dict[str, int]) -> bool:
         """Return True if the rung supports a shape with these dimensions."""
-        return all(dims.get(name, 0) in values for name, values in self.only.items())
+        return fits_dims(dims, self.only)
 
 
 class Toggle(_Strict, frozen=True, kw_only=True):

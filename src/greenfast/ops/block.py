@@ -19,7 +19,7 @@ from greenfast.ops import autograd, reference, torch_ops
 from greenfast.ops.arguments import check_flag, check_once, parse_length, parse_number
 from greenfast.ops.backward import sdpa_backward
 from greenfast.ops.layout import empty_rows, is_aligned, join_rows
-from greenfast.ops.quantized import build_config, check_choice, check_tensors, format_value
+from greenfast.ops.quantized import build_config, check_choice, check_device, check_tensors, format_value
 from greenfast.ops.symbols import is_known, require
 
 Norm = Literal["rms", "layer"]
@@ -105,8 +105,7 @@ def check_transform(query: Tensor, key: Tensor, options: QKTransform) -> None:
             raise TypeError(f"{name}: it is nested or sparse; a strided tensor is needed")
         if x.dtype not in FLOATS:
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed are {', '.join(map(str, FLOATS))}")
-        if x.device != query.device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+        check_device(name, x, "query", query)
     for (name, x), heads in zip(named[:2], (query.shape[1], key.shape[1]), strict=True):
         if x is None:
             continue

@@ -18,7 +18,7 @@ from greenfast.kernels.attention.block_mask import EMPTY_TILE, FULL_TILE, ROW_WO
 from greenfast.ops import torch_ops
 from greenfast.ops.arguments import check_flag, check_once, check_strided, parse_length
 from greenfast.ops.layout import allocate_mask
-from greenfast.ops.quantized import format_tensor
+from greenfast.ops.quantized import check_device, format_tensor
 from greenfast.ops.symbols import is_certain, require, require_same_shape
 
 if TYPE_CHECKING:
@@ -270,8 +270,7 @@ def _check_fields(counts: Any, entries: Any, bits: Any, q_len: int, kv_len: int)
     ):
         x = fields[name]
         _check_integers(name, x, (torch.int32,), (dims,), shape)
-        if x.device != counts.device:
-            raise ValueError(f"{name}: it is on {x.device}, counts on {counts.device}; they must agree")
+        check_device(name, x, "counts", counts)
     batch, heads = counts.shape[:2]
     rows, tiles = -(-q_len // TILE), -(-kv_len // TILE)
     for name, sizes in (
@@ -302,10 +301,7 @@ def check_segments(q_segments: Any, kv_segments: Any) -> None:
     for name, x in (("q_segments", q_segments), ("kv_segments", kv_segments)):
         _check_integers(name, x, _INTEGERS, (2,), "(B, length)")
         parse_length(name, x.shape[1], _MAX_LENGTH)
-    if kv_segments.device != q_segments.device:
-        raise ValueError(
-            f"kv_segments: it is on {kv_segments.device}, q_segments on {q_segments.device}; they must agree"
-        )
+    check_device("kv_segments", kv_segments, "q_segments", q_segments)
     if not require(kv_segments.shape[0] == q_segments.shape[0]):
         raise ValueError(
             f"kv_segments: its shape is {tuple(kv_segments.shape)}, that of q_segments {tuple(q_segments.shape)}; the "
@@ -321,8 +317,7 @@ def check_lists(counts: Any, indices: Any) -> None:
         raise ValueError(
             f"indices: its shape is {tuple(indices.shape)}; {tuple(counts.shape)} of counts and their number is needed"
         )
-    if indices.device != counts.device:
-        raise ValueError(f"indices: it is on {indices.device}, counts on {counts.device}; they must agree")
+    check_device("indices", indices, "counts", counts)
 
 
 def _as_lists(counts: Any, indices: Any) -> tuple[Tensor, Tensor]:

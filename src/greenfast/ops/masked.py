@@ -20,7 +20,7 @@ from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.layout import is_capturing
-from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_tensors
+from greenfast.ops.quantized import TOKEN, Precision, QuantizedQKV, build_config, check_device, check_tensors
 from greenfast.ops.symbols import is_known, require
 from greenfast.ops.varlen import MAX_WINDOW
 
@@ -286,8 +286,7 @@ def _check_mask(
             raise TypeError(f"{name}: its dtype is {x.dtype}; {dtype} is needed")
         if x.dim() != len(shape) or not all([require(n == m) for n, m in zip(x.shape, shape, strict=True)]):
             raise ValueError(f"{name}: its shape is {tuple(x.shape)}; {shape} is needed")
-        if x.device != query.device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+        check_device(name, x, "query", query)
     if kv_rows is not None and kv_lengths is None:
         raise ValueError("kv_rows: kv_lengths are needed too")
     if counts is None or entries is None or bits is None:
@@ -298,8 +297,7 @@ def _check_mask(
         if not (require(n == 1) or require(n == whole)):
             raise ValueError(f"attn_mask: its {name} is {n}; 1 or {whole} is needed")
     BlockMask(counts, entries, bits, q_len, kv_len)  # checks them
-    if counts.device != query.device:
-        raise ValueError(f"attn_mask: it is on {counts.device}, query on {query.device}; they must agree")
+    check_device("attn_mask", counts, "query", query)
 
 
 def _make_spec(

@@ -250,8 +250,7 @@ def check_codes(
             raise TypeError(f"{name}: a torch.Tensor is needed, got {type(x).__name__}")
         if x.dtype != dtype_needed:
             raise TypeError(f"{name}: its dtype is {x.dtype}; {dtype_needed} is needed")
-        if x.device != tensors["query"].device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {tensors['query'].device}; they must agree")
+        check_device(name, x, "query", tensors["query"])
     for name, number in (("head_dim", head_dim), ("key_length", key_length)):
         if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
             raise TypeError(f"{name}: {format_value(number)}; a whole number is needed")
@@ -330,8 +329,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name}: its shape is {tuple(x.shape)}; (batch, heads, length, head_dim) is needed")
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: its dtype is {x.dtype}, query's {query.dtype}; they must agree")
-        if x.device != query.device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+        check_device(name, x, "query", query)
     if not require_same_shape(key.shape, value.shape):
         raise ValueError(f"value: its shape is {tuple(value.shape)}, key's {tuple(key.shape)}; they must agree")
     if not require(query.shape[0] == key.shape[0]) or not require(query.shape[3] == key.shape[3]):
@@ -373,6 +371,12 @@ def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
 def format_value(value: object) -> str:
     """Format a value as Python prints it. A tensor with dimensions is described, because it would fill a page."""
     return format_tensor(value) if isinstance(value, Tensor) and value.dim() else repr(value)
+
+
+def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError unless both tensors are on one device."""
+    if x.device != other.device:
+        raise ValueError(f"{name}: it is on {x.device}, {other_name} on {other.device}; they must agree")
 
 
 def format_tensor(x: Tensor) -> str:

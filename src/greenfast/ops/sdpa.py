@@ -714,11 +714,7 @@ def attention_block(
             return replayed[0]  # type: ignore[no-any-return]
     check_choice("precision", precision, PRECISIONS)
     causal = parse_causal(is_causal, causal_alignment)
-    if isinstance(query, Tensor) and torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
-        query, key, value = (
-            x.to(torch_ops.get_autocast_dtype(x)) if isinstance(x, Tensor) else x for x in (query, key, value)
-        )
-    query, key, value = cast(Tensor, query), cast(Tensor, key), cast(Tensor, value)
+    query, key, value = _cast_for_autocast(cast(Tensor, query), cast(Tensor, key), cast(Tensor, value))
     check_tensors(query, key, value)
     factor = parse_scale(scale, query.shape[3])
     options = parse_transform(query, key, q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved)

@@ -32,7 +32,7 @@ from greenfast.ops.backward import flash_backward, refuse_gradients
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
 from greenfast.ops.canonicalize import get_rows_shape
 from greenfast.ops.layout import is_capturing
-from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice
+from greenfast.ops.quantized import DTYPES, PRECISIONS, Precision, build_config, check_choice, check_device
 from greenfast.ops.symbols import require, require_same_shape
 
 if TYPE_CHECKING:
@@ -238,8 +238,7 @@ def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any,
             raise TypeError(f"{name}: its dtype is {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name}: its dtype is {x.dtype}, that of query {query.dtype}; they must agree")
-        if x.device != query.device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+        check_device(name, x, "query", query)
     heads, head_dim = query.shape[1:]
     if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
         raise NotImplementedError(f"query: head_dim {head_dim}; a multiple of 8 up to {_MAX_HEAD_DIM} is needed")
@@ -266,8 +265,7 @@ def check_varlen(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any,
             raise ValueError(
                 f"{name}: its shape is {tuple(x.shape)}; ({'N' if name == 'seqused_k' else 'N + 1'},) is needed"
             )
-        if x.device != query.device:
-            raise ValueError(f"{name}: it is on {x.device}, query on {query.device}; they must agree")
+        check_device(name, x, "query", query)
     if sinks is not None:
         if not isinstance(sinks, Tensor) or sinks.dtype != torch.float32:
             kind = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__

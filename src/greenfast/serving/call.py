@@ -19,7 +19,7 @@ from greenfast.ops.arguments import (
     parse_number,
 )
 from greenfast.ops.layout import is_capturing, synchronized
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS, check_device
 from greenfast.ops.symbols import is_certain, is_known, require, require_same_shape
 from greenfast.ops.varlen import MAX_WINDOW, attend_packed, check_varlen
 from greenfast.serving import torch_ops as serving_ops
@@ -136,8 +136,7 @@ class AttentionCall:
             )
         if cu_seqlens_k.dtype != torch.int32:
             raise TypeError(f"cu_seqlens_k: its dtype is {cu_seqlens_k.dtype}; allowed: torch.int32")
-        if cu_seqlens_k.device != self.q.device:
-            raise ValueError(f"cu_seqlens_k: it is on {cu_seqlens_k.device}, q on {self.q.device}; they must agree")
+        check_device("cu_seqlens_k", cu_seqlens_k, "q", self.q)
         max_seqlen_k = parse_length("max_seqlen_k", max_seqlen_k, MAX_LENGTH)
         total, batch = k.shape[0], cu_seqlens_k.shape[0] - 1
         is_quantized = k.dtype == E4M3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
 from greenfast.ops.arguments import MAX_LENGTH, check_once, check_starts, check_strided, check_used, parse_length
-from greenfast.ops.quantized import DTYPES, HEAD_DIMS
+from greenfast.ops.quantized import DTYPES, HEAD_DIMS, check_device
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
 E4M3 = torch.float8_e4m3fn
@@ -62,8 +62,8 @@ def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], like: Tens
     shown = _DISPLAY_NAMES.get(name, name)
     if x.dtype not in dtypes:
         raise TypeError(f"{shown}: its dtype is {x.dtype}; allowed: {', '.join(map(str, dtypes))}{hint}")
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{shown}: it is on {x.device}, q or k on {like.device}; they must agree")
+    if like is not None:
+        check_device(shown, x, "q or k", like)
 
 
 def _check_shape(name: str, x: Tensor, *allowed: tuple[tuple[Any, ...], str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from greenfast.ops import arguments
 from greenfast.ops.arguments import MAX_LENGTH, check_flag, parse_length, parse_number
 from greenfast.ops.call_cache import replay
-from greenfast.ops.quantized import HEAD_DIMS
+from greenfast.ops.quantized import HEAD_DIMS, check_device
 from greenfast.ops.symbols import require
 from greenfast.serving import torch_ops as serving_ops
 from greenfast.serving.checks import MAX_GROUP_SIZE, check_strided_argument, is_valid_grouping
@@ -108,8 +108,7 @@ class ServingPlan:
                 f"cu_seqlens_q: its shape is {tuple(cu_seqlens_q.shape)}, seqused_k's {tuple(seqused_k.shape)}; "
                 "(batch + 1,) and (batch,) are needed"
             )
-        if cu_seqlens_q.device != seqused_k.device:
-            raise ValueError(f"seqused_k: it is on {seqused_k.device}, cu_seqlens_q on {cu_seqlens_q.device}")
+        check_device("seqused_k", seqused_k, "cu_seqlens_q", cu_seqlens_q)
         heads, kv_heads = parse_length("heads", heads, MAX_LENGTH), parse_length("kv_heads", kv_heads, MAX_LENGTH)
         head_dim = parse_length("head_dim", head_dim, MAX_LENGTH)
         max_seqlen_q = parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)

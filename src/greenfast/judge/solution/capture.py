@@ -90,10 +90,8 @@ class _Memory:
 
     def place(self, address: int) -> tuple[str, int] | None:
         """Return the buffer of an address and its offset there; None for a number that is no device address."""
-        for name, tensor in self.named.items():
-            start = tensor.data_ptr()
-            if start <= address < start + tensor.nbytes:
-                return name, address - start
+        if named := self._named_place(address):
+            return named
         status, base, nbytes = driver.cuMemGetAddressRange(address)
         if status:
             return None
@@ -106,13 +104,16 @@ class _Memory:
 
     def known_place(self, address: int) -> tuple[str, int] | None:
         """Do as ``place``, but return None for memory that no node of the graph refers to."""
+        known = (
+            (name, address - base) for base, (name, nbytes) in self.found.items() if base <= address < base + nbytes
+        )
+        return self._named_place(address) or next(known, None)
+
+    def _named_place(self, address: int) -> tuple[str, int] | None:
         for name, tensor in self.named.items():
             start = tensor.data_ptr()
             if start <= address < start + tensor.nbytes:
                 return name, address - start
-        for base, (name, nbytes) in self.found.items():
-            if base <= address < base + nbytes:
-                return name, address - base
         return None
 
 
