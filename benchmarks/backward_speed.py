@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import greenfast
 from benchmarks.options import make_parser
 from benchmarks.records import write_measurements
 from benchmarks.timing import time_calls
 from greenfast.judge.report.formatting import table
-from greenfast.ops import quantized_backward
+from greenfast.ops import quantized_backward, torch_ops
 
 HEADS, TOKENS = 16, 16384
 HEAD_DIMS, LENGTHS = (128, 64, 256), (4096, 16384)
@@ -76,8 +75,8 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     q, k, v, g = tensors
     length, scale = q.shape[2], q.shape[3] ** -0.5
 
-    def forward() -> tuple[Tensor, Tensor]:
-        return greenfast.sdpa(q, k, v, is_causal=causal, precision="int8", return_lse=True)
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        return torch_ops.SDPA_KEPT(q, k, v, "int8", int(causal), scale)  # type: ignore[no-any-return]
 
     kept = forward()
     codes = quantized_backward.quantize(q, k, v, *kept, g, scale)
@@ -85,8 +84,8 @@ def make_calls(tensors: Sequence[Tensor], causal: bool) -> dict[str, Callable[[]
     def launch(parts: str) -> Any:
         return quantized_backward.launch(codes, length, length, causal, parts)
 
-    def backward(out: Tensor, lse: Tensor) -> Any:
-        return quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, scale)
+    def backward(out: Tensor, lse: Tensor, key_mean: Tensor) -> Any:
+        return quantized_backward.compute_gradients(g, q, k, v, out, lse, key_mean, causal, scale)
 
     calls: dict[str, Callable[[], Any]] = {}
     for name, make in (("cuDNN bf16", make_cudnn_calls), ("flash bf16", make_flash_calls)):
@@ -174,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         q, k, v, g = tensors
         out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, causal, scale)
+        no_mean = torch.zeros_like(k[:, :, 0], dtype=torch.float32)
+        grads = quantized_backward.compute_gradients(g, q, k, v, out, lse, no_mean, causal, scale)
         errors["8-bit, bf16 forward"] = measure_errors(tensors, causal, grads)
         us = time_calls(calls)
         flop = 2e-6 * TOKENS * length * HEADS * head_dim / (2 if causal else 1)  # of a product, in millions

@@ -154,14 +154,21 @@ def test_differences_beyond_the_range_of_an_accumulator() -> None:
 
 
 def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """Return the buffers of the quantizer's kernels on the emulator. Each kernel must write all of its outputs."""
+    """Return the buffers of the quantizer's kernels on the emulator. Each kernel must write all of its outputs.
+
+    The kernels get a log-sum-exp without the contribution of a vector near the keys' mean, as after a forward pass.
+    """
     q, k, v, g = tensors
     (_, heads, q_len, dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     inputs = (q, k, v, out.bfloat16(), g)
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
-    buffers["lse"] = lse.float().numpy()
+    lse_mean = 0.9 * k.float().nan_to_num(0.0, 0.0).mean(2)
+    shifts = (q.float() * lse_mean.repeat_interleave(heads // kv_heads, 1).unsqueeze(2)).sum(-1) * dim**-0.5
+    buffers["lse"] = (lse.float() - shifts.nan_to_num(0.0)).numpy()
+    buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim))[0].numpy(), build_rotation(dim).numpy()
     chunks, tiles, tables = backward.count_chunks(kv_len), backward.count_blocks(kv_len), -(-q_len // backward.ROWS)
     floats = {"k_sums": (chunks, dim), "v_amax": (tiles,), "k_mean": (dim,), "k_amax": (tiles,), "factors": (3,)}
+    floats["mean_shift"] = (dim,)
     specs = {name: OutputSpec((kv_heads, *shape), "float32") for name, shape in floats.items()}
     for name, (count, length) in {
         "q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len), "grad": (heads, q_len)
@@ -172,7 +179,7 @@ def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tenso
     specs["tables"] = OutputSpec((heads, tables, backward.TABLE_WORDS), "int32")
     # A kernel gets the outputs of later ones as arguments, and does not use them.
     buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in specs.items()}
-    written: list[tuple[str, ...]] = [("k_sums", "v_amax"), ("k_mean", "k_amax")]
+    written: list[tuple[str, ...]] = [("k_sums", "v_amax"), ("k_mean", "mean_shift", "k_amax")]
     written.append(tuple(specs.keys() - {*written[0], *written[1]}))
     strides = tuple(x.stride()[:3] for x in inputs)
     launches = backward.encode_launches(1, heads, kv_heads, q_len, kv_len, dim**-0.5, strides)
@@ -241,7 +248,10 @@ def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
     tiles = backward.count_blocks(kv_len)
     summed = {"k_sums": OutputSpec((2, 3, dim), "float32"), "v_amax": OutputSpec((2, tiles), "float32")}
-    measured = {"k_mean": OutputSpec((2, dim), "float32"), "k_amax": OutputSpec((2, tiles), "float32")}
+    measured = {name: OutputSpec((2, dim), "float32") for name in ("k_mean", "mean_shift")}
+    measured["k_amax"] = OutputSpec((2, tiles), "float32")
+    lse_mean = k[0].float().mean(1) + 0.5
+    buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim)).numpy(), build_rotation(dim).numpy()
     launches = backward.encode_launches(1, 2, 2, 1, kv_len, 1.0, tuple(x.stride()[:3] for x in inputs))
     unused = {name for plan in launches for x in plan.args for name in find_buffers(x)} - buffers.keys()
     buffers |= {name: np.zeros(1, np.float32) for name in unused - {*summed, *measured}}
@@ -250,6 +260,7 @@ def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
         emulate(source, plan, buffers, outputs)
     mean = torch.from_numpy(buffers["k_mean"])
     torch.testing.assert_close(mean, k[0].float().mean(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(buffers["mean_shift"]), mean - lse_mean, rtol=1e-4, atol=1e-5)
     centered = (k[0].float() - mean.unsqueeze(1)).bfloat16().float() @ build_rotation(dim)
     root = 2 * dim**0.5
     for name, rotated in (("k_amax", centered), ("v_amax", v[0].float() @ build_rotation(dim))):

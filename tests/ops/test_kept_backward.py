@@ -64,8 +64,8 @@ def test_the_operators_are_registered_as_pytorch_wants() -> None:
     q, k, v = inputs(20, 20)
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")  # others send gradients to its log-sum-exp
     torch.library.opcheck(torch.ops.greenfast.sdpa_kept.default, (q, k, v, "fp8", 1, 0.1), test_utils=parts)
-    out, lse = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1)
-    call = (out, q.detach(), k.detach(), v.detach(), out, lse, 1, 0.1)
+    kept = torch.ops.greenfast.sdpa_kept(q.detach(), k.detach(), v.detach(), "fp8", 1, 0.1)
+    call = (kept[0], q.detach(), k.detach(), v.detach(), *kept, 1, 0.1)
     torch.library.opcheck(torch.ops.greenfast.sdpa_kept_backward.default, call)
     grad, *_ = torch.autograd.grad(torch.ops.greenfast.sdpa_kept(q, k, v, "fp8", 1, 0.1)[0].sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="its gradients are not differentiable"):

@@ -49,7 +49,7 @@ from greenfast.ops.layout import (
     make_tma_compatible,
     row_strides,
 )
-from greenfast.ops.quantized import FINE, build_config, check_tensors
+from greenfast.ops.quantized import FINE, build_config, check_tensors, pad_head_dim_size
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Choice, KernelSource, Launch
@@ -328,6 +328,20 @@ def sdpa_lse(
         return out, extras[0]
     lse, mean = extras  # log-sum-exp without the mean of the keys; the rotated mean
     return out, reference.add_mean_scores(lse, reference.compute_mean_scores(query, mean, rotated=True), causal, scale)
+
+
+def sdpa_kept(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.sdpa_kept`` of CUDA tensors.
+
+    The log-sum-exp lacks the contribution of the keys' mean, which takes PyTorch a pass over Q in float32. The backward
+    pass adds that of another mean anyway.
+    """
+    out, (lse, *means) = _sdpa(True, query, key, value, precision, causal, scale)
+    if means:
+        return out, lse, means[0]
+    return out, lse, query.new_zeros((*key.shape[:2], pad_head_dim_size(query.shape[3])), dtype=torch.float32)
 
 
 def get_sdpa_plan(

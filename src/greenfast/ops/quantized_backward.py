@@ -16,7 +16,7 @@ from torch import Tensor
 from greenfast.kernels.attention import backward as kernels
 from greenfast.kernels.attention.config import KEY_ORDER, Stride3, padded_keys
 from greenfast.ops.launch_plans import LaunchPlan, LaunchStep
-from greenfast.ops.layout import make_tma_compatible
+from greenfast.ops.layout import make_tma_compatible, synchronized
 from greenfast.ops.reference import build_rotation
 
 _LOG2_E = math.log2(math.e)
@@ -101,7 +101,7 @@ def _get_factor(head_dim: int) -> float:
 
 @cache
 def _get_rotation(head_dim: int, device: torch.device) -> Tensor:
-    return build_rotation(head_dim).to(device)
+    return synchronized(build_rotation(head_dim).to(device))
 
 
 @cache
@@ -162,7 +162,7 @@ def _get_code_shapes(
         "tables": ((heads, -(-q_len // kernels.ROWS), kernels.TABLE_WORDS), torch.int32),
         "factors": ((kv_heads, 3), torch.float32),
         "k_sums": ((kv_heads, kernels.count_chunks(kv_len), dim), torch.float32),
-        "k_mean": ((kv_heads, dim), torch.float32),
+        **{name: ((kv_heads, dim), torch.float32) for name in ("k_mean", "mean_shift")},
         **{f"{name}_amax": ((kv_heads, kernels.count_blocks(kv_len)), torch.float32) for name in "kv"},
     }
 
@@ -174,16 +174,23 @@ def _make_quantize_plan(
 ) -> LaunchPlan:  # fmt: skip
     launches = kernels.encode_launches(batch, heads, kv_heads, q_len, kv_len, scale, strides)
     steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(head_dim), launches, strict=True))
-    names = (*kernels.INPUTS, "lse", *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim))
+    names = (
+        *kernels.INPUTS,
+        "lse",
+        "lse_mean",
+        "rotation",
+        *_get_code_shapes(batch * heads, batch * kv_heads, q_len, kv_len, head_dim),
+    )
     return LaunchPlan(device, steps, names)
 
 
 def quantize(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, grad: Tensor, scale: float
 ) -> dict[str, Tensor]:
-    """Return the buffers of ``encode``, on a Hopper GPU, and four that its kernels share.
+    """Return the buffers of ``encode``, on a Hopper GPU, and five that its kernels share.
 
-    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous.
+    Tensors of bfloat16 with contiguous columns and rows aligned to 16 bytes; lse is contiguous, of scores with keys
+    minus lse_mean, float32 (B, HK, D), which is rotated.
     """
     inputs = (query, key, value, out, grad)
     batch, heads, q_len, head_dim = query.shape
@@ -192,25 +199,28 @@ def quantize(
     buffers = {name: torch.empty(shape, dtype=dtype, device=query.device) for name, (shape, dtype) in shapes.items()}
     strides = tuple(x.stride()[:3] for x in inputs)
     plan = _make_quantize_plan(query.get_device(), batch, heads, kv_heads, q_len, kv_len, head_dim, scale, strides)
-    plan.launch([x.data_ptr() for x in (*inputs, lse, *buffers.values())])
+    rotation = _get_rotation(head_dim, query.device)
+    plan.launch([x.data_ptr() for x in (*inputs, lse, lse_mean, rotation, *buffers.values())])
     return buffers
 
 
 def compute_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dQ, dK and dV, bfloat16, of the shapes of Q, K and V, on a Hopper GPU. Arguments are as for ``quantize``.
 
     causal: query i attends to keys 0 .. i.
     """
-    codes = quantize(query, key, value, out, lse, grad, scale)
+    codes = quantize(query, key, value, out, lse, lse_mean, grad, scale)
     dq, dk, dv = launch(codes, query.shape[2], key.shape[2], causal)
     return dq.view(query.shape), dk.view(key.shape), dv.view(value.shape)
 
 
 def sdpa_kept_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, lse_mean: Tensor, causal: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute ``torch.ops.greenfast.sdpa_kept_backward`` of CUDA tensors: gradients with the inputs' strides.
 
     causal: 0 or 1. Several heads of Q may share one of K and V.
@@ -219,7 +229,7 @@ def sdpa_kept_backward(
     if not (query.numel() and key.numel()):
         return by_query.zero_(), by_key.zero_(), by_value.zero_()
     g, q, k, v, o = (make_tma_compatible(x, unique_rows=True) for x in (grad, query, key, value, out))
-    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), causal == 1, scale)
+    dq, dk, dv = compute_gradients(g, q, k, v, o, lse.contiguous(), lse_mean.contiguous(), causal == 1, scale)
     return by_query.copy_(dq), by_key.copy_(dk), by_value.copy_(dv)
 
 

@@ -298,7 +298,7 @@ def _sdpa_kept(
         raise NotImplementedError(f'backward="8bit": {reason}{_format_shapes(query, key, value)}')
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return None
-    out, _ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]))
+    out, *_ = torch_ops.SDPA_KEPT(query, key, value, precision, causal, parse_scale(scale, query.shape[3]))
     return out  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from torch.utils import flop_counter
 from greenfast.ops import autograd, reference
 from greenfast.ops.backward import sdpa_backward
 from greenfast.ops.layout import empty_rows
-from greenfast.ops.quantized import QuantizedQKV, build_config, check_codes_once, check_tensors
+from greenfast.ops.quantized import QuantizedQKV, build_config, check_codes_once, check_tensors, pad_head_dim_size
 
 LIBRARY: Any = torch.library.Library("greenfast", "DEF")  # type: ignore[no-untyped-call]
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -37,9 +37,10 @@ _SCHEMAS = {
     "sdpa": f"({_INPUTS}, str precision, int causal, float scale) -> Tensor",
     "sdpa_lse": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
     "sdpa_backward": f"(Tensor grad, {_INPUTS}, int causal, float scale) -> (Tensor, Tensor, Tensor)",
-    "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor)",
+    "sdpa_kept": f"({_INPUTS}, str precision, int causal, float scale) -> (Tensor, Tensor, Tensor)",
     "sdpa_kept_backward": (
-        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, int causal, float scale) -> (Tensor, Tensor, Tensor)"
+        f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, Tensor key_mean, int causal, float scale) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "mean_scores": "(Tensor query, Tensor key_mean, bool rotated) -> Tensor",
     "refuse_gradient": "(Tensor grad, SymInt[] size, str message) -> Tensor",
@@ -124,20 +125,30 @@ def _sdpa_cpu(query: Tensor, key: Tensor, value: Tensor, precision: str, causal:
 def _sdpa_lse_cpu(
     query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    out, lse, mean = _sdpa_kept_cpu(query, key, value, precision, causal, scale)
+    if query.numel() and key.numel():
+        scores = reference.compute_mean_scores(query, mean, rotated=True)
+        lse = reference.add_mean_scores(lse, scores, causal, scale)
+    return out, lse
+
+
+def _sdpa_kept_cpu(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.greenfast.sdpa_kept``: the output, its log-sum-exp without the keys' mean, and this mean, rotated."""
     check_tensors(query, key, value)
     if query.numel() == 0 or key.numel() == 0:
-        out = empty_rows(query, query.shape[3]).zero_()
-        return out, query.new_full(query.shape[:3], -float("inf"), dtype=torch.float32)
+        out, lse, mean = _sdpa_kept_fake(query, key, value, precision, causal, scale)
+        return out.zero_(), lse.fill_(-float("inf")), mean.zero_()
     quantized = reference.quantize(query, key, value, build_config(query.shape[3], query.dtype, precision))
     out, lse = reference.attention(quantized, causal, scale)
-    scores = reference.compute_mean_scores(query, quantized.tensors()[-1], rotated=True)
-    lse = reference.add_mean_scores(lse, scores, causal, scale)
-    return empty_rows(query, query.shape[3]).copy_(out), lse
+    return empty_rows(query, query.shape[3]).copy_(out), lse, quantized.tensors()[-1]
 
 
 def _sdpa_kept_backward_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mean: Tensor, causal: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``torch.ops.greenfast.sdpa_kept_backward`` of CPU tensors: the exact gradients, in float32."""
     return reference.compute_gradients(grad, query, key, value, causal, scale)
 
@@ -160,6 +171,15 @@ def _sdpa_lse_fake(
 ) -> tuple[Tensor, Tensor]:
     out = _sdpa_fake(query, key, value, precision, causal, scale)
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _sdpa_kept_fake(
+    query: Tensor, key: Tensor, value: Tensor, precision: str, causal: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean_shape = (*key.shape[:2], pad_head_dim_size(query.shape[3]))
+    return *_sdpa_lse_fake(query, key, value, precision, causal, scale), query.new_empty(
+        mean_shape, dtype=torch.float32
+    )
 
 
 def infer_gradients(
@@ -234,7 +254,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callab
     "sdpa": (_sdpa_cpu, _dispatch_cuda("sdpa"), _sdpa_fake),
     "sdpa_lse": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
     "sdpa_backward": (reference.compute_gradients, sdpa_backward, infer_gradients),
-    "sdpa_kept": (_sdpa_lse_cpu, _dispatch_cuda("sdpa_lse"), _sdpa_lse_fake),
+    "sdpa_kept": (_sdpa_kept_cpu, _dispatch_cuda("sdpa_kept"), _sdpa_kept_fake),
     "sdpa_kept_backward": (_sdpa_kept_backward_cpu, _sdpa_kept_backward_cuda, infer_gradients),
     "mean_scores": (
         _mean_scores,

@@ -200,14 +200,15 @@ struct Cfg {{
 }};
 
 extern "C" __global__ void __launch_bounds__({threads}, {blocks})
-{entry}({inputs}, const float* lse, int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
+{entry}({inputs}, const float* lse, const float* lse_mean, const float* rotation,
+        int batch, int heads, int kv_heads, int q_len, int kv_len, float softmax_scale,
         unsigned char* q_codes, unsigned char* k_codes, unsigned char* v_codes, unsigned char* grad_codes,
         unsigned char* q_t, unsigned char* k_t, unsigned char* grad_t, greenfast::QueryTable* tables, float* factors,
-        float* k_sums, float* k_mean, float* k_amax,
-        float* v_amax) {{
+        float* k_sums, float* k_mean, float* mean_shift, float* k_amax, float* v_amax) {{
   greenfast::{body}<Cfg>(
-      {{{fields}, lse, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
-      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_sums, k_mean, k_amax, v_amax}});
+      {{{fields}, lse, lse_mean, rotation, batch, heads, kv_heads, q_len, kv_len, softmax_scale}},
+      {{q_codes, k_codes, v_codes, grad_codes, q_t, k_t, grad_t, tables, factors, k_sums, k_mean, mean_shift,
+       k_amax, v_amax}});
 }}
 """
 #: The quantizer's inputs, in the order of its arguments.
@@ -255,18 +256,35 @@ def encode_launches(
 ) -> tuple[Launch, ...]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
-    Further buffers, float32: ``k_sums`` (kv_heads, chunks, head_dim), ``k_mean`` (kv_heads, head_dim), ``k_amax`` and
-    ``v_amax`` (kv_heads, blocks of keys). The first kernel writes k_sums and v_amax, the second k_mean and k_amax.
+    Further inputs, float32: ``lse`` (heads, q_len), of scores with keys minus ``lse_mean``, (kv_heads, head_dim), which
+    is multiplied by ``rotation``, (head_dim, head_dim). Further buffers, float32: ``k_sums`` (kv_heads, chunks,
+    head_dim), ``k_mean`` and ``mean_shift`` (kv_heads, head_dim), ``k_amax`` and ``v_amax`` (kv_heads, blocks of keys).
+    The first kernel writes k_sums and v_amax, the second the others.
     """
     inputs: list[Argument] = []
     for name, of_rows in zip(INPUTS, strides, strict=True):
         inputs += [name, *(np.int64(n) for n in of_rows)]
     args: tuple[Argument, ...] = (
         *inputs,
-        "lse",
+        *("lse", "lse_mean", "rotation"),
         *(np.int32(n) for n in (batch, heads, kv_heads, q_len, kv_len)),
         np.float32(scale),
-        *("q", "k", "v", "grad", "q_t", "k_t", "grad_t", "tables", "factors", "k_sums", "k_mean", "k_amax", "v_amax"),
+        *(
+            "q",
+            "k",
+            "v",
+            "grad",
+            "q_t",
+            "k_t",
+            "grad_t",
+            "tables",
+            "factors",
+            "k_sums",
+            "k_mean",
+            "mean_shift",
+            "k_amax",
+            "v_amax",
+        ),
     )
     of_keys, key_blocks = batch * kv_heads, count_blocks(kv_len)
     blocks = max(key_blocks, count_blocks(q_len))

@@ -14,7 +14,9 @@ namespace greenfast {
 
 struct BackwardInputs {
   QuantizeInput q, k, v, out, grad;
-  const float* lse;  // (batch x heads, q_len), natural logarithms
+  const float* lse;  // (batch x heads, q_len), natural logarithms, of scores with keys minus lse_mean
+  // (batch x kv_heads, kHeadDim), rotated as by build_rotation, and that matrix, (kHeadDim, kHeadDim).
+  const float *lse_mean, *rotation;
   int batch, heads, kv_heads, q_len, kv_len;
   float softmax_scale;
 };
@@ -25,7 +27,7 @@ struct BackwardCodes {
   QueryTable* tables;                 // (batch x heads, tiles of 64 queries)
   float* factors;                     // (batch x kv_heads, 3)
   float* k_sums;                      // (batch x kv_heads, chunks, kHeadDim), see KeySums
-  float* k_mean;                      // (batch x kv_heads, kHeadDim)
+  float *k_mean, *mean_shift;         // (batch x kv_heads, kHeadDim): of K, and that minus lse_mean
   float *k_amax, *v_amax;             // (batch x kv_heads, tiles of 128 keys): largest numbers / Rows::kFactor
 };
 
@@ -43,7 +45,7 @@ struct BackwardStorage {
   float row_max[Cfg::kHeadDim > 128 ? 2 : 1][kRowBlock];  // of dO, by the warps that share the rows
   float row_factor[kRowBlock];                            // of E4M3 codes of dO
   float warp_max[2][Cfg::kThreads / 32];                  // of Q and of dO
-  float delta[kRowBlock], mean_score[kRowBlock];          // rowsum(dO O), and Q times the mean of K
+  float delta[kRowBlock], mean_score[kRowBlock];          // rowsum(dO O), and Q times mean_shift
 };
 
 // Eight columns of a row, as pairs of bfloat16. As pairs, because 16-bit values are taken apart and joined again.
@@ -324,7 +326,17 @@ __device__ __forceinline__ void measure_keys(const BackwardInputs& p, const Back
 #pragma unroll 8
     for (int i = 0; i < chunks; ++i) total += sums[i * Cfg::kHeadDim];
     mean[threadIdx.x] = __fdividef(total, static_cast<float>(p.kv_len));
-    if (blockIdx.y == 0) codes.k_mean[head_index * Cfg::kHeadDim + threadIdx.x] = mean[threadIdx.x];
+    if (blockIdx.y == 0) {
+      const int column = head_index * Cfg::kHeadDim + threadIdx.x;
+      const float* rotated = p.lse_mean + head_index * Cfg::kHeadDim;
+      float of_lse = 0.0f;
+#pragma unroll 4
+      for (int i = 0; i < Cfg::kHeadDim; ++i) {
+        of_lse = fmaf(rotated[i], p.rotation[threadIdx.x * Cfg::kHeadDim + i], of_lse);
+      }
+      codes.k_mean[column] = mean[threadIdx.x];
+      codes.mean_shift[column] = mean[threadIdx.x] - of_lse;
+    }
   }
   __syncthreads();
   typename Tile::Rows::Values x;
@@ -412,7 +424,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   const long long padded = (p.q_len + 15) / 16 * 16, columns_first = head_index * Cfg::kHeadDim * padded;
   const int column = threadIdx.x % Tile::Columns::kRowThreads * kVector;
   float mean_of_columns[kVector];
-  Tile::read_mean(mean + column, mean_of_columns);
+  Tile::read_mean(codes.mean_shift + kv_index * Cfg::kHeadDim + column, mean_of_columns);
   rows.template write_transposed<false>(
       q, codes.q_t + columns_first,
       [&](int step, int) { return q_factors[step * Tile::Columns::kRows / kBackwardRows]; },
