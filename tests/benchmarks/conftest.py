@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import machine
+from tests.cli.conftest import device, machine
 
-__all__ = ["machine"]
+__all__ = ["device", "machine"]

@@ -11,8 +11,8 @@ import pytest
 from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import BenchRecord
 from tests.benchmarks.command_line import run_benchmark
-from tests.cli.command_line import Ran, files_below, run_here
-from tests.fakes import FakeDevice, Script, install, request
+from tests.cli.command_line import Ran, assert_said, files_below, run_here
+from tests.fakes import FakeDevice, Script
 from tests.judge import behaviours
 from tests.judge.report.webpage.reading import read
 from tests.judge.small_task import PROBLEM, write_task
@@ -23,23 +23,8 @@ KERNEL = ("kernel", "fp8_sdpa")
 SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "60", "--warmup", "5")
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
-    """An L4 on which Stage 2 takes half the time of Stage 1."""
-    asked = request(tmp_path, seeds=(0,))
-    return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
-
-
 def last_line(ran: Ran) -> Path:
     return Path(ran.out.splitlines()[-1])
-
-
-def assert_refused(ran: Ran, code: int, said: str) -> None:
-    """The exit code, and one message that is on standard error only."""
-    assert ran.code == code, ran
-    assert said in ran.err
-    assert "Traceback" not in ran.err
-    assert ran.out == ""
 
 
 @pytest.mark.parametrize(
@@ -60,19 +45,17 @@ def assert_refused(ran: Ran, code: int, said: str) -> None:
 def test_a_wrong_request_is_answered_with_what_is_allowed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: tuple[str, ...], code: int, said: str
 ) -> None:
-    assert_refused(run_benchmark(capsys, *args, "--out", tmp_path), code, said)
+    assert_said(run_benchmark(capsys, *args, "--out", tmp_path), code, said)
     assert files_below(tmp_path) == []
 
 
 def test_an_invalid_task_and_an_unwritable_folder_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = write_task(tmp_path / "mine", problem=PROBLEM.replace("def decode", "def undecode"))
     ran = run_benchmark(capsys, "kernel", folder, "--out", tmp_path / "out")
-    assert_refused(ran, 2, "problem 'problem.py' has no function decode")
+    assert_said(ran, 2, "problem 'problem.py' has no function decode")
     (tmp_path / "file").write_text("")
     ran = run_benchmark(capsys, *KERNEL, "--out", tmp_path / "file" / "results")
-    assert_refused(
-        ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out"
-    )
+    assert_said(ran, 3, "file/results/fp8_wmma_baseline cannot be written (Not a directory); choose another with --out")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +91,7 @@ def test_a_wrong_toggle_in_the_environment_is_named(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert_refused(run_benchmark(capsys, *KERNEL, "--from-env", "--out", tmp_path), 2, said)
+    assert_said(run_benchmark(capsys, *KERNEL, "--from-env", "--out", tmp_path), 2, said)
     assert files_below(tmp_path) == []
 
 

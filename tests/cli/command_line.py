@@ -53,3 +53,17 @@ def run_command(*command: str | Path, **variables: str) -> Ran:
 def files_below(folder: Path) -> list[str]:
     """All files, including hidden folders."""
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() or p.name.startswith("."))
+
+
+def assert_said(ran: Ran, code: int, said: str) -> None:
+    """The exit code, and one message that is on standard error only."""
+    assert ran.code == code, ran
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))

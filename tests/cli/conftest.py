@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.command_line import MACHINE_VARIABLES
-from tests.fakes import emulate_here, import_families_here, no_gpu, shipped
+from tests.fakes import (
+    FakeDevice,
+    Script,
+    emulate_here,
+    import_families_here,
+    install,
+    no_gpu,
+    request,
+    shipped,
+)
 
 
 @pytest.fixture
@@ -28,3 +39,10 @@ def emulator_here(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def families_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of families runs in the process of the test, for tests of anything else."""
     import_families_here(monkeypatch)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
+    """An L4 on which Stage 2 takes half the time of Stage 1."""
+    asked = request(tmp_path, seeds=(0,))
+    return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from greenfast.cli.main import main, parser
 from greenfast.judge.record_io import read_record, sealed_json
-from tests.cli.command_line import ROOT, run_here
+from tests.cli.command_line import ROOT, change, run_here
 
 pytestmark = pytest.mark.usefixtures("emulator_here")
 
@@ -167,12 +167,6 @@ def test_the_inputs_of_the_action_are_declared_and_used() -> None:
     assert {"results", *re.findall(r"--(?:junit|html) (\S+)", judge)} == set(kept)
 
 
-def spoil(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-
-
 def outcomes(file: Path) -> dict[str, str]:
     """Each test of a JUnit file with its outcome: passed, failure, error or skipped. Checks the file's counts."""
     root = ElementTree.fromstring(file.read_text(encoding="utf-8"))
@@ -213,7 +207,7 @@ def test_the_workflow_accepts_a_right_kernel(repository: Path) -> None:
 
 
 def test_the_workflow_fails_on_a_wrong_kernel(repository: Path) -> None:
-    spoil(repository / "my_kernel/solution/kernel.cu", "a.values[k] + ", "1.5f * a.values[k] + ")
+    change(repository / "my_kernel/solution/kernel.cu", "a.values[k] + ", "1.5f * a.values[k] + ")
     assert judge_as_on_the_page() == 13
     found = outcomes(repository / "verdict.xml")
     failed = {name.removeprefix("vector_add.four_at_a_time.") for name, how in found.items() if how == "failure"}
@@ -245,7 +239,7 @@ def test_the_workflow_fails_on_code_that_exits(
 def test_what_a_compiler_prints_is_neither_xml_nor_markdown(repository: Path) -> None:
     """Quotations of the source, here with a control character, stay text."""
     quoted = "// </failure> **x** `y` [a](b) "
-    spoil(repository / "my_kernel/solution/kernel.cu", "z[i] = sum;", f"z[i] = som; {quoted}\x1b[31m")
+    change(repository / "my_kernel/solution/kernel.cu", "z[i] = sum;", f"z[i] = som; {quoted}\x1b[31m")
     assert judge_as_on_the_page() == 11
     assert outcomes(repository / "verdict.xml")["vector_add.four_at_a_time.BUILD"] == "failure"
     said = "".join(ElementTree.fromstring((repository / "verdict.xml").read_text()).itertext())

@@ -21,6 +21,7 @@ from greenfast.judge.record_io import read_record
 from greenfast.judge.record_schema import Decision, GateResult, Record, Status
 from greenfast.spec.arch import Target
 from greenfast.spec.kernel import KernelSource
+from tests.cli.command_line import change
 from tests.judge.report.records import pending_record, quoting_record
 from tests.judge.report.records import record as make_record
 
@@ -46,12 +47,6 @@ def record_of(folder: Path) -> Record:
     record = read_record(file)
     assert isinstance(record, Record)
     return record
-
-
-def change(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
 
 
 @pytest.mark.parametrize("language", ["cuda", "ptx", "family", "triton"])

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS
 from greenfast.cli.main import parser
-from tests.cli.command_line import Ran, files_below, run_here
+from tests.cli.command_line import assert_said, files_below, run_here
 from tests.fakes import FakeDevice, install, request
 from tests.judge.report.records import timing_row
 from tests.judge.small_task import FAMILY, PROBLEM, loaded, write_task
@@ -71,14 +71,6 @@ def test_a_renamed_option_is_named_and_obeyed(capsys: pytest.CaptureFixture[str]
     notice, _, rest = ran.err.partition("\n")
     assert notice.endswith(f" is now: greenfast {new}")
     assert (ran.code, ran.out, rest) == (today.code, today.out, today.err)
-
-
-def assert_said(ran: Ran, code: int, said: str) -> None:
-    """The exit code, and one message that is on standard error only."""
-    assert ran.code == code, ran
-    assert said in ran.err
-    assert "Traceback" not in ran.err
-    assert ran.out == ""
 
 
 @pytest.mark.parametrize(

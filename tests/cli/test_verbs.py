@@ -29,13 +29,6 @@ pytestmark = pytest.mark.usefixtures("emulator_here", "families_here")
 SMALL = ("--shapes", "small", "--seeds", "0", "--processes", "3", "--iters", "12", "--warmup", "2")
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDevice:
-    """An L4 on which Stage 2 takes half the time of Stage 1."""
-    asked = request(tmp_path, seeds=(0,))
-    return install(monkeypatch, FakeDevice(asked, {"stage1": Script(us=20.0), "stage2": Script(us=10.0)}))
-
-
 def last_line(ran: Ran) -> Path:
     return Path(ran.out.splitlines()[-1])
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from greenfast.device.compiler import compile_kernel, to_ptx
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import CompileError, MachineError
 from greenfast.spec.kernel import KernelSource
+from tests.device.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
@@ -147,14 +147,6 @@ def start(how: str) -> subprocess.Popen[str]:
     )
 
 
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that ended may be a zombie until its new parent reaps it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
@@ -171,6 +163,6 @@ def test_the_process_ends_with_the_program(how: str, code: int, lines: list[str]
     out, err = program.communicate(timeout=20)
     assert (program.returncode, text, out.split(), err) == (code, "text", lines, "")
     deadline = time.monotonic() + 10
-    while runs(int(pid)):
+    while is_alive(int(pid)):
         assert time.monotonic() < deadline, "the compiler's process is left over"
         time.sleep(0.01)

@@ -18,6 +18,7 @@ from greenfast.evolve.run_folder import describe_version_change, lock_run_folder
 from greenfast.evolve.space import Parameter, Space
 from greenfast.judge.request import git_state
 from greenfast.spec.errors import MachineError, UsageError
+from tests.device.processes import is_alive
 
 IN_IT = """
 import sys, time
@@ -92,9 +93,9 @@ def test_a_pools_processes_end_when_their_parent_is_killed() -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     end = time.monotonic() + 20
-    while _runs(child) and time.monotonic() < end:
+    while is_alive(child) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not _runs(child)
+    assert not is_alive(child)
 
 
 def test_an_interrupt_while_a_pool_starts_is_the_parents_alone() -> None:
@@ -104,13 +105,6 @@ def test_an_interrupt_while_a_pool_starts_is_the_parents_alone() -> None:
     os.killpg(parent.pid, signal.SIGINT)
     _, said = parent.communicate(timeout=30)
     assert (parent.returncode, said) == (0, "")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_run_of_another_version_says_so() -> None:

@@ -190,3 +190,10 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     """Make CPU tensors report that they are on a GPU."""
     patch.setattr(Tensor, "is_cuda", property(lambda _: True))
     patch.setattr(Tensor, "is_cpu", property(lambda _: False))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    """A pretended GPU on which CPU tensors are."""
+    pretend_cuda(monkeypatch)
+    return PretendedGpu(monkeypatch)

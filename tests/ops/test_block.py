@@ -18,7 +18,8 @@ import greenfast
 from greenfast.ops import block as block_operators
 from greenfast.ops import sdpa
 from greenfast.ops.quantized import QuantizedQKV
-from tests.ops.launched import PretendedGpu, pretend_cuda
+from tests.ops.launched import PretendedGpu
+from tests.ops.launched import gpu as gpu
 from tests.ops.test_host_caches import assert_launches_repeat
 
 block: Any = greenfast.attention_block
@@ -357,12 +358,6 @@ def test_lengths_of_query_and_key_must_agree_with_rope() -> None:
     with pytest.raises(ValueError, match="rope: cos and sin have 150 rows, query 150 and key 149"):
         block(q, k[:, :, 1:], v[:, :, 1:], rope=(TABLE, TABLE))
     assert block(q, k[:, :, 1:], v[:, :, 1:], q_norm=True, k_norm=True).shape == q.shape
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
-    pretend_cuda(monkeypatch)
-    return PretendedGpu(monkeypatch)
 
 
 def repeated() -> list[partial[Any]]:

@@ -15,7 +15,8 @@ from torch.nn.attention.varlen import AuxRequest
 
 import greenfast
 from greenfast.ops import call_cache, varlen
-from tests.ops.launched import PretendedGpu, pretend_cuda
+from tests.ops.launched import PretendedGpu
+from tests.ops.launched import gpu as gpu
 from tests.ops.test_host_caches import assert_launches_repeat
 
 varlen_attn: Any = greenfast.varlen_attn
@@ -196,12 +197,6 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
     arguments = dict(zip(names, inputs(), strict=True)) | {"enable_gqa": True}
     with pytest.raises(error, match=message):
         varlen_attn(**(arguments | changes))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
-    pretend_cuda(monkeypatch)
-    return PretendedGpu(monkeypatch)
 
 
 def repeated() -> list[partial[Any]]:
