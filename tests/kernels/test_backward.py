@@ -166,7 +166,11 @@ def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tenso
     shifts = (q.float() * lse_mean.repeat_interleave(heads // kv_heads, 1).unsqueeze(2)).sum(-1) * dim**-0.5
     buffers["lse"] = (lse.float() - shifts.nan_to_num(0.0)).numpy()
     buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim))[0].numpy(), build_rotation(dim).numpy()
-    chunks, tiles, tables = backward.count_chunks(kv_len), backward.count_blocks(kv_len), -(-q_len // backward.ROWS)
+    chunks, tiles, tables = (
+        backward.count_chunks(kv_len),
+        backward.count_blocks(kv_len, dim),
+        -(-q_len // backward.ROWS),
+    )
     floats = {"k_sums": (chunks, dim), "v_amax": (tiles,), "k_mean": (dim,), "k_amax": (tiles,), "factors": (3,)}
     floats["mean_shift"] = (dim,)
     specs = {name: OutputSpec((kv_heads, *shape), "float32") for name, shape in floats.items()}
@@ -182,7 +186,7 @@ def quantize(tensors: list[Tensor], out: Tensor, lse: Tensor) -> dict[str, Tenso
     written: list[tuple[str, ...]] = [("k_sums", "v_amax"), ("k_mean", "mean_shift", "k_amax")]
     written.append(tuple(specs.keys() - {*written[0], *written[1]}))
     strides = tuple(x.stride()[:3] for x in inputs)
-    launches = backward.encode_launches(1, heads, kv_heads, q_len, kv_len, dim**-0.5, strides)
+    launches = backward.encode_launches(dim, 1, heads, kv_heads, q_len, kv_len, dim**-0.5, strides)
     for source, plan, names in zip(backward.encode_kernels(dim), launches, written, strict=True):
         emulate(source, plan, buffers, {name: specs[name] for name in names})
     return {name: torch.from_numpy(buffers[name]) for name in specs}
@@ -246,13 +250,13 @@ def test_the_mean_of_keys_is_that_of_all_chunks() -> None:
     assert [backward.count_chunks(n) for n in (1, 1024, 1025, 32768, 32769)] == [1, 1, 2, 32, 29]
     inputs = (q, k, v, q, q)
     buffers = {name: x.view(torch.uint16).numpy() for name, x in zip(backward.INPUTS, inputs, strict=True)}
-    tiles = backward.count_blocks(kv_len)
+    tiles = backward.count_blocks(kv_len, dim)
     summed = {"k_sums": OutputSpec((2, 3, dim), "float32"), "v_amax": OutputSpec((2, tiles), "float32")}
     measured = {name: OutputSpec((2, dim), "float32") for name in ("k_mean", "mean_shift")}
     measured["k_amax"] = OutputSpec((2, tiles), "float32")
     lse_mean = k[0].float().mean(1) + 0.5
     buffers["lse_mean"], buffers["rotation"] = (lse_mean @ build_rotation(dim)).numpy(), build_rotation(dim).numpy()
-    launches = backward.encode_launches(1, 2, 2, 1, kv_len, 1.0, tuple(x.stride()[:3] for x in inputs))
+    launches = backward.encode_launches(dim, 1, 2, 2, 1, kv_len, 1.0, tuple(x.stride()[:3] for x in inputs))
     unused = {name for plan in launches for x in plan.args for name in find_buffers(x)} - buffers.keys()
     buffers |= {name: np.zeros(1, np.float32) for name in unused - {*summed, *measured}}
     buffers |= {name: np.zeros(x.shape, x.dtype) for name, x in (summed | measured).items()}

@@ -163,7 +163,7 @@ def _get_code_shapes(
         "factors": ((kv_heads, 3), torch.float32),
         "k_sums": ((kv_heads, kernels.count_chunks(kv_len), dim), torch.float32),
         **{name: ((kv_heads, dim), torch.float32) for name in ("k_mean", "mean_shift")},
-        **{f"{name}_amax": ((kv_heads, kernels.count_blocks(kv_len)), torch.float32) for name in "kv"},
+        **{f"{name}_amax": ((kv_heads, kernels.count_blocks(kv_len, dim)), torch.float32) for name in "kv"},
     }
 
 
@@ -172,7 +172,7 @@ def _make_quantize_plan(
     device: int, batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, scale: float,
     strides: tuple[Stride3, ...],
 ) -> LaunchPlan:  # fmt: skip
-    launches = kernels.encode_launches(batch, heads, kv_heads, q_len, kv_len, scale, strides)
+    launches = kernels.encode_launches(head_dim, batch, heads, kv_heads, q_len, kv_len, scale, strides)
     steps = tuple(LaunchStep(*pair) for pair in zip(kernels.encode_kernels(head_dim), launches, strict=True))
     names = (
         *kernels.INPUTS,

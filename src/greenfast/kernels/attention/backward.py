@@ -191,10 +191,12 @@ def queries_launch(tiles: BackwardTiling, heads: int, kv_heads: int, q_len: int,
     )
 
 
+_ENCODE_THREADS = 256
 _ENCODE_SOURCE = """#include "quantize/backward.cuh"
 
 struct Cfg {{
   static constexpr int kHeadDim = {head_dim};
+  static constexpr int kTileRows = {rows};
   static constexpr int kThreads = {threads};
   using In = __nv_bfloat16;
 }};
@@ -222,28 +224,32 @@ def encode_kernels(head_dim: int) -> tuple[KernelSource, ...]:
     )
     fields = ", ".join(f"{{{name}, {name}_batch, {name}_head, {name}_row}}" for name in INPUTS)
 
-    threads = 512 if head_dim == 256 else 256
-
     def render(entry: str, body: str, blocks: int) -> KernelSource:
         source = _ENCODE_SOURCE.format(
             head_dim=head_dim,
-            threads=threads,
+            rows=_encode_rows(head_dim),
+            threads=_ENCODE_THREADS,
             blocks=blocks,
             entry=entry,
             inputs=inputs,
             body=body,
             fields=fields,
         )
-        return make_source(entry, source, threads, requires=TARGET.name)
+        return make_source(entry, source, _ENCODE_THREADS, requires=TARGET.name)
 
-    blocks = {64: (3, 3, 3), 128: (2, 3, 2), 256: (1, 1, 1)}[head_dim]  # of a multiprocessor
+    blocks = {64: (3, 3, 3), 128: (2, 3, 2), 256: (2, 2, 2)}[head_dim]  # of a multiprocessor
     bodies = ((SUM_ENTRY, "sum_keys"), (MEASURE_ENTRY, "measure_keys"), (ENCODE_ENTRY, "encode_backward"))
     return tuple(render(*body, n) for body, n in zip(bodies, blocks, strict=True))
 
 
-def count_blocks(length: int) -> int:
+def _encode_rows(head_dim: int) -> int:
+    """Return the rows of a block of the quantizer. At 256 two warps share 16 rows, and two blocks have registers."""
+    return 64 if head_dim == 256 else ROW_BLOCK
+
+
+def count_blocks(length: int, head_dim: int) -> int:
     """Return the blocks of the quantizer for the rows of a head."""
-    return -(-length // ROW_BLOCK)
+    return -(-length // _encode_rows(head_dim))
 
 
 def count_chunks(kv_len: int) -> int:
@@ -252,7 +258,14 @@ def count_chunks(kv_len: int) -> int:
 
 
 def encode_launches(
-    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, scale: float, strides: tuple[Stride3, ...]
+    head_dim: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    scale: float,
+    strides: tuple[Stride3, ...],
 ) -> tuple[Launch, ...]:
     """Return the launches of ``encode_kernels``. strides: of INPUTS, in elements; columns are contiguous.
 
@@ -286,8 +299,8 @@ def encode_launches(
             "v_amax",
         ),
     )
-    of_keys, key_blocks = batch * kv_heads, count_blocks(kv_len)
-    blocks = max(key_blocks, count_blocks(q_len))
+    of_keys, key_blocks = batch * kv_heads, count_blocks(kv_len, head_dim)
+    blocks = max(key_blocks, count_blocks(q_len, head_dim))
     return (
         Launch((of_keys * (count_chunks(kv_len) + key_blocks), 1, 1), args),
         Launch((of_keys, key_blocks, 1), args),

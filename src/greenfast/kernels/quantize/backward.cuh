@@ -1,14 +1,13 @@
 // Quantizes the inputs of a backward pass to the layouts that attention/sm90/backward.cuh reads.
 //
 // sum_keys adds the rows of K, and finds the largest numbers of V after the rotation. measure_keys finds those of K minus
-// its mean. encode_backward writes the codes and the tables. A block takes 128 rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
+// its mean. encode_backward writes the codes and the tables. A block takes kTileRows rows: it rotates them for the int8 codes (rows_transform.cuh), and reads them again for the
 // transposed E4M3 codes, which are not rotated. The mean of K is exact: rounding of dO V^T adds nearly the same number
 // to a whole row of dP, and in dQ = dS K that number meets the part of the mean that is left in K.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
 #include "quantize/rows_transform.cuh"
-#include "quantize/values.cuh"
 
 namespace greenfast {
 
@@ -28,10 +27,10 @@ struct BackwardCodes {
   float* factors;                     // (batch x kv_heads, 3)
   float* k_sums;                      // (batch x kv_heads, chunks, kHeadDim), see KeySums
   float *k_mean, *mean_shift;         // (batch x kv_heads, kHeadDim): of K, and that minus lse_mean
-  float *k_amax, *v_amax;             // (batch x kv_heads, tiles of 128 keys): largest numbers / Rows::kFactor
+  float *k_amax, *v_amax;             // (batch x kv_heads, tiles of keys): largest numbers / Rows::kFactor
 };
 
-// The configuration of the quantizer's parts. Cfg: kHeadDim, In, kThreads.
+// The configuration of the quantizer's parts. Cfg: kHeadDim; kTileRows, 64 or 128, of a block; In; kThreads.
 template <class Cfg>
 struct BackwardRows : Cfg {
   static constexpr int kColumns = Cfg::kHeadDim;
@@ -39,13 +38,21 @@ struct BackwardRows : Cfg {
                         kGathered = false, kPrologue = false, kParts = false;
 };
 
+// For the transposed codes, a thread holds eight adjacent columns of every kRows-th row.
+template <class Cfg>
+struct BackwardColumns {
+  static constexpr int kRowThreads = Cfg::kHeadDim / kVector;  // that hold a row
+  static constexpr int kRows = Cfg::kThreads / kRowThreads;    // at a time
+  static constexpr int kSteps = Cfg::kTileRows / kRows;
+};
+
 template <class Cfg>
 struct BackwardStorage {
-  unsigned tile[kRowBlock * Cfg::kHeadDim / 4];           // of E4M3 codes, as BackwardTile::word_index orders them
-  float row_max[Cfg::kHeadDim > 128 ? 2 : 1][kRowBlock];  // of dO, by the warps that share the rows
-  float row_factor[kRowBlock];                            // of E4M3 codes of dO
-  float warp_max[2][Cfg::kThreads / 32];                  // of Q and of dO
-  float delta[kRowBlock], mean_score[kRowBlock];          // rowsum(dO O), and Q times mean_shift
+  unsigned tile[Cfg::kTileRows * Cfg::kHeadDim / 4];           // of E4M3 codes, as BackwardTile::word_index orders them
+  float row_max[Cfg::kHeadDim > 128 ? 2 : 1][Cfg::kTileRows];  // of dO, by the warps that share the rows
+  float row_factor[Cfg::kTileRows];                            // of E4M3 codes of dO
+  float warp_max[2][Cfg::kThreads / 32];                       // of Q and of dO
+  float delta[Cfg::kTileRows], mean_score[Cfg::kTileRows];     // rowsum(dO O), and Q times mean_shift
 };
 
 // Eight columns of a row, as pairs of bfloat16. As pairs, because 16-bit values are taken apart and joined again.
@@ -62,18 +69,18 @@ struct NoRowSum {
   __device__ __forceinline__ float operator()(int, const EightColumns&) const { return 0.0f; }
 };
 
-// A tile of 128 rows of one head.
+// A tile of kTileRows rows of one head.
 template <class Cfg>
 struct BackwardTile {
   using RowsCfg = BackwardRows<Cfg>;
   using Rows = RowsTransform<RowsCfg>;
   using Head = HeadRows<RowsCfg>;
   using In = typename Cfg::In;
-  using Columns = VQuantizer<RowsCfg>;  // a thread's columns and rows, and the order of the codes in shared memory
+  using Columns = BackwardColumns<Cfg>;
   static constexpr int kWarps = Cfg::kThreads / 32;
   // Of the E4M3 codes: a row can have a number that is sqrt(kHeadDim) times larger than any after the rotation.
   static constexpr float kFactor = Cfg::kHeadDim <= 128 ? 0.25f : 0.125f;
-  static_assert(kWarps * kQueryBlock == kRowBlock * Rows::kSplit, "kSplit warps rotate 16 rows");
+  static_assert(kWarps * kQueryBlock == Cfg::kTileRows * Rows::kSplit, "kSplit warps rotate 16 rows");
 
   BackwardStorage<Cfg>& shared;
   const Rows rows;
@@ -82,14 +89,15 @@ struct BackwardTile {
 
   __device__ __forceinline__ BackwardTile(BackwardStorage<Cfg>& shared, int tile)
       : shared(shared),
-        first(tile * kRowBlock),
+        first(tile * Cfg::kTileRows),
         row{first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp(),
             first + static_cast<int>(threadIdx.x) / 32 / Rows::kSplit * kQueryBlock + Rows::row_of_warp() + 8} {}
 
-  // VQuantizer::word_index without signs, whose divisions are shifts alone.
+  // The word of four columns of a row. Words of a row are exchanged, so that threads that read 16 keys each meet in
+  // fewer banks. Without signs, whose divisions are not shifts alone.
   __device__ __forceinline__ static unsigned word_index(unsigned key, unsigned word) {
-    constexpr unsigned kTurns = Cfg::kHeadDim / 16 < 8 ? Cfg::kHeadDim / 16 : 8;
-    return key * Cfg::kHeadDim / 4 + (word ^ 4 * (key / 16 % kTurns));
+    constexpr unsigned kChunks = Cfg::kTileRows / 16, kWords = 32 / kChunks, kMost = Cfg::kHeadDim / 4 / kWords;
+    return key * Cfg::kHeadDim / 4 + (word ^ kWords * (key / 16 % (kMost < kChunks ? kMost : kChunks)));
   }
 
   __device__ __forceinline__ static EightColumns load(const In* address, bool inside) {
@@ -101,7 +109,7 @@ struct BackwardTile {
   // Prefetches the tile to L2.
   __device__ __forceinline__ void prefetch(const Head& head) const {
     constexpr unsigned kLine = 64, kLines = Cfg::kHeadDim / kLine;  // columns per prefetch; prefetches per row
-    for (unsigned i = threadIdx.x; i < kRowBlock * kLines; i += Cfg::kThreads) {
+    for (unsigned i = threadIdx.x; i < Cfg::kTileRows * kLines; i += Cfg::kThreads) {
       head.prefetch(first + i / kLines, i % kLines * kLine);
     }
   }
@@ -204,7 +212,7 @@ struct BackwardTile {
     }
     __syncthreads();
     const int padded = (head.length + 15) / 16 * 16;
-    constexpr unsigned kChunks = kRowBlock / 16;
+    constexpr unsigned kChunks = Cfg::kTileRows / 16;
 #pragma unroll
     for (unsigned i = threadIdx.x; i < kChunks * Cfg::kHeadDim / 4; i += Cfg::kThreads) {
       const unsigned key = i % kChunks * 16, word = i / kChunks;
@@ -275,7 +283,7 @@ __device__ __forceinline__ void sum_keys(const BackwardInputs& p, const Backward
   const KeySums sums(p.kv_len);
   const int head_count = p.batch * p.kv_heads, key_blocks = head_count * sums.chunks;
   if (static_cast<int>(blockIdx.x) >= key_blocks) {
-    const int tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, item = blockIdx.x - key_blocks;
+    const int tiles = (p.kv_len + Cfg::kTileRows - 1) / Cfg::kTileRows, item = blockIdx.x - key_blocks;
     const int head_index = item / tiles, tile = item % tiles;
     const Tile rows(shared, tile);
     const typename Tile::Head head(p.v, head_index / p.kv_heads, head_index % p.kv_heads, p.kv_len);
@@ -352,11 +360,11 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   using Tile = BackwardTile<Cfg>;
   using Rows = typename Tile::Rows;
   constexpr float kLog2e = 1.4426950408889634f;
-  const int kv_tiles = (p.kv_len + kRowBlock - 1) / kRowBlock, tile = blockIdx.y;
+  const int kv_tiles = (p.kv_len + Cfg::kTileRows - 1) / Cfg::kTileRows, tile = blockIdx.y;
   const int head_count = p.batch * p.kv_heads;
   const int kind = blockIdx.x < head_count ? 0 : blockIdx.x < 2 * head_count ? 1 : 2;
   const int head_index = blockIdx.x - kind * head_count, heads = kind < 2 ? p.kv_heads : p.heads;
-  if (tile * kRowBlock >= (kind < 2 ? p.kv_len : p.q_len)) return;
+  if (tile * Cfg::kTileRows >= (kind < 2 ? p.kv_len : p.q_len)) return;
   const int b = head_index / heads, h = head_index % heads;
   const int kv_index = kind < 2 ? head_index : head_index / (p.heads / p.kv_heads);
   const long long kv_first = static_cast<long long>(kv_index) * p.kv_len * Cfg::kHeadDim;
@@ -394,7 +402,7 @@ __device__ __forceinline__ void encode_backward(const BackwardInputs& p, const B
   }
 
   // Q. A warp has 16 rows, four warps a table's 64.
-  constexpr int kTables = kRowBlock / kBackwardRows, kTableWarps = Tile::kWarps / kTables;
+  constexpr int kTables = Cfg::kTileRows / kBackwardRows, kTableWarps = Tile::kWarps / kTables;
   constexpr float kLeastFactor = 1.0f / 65536.0f;  // see kMagicBits: a start is less than 2^22 away from it
   const int warp = threadIdx.x / 32, table_of_warp = warp / kTableWarps;
   const typename Tile::Head q(p.q, b, h, p.q_len), grad(p.grad, b, h, p.q_len), out(p.out, b, h, p.q_len);
