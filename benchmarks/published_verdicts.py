@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import betaincinv
 
 from benchmarks.published_readers import PublishedProgram, file_name
 from greenfast.judge.store import to_json
@@ -171,10 +172,8 @@ def judge(outcome: ProgramOutcome, difference: Callable[[], str | None]) -> tupl
 
 def clopper_pearson(errors: int, trials: int) -> tuple[float, float]:
     """Return the two-sided 95 % interval of a rate (Clopper and Pearson)."""
-    from scipy.stats import beta
-
-    low = beta.ppf(0.025, errors, trials - errors + 1) if errors else 0.0
-    high = beta.ppf(0.975, errors + 1, trials - errors) if errors < trials else 1.0
+    low = betaincinv(errors, trials - errors + 1, 0.025) if errors else 0.0
+    high = betaincinv(errors + 1, trials - errors, 0.975) if errors < trials else 1.0
     return float(low), float(high)
 
 
