@@ -27,8 +27,8 @@ test: $(COMPILED)
 # The tests of Triton on CPU tensors. Triton is large (0.3 GB) and in no other test's way, so it has a folder of its own.
 test-triton: $(COMPILED)
 	@test -d .venv/triton || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --target .venv/triton triton==3.9.0
-	@# One process: another one would take half of the tests' time to import torch and Triton.
-	PYTHONPATH=.venv/triton TRITON_CACHE_DIR=.venv/triton-cache $(PYTEST) --numprocesses 1 -m "not gpu and not slow" $(TRITON_TESTS)
+	@# In one process: another one would take half of the tests' time to import torch and Triton.
+	PYTHONPATH=.venv/triton TRITON_CACHE_DIR=.venv/triton-cache $(PYTEST) --numprocesses 0 -m "not gpu and not slow" $(TRITON_TESTS)
 
 # Its processes share one GPU: more than 16 bring nothing and need memory there.
 test-gpu: $(READY)
