@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import greenfast
-from greenfast.ops import routing, torch_ops
+from greenfast.ops import cuda, quantized_backward, routing, torch_ops
 from tests.ops.gradient_cases import Sizes, case
+from tests.ops.launched import PretendedGpu
+from tests.ops.launched import gpu as gpu
 
 sdpa: Any = greenfast.sdpa
 compiled: Any = torch.compile
@@ -156,6 +158,22 @@ def test_explained_with_the_reason() -> None:
         assert reason in refused.reason
     with pytest.raises(ValueError, match=r"backward: 'int8'; allowed are '16bit', '8bit', 'auto'"):
         explain(q, "int8")
+
+
+@pytest.mark.parametrize(("head_dim", "launches"), [(64, 5), (128, 5), (256, 6)])
+def test_what_a_training_step_launches(gpu: PretendedGpu, head_dim: int, launches: int) -> None:
+    """Forward: the quantizer and attention. Backward: three kernels of the quantizer, dK and dV, dQ; none if empty."""
+    q = torch.randn(2, 4, 300, head_dim).bfloat16()
+    k, v = torch.randn(2, 2, 2, 200, head_dim).bfloat16().transpose(2, 3).contiguous().transpose(2, 3)
+    for keys, counts in ((200, (2, launches)), (0, (0, 0))):
+        tensors = (q, k[:, :, :keys], v[:, :, :keys])
+        kept = cuda.sdpa_kept(*tensors, "int8", 1, 0.1)
+        shapes = [(*q.shape,), (2, 4, 300), (2, 2, head_dim)]
+        assert [tuple(x.shape) for x in kept] == shapes
+        assert len(gpu.launched()) == counts[0]
+        grads = quantized_backward.sdpa_kept_backward(torch.randn_like(q), *tensors, *kept, 1, 0.1)
+        assert [x.shape for x in grads] == [x.shape for x in tensors]
+        assert len(gpu.launched()) == counts[1]
 
 
 def test_autocast_casts_first() -> None:
