@@ -72,6 +72,18 @@ def test_its_references_are_what_the_model_computes(tmp_path: Path) -> None:
     assert problem.make_case({}, 3, "").digest == case.digest != problem.make_case({}, 4, "").digest
 
 
+def test_inputs_on_a_gpu_are_cpu_tensors_here(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    text = PROBLEM.replace("torch.randn(4, 16)]", 'torch.randn(4, 16, device="cuda")]').replace(
+        "16), torch", "16).cuda(), torch"
+    )
+    assert text.count("cuda") == 2
+    problem, plain = ModelProblem(written(tmp_path, text)), ModelProblem(written(folder))
+    assert problem.make_case({}, 3, "").digest == plain.make_case({}, 3, "").digest
+    assert np.array_equal(problem.references({}, 3, "").exact, plain.references({}, 3, "").exact)
+
+
 def test_a_new_model_becomes_a_callable(tmp_path: Path) -> None:
     problem, mine = written(tmp_path), tmp_path / "mine.py"
     mine.write_text(PROBLEM.replace("class Model", "class ModelNew"))

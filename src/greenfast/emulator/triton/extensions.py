@@ -11,6 +11,7 @@ import ctypes
 import functools
 import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -33,7 +34,7 @@ from greenfast.emulator.cuda.extension import AttachedLibrary
 from greenfast.emulator.cuda.library import build_library
 from greenfast.emulator.cuda.memory import DEVICE
 from greenfast.emulator.cuda.program import find_nvcc
-from greenfast.emulator.cuda.server import CallError, KernelHandle, Runtime
+from greenfast.emulator.cuda.server import CallError, KernelHandle, LoadedModule, Runtime
 from greenfast.emulator.findings import Findings
 from greenfast.emulator.grid import KernelLaunch
 from greenfast.emulator.kernel_run import Fault
@@ -41,6 +42,7 @@ from greenfast.emulator.machine.faults import KernelFaultError
 from greenfast.emulator.machine.tensormap import encode, lay_out
 from greenfast.emulator.triton.cuda_tensors import LabelMode, parse_device, replace_attribute, without_modes
 from greenfast.emulator.triton.storage import MemoryRegion, Regions
+from greenfast.emulator.variables import initial_value
 from greenfast.spec.errors import CompileError, GreenfastError, MachineError, UnsupportedError, UsageError
 from greenfast.spec.facts import ERROR
 from greenfast.spec.kernel import Argument, Packed, Struct, TensorMap
@@ -59,7 +61,7 @@ _CHOSEN = re.compile(r"-{1,2}(arch|gpu-architecture|gencode|generate-code|code|g
 _REFUSED = frozenset({"resize_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_", "as_strided_", "swapaxes_"})
 #: Kinds of devices in DLPack.
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
-_INVALID_VALUE, _LAUNCH_FAILURE = 1, 719
+_INVALID_VALUE, _INVALID_SYMBOL, _LAUNCH_FAILURE = 1, 13, 719
 
 
 class ExtensionMemory:
@@ -174,6 +176,31 @@ class CudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(replace_result, result)
 
 
+@dataclass
+class ExtensionVariable:
+    """A variable of an extension's module. content: what cudaMemcpyToSymbol writes to; None before."""
+
+    module: LoadedModule
+    name: str
+    size: int
+    content: torch.Tensor | None = None
+
+    def set_initial_value(self) -> None:
+        """Declare the variable with its contents in the module's PTX, for the launches from now on."""
+        assert self.content is not None
+        with without_modes():
+            data = ", ".join(map(str, self.content.tolist()))
+        declaration = re.compile(
+            rf"^(\s*(?:\.visible\s+|\.weak\s+)?\.(?:const|global)\s+)(?:\.align\s+(\d+)\s+)?\.\w+\s+"
+            rf"{re.escape(self.name)}(?:\[\d*\])?(?:\s*=[^;]*)?;",
+            re.MULTILINE,
+        )
+        text, count = declaration.subn(rf"\1.align 16 .b8 {self.name}[{self.size}] = {{{data}}};", self.module.ptx)
+        if count != 1:
+            raise UnsupportedError(f"a copy to the variable {self.name} of an extension is not emulated")
+        self.module.ptx = text
+
+
 class ExtensionRuntime(Runtime):
     """CUDA's runtime of all extensions of this process. They register their kernels once, when they are loaded."""
 
@@ -184,6 +211,7 @@ class ExtensionRuntime(Runtime):
         self.folder = build_library()
         (path,) = (path for path in self.folder.iterdir() if path.name.startswith("libcudart.so."))
         self.memory = ExtensionMemory()
+        self.variables: dict[int, ExtensionVariable] = {}
         #: Runs a launch; None outside of an activation.
         self.execute: Callable[[KernelLaunch, Regions], None] | None = None
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
@@ -193,8 +221,23 @@ class ExtensionRuntime(Runtime):
         self.library.failure = self.library.failure or error
 
     def _variable(self, values: list[int], payload: bytes) -> None:
-        if values[3]:
+        number, host, size, managed = values[:4]
+        if managed:
             raise UnsupportedError(f"the managed variable {payload.decode()} of an extension is not emulated")
+        self.variables[host] = ExtensionVariable(self.modules[number], payload.decode(), size)
+
+    def _symbol(self, values: list[int], payload: bytes) -> tuple[int, tuple[int, ...], bytes]:
+        """Return the place of a variable: a tensor, whose contents become the variable's initial value."""
+        variable = self.variables.get(values[0])
+        if variable is None:
+            raise CallError(_INVALID_SYMBOL)
+        if variable.content is None:
+            module = variable.module.module
+            assert module is not None
+            data = initial_value(module.variables[variable.name], variable.module.symbols)
+            variable.content = torch.frombuffer(bytearray(data.ljust(variable.size, b"\0")), dtype=torch.uint8)
+            self.memory.add(variable.content)
+        return 0, (variable.content.data_ptr(), variable.size), b""
 
     def _run(self, kernel: KernelHandle, step: KernelLaunch, payload: bytes) -> int:
         """Run a launch. Its pointers become buffers, one per storage, with the number of the parameter as name."""
@@ -263,6 +306,12 @@ class ExtensionRuntime(Runtime):
             span = (planes - 1) * src_plane + (height - 1) * src_pitch + width
             data = torch.frombuffer(bytearray(ctypes.string_at(src, span)), dtype=torch.uint8)
             source = data.as_strided(extent, (src_plane or width * height, src_pitch or width, 1))
+        for variable in self.variables.values():
+            if variable.content is not None and 0 <= dst - variable.content.data_ptr() < variable.size:
+                self.before_host_copy(source)  # the contents become a constant
+                target.copy_(source)
+                variable.set_initial_value()
+                return
         target.copy_(source)
 
     def _fill(self, values: list[int], payload: bytes) -> None:
@@ -412,7 +461,7 @@ class Extensions:
                 embed = ["-gencode", f"arch=compute_{self.target},code=compute_{self.target}", "-no-compress"]
                 command = [str(find_nvcc()), *embed, *_CUDA_FLAGS, *options]
             else:
-                options = [option for option in extra_cflags if not option.startswith("-std=")]
+                options = _chosen(extra_cflags)
                 command = [compiler, "-std=c++20", "-fPIC", "-w", *options]
             commands.append([*command, *defines, *includes, "-c", source, "-o", target])
         small = [[*command[:1], f"-I{SMALL_HEADERS}", *command[1:]] for command in commands]
@@ -445,10 +494,13 @@ def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(options: Sequence[str]) -> list[str]:
-    """Return options without those that choose an architecture, a standard or a runtime, and their values."""
+    """Return options without those that choose an architecture, a standard or a runtime, and their values.
+
+    A text may hold several options or none: PyTorch hands them to a shell.
+    """
     result: list[str] = []
     skips = False
-    for option in options:
+    for option in (word for text in options for word in shlex.split(text)):
         if skips:
             skips = False
         elif _CHOSEN.fullmatch(option):

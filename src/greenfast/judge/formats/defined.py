@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from greenfast.emulator.triton.cuda_tensors import CudaTensors
 from greenfast.judge.formats.convert import SEED, SETTING, read_settings
 from greenfast.judge.formats.schema import (
     DEFINITION,
@@ -254,6 +255,11 @@ def _joined(values: list[NDArray[np.float64]]) -> NDArray[np.float64]:
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float64: 1e-4}
 
 
+def _without_gpu() -> CudaTensors:
+    """Return a context in which ``.cuda()`` and ``device="cuda"`` give CPU tensors: problems name their device."""
+    return CudaTensors(90)
+
+
 class ModelProblem:
     """``greenfast.spec.problem.Problem`` of a KernelBench file; its shape has no dimensions to choose."""
 
@@ -295,7 +301,8 @@ class ModelProblem:
     @functools.cached_property
     def _module(self) -> ModuleType:
         try:
-            return import_file(self._path)
+            with _without_gpu():
+                return import_file(self._path)
         except Exception as e:
             raise UsageError(f"{self._path} cannot be imported: {type(e).__name__}: {e}") from e
 
@@ -311,9 +318,9 @@ class ModelProblem:
     def _inputs(self, number: int, seed: int) -> list[torch.Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            values: list[torch.Tensor] = call(
-                f"{self._path}: get_inputs", lambda: list(self.make_inputs(self._module, number))
-            )
+            make = functools.partial(self.make_inputs, self._module, number)
+            with _without_gpu():
+                values: list[torch.Tensor] = call(f"{self._path}: get_inputs", lambda: list(make()))
         if not all(isinstance(value, torch.Tensor) for value in values):
             raise UsageError(f"{self._path}: get_inputs gives a value that is no tensor; put it in get_init_inputs")
         return values
@@ -322,8 +329,9 @@ class ModelProblem:
         if number not in self._models:
             torch.manual_seed(SEED)
             make = functools.partial(self.make_model, self._module, number)
-            self._models[number] = call(f"{self._path}: Model", lambda: make().eval())
-        with torch.no_grad():
+            with _without_gpu():
+                self._models[number] = call(f"{self._path}: Model", lambda: make().eval())
+        with torch.no_grad(), _without_gpu():
             result = call(f"{self._path}: Model", self._models[number], *inputs)
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
