@@ -489,21 +489,8 @@ def quantize(
     Ashkboos et al. 2024). log_sum_exp: also compute the contribution of the mean that ``attention(...,
     return_lse=True)`` adds back, at one more pass over Q. A gradient that reaches the results raises
     NotImplementedError in the backward pass.
-    q_norm, k_norm: RMSNorm of each head of Q and K, before everything else: weights (D,) of float32, bfloat16 or
-    float16, True for a norm without weights, or None. With weights (H, D) and (HK, D) each norm is over all heads, at
-    one more pass over Q and K. Both are of one kind and dtype. norm_eps: added to the mean of the squares. rope: (cos,
-    sin), then a rotary embedding of the first ``rope_dim`` columns, by default all. The tables are (S, T) or (B, S,
-    T), of one of these dtypes, with a row for each token; S and KV must be equal. T is rope_dim / 2, the angles, or
-    rope_dim: models store each angle twice, and the second copy is not read. Columns i and i + rope_dim / 2 are
-    rotated by angle i, with rope_interleaved columns 2 i and 2 i + 1. Norm and RoPE are computed in float32, and the
-    result of each is rounded to the dtype of the tensors, as in two PyTorch operators.
-    norm: "rms", or "layer" for LayerNorm, with ``q_norm_bias`` and ``k_norm_bias`` of the shape of the weights.
-    Parts of a sequence, such as text and image tokens: query, key and value may each be a list of tensors (B, H, S_i,
-    D), joined in this order. Norms and biases are then lists too, or one for all; rope is one pair for the whole
-    sequence, or a list of pairs, with None for a part that is not rotated. The pass reads two parts in place, each with
-    norm weights (D,) and tables of its own. PyTorch joins others by a copy, after their norms: more than two, and two
-    with norms over all heads or of different kinds, or with tables of different dtypes or widths. No kernel computes
-    LayerNorm and tables with a head dimension, (B, H, S, T): PyTorch does, before the pass.
+    q_norm, k_norm, norm_eps, rope, rope_dim, rope_interleaved, norm, q_norm_bias, k_norm_bias, and query, key and value
+    as lists of parts of a sequence: as for ``attention_block``; rows are normalized and rotated before everything else.
 
     Raises TypeError unless the inputs are tensors of these dtypes, ValueError for shapes, devices and choices that do
     not fit, NotImplementedError for a head dim without a kernel.

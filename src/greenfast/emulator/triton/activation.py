@@ -7,6 +7,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -57,50 +58,38 @@ class LaunchReport(msgspec.Struct, frozen=True, kw_only=True):
     observed: Observed | None = None
 
 
+@dataclass(eq=False)
 class Activation:
     """Triton's kernels, and those of PyTorch extensions, run in the emulator until ``deactivate``.
 
-    launches: the reports of all launches, in order. observer: adds up their observations, None without ``observe``.
-    files: the paths of the kernels' source files. faults: of kernels and refusals of launches, also those that the
-    caller caught. skipped_benchmarks: how many did not run. tensors: the CUDA tensors, None without them.
+    Made by ``activate``, with its options. launches: the reports of all launches, in order. observer: adds up their
+    observations, None without ``observe``. files: the paths of the kernels' source files. faults: of kernels and
+    refusals of launches, also those that the caller caught. skipped_benchmarks: how many did not run. tensors: the
+    CUDA tensors, None without them.
     """
 
-    def __init__(
-        self,
-        target: str = "sm_90",
-        *,
-        cuda_tensors_as_cpu: bool = False,
-        autotune: str = "first",
-        benchmarks: str = "once",
-        formal: bool = True,
-        seed: int = 0,
-        on_launch: Callable[[LaunchReport], None] | None = None,
-        observe: Observe = NOTHING,
-    ) -> None:
-        if not cuda_tensors_as_cpu:
-            require("greenfast.emulator.triton", "triton")
-        self.capability = parse_target(target)
-        for name, value, allowed in (("autotune", autotune, AUTOTUNE), ("benchmarks", benchmarks, BENCHMARKS)):
-            if value not in allowed:
-                raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
-        if observe.watch:
-            raise UsageError("observe.watch is for CUDA sources; Triton kernels can be observed by lines and trace")
-        self.observe = observe
-        self.observer = Observer(observe) if observe else None
-        self.files: set[str] = set()
-        self.formal, self.seed, self.autotune, self.benchmarks = formal, seed, autotune, benchmarks
-        self.launches: list[LaunchReport] = []
-        self.faults: list[Fault] = []
-        self.skipped_benchmarks = 0
-        self._on_launch = on_launch
-        self._stack = contextlib.ExitStack()
+    capability: int
+    cuda_tensors_as_cpu: bool = False
+    autotune: str = "first"
+    benchmarks: str = "once"
+    formal: bool = True
+    seed: int = 0
+    on_launch: Callable[[LaunchReport], None] | None = None
+    observe: Observe = NOTHING
+    launches: list[LaunchReport] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)
+    skipped_benchmarks: int = 0
+
+    def __post_init__(self) -> None:
+        self.observer = Observer(self.observe) if self.observe else None
         with contextlib.ExitStack() as stack:
-            self.tensors = stack.enter_context(CudaTensors(self.capability)) if cuda_tensors_as_cpu else None
+            self.tensors = stack.enter_context(CudaTensors(self.capability)) if self.cuda_tensors_as_cpu else None
             if self.tensors is not None:
                 suffix = "a" if self.capability >= 90 else ""
                 Extensions(self.tensors.mode, f"{self.capability}{suffix}", self.execute, self.faults).replace(stack)
             if importlib.util.find_spec("triton") is not None:
-                self._replace(stack, torch.device("cuda", 0) if cuda_tensors_as_cpu else torch.device("cpu"))
+                self._replace(stack, torch.device("cuda", 0) if self.cuda_tensors_as_cpu else torch.device("cpu"))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Activation:
@@ -200,8 +189,8 @@ class Activation:
         self.launches.append(report)
         if result.printed:
             print(result.printed, end="")
-        if self._on_launch is not None:
-            self._on_launch(report)
+        if self.on_launch is not None:
+            self.on_launch(report)
         formal = [f for f in report.findings if f.level == FORMAL]
         if self.formal and formal:
             error = KernelFaultError(f"formal finding: {formal[0].message}")
@@ -239,16 +228,15 @@ def activate(
     A fault of a kernel is raised at its launch, as KernelFaultError with the line of the Triton source; what the
     emulator lacks is an UnsupportedError. Raises UsageError for a wrong request.
     """
-    return Activation(
-        target,
-        cuda_tensors_as_cpu=cuda_tensors_as_cpu,
-        autotune=autotune,
-        benchmarks=benchmarks,
-        formal=formal,
-        seed=seed,
-        on_launch=on_launch,
-        observe=observe,
-    )
+    if not cuda_tensors_as_cpu:
+        require("greenfast.emulator.triton", "triton")
+    capability = parse_target(target)
+    for name, value, allowed in (("autotune", autotune, AUTOTUNE), ("benchmarks", benchmarks, BENCHMARKS)):
+        if value not in allowed:
+            raise UsageError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+    if observe.watch:
+        raise UsageError("observe.watch is for CUDA sources; Triton kernels can be observed by lines and trace")
+    return Activation(capability, cuda_tensors_as_cpu, autotune, benchmarks, formal, seed, on_launch, observe)
 
 
 def parse_target(target: str) -> int:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from greenfast.emulator.dependence import find_written_pointers
 from greenfast.emulator.grid import KernelLaunch, load_program
-from greenfast.emulator.triton.activation import Activation
+from greenfast.emulator.triton.activation import Activation, parse_target
 from greenfast.emulator.triton.cuda_tensors import without_modes
 from greenfast.emulator.triton.storage import MemoryRegion, Regions
 from greenfast.judge.solution.capture import MAX_STATE_BYTES, WARM_UP, match_results
@@ -106,7 +106,7 @@ class Recording(Activation):
     """An activation that records launches."""
 
     def __init__(self, target: str) -> None:
-        super().__init__(target, cuda_tensors_as_cpu=True, benchmarks="skip")
+        super().__init__(parse_target(target), cuda_tensors_as_cpu=True, benchmarks="skip")
         self._call = _RecordedCall()
         self.blank: dict[int, Any] = {}
         self._stale: dict[int, Any] = {}
