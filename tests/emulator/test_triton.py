@@ -178,6 +178,36 @@ def test_autotuning_runs_configurations_that_fit(autotune: str, runs: list[int])
     assert scan.best_config.kwargs == {"BLOCK": runs[-1]}
 
 
+def test_memory_that_nothing_has_written_is_found(emulate_triton: Any) -> None:
+    """Byte by byte: a kernel writes a part. Any function of PyTorch that may write to a tensor writes all of it."""
+    x, z = torch.randn(64, device="cuda"), torch.empty(64, device="cuda")
+    y = torch.empty_like(x)
+    with pytest.raises(KernelFaultError, match=r"nothing has written: byte 0 of 'y' \(256 bytes\)"):
+        add[(1,)](x, y, z, 64, BLOCK=64)
+    add[(1,)](x, x, y, 32, BLOCK=64)
+    add[(1,)](x, y, z, 32, BLOCK=64)
+    assert torch.equal(z[:32], 3 * x[:32])
+    with pytest.raises(KernelFaultError, match="byte 128 of 'y'"):
+        add[(1,)](x, y.view(64), z, 33, BLOCK=64)
+    for write in (
+        lambda t: t.fill_(1),
+        lambda t: t.__setitem__(slice(0, 64), 1),
+        lambda t: torch.add(x, x, out=t),
+        lambda t: t.view(8, 8).copy_(x.view(8, 8)),
+        lambda t: torch._foreach_zero_([t]),
+        lambda t: torch.nn.init.normal_(torch.nn.Parameter(t)),
+    ):
+        y = torch.empty(64, device="cuda")
+        with torch.no_grad():
+            write(y)
+        add[(1,)](x, y, z, 64, BLOCK=64)
+        assert torch.equal(z, x + y)
+    host = torch.empty(64)
+    host.numpy()[:] = 2
+    add[(1,)](x, host.cuda(), z, 64, BLOCK=64)
+    assert torch.equal(z, x + 2)
+
+
 def test_wrong_requests() -> None:
     with pytest.raises(UsageError, match=r"sm_75.*allowed: sm_80"):
         activate("sm_75")

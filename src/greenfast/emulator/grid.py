@@ -176,6 +176,7 @@ def run_chain(
     structs: Mapping[str, Struct | Packed] | None = None,
     observe: Observe = NOTHING,
     operations: Mapping[int, Sequence[HostOperation]] | None = None,
+    unwritten: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> GridResult:
     """Run launches one after the other on the same buffers, and add up their counts. Raises the errors of ``run_grid``.
 
@@ -198,12 +199,16 @@ def run_chain(
     observe: what to observe in the first run, not in later ones. A fault carries the observations before it.
 
     operations: of host code, by the number of the launch that they precede; those after the last launch by their count.
+
+    unwritten: of inputs by name, the bytes that nothing has written.
     """
 
     def run(fill: UninitFill | RedundantLoads | None, around: Surroundings, later: Sequence[int]) -> GridResult:
         while True:
             try:
-                chain = _Chain(steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {})
+                chain = _Chain(
+                    steps, inputs, outputs, workspaces or {}, fill, around, sample, structs or {}, unwritten or {}
+                )
                 chain.findings = {} if keep_formal else None
                 chain.operations = operations or {}
                 snapshot = MemorySnapshot(
@@ -316,7 +321,9 @@ class _Chain:
         around: Surroundings,
         sample: int,
         structs: Mapping[str, Struct | Packed],
+        unwritten: Mapping[str, NDArray[np.bool_]],
     ) -> None:
+        self.unwritten = unwritten
         self.steps, self.fill, self.around, self.sample = steps, fill, around, sample
         self.findings: dict[tuple[str, str], Finding] | None = None
         self.races_found: dict[str, KernelFaultError] | None = None
@@ -358,6 +365,8 @@ class _Chain:
                 )
             memory.get_bytes(name)[:] = np.frombuffer(content, np.uint8)
             memory.get_states(name)[:] = WRITTEN
+            if name in unwritten:
+                memory.get_states(name)[unwritten[name]] = UNWRITTEN
         self.symbols: list[dict[str, int]] = []
         for step, names in zip(steps, self.variables, strict=True):
             module, _ = load_program(step.ptx, step.entry)
@@ -493,14 +502,16 @@ class _Chain:
     def result(self, outputs: Mapping[str, OutputSpec], poison: int, phases: Sequence[str]) -> GridResult:
         """Return the outputs and counts after all launches."""
         memory = self.memory
-        arrays, unwritten = {}, {}
+        arrays, unwritten, unwritten_bytes = {}, {}, {}
         for name, o in outputs.items():
             data, states = memory.get_bytes(name), memory.get_states(name)
             unwritten[name] = int((states == UNWRITTEN).sum())
+            if name in self.unwritten:
+                unwritten_bytes[name] = states == UNWRITTEN
             data[states == UNWRITTEN] = poison
             arrays[name] = data.copy().view(to_dtype(o.dtype)).reshape(o.shape)
         result = GridResult(arrays, unwritten, self.input_writes, self.counts, "".join(self.printed))
-        result.observer = self.observer
+        result.observer, result.unwritten_bytes = self.observer, unwritten_bytes
         if self.by_phase is not None and not unwritten[PHASE_BUFFER]:
             result.phases = self.by_phase.by_phase(phases, arrays[PHASE_BUFFER])
             for part in result.phases.values():
@@ -521,7 +532,7 @@ class MemoryLaunch(_Chain):
         self.steps, self.fill, self.around, self.sample = [step], fill, USUAL, 0
         self.findings = {}
         self.races_found = None
-        self.operations = {}
+        self.operations, self.unwritten = {}, {}
         self.memory, self.symbols = memory, [symbols]
         self.read_only = set()
         self.input_writes = {}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from greenfast.emulator.machine.counts import Counts
 from greenfast.emulator.machine.observed import Observed, Recorder
 from greenfast.spec.facts import Finding
@@ -19,7 +22,7 @@ class GridResult:
     they add up to ``counts``. later: results of further runs in the same memory. changed: by launch and name, module
     variables that no longer hold their initial value. notes: dependences on values that PTX does not define, and how
     they were explored. differences: faults and other outputs for other such values. findings: findings that do not
-    end the run. observer: what recorded the first run, if anything did.
+    end the run. unwritten_bytes: which bytes of inputs that were unwritten at first still are. observer: what recorded the first run, if anything did.
     """
 
     outputs: dict[str, Array]
@@ -33,6 +36,7 @@ class GridResult:
     changed: frozenset[tuple[int, str]] = frozenset()
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    unwritten_bytes: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     observer: Recorder | None = None
 
     @property

@@ -164,7 +164,8 @@ class Activation:
         """Run a launch whose arguments name regions. Raises as ``launch``."""
         try:
             with without_modes():
-                result, seconds = run_launch(step, regions, self.seed, self.observe)
+                unwritten = self.tensors.mode.unwritten if self.tensors is not None else None
+                result, seconds = run_launch(step, regions, self.seed, self.observe, unwritten)
         except GreenfastError as e:
             self.faults.append(convert_error(e))
             self._observe(getattr(e, "observer", None))

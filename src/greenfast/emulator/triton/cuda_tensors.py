@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from greenfast.emulator.triton.storage import UnwrittenBytes
 from greenfast.spec.errors import UnsupportedError
 
 _CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -114,6 +115,23 @@ def parse_device(value: Any) -> torch.device | None:
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu}
 
 
+#: Functions whose result nothing has written.
+_EMPTY = {
+    *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+    *(torch.Tensor.new_empty, torch.Tensor.new_empty_strided),
+}
+#: Names of functions that write nothing to their arguments: properties, facts and views.
+_READING = frozenset(
+    (
+        *("__get__", "__getitem__", "__len__", "as_strided", "chunk", "contiguous", "detach", "diagonal", "dim"),
+        *("element_size", "expand", "expand_as", "flatten", "is_complex", "is_contiguous", "is_floating_point"),
+        *("movedim", "narrow", "ndimension", "nelement", "numel", "permute", "requires_grad_", "reshape", "reshape_as"),
+        *("select", "size", "split", "squeeze", "storage_offset", "stride", "swapaxes", "t", "transpose", "unbind"),
+        *("unflatten", "unsqueeze", "view", "view_as"),
+    )
+)
+
+
 class LabelMode(TorchFunctionMode):
     """Replaces CUDA devices in calls by the CPU, and labels their results."""
 
@@ -122,6 +140,8 @@ class LabelMode(TorchFunctionMode):
         self.labels = Labels()
         #: Storages with addresses that were read, and their sizes, by address.
         self.addressed: dict[int, tuple[StorageWeakRef, int]] = {}
+        #: What nothing has written of the tensors that torch.empty and the like made.
+        self.unwritten = UnwrittenBytes()
         #: Called with a CUDA tensor before it is copied to the host.
         self.before_host_copy: Callable[[torch.Tensor], None] = lambda tensor: None
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -158,6 +178,12 @@ class LabelMode(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         result = func(*args, **kwargs)
+        if func in _EMPTY:
+            self.unwritten.add(result)
+        elif func.__name__ not in _READING:  # it may write to its arguments
+            for tensor in tree_iter((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self.unwritten.discard(tensor)
         if isinstance(result, (torch.Tensor, tuple, list, dict)):
             self._label(result, device, args, kwargs)
         return result
@@ -233,6 +259,7 @@ class LabelMode(TorchFunctionMode):
                 "can't convert cuda:0 device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
+        self.unwritten.discard(tensor)  # it may be written through the array
         return tensor.numpy(force=force)
 
 

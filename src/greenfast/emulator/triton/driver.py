@@ -19,7 +19,14 @@ from greenfast.emulator.grid import KernelLaunch, run_chain
 from greenfast.emulator.machine.observed import NOTHING, Observe
 from greenfast.emulator.machine.tensormap import encode, lay_out
 from greenfast.emulator.result import GridResult
-from greenfast.emulator.triton.storage import MemoryRegion, Regions, find_pointed, find_region, pack_pointers
+from greenfast.emulator.triton.storage import (
+    MemoryRegion,
+    Regions,
+    UnwrittenBytes,
+    find_pointed,
+    find_region,
+    pack_pointers,
+)
 from greenfast.spec.errors import UnsupportedError, UsageError
 from greenfast.spec.kernel import Argument, Launch, Packed, TensorMap
 from greenfast.spec.problem import OutputSpec
@@ -347,9 +354,12 @@ def make_step(metadata: Any, function: LoadedFunction, launch: Launch) -> Kernel
     return KernelLaunch(function.ptx, function.name, (32 * metadata.num_warps, 1, 1), metadata.shared, launch)
 
 
-def run_launch(step: KernelLaunch, regions: Regions, seed: int, observe: Observe = NOTHING) -> tuple[GridResult, float]:
+def run_launch(
+    step: KernelLaunch, regions: Regions, seed: int, observe: Observe = NOTHING, unwritten: UnwrittenBytes | None = None
+) -> tuple[GridResult, float]:
     """Run a launch on the memory of its tensors. Return its result without the outputs, and the seconds it took.
 
+    unwritten: the bytes of tensors that nothing has written, which the launch changes.
     Raises KernelFaultError for a fault of the kernel; the tensors are then unchanged.
     """
     start = time.perf_counter()
@@ -357,10 +367,20 @@ def run_launch(step: KernelLaunch, regions: Regions, seed: int, observe: Observe
     outputs = {name: OutputSpec(view.shape, "uint8") for name, view in inputs.items()}
     packed = {r.name: pack_pointers(r, regions) for r in regions.regions if r.may_hold_pointers}
     structs = {name: content for name, content in packed.items() if content is not None}
-    result = run_chain([step], inputs, outputs, seed=seed, keep_formal=True, structs=structs, observe=observe)
-    for name, view in inputs.items():
+    masks = {
+        r.name: m for r in regions.regions if unwritten and (m := unwritten.find(r.start, r.end - r.start)) is not None
+    }
+    result = run_chain(
+        [step], inputs, outputs, seed=seed, keep_formal=True, structs=structs, observe=observe, unwritten=masks
+    )
+    for region in regions.regions:
+        name, view = region.name, inputs[region.name]
         for at, *_ in structs[name].pointers if name in structs else ():
             result.outputs[name][at : at + 8] = view[at : at + 8]
+        if name in result.unwritten_bytes and unwritten is not None:
+            mask = result.unwritten_bytes[name]
+            result.outputs[name][mask] = view[mask]
+            unwritten.set(region.start, mask)
         if not np.array_equal(view, result.outputs[name]):
             view[...] = result.outputs[name]
     result.outputs = {}

@@ -127,6 +127,7 @@ class CudaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.layout != torch.strided:
                 raise UnsupportedError("a tensor for an extension that is not strided")
             self._memory.add(tensor)
+            self._labels.unwritten.discard(tensor)  # an extension's operations are not followed
         return _relabel(tensor)
 
     def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:

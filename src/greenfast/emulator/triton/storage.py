@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from greenfast.spec.errors import UsageError
 from greenfast.spec.kernel import Packed
@@ -54,6 +55,45 @@ def find_region(name: str, value: Any) -> tuple[MemoryRegion, int]:
         start = storage.data_ptr()
         region = MemoryRegion(name, start, start + storage.nbytes(), storage, tensor.dtype == torch.int64)
         return region, tensor.data_ptr()
+
+
+class UnwrittenBytes:
+    """Which bytes of storages nothing has written, as those of ``torch.empty``. A storage that is not here is written."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, tuple[StorageWeakRef, NDArray[np.bool_]]] = {}
+        self._limit = 1024
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a new tensor's storage, all of it unwritten."""
+        storage = tensor.untyped_storage()
+        if len(self._masks) >= self._limit:
+            self._masks = {key: entry for key, entry in self._masks.items() if not _is_expired(entry[0])}
+            self._limit = max(1024, 2 * len(self._masks))
+        if storage.nbytes():
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._masks[storage.data_ptr()] = reference, np.ones(storage.nbytes(), np.bool_)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage as written."""
+        if self._masks and tensor.layout == torch.strided and tensor.device.type == "cpu":
+            self._masks.pop(tensor.untyped_storage().data_ptr(), None)
+
+    def find(self, start: int, size: int) -> NDArray[np.bool_] | None:
+        """Return the unwritten bytes of the living storage with an address and a size; None if all are written."""
+        entry = self._masks.get(start)
+        return None if entry is None or _is_expired(entry[0]) or len(entry[1]) != size else entry[1]
+
+    def set(self, start: int, mask: NDArray[np.bool_]) -> None:
+        """Set the unwritten bytes of a storage that has some."""
+        if mask.any():
+            self._masks[start] = self._masks[start][0], mask
+        else:
+            del self._masks[start]
+
+
+def _is_expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
 class Regions:
