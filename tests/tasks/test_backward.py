@@ -57,7 +57,7 @@ def shift_heads(codes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drop_delta(codes: dict[str, Tensor]) -> dict[str, Tensor]:
     tables = codes["tables"].clone()
-    tables[..., 64:128] = module._MAGIC_BITS
+    tables[..., module.START_WORDS : 2 * module.START_WORDS] = module._MAGIC_BITS
     return {"tables": tables}
 
 
