@@ -22,7 +22,8 @@ class GridResult:
     they add up to ``counts``. later: results of further runs in the same memory. changed: by launch and name, module
     variables that no longer hold their initial value. notes: dependences on values that PTX does not define, and how
     they were explored. differences: faults and other outputs for other such values. findings: findings that do not
-    end the run. unwritten_bytes: which bytes of inputs that were unwritten at first still are. observer: what recorded the first run, if anything did.
+    end the run. unwritten_bytes: for inputs that were unwritten at first, the bytes that still are. observer: what
+    recorded the first run, if anything did.
     """
 
     outputs: dict[str, Array]
