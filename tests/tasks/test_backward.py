@@ -14,6 +14,7 @@ from greenfast.judge.emulator_session import EmulatorSession
 from greenfast.judge.error_metrics import error_stats, worst_bound_ratio
 from greenfast.judge.implementation import build_side
 from greenfast.judge.task import find_task, load
+from greenfast.kernels.attention.backward import START_WORDS
 from greenfast.spec.arch import Target
 from greenfast.spec.errors import UsageError
 from greenfast.spec.problem import References
@@ -57,7 +58,7 @@ def shift_heads(codes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drop_delta(codes: dict[str, Tensor]) -> dict[str, Tensor]:
     tables = codes["tables"].clone()
-    tables[..., module.START_WORDS : 2 * module.START_WORDS] = module._MAGIC_BITS
+    tables[..., START_WORDS : 2 * START_WORDS] = module._MAGIC_BITS
     return {"tables": tables}
 
 
