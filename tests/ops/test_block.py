@@ -330,6 +330,7 @@ TABLE = make_angles(64).cos()
         (dict(q_norm=True, k_norm=True, norm_eps=-1.0), ValueError, "norm_eps: -1.0; 0 or a positive number"),
         (dict(q_norm=True, k_norm=True, norm_eps="x"), TypeError, "norm_eps: 'x'"),
         (dict(rope=TABLE), TypeError, r"rope: a Tensor; a pair \(cos, sin\)"),
+        (dict(rope=[TABLE.unsqueeze(0)]), TypeError, "rope: "),
         (dict(rope=(TABLE, None)), TypeError, "rope: it contains a NoneType"),
         (dict(rope=(TABLE, TABLE.half())), TypeError, "rope: the dtype of cos is torch.float32"),
         (dict(rope=(TABLE, TABLE[:, :, :16])), ValueError, "rope: the shape of cos is"),

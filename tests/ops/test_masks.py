@@ -117,6 +117,27 @@ def test_padding_changes_no_bit_whatever_it_holds(side: str) -> None:
         assert torch.equal(first, sdpa(q, k, v, kv_lengths=kept.sum(1), enable_gqa=True))
 
 
+@pytest.mark.parametrize("kind", ["kv_lengths", "mask", "causal mask"])
+def test_gradients_and_causal_masks_ignore_what_padding_holds(kind: str) -> None:
+    """0 times NaN is NaN, and under a causal mask the padding shares the blocks of other keys."""
+    inputs = make_inputs(200, 200)
+    kept = torch.arange(200) < torch.tensor([[200], [130]])
+    options: dict[str, Any] = {"attn_mask": kept.view(2, 1, 1, 200), "is_causal": kind == "causal mask"}
+    if kind == "kv_lengths":
+        options = {"kv_lengths": kept.sum(1), "is_causal": True}
+    results = []
+    for value in (0.0, float("nan"), float("inf"), 1e30):
+        padding = ~kept.view(2, 1, 200, 1)
+        filled = [inputs[0], *[x.masked_fill(padding, value) for x in inputs[1:]]]
+        leaves = [x.clone().requires_grad_() for x in filled]
+        out = sdpa(*leaves, enable_gqa=True, **options)
+        out.square().sum().backward()
+        results.append((out, *[x.grad for x in leaves]))
+        assert not leaves[1].grad.masked_select(padding).any()
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
 def test_hostile_inputs_agree_with_float64() -> None:
     """Biased keys, outlying channels, tiny and huge values, under a mask with rows of one key."""
     mask = torch.ones(300, 300, dtype=torch.bool).tril() & (torch.rand(300, 300) > 0.7) | torch.eye(300).bool()
@@ -312,6 +333,15 @@ def test_a_mask_is_read_once_and_its_form_ends_with_it(monkeypatch: pytest.Monke
         ({"kv_lengths": torch.tensor([1, 10])}, ValueError, r"kv_lengths: \[1, 10\]; numbers from 0 to 9"),
         ({"softcap": -1.0}, ValueError, "softcap: -1"),
         ({"softcap": "1"}, TypeError, "softcap: "),
+        ({"softcap": torch.ones(2)}, TypeError, "softcap: a tensor of torch.float32"),
+        ({"softcap": 1e300}, ValueError, r"softcap: 1e\+300; 0, or a number from 1e-30 to 1e\+30"),
+        ({"softcap": 1e-40}, ValueError, "softcap: 1e-40; "),
+        ({"skip_threshold": torch.ones(2)}, TypeError, "skip_threshold: a tensor of torch.float32"),
+        ({"window": (torch.ones(2), torch.ones(2))}, TypeError, "window: "),
+        ({"kv_lengths": torch.tensor([1, 2**32 + 5])}, ValueError, r"kv_lengths: \[1, 2147483647\]; numbers from 0"),
+        ({"precision": "auto", "return_lse": 0}, TypeError, "return_lse: 0"),
+        ({"precision": "auto", "attn_mask": torch.eye(9)[0] > 0}, ValueError, "attn_mask: its shape cannot be"),
+        ({"precision": [], "backward": "8bit"}, ValueError, r"precision: \[\]; allowed"),
         ({"sinks": torch.zeros(3)}, ValueError, r"sinks: its shape is \(3,\); \(4,\)"),
         ({"sinks": torch.zeros(4, dtype=torch.int32)}, TypeError, "sinks: its dtype is torch.int32"),
         ({"attn_mask": torch.eye(8) > 0}, ValueError, "attn_mask: its shape cannot be broadcast"),

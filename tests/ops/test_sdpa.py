@@ -123,6 +123,10 @@ def test_nothing_to_compute() -> None:
     out, lse = greenfast.sdpa(q, k, k, return_lse=True)
     assert (out == 0).all()
     assert torch.isneginf(lse).all()
+    sizes = r"its shape is \(3,\)"
+    for options in ({"sinks": torch.zeros(3)}, {"kv_lengths": torch.tensor([0, 0, 0])}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: {sizes}"):
+            greenfast.sdpa(q, k, k, **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

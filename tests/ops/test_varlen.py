@@ -184,6 +184,7 @@ def test_no_sequences_and_no_tokens() -> None:
         ({"window_size": 5}, TypeError, "window_size: 5"),
         ({"softcap": -1.0}, ValueError, "softcap: -1.0"),
         ({"softcap": math.inf}, ValueError, "softcap: inf"),
+        ({"return_aux": True}, TypeError, "return_aux: a bool; a torch.nn.attention.varlen.AuxRequest"),
         ({"sinks": torch.zeros(3)}, ValueError, r"sinks: \(3,\) on cpu; \(4,\)"),
         ({"sinks": torch.zeros(4).half()}, TypeError, "sinks: torch.float16; a float32 tensor"),
         ({"scale": -1.0}, ValueError, "scale: -1.0"),

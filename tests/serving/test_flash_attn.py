@@ -434,7 +434,7 @@ def test_nothing_is_written_by_a_call_that_is_refused() -> None:
         ({"s_aux": torch.ones(3)}, ValueError, "s_aux"),
         ({"softmax_scale": -1.0}, ValueError, "softmax_scale: -1.0"),
         ({"page_table": inputs["page_table"][:2]}, ValueError, "page_table"),
-        ({"rotary_cos": torch.ones(100, 16)}, ValueError, "sin: None"),
+        ({"rotary_cos": torch.ones(100, 16)}, ValueError, r"sin \(rotary_sin\): None"),
         ({"cu_seqlens_k_new": torch.ones(4)}, ValueError, "k: .*total_new"),
         ({"rotary_seqlens": torch.ones(2).int()}, ValueError, r"rotary_seqlens: .*int32 \(3,\) is needed"),
         ({"page_table": inputs["page_table"][:, :0]}, ValueError, "page_table: .*new keys need pages"),

@@ -15,6 +15,7 @@ from greenfast.ops.quantized import DTYPES, check_choice, format_tensor, format_
 from greenfast.ops.symbols import is_certain, require
 
 _LARGEST = torch.finfo(torch.float32).max
+_SOFTCAPS = (1e-30, 1e30)  # the kernels' float32 holds the cap and its inverse, times the scales of scores
 _CAUSAL = {"upper_left": 1, "lower_right": 2}
 MAX_LENGTH = 2**31 - 1  # in the kernels lengths are int32
 #: Refusals of other GPUs.
@@ -98,6 +99,15 @@ def parse_number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name}: a number beyond float64; a smaller one is needed") from None
+
+
+def parse_softcap(softcap: Any) -> float:
+    """Return the softcap of a call, 0 for none. Raises TypeError unless it is a number, ValueError out of range."""
+    cap = parse_number("softcap", softcap)
+    if not (cap == 0.0 or _SOFTCAPS[0] <= cap <= _SOFTCAPS[1]):
+        smallest, largest = _SOFTCAPS
+        raise ValueError(f"softcap: {cap}; 0, or a number from {smallest} to {largest} is needed")
+    return cap
 
 
 def _format_argument(value: object) -> str:

@@ -345,6 +345,8 @@ def _join_tables(rope: Any, parts: list[Tensor]) -> Any:
 def _rotate_heads(args: RowArguments) -> RowArguments:
     """Normalize and rotate by PyTorch with tables of heads, (B or 1, H, S, T)."""
     query, key = args.query, args.key
+    if len(args.rope) != 2:
+        raise TypeError(f"rope: {len(args.rope)} tables; a pair (cos, sin) of tensors is needed")
     cos, sin = args.rope
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor) and cos.shape == sin.shape and cos.dim() == 4):
         raise ValueError("rope: cos and sin must have the same shape")

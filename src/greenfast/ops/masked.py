@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from greenfast.ops import autograd, reference, torch_ops
-from greenfast.ops.arguments import check_once, has_key_mean, parse_number, parse_scale, parse_window
+from greenfast.ops.arguments import (
+    MAX_LENGTH,
+    check_once,
+    has_key_mean,
+    parse_number,
+    parse_scale,
+    parse_softcap,
+    parse_window,
+)
 from greenfast.ops.backward import flash_backward, masked_backward
 from greenfast.ops.block_mask import BlockMask
 from greenfast.ops.call_cache import CachedLaunch, CallCache, build_allocator, replay
@@ -71,11 +79,13 @@ class MaskSpec:
         if self.left >= 0:
             mask = mask & (keys >= own - self.left)
         if self.kv_lengths is not None:
-            kept = keys < self.kv_lengths.unsqueeze(1)  # (B, KV)
-            if self.kv_rows is not None:
-                kept = torch.zeros_like(kept).scatter(1, self.kv_rows.long(), kept)
-            mask = mask & kept[:, None, None]
+            mask = mask & self.find_kept_keys(self.kv_lengths, kv_len)[:, None, None]
         return mask
+
+    def find_kept_keys(self, kv_lengths: Tensor, kv_len: int) -> Tensor:
+        """Return which keys are not padding, bool (B, KV)."""
+        kept = torch.arange(kv_len, device=kv_lengths.device) < kv_lengths.unsqueeze(1)
+        return kept if self.kv_rows is None else torch.zeros_like(kept).scatter(1, self.kv_rows.long(), kept)
 
     def tile_order(self) -> Tensor | None:
         """Return the tiles from the first to the last, int64 (B or 1, H or 1, row blocks, tiles); None: they ascend.
@@ -116,14 +126,29 @@ class ScoreOptions(NamedTuple):
 NO_OPTIONS = ScoreOptions()
 
 
+def are_defaults(window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any) -> bool:
+    """Return whether a call has no options. False also for values of other types, whose comparison may raise."""
+    return (
+        sinks is None
+        and kv_lengths is None
+        and type(softcap) is float
+        and softcap == 0.0
+        and type(skip_threshold) is float
+        and skip_threshold == 0.0
+        and type(window) is tuple
+        and len(window) == 2
+        and type(window[0]) is int
+        and type(window[1]) is int
+        and window == (-1, -1)
+    )
+
+
 def parse_options(
     window: Any, softcap: Any, sinks: Any, kv_lengths: Any, skip_threshold: Any, alignment: str
 ) -> ScoreOptions:
     """Return checked options. Raises TypeError and ValueError; sizes and devices are checked by the operator."""
     left, right = (min(n, MAX_WINDOW) for n in parse_window(window, "window"))
-    cap = parse_number("softcap", softcap)
-    if not 0.0 <= cap < math.inf:
-        raise ValueError(f"softcap: {softcap}; 0 or a positive number is needed")
+    cap = parse_softcap(softcap)
     threshold = parse_number("skip_threshold", skip_threshold)
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"skip_threshold: {skip_threshold}; a number from 0 to below 1 is needed")
@@ -165,7 +190,9 @@ def make_spec(mask: Any, causal: int, options: ScoreOptions, q_len: Any, kv_len:
         return _MASKS.get(mask, causal, q_len, kv_len, batch)
     if causal:
         right = 0
-    lengths = None if options.kv_lengths is None else options.kv_lengths.to(torch.int32)
+    lengths = options.kv_lengths
+    if lengths is not None and lengths.dtype != torch.int32:  # clamped, so that none wraps into range
+        lengths = lengths.clamp(-1, MAX_LENGTH).to(torch.int32)
     plain = left < 0 and lengths is None and right == (0 if causal else -1)
     if plain and options.softcap == 0.0 and options.sinks is None and options.skip_threshold == 0.0:
         return None
@@ -252,6 +279,15 @@ def _read_mask(mask: Tensor, causal: int, q_len: Any, kv_len: Any, batch: Any) -
     return MaskSpec(lists=BlockMask.from_bool(mask.expand(*mask.shape[:2], q_len, kv_len)))
 
 
+def clear_padding(kept: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K and V with zeros for keys of the padding: 0 times NaN would be NaN, and blocks share scales.
+
+    kept: bool, broadcastable to (B, 1, 1, KV), False for padding.
+    """
+    padding = kept.logical_not().transpose(2, 3)
+    return key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
+
+
 def check_masked(
     query: Tensor, key: Tensor, value: Tensor, kv_lengths: Tensor | None, kv_rows: Tensor | None, sinks: Tensor | None,
     counts: Tensor | None, entries: Tensor | None, bits: Tensor | None,
@@ -298,6 +334,12 @@ def _check_mask(
             raise ValueError(f"attn_mask: its {name} is {n}; 1 or {whole} is needed")
     BlockMask(counts, entries, bits, q_len, kv_len)  # checks them
     check_device("attn_mask", counts, "query", query)
+
+
+def check_spec(query: Tensor, kv_len: Any, spec: MaskSpec, sinks: Tensor | None) -> None:
+    """Raise TypeError or ValueError for a mask and sinks that do not fit to a call without an operator."""
+    lists = (None, None, None) if spec.lists is None else (spec.lists.counts, spec.lists.entries, spec.lists.bits)
+    _check_mask(query, kv_len, spec.kv_lengths, spec.kv_rows, None if sinks is None else sinks.float(), *lists)
 
 
 def _make_spec(
@@ -404,6 +446,8 @@ def _backward(
     spec = _make_spec(
         query, key.shape[2], kv_lengths, kv_rows, counts, entries, bits, alignment, window_left, window_right
     )
+    if kv_lengths is not None:
+        key, value = clear_padding(spec.find_kept_keys(kv_lengths, key.shape[2])[:, None, None], key, value)
     tensors = (query, key, value)
     if not query.numel() or not key.numel():
         by_query, by_key, by_value = (torch.zeros_like(x) for x in tensors)

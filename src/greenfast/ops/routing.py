@@ -156,7 +156,7 @@ def explain(
     Raises TypeError for flags, numbers and lengths of the wrong type, and ValueError for an unknown ``precision``,
     ``causal_alignment``, ``backward`` or ``target`` and for a probability outside 0 to 1.
     """
-    if backward != "16bit":
+    if type(backward) is not str or backward != "16bit":
         check_choice("backward", backward, BACKWARDS)
     forward = _explain_forward(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, precision=precision,

@@ -47,6 +47,9 @@ from greenfast.ops.masked import (
     TOKEN_MASKS,
     MaskSpec,
     ScoreOptions,
+    are_defaults,
+    check_spec,
+    clear_padding,
     compute_masked,
     compute_masked_codes,
     make_spec,
@@ -79,7 +82,7 @@ from greenfast.ops.quantized import (
     check_tensors,
 )
 from greenfast.ops.routing import explain, find_8bit_obstacle, find_short_length
-from greenfast.ops.symbols import is_certain
+from greenfast.ops.symbols import is_certain, is_known
 from greenfast.ops.token_scales import SDPA_TOKEN, SDPA_TOKEN_LSE
 from greenfast.ops.varlen import attend_jagged
 
@@ -182,7 +185,7 @@ def sdpa(
     dims and GPUs without a kernel. Each error names the argument and the allowed values.
     """
     options = NO_OPTIONS
-    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
+    if not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
         options = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     if ACTIVE:
         if options is not NO_OPTIONS:
@@ -202,8 +205,10 @@ def sdpa(
             window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
             backward=backward,
         )  # fmt: skip
-    if backward != "16bit":
+    if type(backward) is not str or backward != "16bit":
         check_choice("backward", backward, BACKWARDS)
+        check_choice("precision", precision, SDPA_PRECISIONS)
+        check_flag("return_lse", return_lse)
         simple = options is NO_OPTIONS and attn_mask is None and parse_dropout(dropout_p) == 0.0 and not return_lse
         kept = _sdpa_kept(
             query, key, value, simple, parse_causal(is_causal, causal_alignment), scale, enable_gqa, precision, backward
@@ -217,9 +222,9 @@ def sdpa(
         causal = parse_causal(is_causal, causal_alignment)
     if type(precision) is not str or precision not in PRECISIONS:
         check_choice("precision", precision, SDPA_PRECISIONS)
+        check_flag("return_lse", return_lse)
         if precision == "fp8_token":
             check_flag("enable_gqa", enable_gqa)
-            check_flag("return_lse", return_lse)
             return _canonicalized_sdpa(
                 query, key, value, attn_mask, parse_dropout(dropout_p), causal, scale, enable_gqa, precision,
                 return_lse, float32_as, options,
@@ -328,7 +333,9 @@ def _sdpa_auto(
     if isinstance(form, CanonicalCall):
         if form.mask is None:  # the mask masks nothing, or is a CausalBias
             attn_mask, causal = None, form.causal
-    elif not all([_can_run_torch(x, causal) for x in (query, key, value)]):
+    elif not all([_can_run_torch(x, causal) for x in (query, key, value)]) or (
+        isinstance(attn_mask, Tensor) and attn_mask.dim() < 2
+    ):
         raise form.error(f"{form.reason}{_format_shapes(query, key, value)}")
     if causal == 2 and attn_mask is not None:
         raise ValueError('attn_mask: with causal_alignment="lower_right" it cannot be combined with is_causal')
@@ -415,11 +422,15 @@ def _canonicalized_sdpa(
         out = out.float() if widened else out
         return out if lse is None else (out, lse)
     if form.empty:
+        if spec is not None:
+            check_spec(query.new_empty(1).expand(form.query), form.key[2], spec, options.sinks)
         out, lse = _build_empty_result(form, query, key, value)
         if options.sinks is not None:
             lse = lse.maximum(options.sinks.float().unsqueeze(-1))
     else:
         tensors = to_kernel_layout(form, query, key, value)
+        if form.causal and form.mask is not None and is_known(form.mask.shape[1] * form.mask.shape[2] == 1):
+            tensors = (tensors[0], *clear_padding(form.mask, *tensors[1:]))
         if spec is not None:
             result = compute_masked(*tensors, spec, options, precision, factor, return_lse)
         elif precision == TOKEN:
@@ -682,7 +693,7 @@ def attention_block(
             window=window, softcap=softcap, sinks=sinks, kv_lengths=kv_lengths, skip_threshold=skip_threshold,
         )  # fmt: skip
     scores = NO_OPTIONS
-    if window != (-1, -1) or softcap != 0.0 or sinks is not None or kv_lengths is not None or skip_threshold != 0.0:
+    if not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
         scores = parse_options(window, softcap, sinks, kv_lengths, skip_threshold, causal_alignment)
     check_flag("return_lse", return_lse)
     masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
@@ -751,7 +762,7 @@ def _attend_two_parts(
         return None
     window, softcap, sinks, _, skip_threshold = options
     scores = NO_OPTIONS
-    if window != (-1, -1) or softcap != 0.0 or sinks is not None or skip_threshold != 0.0:
+    if not are_defaults(window, softcap, sinks, None, skip_threshold):
         scores = parse_options(window, softcap, sinks, None, skip_threshold, alignment)
     check_flag("return_lse", return_lse)
     masked = attn_mask is not None or scores is not NO_OPTIONS or return_lse
@@ -867,14 +878,7 @@ def attention(
     factor = parse_scale(scale, quantized.head_dim)
     causal = parse_causal(is_causal, causal_alignment)
     spec, options = None, NO_OPTIONS
-    if (
-        attn_mask is not None
-        or window != (-1, -1)
-        or softcap
-        or skip_threshold
-        or sinks is not None
-        or kv_lengths is not None
-    ):
+    if attn_mask is not None or not are_defaults(window, softcap, sinks, kv_lengths, skip_threshold):
         if attn_mask is not None and not isinstance(attn_mask, BlockMask):
             raise TypeError(f"attn_mask: a {type(attn_mask).__name__}; codes take a BlockMask, as from_bool makes it")
         if attn_mask is not None and causal:

@@ -24,8 +24,8 @@ from greenfast.ops.arguments import (
     check_used,
     has_key_mean,
     parse_length,
-    parse_number,
     parse_scale,
+    parse_softcap,
     parse_window,
 )
 from greenfast.ops.backward import flash_backward, refuse_gradients
@@ -87,7 +87,7 @@ def varlen_attn(
     Raises TypeError and ValueError for arguments that do not fit, and NotImplementedError for block_table, head dims
     and GPUs without a kernel, and gradients that do not exist.
     """
-    wants_lse = return_aux is not None and return_aux.lse
+    wants_lse = return_aux is not None and _parse_aux(return_aux)
     request = None
     if block_table is None and not torch.compiler.is_compiling():
         # A pair or one argument, so that requests with other arguments differ in length.
@@ -114,9 +114,7 @@ def varlen_attn(
         raise ValueError(
             f"query: it has {query.shape[1]} heads, key {key.shape[1]}; with enable_gqa=True query heads share them"
         )
-    cap = parse_number("softcap", softcap)
-    if not 0.0 <= cap < math.inf:
-        raise ValueError(f"softcap: {softcap}; 0 or a positive number is needed")
+    cap = parse_softcap(softcap)
     factor = parse_scale(scale, query.shape[2])
     arguments = (
         query, key, value, cu_seq_q, cu_seq_k, seqused_k, sinks, max_q, max_k, precision, left, right, cap, factor
@@ -125,6 +123,16 @@ def varlen_attn(
     if request is not None:
         _record_launches(request, arguments, wants_lse)
     return out if lse is None else (out, lse)
+
+
+def _parse_aux(return_aux: Any) -> bool:
+    """Return whether the log-sum-exp is requested. Raises TypeError unless it is an AuxRequest."""
+    if not hasattr(return_aux, "lse"):
+        raise TypeError(
+            f"return_aux: a {type(return_aux).__name__}; a torch.nn.attention.varlen.AuxRequest is needed, or None"
+        )
+    check_flag("return_aux.lse", return_aux.lse)
+    return return_aux.lse  # type: ignore[no-any-return]
 
 
 def _record_launches(request: tuple[Any, ...], args: tuple[Any, ...], wants_lse: bool) -> None:

@@ -23,6 +23,7 @@ from greenfast.ops.arguments import (
     parse_length,
     parse_number,
     parse_scale,
+    parse_softcap,
 )
 from greenfast.ops.canonicalize import (
     CanonicalCall,
@@ -243,8 +244,7 @@ class context_parallel:  # noqa: N801 - read as a verb: with greenfast.context_p
             parse_length(name, length)
         if causal and (q.shape[0] != k.shape[0] or longest[0] != longest[1]):
             raise ValueError("causal: the shards of q and k differ in length; with a mask they must be as long")
-        if parse_number("softcap", softcap) < 0:
-            raise ValueError(f"softcap: {softcap}; 0 or more is needed")
+        parse_softcap(softcap)
         if not torch.compiler.is_compiling() and should_check_values(q):
             lengths = check_starts("cu_seqlens_q", starts[0], q.shape[0], "q")
             if max(lengths, default=0) > longest[0]:

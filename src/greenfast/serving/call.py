@@ -63,7 +63,9 @@ class AttentionCall:
             check_flag("causal", causal)
         self.q = make_rows_dense("q", q)
         self.cu_seqlens_q, self.max_seqlen_q = cu_seqlens_q, max_seqlen_q
-        self.scale = q.shape[-1] ** -0.5 if softmax_scale is None else parse_number("softmax_scale", softmax_scale)
+        self.scale = (
+            max(1, q.shape[-1]) ** -0.5 if softmax_scale is None else parse_number("softmax_scale", softmax_scale)
+        )
         self.mask = (causal, *parse_window(causal, window_size))
         self.softcap = parse_number("softcap", softcap)
         if sinks is not None and isinstance(sinks, Tensor) and sinks.dtype in DTYPES:

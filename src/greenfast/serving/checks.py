@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from greenfast.kernels.attention.config import KEY_GROUP
-from greenfast.ops.arguments import MAX_LENGTH, check_once, check_starts, check_strided, check_used, parse_length
+from greenfast.ops.arguments import (
+    MAX_LENGTH,
+    check_once,
+    check_starts,
+    check_strided,
+    check_used,
+    parse_length,
+    parse_softcap,
+)
 from greenfast.ops.quantized import DTYPES, HEAD_DIMS, check_device
 from greenfast.ops.symbols import is_known, require, require_same_shape
 
@@ -38,6 +46,8 @@ _DISPLAY_NAMES = {
     "block_table": "block_table (page_table)",
     "seqused_k": "seqused_k (cache_seqlens)",
     "sinks": "sinks (s_aux)",
+    "cos": "cos (rotary_cos)",
+    "sin": "sin (rotary_sin)",
     "plan": "plan (scheduler_metadata)",
 }
 
@@ -253,7 +263,7 @@ def check_attention(
     parse_length("max_seqlen_q", max_seqlen_q, MAX_LENGTH)
     _check_number("window_size", window_left, -1)
     _check_number("window_size", window_right, -1)
-    _check_number("softcap", softcap, 0)
+    parse_softcap(softcap)
     _check_number("softmax_scale", softmax_scale, 0, above=True)
 
 
@@ -310,7 +320,7 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | 
         return
     for name, x in (("cos", cos), ("sin", sin), ("positions", positions)):
         if x is None:
-            raise ValueError(f"{name}: None; a rotation needs cos, sin and positions")
+            raise ValueError(f"{_DISPLAY_NAMES.get(name, name)}: None; a rotation needs cos, sin and positions")
     assert cos is not None
     assert sin is not None
     assert positions is not None
@@ -318,8 +328,8 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, positions: Tensor | 
     _check_tensor("sin", sin, (cos.dtype,), k)
     if cos.dim() != 2 or cos.shape[1] % 8 or not 8 <= cos.shape[1] <= k.shape[2] // 2:
         raise ValueError(
-            f"cos: its shape is {tuple(cos.shape)}; (positions, rotary_dim / 2) is needed, rotary_dim a multiple of 16 "
-            f"up to head_dim {k.shape[2]}"
+            f"{_DISPLAY_NAMES['cos']}: its shape is {tuple(cos.shape)}; (positions, rotary_dim / 2) is needed, "
+            f"rotary_dim a multiple of 16 up to head_dim {k.shape[2]}"
         )
     _check_shape("sin", sin, (tuple(cos.shape), "as cos"))
     _check_dense("cos", cos)
